@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf_files import GGUFStream
+from gguf_files import write_tensors
 from oracles import smollm2
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
@@ -171,9 +171,8 @@ def keys_of(tokens, merges, *, pre="gpt-2", types=None, **more):
 
 def write_model(path: Path, keys: dict[str, Any]) -> Path:
     config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]))
-    params, rng = config.params(), np.random.default_rng(0)
-    table = [(name, param.shape) for name, param in params.items()]
-    with GGUFStream(path, config.arch, config.metadata() | keys, table) as stream:
-        for name, param in params.items():
-            stream.write(name, rng.standard_normal(param.shape).astype(np.float32))
-    return path
+    rng = np.random.default_rng(0)
+    weights = {
+        name: rng.standard_normal(param.shape).astype(np.float32) for name, param in config.params().items()
+    }
+    return write_tensors(path, config.arch, config.metadata() | keys, weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -39,3 +40,14 @@ class GGUFStream:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
+
+
+def write_tensors(
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> Path:
+    """Write a file of keys and float32 tensors; return its path."""
+    table = [(name, array.shape) for name, array in tensors.items()]
+    with GGUFStream(path, architecture, metadata, table) as stream:
+        for name, array in tensors.items():
+            stream.write(name, array)
+    return path

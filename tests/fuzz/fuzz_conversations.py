@@ -14,7 +14,7 @@ import numpy as np
 import wild
 from chat_templates import CALLING, TEMPLATES, chat_keys
 from fuzz_texts import ODD, lines, zstd
-from gguf_files import GGUFStream
+from gguf_files import write_tensors
 
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.models import GPT2
@@ -64,8 +64,7 @@ def samples(
     folder: Path, raw: bytes, template: str = TEMPLATES["chatml"], *flags: str, name: str = "chat.jsonl"
 ) -> list[str]:
     """The command on a file of these bytes, with this template in a file beside it."""
-    with GGUFStream(folder / "m.gguf", "llama", chat_keys(), []):
-        pass
+    write_tensors(folder / "m.gguf", "llama", chat_keys(), {})
     (folder / name).write_bytes(raw)
     (folder / "t.jinja").write_text(template, "utf-8", "surrogatepass")
     command = ["-m", "zero_mpi", "samples", "m.gguf", "--data", name, "--chat-template", "t.jinja"]
@@ -153,12 +152,8 @@ QUESTION = {"question": "Two and two are", "answers": [" four", " five"], "right
 
 def evaluate(folder: Path, raw: bytes) -> list[str]:
     config = GPT2.from_flags(SIZES | {"tied": True})
-    params = config.params()
-    table = [(name, param.shape) for name, param in params.items()]
-    keys = config.metadata() | ByteTokenizer().metadata()
-    with GGUFStream(folder / "model.gguf", config.arch, keys, table) as stream:
-        for name, shape in table:
-            stream.write(name, np.ones(shape, np.float32))
+    ones = {name: np.ones(param.shape, np.float32) for name, param in config.params().items()}
+    write_tensors(folder / "model.gguf", config.arch, config.metadata() | ByteTokenizer().metadata(), ones)
     (folder / "choices.jsonl").write_bytes(raw)
     return ["-m", "zero_mpi", "evaluate", "model.gguf", "--choices", "choices.jsonl"]
 

@@ -1,7 +1,6 @@
 """Time lines of work on a GPU: what computes is timed on the device, and not when the host launches it."""
 
 import json
-import time
 
 import pytest
 import tiny
@@ -12,30 +11,6 @@ from zero_mpi.commands.trace import read, shares
 from zero_mpi.sharding.precision import BF16
 
 CONFIG = tiny.MODELS["llama"]
-
-
-@pytest.mark.world(1)
-def test_marks_are_passed_when_the_work_before_them_is_done(gpu, monkeypatch):
-    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0")  # the first event tells how the clocks lie
-    watch = gpu.stopwatch()
-    x = gpu.zeros(1 << 16)
-    gpu.synchronize()
-    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.01")
-    times = [time.perf_counter()]
-    stamps = [watch.stamp()]
-    for _ in range(10):
-        x += 1
-        stamps.append(watch.stamp())
-    launched = time.perf_counter()
-    gpu.synchronize()
-    times.append(time.perf_counter())
-    found = [watch.seconds(stamp) for stamp in stamps]
-    assert found == sorted(found)
-    near = 1e-3  # the host's clock and the device's
-    assert times[0] - near <= found[0] <= found[-1] <= times[1] + near
-    if "pretend" in gpu.about:
-        assert found[-1] > launched, "work is late there, and marks come after it"
-    assert watch.seconds(launched) == launched
 
 
 @pytest.fixture(scope="module")

@@ -131,27 +131,27 @@ def test_gather_to_each_root(comm, length, quantum, dtype):
             full.check(whole)
 
 
-def room(comm, length, dtype=np.float32):
+def room(comm, length):
     """Where the transport likes to have what is reduced: a buffer with edges of its own, or None. Collective.
 
     Memory that ranks share is theirs until nobody refers to it.
     """
     if not isinstance(comm, SharedComm):
         return None
-    nbytes = (length + 2 * EDGE) * np.dtype(dtype).itemsize
-    slot = comm.memory([], [-(-nbytes // 4)]).buffers
-    return slot.take(-(-nbytes // 4)).view(np.uint8)[:nbytes].view(dtype), slot
+    count = length + 2 * EDGE
+    slot = comm.memory([], [count]).buffers
+    return slot.take(count)[:count], slot
 
 
-def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32, place=None):
-    whole, slot = place or room(comm, partition.length, dtype) or (None, None)
-    given = wild(comm.rank, partition.length, dtype)
+def start_reduction(comm, partition, contributors, accumulate, place=None):
+    whole, slot = place or room(comm, partition.length) or (None, None)
+    given = wild(comm.rank, partition.length)
     if comm.rank >= contributors:
-        given = nothing(partition.length, dtype) if comm.exact else np.zeros(partition.length, dtype)
+        given = nothing(partition.length) if comm.exact else np.zeros(partition.length, np.float32)
     part = partition.part(comm.rank)
-    before = nothing(part.stop - part.start, dtype)
+    before = nothing(part.stop - part.start)
     if accumulate:
-        before = wild(1000, partition.length, dtype)[part]
+        before = wild(1000, partition.length)[part]
     full, out = Buffer(given, whole), Buffer(before)
     full.slot = slot  # as a module keeps its pool
     handle = comm.reduce_scatter(
@@ -160,14 +160,14 @@ def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32,
     return handle, full, given, out
 
 
-def terms(partition, contributors, accumulate, dtype=np.float32):
-    parts = [wild(rank, partition.length, dtype) for rank in range(contributors)]
-    return [wild(1000, partition.length, dtype), *parts] if accumulate else parts
+def terms(partition, contributors, accumulate):
+    parts = [wild(rank, partition.length) for rank in range(contributors)]
+    return [wild(1000, partition.length), *parts] if accumulate else parts
 
 
-def ordered(partition, contributors, accumulate, dtype=np.float32):
-    parts = terms(partition, contributors, accumulate, dtype)
-    return in_order(parts) if parts else np.zeros(partition.length, dtype)
+def ordered(partition, contributors, accumulate):
+    parts = terms(partition, contributors, accumulate)
+    return in_order(parts) if parts else np.zeros(partition.length, np.float32)
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])

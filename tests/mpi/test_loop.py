@@ -104,17 +104,6 @@ def test_after_an_error_inside_a_round_it_must_be_reset(exact, strategy, unbroke
     assert run.end() == unbroken
 
 
-def test_a_backward_that_was_cut_short_leaves_nothing_behind(exact, unbroken):
-    run = Run(exact)
-    run.module.forward(read(9, 0)[0])
-    for unit in run.module.units:
-        for view in unit.gradients().values():
-            view += 1
-    run.accum.reset()
-    run.rounds(0)
-    assert run.end() == unbroken
-
-
 def test_a_round_without_accumulate_is_an_error(exact):
     run = Run(exact)
     with pytest.raises(ValueError, match=r"round 0 of \d was not accumulated; expected one call"):

@@ -9,15 +9,14 @@ from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, ShardedAdam
 NAMES = ["token_embd", "blk.0", "blk.1", "output"]
 
 
-def recorded(comm, config, strategy, *, micro_batches=None, **options):
+def recorded(comm, config, strategy, **options):
     comm = RecordingComm(comm)
     module = tiny.make(comm, config, strategy, **options)
     optimizer = ShardedAdamW(module)
-    count = micro_batches or comm.size
-    accumulator = GradAccum(module, count)
+    accumulator = GradAccum(module, comm.size)
     comm.log.clear()
     before = comm.inner.meter.sent_bytes
-    tiny.run_step(module, accumulator, config, 0, count)
+    tiny.run_step(module, accumulator, config, 0, comm.size)
     optimizer.step()
     counted = comm.inner.meter.sent_bytes - before
     assert counted == sum(event.sent for event in comm.log), "the transport's own account"

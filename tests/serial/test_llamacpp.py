@@ -11,7 +11,7 @@ from typing import Any
 import architectures
 import numpy as np
 import pytest
-from gguf_files import GGUFStream
+from gguf_files import write_tensors
 from jobs import run_job
 from oracles import greedy, llama_cpp, open_server, smollm2, tokenize
 from test_command_bits import needs_mpiexec
@@ -91,14 +91,6 @@ def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
         name: ((param.init == "ones") + 0.2 * rng.standard_normal(param.shape)).astype(np.float32)
         for name, param in config.params().items()
     }
-
-
-def write_tensors(path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
-    table = [(name, array.shape) for name, array in tensors.items()]
-    with GGUFStream(path, arch, metadata, table) as stream:
-        for name, array in tensors.items():
-            stream.write(name, array)
-    return path
 
 
 def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray], **keys: Any) -> Path:
@@ -275,11 +267,8 @@ WATER = [12615, 36411, 418, 253, 2208, 2779, 335, 253, 6740, 975, 260, 1512, 245
 def dump(file: GGUFFile, path: Path) -> Path:
     """The model in float32, its keys as they are: quantized, llama.cpp rounds activations as well."""
     metadata = file.metadata | {"general.file_type": np.uint32(0)}
-    table = [(name, info.shape) for name, info in file.tensors.items()]
-    with GGUFStream(path, file.metadata["general.architecture"], metadata, table) as stream:
-        for name, _ in table:
-            stream.write(name, file.tensor(name))
-    return path
+    tensors = {name: file.tensor(name) for name in file.tensors}
+    return write_tensors(path, file.metadata["general.architecture"], metadata, tensors)
 
 
 def pair_halves(model: TextModel) -> None:

@@ -9,12 +9,8 @@ from zero_mpi.data import EvalLoader, StepLoader, Windows, window_of
 from zero_mpi.data.loader import permutation
 
 
-def windows_of(count, context=4, extra=0):
-    return Windows(np.arange(count * context + 1 + extra, dtype=np.uint32), context)
-
-
-def loader_of(windows=10, batch_size=7, micro_batch=2, seed=3):
-    return StepLoader(windows_of(windows), batch_size=batch_size, micro_batch=micro_batch, seed=seed)
+def windows_of(count, context=4):
+    return Windows(np.arange(count * context + 1, dtype=np.uint32), context)
 
 
 def test_a_window_holds_its_tokens_and_the_targets_one_place_on():
@@ -39,7 +35,7 @@ def test_the_order_is_pinned():
 
 def test_the_steps_of_an_epoch_read_each_window_once():
     """10 windows in steps of 4: five steps are two epochs, and step 2 lies across the seam."""
-    loader = loader_of(windows=10, batch_size=4, micro_batch=3)
+    loader = StepLoader(windows_of(10), batch_size=4, micro_batch=3, seed=3)
     read = [loader.micro(step, i).inputs for step in range(5) for i in range(loader.micro_batches)]
     starts = np.concatenate(read)[:, 0] // 4
     assert sorted(starts[:10].tolist()) == sorted(starts[10:].tolist()) == list(range(10))

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from gguf_files import GGUFStream
+from gguf_files import write_tensors
 from jobs import COMPILED, run_job
 from test_command_bits import fields, needs_mpiexec, train
 from test_resume import refused
@@ -214,10 +214,7 @@ def test_an_adapter_that_is_not_finite_is_the_one_that_is_named(value, alone, ba
     factors = {name: source.tensor(name) for name in source.tensors}
     for factor in list(factors.values())[:2]:
         factor.ravel()[0] = value
-    table = [(name, factor.shape) for name, factor in factors.items()]
-    with GGUFStream(path, "llama", adapter_metadata(lora_of(source)), table) as stream:
-        for name, factor in factors.items():
-            stream.write(name, factor)
+    write_tensors(path, "llama", adapter_metadata(lora_of(source)), factors)
     model = ["-m", "zero_mpi", "evaluate", str(base)]
     for arguments in (
         [*model, "--lora", str(path), *text],

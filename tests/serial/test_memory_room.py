@@ -17,7 +17,6 @@ from test_shared_fallback import MOUNT, why_no_mount
 
 from zero_mpi.config.settings import Config
 from zero_mpi.environment.limits import Limits
-from zero_mpi.launch import dev_shm
 from zero_mpi.models import Llama
 from zero_mpi.train import memory_check
 
@@ -48,21 +47,6 @@ def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
     status, said, errors = with_shm("6m", 4, "zero_mpi.train", *flags)
     assert status == 0, errors
     assert "saved " in said
-
-
-def test_room_decides_what_is_left_out_and_what_is_refused(monkeypatch):
-    def found(free, ranks, **other):
-        environ = {"PMI_FD": "3", "MPI_LOCALNRANKS": str(ranks), **other}
-        monkeypatch.setattr(dev_shm, "free_bytes", lambda: free)
-        problem = dev_shm.find_problem(environ)
-        return bool(problem), environ.get("UCX_TLS")
-
-    assert found(64 << 20, 12) == (False, None)
-    assert found(64 << 20, 14) == (False, "^posix")
-    assert found(64 << 20, 64) == (True, "^posix")
-    assert found(64 << 20, 14, UCX_TLS="all") == (True, "all")
-    assert found(None, 64) == (False, None)
-    dev_shm.check_space({"MPI_LOCALNRANKS": "64"})  # no MPICH
 
 
 NO_ROOM = """

@@ -1,6 +1,5 @@
 """Several sources in given shares: which sample is of which, epochs of each, and what each holds out."""
 
-import itertools
 import json
 
 import numpy as np
@@ -12,7 +11,7 @@ from test_command_bits import SIZES, assert_same_run, needs_mpiexec
 
 from zero_mpi.data import MixedWindows, PackedWindows, SampleOrder, Windows, sources_of
 from zero_mpi.data.documents import Document, stream_of
-from zero_mpi.data.loader import DEALT, permutation, shuffled, window_of
+from zero_mpi.data.loader import DEALT, permutation, window_of
 from zero_mpi.errors import UsageError
 
 shares = st.lists(st.floats(0.01, 1), min_size=1, max_size=5)
@@ -28,16 +27,6 @@ def test_each_source_has_its_share_to_a_sample_and_no_number_twice(shares, block
         assert sorted(numbers[sources == source].tolist()) == list(range(int((sources == source).sum())))
 
 
-@given(
-    shares=shares, samples=st.lists(st.integers(0, 10**7), min_size=1, max_size=20), seed=st.integers(0, 9)
-)
-def test_a_sample_is_what_it_is_whoever_asks(shares, samples, seed):
-    counts = [5 + 3 * place for place in range(len(shares))]
-    together = SampleOrder(counts, shares, seed).windows(np.array(samples))
-    alone = [SampleOrder(counts, shares, seed).windows(np.array([sample])).tolist() for sample in samples]
-    assert together.tolist() == list(itertools.chain(*alone))
-
-
 def test_epochs_of_each_source_have_each_window_once():
     order = SampleOrder([6, 10], [3, 1], 0)
     found = order.windows(np.arange(4000))
@@ -48,16 +37,6 @@ def test_epochs_of_each_source_have_each_window_once():
     assert order.epochs(4000) == [len(first) / 6, len(second) / 10]
     assert order.epoch == 40
     assert SampleOrder([6], [1.0], 0).epoch == 6
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 64, 1000, 5000])
-def test_a_shuffle_is_a_permutation_that_looks_like_any(count):
-    found = shuffled(np.arange(count), count, 3)
-    assert sorted(found.tolist()) == list(range(count))
-    if count >= 1000:
-        assert abs(np.corrcoef(found, np.arange(count))[0, 1]) < 4 / np.sqrt(count)
-        assert (np.diff(found) == 1).sum() < 8
-        assert not np.array_equal(found, shuffled(np.arange(count), count, 4))
 
 
 def test_many_windows_are_dealt_out_once_each():

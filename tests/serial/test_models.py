@@ -9,7 +9,7 @@ import architectures
 import gguf
 import numpy as np
 import pytest
-from gguf_files import GGUFStream
+from gguf_files import write_tensors
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.errors import UsageError
@@ -80,10 +80,8 @@ def test_the_tensors_are_those_of_the_architecture(config):
 
 def write_zeros(path: Any, config: ModelConfig) -> None:
     constants = config.constants()
-    table = [(name, part.shape) for name, part in (config.params() | constants).items()]
-    with GGUFStream(path, config.arch, config.metadata(), table) as stream:
-        for name, shape in table:
-            stream.write(name, constants.get(name, np.zeros(shape, np.float32)))
+    zeros = {name: np.zeros(param.shape, np.float32) for name, param in config.params().items()}
+    write_tensors(path, config.arch, config.metadata(), zeros | constants)
 
 
 def keys_of(config: ModelConfig, **changes: Any) -> dict[str, Any]:
@@ -181,10 +179,6 @@ def test_impossible_sizes_are_refused(arch, flags, named):
 def test_an_unknown_architecture_is_refused_with_the_known_ones(arch):
     with refused(r"model\.gguf: architecture .* is not known; expected one of llama, gpt2, qwen2, qwen3"):
         config_from_gguf({"general.architecture": arch}, [], "model.gguf")
-
-
-NEEDED = ["context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"]
-NEEDED += ["vocab_size"]
 
 
 WIDE = {"rope__dimension_count": 10, "attention__key_length": 10, "attention__value_length": 10}
@@ -320,22 +314,11 @@ def test_biases_of_one_block_only_are_missed_in_the_others():
 ROPE = "rope_freqs.weight"
 
 
-def with_factors(values: Any, config: ModelConfig = LLAMA, shape: Any = None) -> ModelConfig:
-    array = np.array(values, np.float32)
-    shapes = shapes_of(config) | {ROPE: array.shape if shape is None else shape}
-
-    def read(name: str) -> np.ndarray:
-        assert name == ROPE, "the configuration is in no other tensor"
-        assert shape is None, "read although its shape is wrong"
-        return array.reshape(-1)
-
-    found = config_from_gguf(keys_of(config), shapes, "a file", read)
-    found.check_tensors(shapes, "a file")
-    return found
-
-
 def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
-    found = with_factors(FACTORS)
+    shapes = shapes_of(LLAMA) | {ROPE: (5,)}
+    read = {ROPE: np.array(FACTORS, np.float32)}.__getitem__  # of the tensors this one alone is read
+    found = config_from_gguf(keys_of(LLAMA), shapes, "a file", read)
+    found.check_tensors(shapes, "a file")
     assert found == replace(LLAMA, rope_factors=FACTORS)
     assert list(found.constants()) == [ROPE]
     written = found.constants()[ROPE]
@@ -346,4 +329,4 @@ def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     with refused(ROPE):
         found.check_tensors(shapes_of(found), "a file")
     with refused(ROPE):  # with nothing to read it by
-        config_from_gguf(keys_of(LLAMA), shapes_of(LLAMA) | {ROPE: (5,)}, "a file")
+        config_from_gguf(keys_of(LLAMA), shapes, "a file")

@@ -187,6 +187,3 @@ def test_a_step_allocates_nothing_large_though_documents_differ():
         optimizer.step()
         fresh.append(recycled_stats().fresh)
     assert fresh[-1] == fresh[2 * ROW_STEPS], "a head has been given all numbers of rows twice"
-
-
-FALLS, BEHIND, NEGATIVE = (np.array([row]) for row in ([0, 1, 0], [0, 2, 2], [-1, 0, 0]))

@@ -7,7 +7,7 @@ import architectures
 import ml_dtypes
 import numpy as np
 import pytest
-from jobs import COMPILED, run_job
+from jobs import run_job
 from planned_losses import LOSSES, make_step, objective_of
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, ops
@@ -24,7 +24,7 @@ from zero_mpi.plan.machine import Link, Machine, machine_of
 from zero_mpi.plan.plan import MOST, largest, limits, most, sweep
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, simulate
-from zero_mpi.plan.step_time import Player, step_time
+from zero_mpi.plan.step_time import Player
 from zero_mpi.sharding import strategy_named
 
 needs_numba = pytest.mark.skipif(backend() == "numpy", reason="the plan is of the compiled operations")
@@ -42,8 +42,6 @@ WIDTHS |= {"head_count": 4, "head_count_kv": 2, "key_length": 16, "value_length"
 OTHERS = {arch: architectures.build(arch, WIDTHS) for arch in architectures.ROWS if arch not in MODELS}
 MODELS |= OTHERS
 SLOW = Machine(Link(0, 0), Link(1e-3, 1e-8), flops=1e9, moves=1e9)
-SLOWER = replace(SLOW, node=Link(1e-5, 1e-8))
-DEVICES = ("cpu", "cuda")
 
 
 def recycled_bytes(case, monkeypatch):
@@ -170,58 +168,6 @@ def test_sent_bytes_of_metrics_are_those_of_the_plan(trained, tmp_path):
     assert plan["traffic"]["rank_0"] > 0
 
 
-RSS = """
-import resource, sys
-from pathlib import Path
-import numpy as np
-from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops
-from zero_mpi.comm.nodes.hybrid import MPIComm
-from zero_mpi.launch.world import World, run
-from zero_mpi.models import Llama
-from zero_mpi.nn import CrossEntropy
-from zero_mpi.sharding import strategy_named
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-def command(world, arguments):
-    strategy, sizes, rows, rounds = arguments[0], eval(arguments[1]), int(arguments[2]), int(arguments[3])
-    model, comm = Llama.from_flags(sizes), MPIComm()
-    ops.prepare()
-    ones = np.ones((500, 500), np.float32)
-    ops.linear(ones @ ones, ones)  # the libraries' own buffers
-    comm.allgather_object(bytes(1 << 20))
-    before = resident()
-    module = ShardedModule(model.stages(), comm, strategy_named(strategy))
-    module.load_slices(lambda name, start, stop: np.full(stop - start, 0.01, np.float32))
-    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, rounds * comm.size)
-    tokens = np.zeros((rows, model.context_length), np.int64)
-    for _ in range(2 * rounds):
-        accumulator.accumulate(tokens, CrossEntropy(tokens, 1e-3))
-        if accumulator.complete:
-            optimizer.step(max_norm=1.0)
-    if world.rank == 0:
-        print("held", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
-    return 0
-
-run("rss", command, sys.argv[1:])
-"""
-
-
-@needs_numba
-def test_resident_memory_is_the_plan_s(tmp_path):
-    sizes = {"layers": 4, "dim": 512, "heads": 8, "context": 64, "vocab_size": 4000, "tied": False}
-    options = {"batch_size": 4, "micro_batch": 1, "context": 64, "transport_wanted": "mpi"}
-    case = Case(Llama.from_flags(sizes), ranks=2, strategy_name="full-shard", **options)
-    (tmp_path / "rss.py").write_text(RSS)
-    arguments = [str(tmp_path / "rss.py"), "full-shard", repr(sizes), "1", "2"]
-    status, printed, errors = run_job(2, arguments, env=COMPILED, timeout=120)
-    assert (status, errors) == (0, "")
-    held, plan = int(printed.split()[-1]), plan_memory(case).total
-    assert plan > 150 << 20
-    assert held == pytest.approx(plan, rel=0.1)
-
-
 def on_gpu(**changes):
     settings = {"model": MODELS["llama"], "device": "cuda", "precision_name": "bf16", "batch_size": 8}
     return Case(**settings | changes)
@@ -234,21 +180,6 @@ def test_offloaded_moments_are_on_the_host():
     longest = max(partition.counts[0] for partition in on_gpu(ranks=2).partitions)
     assert offloaded.rooms == 3 * 8 * min(longest, 4 << 20)
     assert offloaded.total == kept.total - kept.moments + offloaded.rooms
-
-
-def test_offloaded_moments_take_the_time_of_their_link():
-    machine = replace(SLOW, moves=1e15, host_link=1e6)
-    kept, offloaded = (step_time(on_gpu(offload=where), machine) for where in ("none", "moments"))
-    elements = sum(unit.length for unit in on_gpu().layout.units)
-    assert offloaded.seconds - kept.seconds == pytest.approx(8 * elements / 1e6, rel=1e-3)
-
-
-def test_what_gpus_of_a_node_send_hides_behind_what_they_compute():
-    host, gpu = (
-        step_time(on_gpu(ranks=2, device=where, transport_wanted="mpi"), SLOWER) for where in DEVICES
-    )
-    assert host.exposed == pytest.approx(host.communication)
-    assert 0 < gpu.exposed < 0.9 * gpu.communication
 
 
 def test_the_largest_fits_and_one_more_does_not():

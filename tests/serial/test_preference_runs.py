@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from gguf_files import GGUFStream
+from gguf_files import write_tensors
 from jobs import COMPILED, run_job
 from test_chat import TEMPLATE
 from test_command_bits import fields, needs_mpiexec, train_compiled
@@ -25,10 +25,11 @@ RUNS = {"dpo": ["--lora", "2"], "ipo": [], "orpo": ["--lora", "2"], "kto": ["--l
 def folder(tmp_path_factory):
     place, rng, config = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0), Llama.from_flags(SIZES)
     keys = ByteTokenizer().metadata() | {"tokenizer.chat_template": TEMPLATE}
-    table = [(name, param.shape) for name, param in config.params().items()]
-    with GGUFStream(place / "m.gguf", config.arch, config.metadata() | keys, table) as stream:
-        for name, shape in table:
-            stream.write(name, (rng.normal(0, 0.1, shape) + ("norm" in name)).astype(np.float32))
+    weights = {
+        name: (rng.normal(0, 0.1, param.shape) + ("norm" in name)).astype(np.float32)
+        for name, param in config.params().items()
+    }
+    write_tensors(place / "m.gguf", config.arch, config.metadata() | keys, weights)
     words = ["".join(rng.choice(list("abcd"), n)) for n in rng.integers(1, 9, 90)]
     rows = [
         dict(zip(("prompt", "chosen", "rejected"), words[i : i + 3], strict=True)) for i in range(0, 90, 3)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import GGUFStream
+from gguf_files import write_tensors
 from jobs import run_job
 from oracles import llama_cpp, open_server
 from test_command_bits import needs_mpiexec
@@ -83,9 +83,7 @@ def write(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
             len(param.shape) == 1
         )
     keys = config.metadata() | ByteTokenizer().metadata()
-    with GGUFStream(path, config.arch, keys, [(n, a.shape) for n, a in weights.items()]) as stream:
-        for name, array in weights.items():
-            stream.write(name, array)
+    write_tensors(path, config.arch, keys, weights)
     return weights
 
 
@@ -98,9 +96,7 @@ def write_matrix(path: Path, weights: dict[str, np.ndarray], **own: Any) -> dict
             tensors |= {f"{name}.in_sum2": sums, f"{name}.counts": np.full((1, 1), 3, np.float32)}
             means[name] = sums[0] / np.float32(3)
     keys = {"general.type": "imatrix", "imatrix.datasets": ["x"], "imatrix.chunk_count": np.uint32(1)}
-    with GGUFStream(path, "imatrix", keys | own, [(n, a.shape) for n, a in tensors.items()]) as stream:
-        for name, array in tensors.items():
-            stream.write(name, array)
+    write_tensors(path, "imatrix", keys | own, tensors)
     return means
 
 
@@ -236,9 +232,7 @@ def test_a_wrong_matrix_is_refused_in_one_line(wide: Any, tmp_path: Path, spoil:
         tensors |= {name: a.astype(np.float32) for name, a in spoil.items() if name in tensors}
         keys = file.metadata | {name: value for name, value in spoil.items() if isinstance(value, str)}
         path = tmp_path / "im.gguf"
-        with GGUFStream(path, "imatrix", keys, [(n, a.shape) for n, a in tensors.items()]) as stream:
-            for name, array in tensors.items():
-                stream.write(name, array)
+        write_tensors(path, "imatrix", keys, tensors)
     with pytest.raises(UsageError, match=named) as caught:
         export(folder / "m.gguf", tmp_path / "x.gguf", "--type", "q4_k_m", "--imatrix", path)
     assert "\n" not in str(caught.value)

@@ -132,13 +132,6 @@ def test_log_lines_come_first_now_and_then_at_evaluations_and_at_the_end(tmp_pat
     assert sum("val loss" in text for text in printed) == 1
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(progress_bar.time, "perf_counter", lambda: now[0])
-    return now
-
-
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
     """Bar and notes go to one stream, each note on a line of its own; the file is the same."""
     monkeypatch.setattr(progress_bar, "watched", lambda: True)

@@ -1,4 +1,4 @@
-"""When units are gathered, released and reduced: small models by hand, random ones by their properties."""
+"""When units are gathered, released and reduced: random models by their properties."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,23 +35,11 @@ class Around:
         assert order == sorted(order), "gathers start first, reductions last"
         assert isinstance(actions[-1], Progress)
 
-    def __eq__(self, row):
-        return (self.start, self.need, self.drop, self.reduce) == row
-
-    def __repr__(self):
-        return f"{self.compute}: {(self.start, self.need, self.drop, self.reduce)}"
-
 
 def around(actions):
     found = [Around(stage) for stage in by_stage(actions)]
     assert sum(1 for action in actions if isinstance(action, Progress)) == len(found)
     return sorted(found, key=lambda moves: moves.stage)
-
-
-def schedule(uses, prefetch, *, reads=None, trainable=None):
-    uses = [tuple(map(int, units)) for units in uses]
-    units = 1 + max(unit for stage in uses for unit in stage)
-    return make_schedule(uses, reads or [True] * len(uses), trainable or [True] * units, prefetch)
 
 
 UNITS = 6

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jobs import run_command, run_job
 
-from zero_mpi.comm.guarded import Started
 from zero_mpi.launch.connect import time_limit
 from zero_mpi.launch.watchdog import STATUS
 
@@ -160,7 +159,3 @@ def test_a_time_limit_that_is_none(monkeypatch, told):
     with pytest.raises(ValueError, match=f"^ZERO_MPI_TIMEOUT={told}: expected seconds, or 0 for never$"):
         time_limit(None)
     assert time_limit(np.int64(7)) == 7.0
-
-
-def started(*kinds, first=0):
-    return [Started(first + i, kind, "", "") for i, kind in enumerate(kinds)]

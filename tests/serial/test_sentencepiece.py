@@ -126,34 +126,6 @@ def test_keys_that_do_not_fit_are_refused(change, error, message):
             tokenizer_from_metadata(changed)
 
 
-@pytest.mark.parametrize(
-    "content", [b"1234567", b"\4\0\0\0", b"\3\0\0\0" + b"\0" * 9, b"\xff\xff\xff\xff" + b"\0" * 99, "text"]
-)
-def test_a_charsmap_that_is_none_is_refused(content):
-    value = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content
-    with pytest.raises(
-        FileError, match=r"precompiled_charsmap.*: expected (the size of a table|an array of bytes)"
-    ):
-        UnigramTokenizer(files.likely(precompiled_charsmap=value))
-
-
-def test_a_charsmap_that_points_outside_of_itself_is_refused():
-    whole = files.charsmap()
-    draw = np.random.default_rng(3)
-    said = []
-    for _ in range(60):
-        broken = whole.copy()
-        places = draw.integers(4, int.from_bytes(whole[:4].tobytes(), "little"), 300)
-        broken[places] = draw.integers(0, 256, 300)
-        found = UnigramTokenizer(files.likely(precompiled_charsmap=broken))
-        try:
-            found.encode_batch(TEXTS)
-        except FileError as error:
-            said.append(str(error))
-    assert len(said) > 10
-    assert all("precompiled_charsmap" in each for each in said)
-
-
 def test_a_unigram_model_without_an_unknown_token_is_refused():
     with pytest.raises(UsageError, match="names no unknown token"):
         UnigramTokenizer(files.keys_of("t5", [("a", 1), ("b", 1)], [0, 0]))

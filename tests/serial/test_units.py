@@ -2,8 +2,6 @@
 
 from itertools import pairwise
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,45 +10,17 @@ from zero_mpi.sharding.unit import (
     FROZEN,
     QUANTUM,
     TRAINED,
-    Unit,
     units_by_bytes,
-    units_by_row,
     units_by_scope,
 )
 
-SHAPES = {"a": (3, 500), "b": (1024,), "c": (1,), "d": (5, 7, 11), "e": (1025,), "f": (4, 1024)}
 shapes = st.lists(
     st.one_of(st.tuples(st.integers(1, 3000)), st.tuples(st.integers(1, 40), st.integers(1, 99)))
 )
-quanta = st.sampled_from([1, 5, 64, QUANTUM])
 
 
 def named(shapes_of):
     return {name: Param(shape) for name, shape in shapes_of.items()}
-
-
-@st.composite
-def units(draw):
-    chosen = draw(shapes.filter(bool))
-    return Unit("unit", named({f"p{i}": shape for i, shape in enumerate(chosen)}), draw(quanta), True)
-
-
-@pytest.fixture
-def unit():
-    return Unit("unit", named(SHAPES), QUANTUM, True)
-
-
-def always(name):
-    return True
-
-
-def slices(unit, ranks):
-    return [unit.partition(ranks).part(rank) for rank in range(ranks)]
-
-
-def held(unit, part):
-    """Name -> (first element, number of elements) of what a slice holds."""
-    return {s.name: (s.offset, s.where.stop - s.where.start) for s in unit.segments(part)}
 
 
 class Bag(Layer):
@@ -77,9 +47,8 @@ def kinds(trainable):
     return lambda name: TRAINED if trainable(name) else FROZEN
 
 
-def cut(by_rows=False, trainable=always):
-    stages = model()
-    return (units_by_row if by_rows else units_by_scope)(stages, stage_params(stages), kinds(trainable))
+def by_scope(stages):
+    return units_by_scope(stages, stage_params(stages), kinds(lambda name: True))
 
 
 def contents(made):
@@ -88,26 +57,13 @@ def contents(made):
 
 def test_one_unit_a_scope_and_a_tied_head_is_no_other():
     tied = [Stage("first", Bag({"tied": (4, 4)})), Stage("second", Bag({"tied": (4, 4), "own": (4,)}))]
-    made = units_by_scope(tied, stage_params(tied), kinds(always))
-    assert contents(made) == [("first", ["tied"], True), ("second", ["own"], True)]
-    assert contents(cut()) == [
+    assert contents(by_scope(tied)) == [("first", ["tied"], True), ("second", ["own"], True)]
+    assert contents(by_scope(model())) == [
         ("token_embd", ["token_embd.weight", "norm.weight"], True),
         ("blk.0", ["blk.0.w", "blk.0.b", "blk.0.extra"], True),
         ("blk.1", ["blk.1.w", "blk.1.b"], True),
     ]
-    assert {unit.quantum for unit in cut()} == {QUANTUM}
-
-
-@pytest.mark.parametrize("shape", [(7, 30), (7, 5, 6), (7,)], ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_by_rows_ranks_own_whole_rows(shape, ranks):
-    stages = [Stage("s", Bag({"w": shape}))]
-    (unit,) = units_by_row(stages, stage_params(stages), kinds(always))
-    row = unit.params["w"].size // 7
-    sizes = [held(unit, part).get("w", (0, 0))[1] for part in slices(unit, ranks)]
-    assert unit.length == unit.params["w"].size, "rows leave no gaps"
-    assert [size // row for size in sizes] == [len(rows) for rows in np.array_split(np.arange(7), ranks)]
-    assert sum(sizes) == unit.length
+    assert {unit.quantum for unit in by_scope(model())} == {QUANTUM}
 
 
 def bytes_of(unit):

@@ -514,9 +514,3 @@ def test_what_is_no_run_folder_is_bad_usage(run, tmp_path, verify):
         verify(run, "--seed", 1 << 32)
     replace_in(run / "config.toml", 'reduction = "exact"', 'reduction = "fast"')
     (run / "proof.jsonl").unlink()
-
-
-MIXTURE = ["--arch", "qwen3moe", "--layers", "2", "--dim", "32", "--heads", "2", "--kv-heads", "1", "--tied"]
-MIXTURE += ["--experts", "5", "--experts-used", "2", "--expert-ffn", "32"]
-SHORT = ["--sample", "0", "--batch-size", "3", "--micro-batch", "1", "--warmup", "2", "--bucket-mb", "0.03"]
-SHORT += ["--context", "16", "--val-fraction", "0"]

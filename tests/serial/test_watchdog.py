@@ -12,35 +12,20 @@ from zero_mpi.launch.watchdog import (
 )
 
 
-def waiting(what, seconds=2.0, doing="step 3"):
-    return RankState(doing, what, "barrier", seconds, f"stacks in {what}")
-
-
-def elsewhere(seconds=2.0):
-    return RankState("step 3", "", "allgather of parameters blk.0", seconds, "stacks of the loader")
-
-
-# what a meter leaves behind
-
-
-# the roll call
-
-
 def test_what_another_job_left_misleads_nobody(tmp_path):
     """It was killed while it stood still: its ranks have signed and one of them was to speak."""
     for rank in range(2):
-        RankReports(tmp_path, rank, "the job before").sign(waiting("barrier"))
+        RankReports(tmp_path, rank, "the job before").sign(
+            RankState("step 3", "barrier", "barrier", 2.0, "stacks")
+        )
     assert RankReports(tmp_path, 0, "the job before").claim()
     now = RankReports(tmp_path, 1, "this job")
-    now.sign(elsewhere())
+    now.sign(RankState("step 3", "", "allgather of parameters blk.0", 2.0, "stacks"))
     assert now.read().keys() == {1}
     assert now.claim()
     (tmp_path / f"{FOLDER}-{'0a' * 6}").mkdir()
     now.clear()
     assert list(tmp_path.iterdir()) == []
-
-
-# what is said
 
 
 ALONE = """
