@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent, indent
 
 from jobs import RANK_VARIABLES, clean_environment, end
+from patched import train_with
 
 STEPS, SAVE_EVERY = 60, 5  # of every run
 RANKS, VICTIM = 3, 1  # on this machine
@@ -60,10 +62,10 @@ INSIDE = {
     "exception on one rank": 'raise RuntimeError("the fault")',
     "sys.exit(3) on one rank": "sys.exit(3)",
     "no memory under ulimit -v": """
-    import resource
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-    bytearray(1 << 30)""",
+        import resource
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+        bytearray(1 << 30)""",
     "killed for memory (cgroup)": "bytearray(b'x') * (1 << 30)",
 }
 ENDED = rf"\W+zero_mpi: rank {VICTIM} of {RANKS} failed"
@@ -111,22 +113,9 @@ ROWS = [
 
 # The real command, slowed down. A rank looks for the file `now` at the beginning of each step.
 PACED = """
-import os, sys, time
-from zero_mpi.train import command as train_command, trainer as train
-
-rounds = train.Trainer.rounds
-
-def fault():
-    {fault}
-
-def paced_rounds(self, number):
-    time.sleep(0.1)
-    if self.world.rank == {rank} and os.path.exists({now!r}):
-        fault()
-    rounds(self, number)
-
-train.Trainer.rounds = paced_rounds
-train_command.main()
+time.sleep(0.1)
+if rank == {rank} and os.path.exists({now!r}):
+{fault}
 """
 
 # A clock that is off by the seconds in a file, for rank 0; it is loaded before the C library.
@@ -206,7 +195,8 @@ class Trial:
     def __init__(self, folder: Path, fault: str = "pass") -> None:
         self.out, self.now, self.script = folder / "out", folder / "now", folder / "paced.py"
         self._errors, self._printed = folder / "errors", folder / "printed"
-        self.script.write_text(PACED.format(fault=fault, rank=VICTIM, now=str(self.now)))
+        body = PACED.format(fault=indent(dedent(fault).strip(), "    "), rank=VICTIM, now=str(self.now))
+        train_with(self.script, body, method="rounds")
         self.begun = 0.0
 
     def start(

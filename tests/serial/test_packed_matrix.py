@@ -10,12 +10,12 @@ from zero_mpi.ops.packed_matrix import FEW, PackedMatrix
 ROWS, BLOCKS = 70, 3
 
 
-def some_matrix(name, rows=ROWS):
+def some_matrix(name):
     kind = BLOCK_KINDS[name]
-    raw = np.random.default_rng(len(name)).integers(256, size=(rows, BLOCKS, kind.nbytes), dtype=np.uint8)
+    raw = np.random.default_rng(len(name)).integers(256, size=(ROWS, BLOCKS, kind.nbytes), dtype=np.uint8)
     for low in SCALES[name]:
         raw[..., low + 1] &= 0x3B  # float16 below 1
-    raw = raw.reshape(rows, -1)
+    raw = raw.reshape(ROWS, -1)
     return PackedMatrix(raw, name), dequantize(raw, GGMLQuantizationType[name])
 
 

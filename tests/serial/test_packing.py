@@ -23,8 +23,8 @@ def talks(*masks):
     return stream_of([Document("", x, b"", np.array(mask, bool)) for x, mask in zip(ids, masks, strict=True)])
 
 
-def pairs(windows, indices=None):
-    batch = windows.batch(range(len(windows)) if indices is None else indices)
+def pairs(windows):
+    batch = windows.batch(range(len(windows)))
     places = np.arange(batch.inputs.shape[1]) - batch.begins
     rows = zip(batch.inputs.tolist(), batch.targets.tolist(), places.tolist(), strict=True)
     return [list(zip(*row, strict=True)) for row in rows]

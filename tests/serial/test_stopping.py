@@ -309,20 +309,18 @@ import os, signal, sys, time
 
 class Early:
     def find_spec(self, name, path, target=None):
-        if name == "{when}":
+        if name == "numpy":
             sys.meta_path.remove(self)
-            for number in {numbers}:
-                os.kill(os.getpid(), number)
-                time.sleep(0.6)
+            os.kill(os.getpid(), {number})
+            time.sleep(0.6)
 
 sys.meta_path.insert(0, Early())
 """
 
 
-def early(folder: Path, *numbers: int, when: str = "numpy") -> dict[str, str]:
+def early(folder: Path, number: int) -> dict[str, str]:
     (folder / "early").mkdir(exist_ok=True)
-    text = EARLY.format(numbers=tuple(int(number) for number in numbers), when=when)
-    (folder / "early" / "sitecustomize.py").write_text(text)
+    (folder / "early" / "sitecustomize.py").write_text(EARLY.format(number=int(number)))
     return {"PYTHONPATH": str(folder / "early")}
 
 

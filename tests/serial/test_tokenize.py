@@ -65,12 +65,12 @@ def lines(texts, field="text"):
     return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
 
 
-def write_parquet(path, texts, rows=2, field="text"):
+def write_parquet(path, texts, field="text"):
     library = arrow()
     import pyarrow.parquet
 
     table = library.table({"id": list(range(len(texts))), field: library.array(texts, library.string())})
-    pyarrow.parquet.write_table(table, path, row_group_size=rows)
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
     return path
 
 
@@ -334,7 +334,7 @@ def whole(long, tmp_path):
     return files(tmp_path / "whole")
 
 
-def stopped(long, monkeypatch, parts, out="out"):
+def stopped(long, monkeypatch, parts):
     """Let a signal come when so many parts are complete; returns the exit status."""
     written, left = encode_parts.PartWriter.finish, [parts]
 
@@ -346,7 +346,7 @@ def stopped(long, monkeypatch, parts, out="out"):
 
     with monkeypatch.context() as patch:
         patch.setattr(encode_parts.PartWriter, "finish", finish)
-        status = tokenize(long, *SMALL, out=out)
+        status = tokenize(long, *SMALL)
     signals.caught = ""
     return status
 
