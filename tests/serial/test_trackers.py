@@ -167,30 +167,20 @@ def test_the_file_is_written_once_a_second_and_at_the_end(tmp_path, monkeypatch)
 # ------------------------------------------------------------------------------ Weights & Biases, MLflow
 
 
-@pytest.fixture
-def fake_mlflow(monkeypatch):
-    noted = SimpleNamespace(fails=None)
+def test_a_server_that_fails_is_said_once_and_ends_nothing(warnings, tmp_path, monkeypatch):
+    def refuse(run, metrics):
+        raise ConnectionError("no\nroute")
 
-    class Client:
-        def get_experiment_by_name(self, name):
-            return SimpleNamespace(experiment_id="7")
-
-        def create_run(self, number, run_name, tags):
-            return SimpleNamespace(info=SimpleNamespace(run_id="run"))
-
-        def log_batch(self, run, metrics):
-            raise noted.fails
-
-    entities = SimpleNamespace(Metric=lambda *values: values)
+    client = SimpleNamespace(
+        get_experiment_by_name=lambda name: SimpleNamespace(experiment_id="7"),
+        create_run=lambda number, run_name, tags: SimpleNamespace(info=SimpleNamespace(run_id="run")),
+        log_batch=refuse,
+    )
+    parts = {"tracking": {"MlflowClient": lambda: client}, "entities": {"Metric": lambda *values: values}}
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=Client))
-    return noted
-
-
-def test_a_server_that_fails_is_said_once_and_ends_nothing(fake_mlflow, warnings, tmp_path, monkeypatch):
+    for name, part in parts.items():
+        monkeypatch.setitem(sys.modules, f"mlflow.{name}", SimpleNamespace(**part))
     monkeypatch.setattr(trackers, "EVERY_SECONDS", 0.0)
-    fake_mlflow.fails = ConnectionError("no\nroute")
     one = begun("mlflow", tmp_path / "out", "experiment")
     one.step({"step": 1, "loss": 1.0})
     one._tracker._sender.join(30)
