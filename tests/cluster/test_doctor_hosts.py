@@ -1,4 +1,4 @@
-"""The doctor over two hosts: their names, the link between them, a folder that only one of them has."""
+"""The doctor over two hosts: their names and the link between them."""
 
 import json
 

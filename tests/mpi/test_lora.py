@@ -1,4 +1,4 @@
-"""Adapters of a frozen model: the bits of one process, and what travels is gathered, never reduced."""
+"""Adapters of a frozen model: the bits of one process and the traffic of the plan."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a rank holds: slices between uses, at most prefetch + 1 gathered units and the root's at any time."""
+"""What a rank holds between uses: its slices alone, in buffers that a second step uses again."""
 
 import tiny
 

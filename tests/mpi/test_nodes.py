@@ -1,4 +1,4 @@
-"""Several nodes: the bits of one process, whoever carries the sums, and every byte between nodes counted.
+"""Several nodes: the bits of one process, whoever carries the sums.
 
 Groups of ranks of this machine count as nodes (`ZERO_MPI_RANKS_PER_NODE`); tests/cluster has real ones.
 """

@@ -127,6 +127,15 @@ def test_logits_come_in_chunks(monkeypatch):
     assert simulate(adapted).recycled == recycled_bytes(adapted, monkeypatch) < 3 * seen.recycled
 
 
+@needs_numba
+def test_a_context_of_4096_takes_memory_of_its_length_and_not_of_its_square():
+    """Per token: 16 numbers a column of the model, 6 a column of the feed-forward, logits and their slope."""
+    sizes = SIZES | {"layers": 1, "heads": 8, "kv_heads": 8, "context": 4096, "tied": False}
+    case = Case(Llama.from_flags(sizes), batch_size=1, micro_batch=1, context=4096)
+    bound = 4 * 4096 * (16 * sizes["dim"] + 6 * sizes["ffn"] + 2 * sizes["vocab_size"])
+    assert simulate(case).recycled < 1.25 * bound < 8 * 4096**2
+
+
 def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     case = Case(MODELS["llama"], ranks=2, nodes=2)
     player = Player(case, SLOW)

@@ -1,10 +1,11 @@
-"""How parameters lie in flat buffers, and how a model's parameters are dealt out to units."""
+"""How a model's parameters are dealt out to units, and these to ranks."""
 
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero_mpi.comm import Partition
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.sharding.unit import (
     FROZEN,
@@ -85,3 +86,11 @@ def test_buckets_hold_every_parameter_once_and_keep_the_limit(chosen, limit, fro
     rest = [name for unit in made if not unit.trainable for name in unit.params]
     assert rest == [name for name in params if name not in free]
     assert len(made) - len(buckets) == bool(rest)
+
+
+def test_lengths_beyond_32_bits():
+    partition = Partition(5 * 2**31 + 3, 4, 1024)
+    assert partition.bounds[-1] == 5 * 2**31 + 3
+    assert all(count > 2**31 for count in partition.counts)
+    assert all(max(piece.counts) <= 2**30 for piece in partition.cut(2**30))
+    assert sum(sum(piece.counts) for piece in partition.cut(2**30)) == partition.length
