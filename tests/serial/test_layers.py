@@ -211,7 +211,7 @@ def weights(layer: nn.Layer, rng: np.random.Generator, dtype: Any) -> dict[str, 
 
 
 def linear_loss(y: Any, rng: np.random.Generator) -> Loss:
-    """The product of y with a fixed random array of its shape: dy is that array."""
+    """Return a loss that multiplies y by a fixed random array of its shape, so that dy is that array."""
     dy = each(lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype), y)
     return lambda y: (dot(dy, y), dy)
 
@@ -250,7 +250,7 @@ def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
 
 
 def measured_slope(s: Setting, p_way: dict[str, np.ndarray], x_way: Any) -> float:
-    """The loss's difference quotient along a direction in (p, x), of fourth order: models curve much."""
+    """Return the fourth-order difference quotient of the loss along a direction in (p, x)."""
 
     def at(t: float) -> float:
         p = {name: array + t * p_way[name] for name, array in s.p.items()}
@@ -309,7 +309,7 @@ def inside(x: Any) -> Iterator[np.ndarray]:
 
 @every_case
 def test_neither_layer_nor_saved_keeps_a_weight(case):
-    """A view would keep the gathered unit alive, even if backward does not read it."""
+    """A view of a weight would keep its gathered unit in memory."""
     s = setting(case)
     y, saved = s.layer.forward(s.p, s.x)
     s.layer.backward(s.p, saved, s.loss(y)[1], copied(s.g))
@@ -396,7 +396,7 @@ def test_a_layer_that_overwrites_its_input_stands_only_between_layers_that_keep_
 
 
 def test_what_is_no_chain_is_refused():
-    """One name for one shape is one parameter; otherwise the last of them would be all."""
+    """Layers may share a parameter only if both give it the same shape."""
     with pytest.raises(ValueError, match=r"a.weight .*\(5, 7\) and \(2, 5\)"):
         nn.Chain(nn.Linear("a", 7, 5), nn.Linear("a", 5, 2)).params()
     with pytest.raises(ValueError, match="at least one layer"):

@@ -15,7 +15,7 @@ from zero_mpi.launch import dev_shm
 
 
 def in_use(path, code):
-    """Whether `path` is taken for unused while another process, in other namespaces, runs `code` on it."""
+    """Return whether `path` counts as used while a process in other namespaces runs `code` on it."""
     command = ["unshare", "--fork", "--pid", "--kill-child", sys.executable, "-c", code, path]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
     with child:
@@ -28,7 +28,7 @@ def in_use(path, code):
 
 @pytest.fixture
 def segment(tmp_path):
-    """A file as libraries make it, on a file system in memory; new, or another test's job would remove it."""
+    """Shared-memory file as MPI libraries make it, new because jobs of other tests remove old ones."""
     path = dev_shm.PLACE / f"mpich_shm_test{os.getpid()}"
     path.write_bytes(bytes(5000))
     yield path

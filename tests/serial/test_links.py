@@ -1,6 +1,6 @@
-"""Links in a run folder or a folder of tokens: what they lead to is neither changed nor removed.
+"""Links in a run folder or a token folder: no command changes or removes their targets.
 
-Whoever may write into a folder can put a link into the place of a file that a job adds to or cuts.
+Anybody who may write into the folder can replace a file of the job by a link.
 """
 
 import os
@@ -77,7 +77,7 @@ def test_the_holder_of_a_folder_that_was_copied_by_hard_links_lets_it_go(tmp_pat
 
 @needs_mpiexec
 def test_a_run_names_the_link_and_ends_and_goes_on_without_it(tmp_path):
-    """The folder itself may be a link, and a backup share the files of checkpoints."""
+    """The run folder itself may be a link, and a backup may hard-link the files of checkpoints."""
     flags, real, out = [*FLAGS, "--data", *write_text(tmp_path)], tmp_path / "real", tmp_path / "out"
     real.mkdir()
     out.symlink_to(real)

@@ -1,4 +1,4 @@
-"""llama.cpp opens what the runtime writes, and computes the same from it."""
+"""llama.cpp opens the files that the runtime writes and computes the same from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ YARN = replace(LLAMA, rope_freq_base=50.0, rope_scaling=RopeScaling("yarn", 4.0,
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how near llama.cpp comes: its GELU is a table of 16-bit floats."""
+    """Model and the tolerance for llama.cpp, whose GELU is a table of 16-bit floats."""
 
     name: str
     config: ModelConfig
@@ -117,7 +117,7 @@ def next_token(
 
 @pytest.fixture(scope="module")
 def readable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A model whose head can only win with printable ASCII, so that its text is text; and llama.cpp on it."""
+    """Model that generates printable ASCII only, and a llama.cpp server that runs it."""
     weights = random_weights(LLAMA)
     weights["output.weight"][:32] = weights["output.weight"][127:] = 0
     path = write_model(tmp_path_factory.mktemp("readable") / "model.gguf", LLAMA, weights)
@@ -219,7 +219,6 @@ def drop(name: str) -> Edit:
     ],
 )
 def test_what_we_refuse_llama_cpp_refuses_too(config, spoil: Edit, tmp_path):
-    """The check of tensors is as strict as llama.cpp's own."""
     weights = random_weights(config)
     spoil(weights)
     path = write_model(tmp_path / "model.gguf", config, weights)
@@ -238,7 +237,7 @@ def surprise(server: Any, ids: list[int], of: int) -> float:
 
 @needs_mpiexec
 def test_an_evaluation_has_llama_cpps_losses(tmp_path):
-    """Windows of a text, and answers behind their question, token by token."""
+    """Compare the windows of a text and the answers to a question, token by token."""
     path = write_model(tmp_path / "model.gguf", LLAMA, random_weights(LLAMA))
     (tmp_path / "text").write_bytes(PROMPT)
     line = {"question": "def f", "answers": ["(x)", ":"], "right": 0}
@@ -265,14 +264,14 @@ WATER = [12615, 36411, 418, 253, 2208, 2779, 335, 253, 6740, 975, 260, 1512, 245
 
 
 def dump(file: GGUFFile, path: Path) -> Path:
-    """The model in float32, its keys as they are: quantized, llama.cpp rounds activations as well."""
+    """Write the model in float32: with quantized weights llama.cpp rounds activations too."""
     metadata = file.metadata | {"general.file_type": np.uint32(0)}
     tensors = {name: file.tensor(name) for name in file.tensors}
     return write_tensors(path, file.metadata["general.architecture"], metadata, tensors)
 
 
 def pair_halves(model: TextModel) -> None:
-    """Bring the rows of q and k into the order of Hugging Face's files: what a missed permutation leaves."""
+    """Bring the rows of q and k into Hugging Face's order, as if their permutation had been forgotten."""
     for name, weight in model.weights.items():
         if name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = weight.reshape(-1, model.config.key_length // 2, 2, weight.shape[1])

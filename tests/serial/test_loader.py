@@ -1,4 +1,4 @@
-"""Which tokens go where: a function of seed, step and micro-batch, never of the number of ranks."""
+"""The samples of a micro-batch depend on seed, step and number, and not on the number of ranks."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""A run folder has one holder, whoever comes when: processes that take it, drop it, die, stop and fork.
+"""A run folder has one holder while processes take it, drop it, die, stop and fork.
 
-They are told what to do through pipes. `locks` is a file system with locks, as here; `none` has none; `apart`
-has locks that count on each machine by itself. In the last two each process is on a machine of its own.
+The processes read commands from pipes. `locks` is a file system with locks; `none` has none; `apart`
+has locks that other machines do not see. In the last two each process plays a machine of its own.
 """
 
 import os
@@ -82,7 +82,7 @@ class Child:
         return self.answer()
 
     def kill(self) -> None:
-        """End it at once; its output is not waited for, which others may have inherited."""
+        """Kill the process without waiting for its output, which its children may hold open."""
         self.process.kill()
         self.process.wait()
 
@@ -168,7 +168,7 @@ def test_a_holder_that_is_stopped_keeps_its_lock(children, tmp_path):
 
 
 def test_a_holder_that_was_stopped_and_taken_for_dead_knows_it(children, tmp_path):
-    """Without locks nobody could know better."""
+    """Without locks the others cannot tell a stopped process from a dead one."""
     first, second = children("none", 2)
     assert first.ask("take", tmp_path, 0) == "took"
     os.kill(first.pid, signal.SIGSTOP)
@@ -192,7 +192,7 @@ def test_a_file_removed_under_a_living_holder_is_made_again(children, tmp_path):
 
 
 def replace(folder: Path) -> None:
-    """Put another folder in its place. Of one that was removed it could have the inode's number."""
+    """Put another folder in its place."""
     shutil.rmtree(folder)
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""What a run says: by level, from the right rank, on the right stream; an import says nothing."""
+"""Log lines have the level, rank and stream that they should; importing the package logs nothing."""
 
 import logging
 import sys
@@ -59,7 +59,7 @@ def test_a_library_is_silent_and_can_be_listened_to(capsys, caplog, monkeypatch)
 
 
 def test_lines_are_out_at_once_and_in_one_write(monkeypatch):
-    """Through a pipe Python would keep them back for a while."""
+    """Python buffers what it writes into a pipe."""
     calls = []
 
     class Pipe:

@@ -74,7 +74,7 @@ def test_a_resume_goes_on_from_adapter_and_base(alone, tmp_path):
 
 
 def test_the_loss_before_the_first_step_is_the_bases(alone, base):
-    """Also with adapters, for their products are zero at the start."""
+    """The products of new adapters are zero."""
     of_base, of_run = (
         [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         for out in (base.parents[1], alone[0])
@@ -177,7 +177,7 @@ def test_an_adapter_of_the_head(base, text, tmp_path):
 
 @pytest.mark.parametrize("targets", [["blk.1.ffn_down.weight"], ["blk.0.attn_q.weight", "blk.1.*"]])
 def test_blocks_need_not_have_the_same_adapters(targets, base, text, tmp_path):
-    """As of PEFT's layers_to_transform: what is trained, planned and counted is what the patterns name."""
+    """Patterns may name some blocks only, like PEFT's layers_to_transform."""
     flags = ["--init", str(base), "--lora", "2", "--context", "16", "--lora-targets", *targets]
     train(2, tmp_path / "run", *DATA, *text, *flags, "--steps", "1")
     saved = GGUFFile.open(tmp_path / "run" / "latest" / "adapter.gguf").tensors
@@ -209,7 +209,7 @@ def test_evaluate_takes_an_adapter_with_its_base(alone, base, text, tmp_path):
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 3e38])
 def test_an_adapter_that_is_not_finite_is_the_one_that_is_named(value, alone, base, text, tmp_path):
-    """Of 3e38 it is the product that is too large."""
+    """With 3e38 the product overflows."""
     source, path = GGUFFile.open(alone[0] / "latest" / "adapter.gguf"), tmp_path / "adapter.gguf"
     factors = {name: source.tensor(name) for name in source.tensors}
     for factor in list(factors.values())[:2]:

@@ -1,4 +1,4 @@
-"""Adapters beside a frozen model learn as in torch: gradients, and losses over twenty steps of AdamW."""
+"""Adapters of a frozen model have torch's gradients, and torch's losses over twenty steps of AdamW."""
 
 import shutil
 import warnings
@@ -58,7 +58,7 @@ class Pair:
         return self.accumulator.total_loss(), float(theirs.detach())
 
     def as_ours(self, tensors) -> dict[str, np.ndarray]:
-        """Tensors of torch's adapters by our names, in our order of rows."""
+        """Return the tensors of torch's adapters by our names, in our order of rows."""
         place = self.folder / "other"
         shutil.copytree(self.folder / "peft", place, dirs_exist_ok=True)
         found = {name.replace(".default", ""): array.detach().numpy() for name, array in tensors.items()}
@@ -91,7 +91,7 @@ def test_gradients_are_torch_s(pair):
 
 
 def test_twenty_steps_of_adamw_are_torch_s(pair):
-    """With the norm clipped and the rate of b four times that of a, torch's by two groups."""
+    """The norm is clipped and b has four times the rate of a, in torch by two parameter groups."""
     optimizer = ShardedAdamW(pair.module, lr=RATE, **SETTINGS, lr_scale={"*.lora_b": RATIO})
     named = pair.trained()
     groups = [

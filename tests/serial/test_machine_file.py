@@ -1,4 +1,4 @@
-"""`plan --machine FILE.toml`: what a file says of a machine reaches the plan, or is refused in one line."""
+"""`plan --machine FILE.toml`: the plan uses the file's figures or refuses the file in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is known not to be there: refused in one line before MPI starts or anything large is made."""
+"""A run that cannot have its memory is refused in one line, before MPI starts or large arrays exist."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def with_shm(size, ranks, *command):
 
 @needs_mpiexec
 def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
-    """As with Docker's 64 MiB and 14 ranks, where MPICH died of SIGSEGV; fewer of both here."""
+    """MPICH died of SIGSEGV with Docker's 64 MiB and 14 ranks."""
     if reason := why_no_mount():
         pytest.skip(f"no private /dev/shm: {reason}")
     if launcher_kind() != "mpich":
@@ -58,7 +58,7 @@ dev_shm.check_space({"PMI_FD": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "4", "MP
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_other_nodes_wait_a_rank_dies_of_a_signal_which_ends_them(rank):
-    """Their launcher waits for ever where a rank exits before it has come to MPI_Init."""
+    """Their launcher waits for ever if a rank exits before MPI_Init."""
     code = NO_ROOM % rank
     status, _, errors = run_command([sys.executable, "-c", code], timeout=60)
     assert (status, errors.count("/dev/shm")) == (-signal.SIGKILL, 1 if rank == 0 else 0)
@@ -103,7 +103,7 @@ def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
 
 @needs_mpiexec
 def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
-    """ulimit -v is a limit that needs no rights; what the ranks have mapped at their start is below it."""
+    """`ulimit -v` needs no rights, and leaves room for what ranks map at their start."""
     flags = ["--data", *write_text(tmp_path), "--layers", "9", "--dim", "4096", "--heads", "32"]
     job = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *flags, "--transport", "mpi"]
     command = ["sh", "-c", 'ulimit -v 9000000; exec "$@"', "sh", *job]

@@ -1,4 +1,4 @@
-"""Several sources in given shares: which sample is of which, epochs of each, and what each holds out."""
+"""Several sources in given shares: samples, epochs and held-out documents of each."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Models have the tensors and keys of their GGUF architecture, and come back from a file as they were."""
+"""Models have the tensors and keys of their GGUF architecture, and a file gives back the same model."""
 
 from __future__ import annotations
 

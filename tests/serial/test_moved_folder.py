@@ -1,4 +1,4 @@
-"""A run folder that is moved, removed or replaced under a run: the run ends with status 1 and makes no other.
+"""A run whose folder is moved, removed or replaced ends with status 1 and makes no other folder.
 
 The moments are random: while the run is prepared, in its steps, in a save and in one behind training. There
 are 40 of them, 3 with --quick; `pytest -s` says how long the ends took.
@@ -140,7 +140,7 @@ if (rank, done) == (0, 2):
 
 @needs_mpiexec
 def test_a_run_that_ends_waits_for_the_save_behind_it(tmp_path):
-    """Its thread is inside the MPI library, which must not end before it."""
+    """The saving thread is inside the MPI library, which must not end before it."""
     script = train_with(tmp_path / "slow.py", MOVES, setup=SLOW_WRITES)
     flags = [*MODEL, "--data", *write_text(tmp_path), "--out", "out", "--steps", "9", "--async-save"]
     status, _, errors = run_job(3, [script, *flags, "--save-every", "2"], cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Muon: the figures of its facts, a NumPy program in float64, and who is given what."""
+"""Muon against published figures and a NumPy program in float64, and which rank owns which matrix."""
 
 import numpy as np
 import pytest

@@ -119,7 +119,7 @@ def test_a_damaged_one_is_passed_over_and_the_run_is_the_same(damage, run, data,
 
 
 def test_one_that_was_complete_before_the_link_was_replaced_is_gone_on_from(run, data, unbroken):
-    """The job died between the two: nothing of what was saved is done again."""
+    """The job died before it moved the link. No saved step is repeated."""
     (run / "latest").unlink()
     (run / "latest").symlink_to(OLDER)
     printed = train(3, run, *SMALL, *data, "--steps", "5")
@@ -147,7 +147,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused(damage, run, data):
 
 
 def test_a_checkpoint_of_another_model_is_no_damage(run, data, tmp_path):
-    """It is newer and sound, so passing over it would train on something else than its owner thinks."""
+    """The checkpoint is newer and sound; passing over it would continue a run that nobody meant."""
     train(1, tmp_path / "other", *BASE, *data, "--layers", "1", "--dim", "30", "--steps", "4")
     shutil.copytree(tmp_path / "other" / "step-00000004", run / "step-00000004")
     (run / "latest").unlink()

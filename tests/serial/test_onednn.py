@@ -1,4 +1,4 @@
-"""Products of bfloat16 on CPUs: as they are defined, by a library that is tried before it is trusted."""
+"""Products of bfloat16 on CPUs by oneDNN: they match the definition, and the library is tested before use."""
 
 import os
 import re
@@ -116,7 +116,7 @@ def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library,
 @needs_library
 @pytest.mark.parametrize("kind", [BF, np.dtype(np.float32)])
 def test_the_same_product_has_the_same_bits_wherever_it_lies(kind):
-    """Every rank has its micro-batches elsewhere in memory."""
+    """Ranks have their micro-batches at different addresses."""
     x, w = drawn(160, 264).astype(kind), drawn(100, 264).astype(kind)
     whole = ops.linear(x, w)
     buffer = np.zeros(x.size + 64, kind)
@@ -145,7 +145,7 @@ def test_large_products_of_float32_are_as_defined(rows):
 
 @needs_library
 def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
-    """A window of packed documents nearly always has other rows than the one before."""
+    """Windows of packed documents differ in their number of rows."""
     monkeypatch.setattr(onednn, "MOST_PRODUCTS", 4)
     monkeypatch.setattr(LIBRARY.own, "products", {})
     given_back = []
@@ -161,7 +161,7 @@ def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
 @needs_library
 @pytest.mark.parametrize("kind", [BF, np.float32])
 def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, kind):
-    """Also where more rows are computed: behind an expert's own lie those of others, NaN among them."""
+    """More rows than an expert's own may be computed: rows of other experts, NaN among them."""
     monkeypatch.setattr(LIBRARY.own, "products", {})
     w, random = drawn(5, 240, 400).astype(kind), np.random.default_rng(0)
     for number in range(12):
@@ -200,7 +200,6 @@ print([pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == 
 
 @needs_library
 def test_it_takes_as_many_threads_as_the_rank_has():
-    """Another BLAS that kernels were linked to was not told either: it is not asked."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     options = {"capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run([sys.executable, "-c", THREADS], env=kept, **options)

@@ -1,4 +1,4 @@
-"""Every operation does what its definition says, written here as loops, and its backward is the slope.
+"""Every operation matches its definition, written here as loops, and its backward is the slope.
 
 Shapes are small and odd, numbers float64. A test says with `shows` which operations it is about; an
 operation of `zero_mpi.ops` that no test is about fails the suite.
@@ -441,7 +441,7 @@ def test_cross_entropy_does_not_overflow(kind):
 
 @shows("cross_entropy")
 def test_the_loss_of_float32_logits_is_summed_in_float64():
-    """A float32 logarithm of 2 is off by 1e-8, and many of them add up to no better."""
+    """A float32 logarithm of 2 is off by 1e-8."""
     loss, _ = ops.cross_entropy(np.zeros((999, 2), np.float32), np.zeros(999, np.int64), 1.0)
     assert loss.dtype == np.float64
     assert loss == pytest.approx(999 * math.log(2), rel=1e-13)

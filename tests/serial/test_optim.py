@@ -262,7 +262,7 @@ def test_initial_values_are_normal_with_the_std_asked_for():
 
 
 def test_step_on_params_by_name_counts_the_steps_of_each_name():
-    """A name that comes later begins with moments of zero and a first step of its own."""
+    """A name that comes later starts with zero moments and its own step count."""
     early, late = (ShardedAdamW(make_module(), **OPTIONS) for _ in range(2))
     g = np.array([0.5, -2.0], np.float32)
     p, q, r = (np.ones(2, np.float32) for _ in range(3))

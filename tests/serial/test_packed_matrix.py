@@ -1,4 +1,4 @@
-"""Matrices that generation multiplies in the blocks of their file, against the same matrices unpacked."""
+"""Products of matrices that stay in the blocks of their file equal those of the unpacked matrices."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Runs with `--packing documents`: the same bytes on any ranks and over an interruption, and what is said."""
+"""Runs with `--packing documents`: the same bytes on any ranks and after an interruption."""
 
 import json
 

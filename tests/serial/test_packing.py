@@ -1,4 +1,4 @@
-"""Whole documents in windows: each target once, none across a border, few places left over."""
+"""Documents packed into windows: each target appears once, none crosses a border, few places stay empty."""
 
 from itertools import pairwise
 

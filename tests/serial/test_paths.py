@@ -1,4 +1,4 @@
-"""Paths of flags that the system refuses: one line and status 2, from every command, for whatever reason."""
+"""Every command ends with one line and status 2 if the system refuses a path, for whatever reason."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def places(tmp_path_factory):
 
 
 def cases_of(commands, apart=1):
-    """Words of each command at each place, or of every place once for `apart` commands, in turns."""
+    """Return the words of each command at every place, or at each `apart`-th place in turn."""
     return {
         f"{name}: {what}": [place if word == "PATH" else word for word in command]
         for number, (name, command) in enumerate(commands.items())

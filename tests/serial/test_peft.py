@@ -1,4 +1,4 @@
-"""Adapters as PEFT keeps them: what is written and read is, in Hugging Face's own terms, the same adapter."""
+"""PEFT folders that we write and read hold the same adapter in Hugging Face's own terms."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def both(request, tmp_path):
 
 
 def test_the_folder_s_products_are_the_adapter_in_hugging_face_s_terms(both, tmp_path):
-    """The base as a folder, its matrices plus what the folder holds, through a forward written for that."""
+    """The base's matrices plus the adapter's products go through an independent forward."""
     model, weights, base, _, folder = both
     export(base, tmp_path / "hf")
     config, tensors = (

@@ -1,4 +1,4 @@
-"""PEFT on transformers has our logits with an adapter of ours, and we have its logits with one of its own."""
+"""PEFT on transformers has our logits with our adapter, and we have its logits with its adapter."""
 
 import warnings
 from dataclasses import replace

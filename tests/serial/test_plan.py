@@ -1,4 +1,4 @@
-"""`zero-mpi plan` against what really happens in one process and in jobs: memory, flops, bytes, flags."""
+"""`zero-mpi plan` against real processes and jobs: memory, bytes sent and flags."""
 
 import json
 from dataclasses import replace
@@ -108,7 +108,6 @@ def test_fakes_of_bfloat16_take_what_its_kernels_take(name, changes, monkeypatch
 @needs_numba
 @pytest.mark.parametrize("name", LOSSES)
 def test_fakes_of_other_losses(name, monkeypatch):
-    """Preferences with their reference, and a teacher, take what training takes."""
     changes = dict(LOSSES[name])
     model = replace(MODELS["llama"], vocab_size=4321, lora=changes.pop("lora", None))
     case = Case(model, batch_size=4, micro_batch=2, context=192, **changes)
@@ -129,7 +128,7 @@ def test_logits_come_in_chunks(monkeypatch):
 
 @needs_numba
 def test_a_context_of_4096_takes_memory_of_its_length_and_not_of_its_square():
-    """Per token: 16 numbers a column of the model, 6 a column of the feed-forward, logits and their slope."""
+    """Bound per token: 16 numbers a column, 6 a feed-forward column, logits and their gradient."""
     sizes = SIZES | {"layers": 1, "heads": 8, "kv_heads": 8, "context": 4096, "tied": False}
     case = Case(Llama.from_flags(sizes), batch_size=1, micro_batch=1, context=4096)
     bound = 4 * 4096 * (16 * sizes["dim"] + 6 * sizes["ffn"] + 2 * sizes["vocab_size"])

@@ -1,4 +1,4 @@
-"""The plan of a base that stays in the blocks of its file: what is counted, and what it is worth."""
+"""The plan of a base that stays in the blocks of its file: its memory and traffic against floats."""
 
 import re
 from dataclasses import replace
@@ -44,7 +44,6 @@ def block_elements():
 
 
 def test_what_travels_is_a_sixth():
-    """Of what the same base in floats sends; gradients of adapters are the same."""
     stored = Case(in_q4_0(SMOLLM2), ranks=2, transport_wanted="mpi", frozen=FROZEN)
     floats = replace(stored, model=FLOATS)
     sent = [plan_traffic(case) for case in (stored, floats)]
@@ -79,7 +78,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 
 
 def test_the_table_of_the_page_is_planned():
-    """A row of its table for each of its commands, whose last flags are those of the last columns."""
+    """Each command of the page gives a row; its last flags belong to the last column."""
     text = PAGE.read_text(encoding="utf-8")
     commands = re.findall(r"^zero-mpi plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
     rows = re.findall(r"^\| [0-9]+[MB] \| [0-9]+ \| (.*iB) \|$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`--bits portable`: own functions in the place of libraries', pins before these load, refusals."""
+"""`--bits portable`: own functions replace those of libraries, which are pinned before they load."""
 
 import ast
 import platform
@@ -29,7 +29,7 @@ fitting = pytest.mark.skipif(
 
 
 def ulps(found, exact):
-    """The largest error in units of the last place; `exact`: of more bits than float64."""
+    """Return the largest error in units of the last place; `exact` has more bits than float64."""
     place = np.spacing(np.abs(exact.astype(found.dtype))).astype(np.longdouble)
     return float((np.abs(found.astype(np.longdouble) - exact) / place).max())
 
@@ -134,7 +134,7 @@ def is_constant(node):
 
 
 def of_libraries(path):
-    """Calls in a file of functions whose last bit a library decides, and powers that are no constants."""
+    """Yield the calls of a file whose last bit a library decides, and powers that are not constant."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in OF_LIBRARIES:
             if isinstance(node.value, ast.Name) and node.value.id in ("np", "math", "xp", "generator"):

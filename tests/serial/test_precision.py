@@ -1,4 +1,4 @@
-"""Low precision on the host: what is rounded and when, the loss scale, and runs that go on with it."""
+"""Low precision on the host: rounding, the loss scale, and resumed runs."""
 
 import json
 import math
@@ -76,7 +76,7 @@ BF = np.dtype(ml_dtypes.bfloat16)
 
 
 def test_kernels_round_as_the_definition_does():
-    """Every bfloat16 comes back; a float32 of any kind goes to the nearest, of two to the even one."""
+    """Every bfloat16 stays as it is; a float32 is rounded to nearest, ties to even."""
     jit = pytest.importorskip("zero_mpi.ops.cpu.jit")
 
     @jit.kernel("e1 e1+")
@@ -217,7 +217,7 @@ def attention_and_errors(q, k, v, dy, scale):
 def test_attention_of_bfloat16_is_what_is_defined_but_for_the_rounding_of_weights(
     batch, length, heads, shared, width
 ):
-    """Weights kept, computed again, of a single position, in several tiles; heads share keys."""
+    """Cases: weights kept or computed again, a single position, several tiles, shared keys."""
     pytest.importorskip("numba")
     joint = drawn(BF, batch, length, (heads + 2 * shared) * width)
     q, k, v = (

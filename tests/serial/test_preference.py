@@ -1,4 +1,4 @@
-"""Preference losses: values and gradients of an independent program, and pairs from files to windows."""
+"""Preference losses have the values and gradients of an independent program; pairs become windows."""
 
 import json
 import math
@@ -71,13 +71,13 @@ def sigmoid(x):
 
 
 def of_answers(loss, x, kl):
-    """KTO, for all answers."""
+    """Return KTO's loss over all answers."""
     signs, weights = np.array([1, -1] * (len(x) // 2)), (loss.desirable_weight, loss.undesirable_weight)
     return np.mean(np.tile(weights, len(x) // 2) * (1 - sigmoid(signs * loss.beta * (x - kl))))
 
 
 def program(loss, logits, step, pairs):
-    """Loss and its gradient by the logits, in float64 by the formulas: finite differences of the sums."""
+    """Return loss, gradient by the logits, answer sums and counts, by the formulas in float64."""
     logp, targets = log_softmax(logits), pairs.batch.targets
     everything = np.where(targets == UNCOUNTED, pairs.rest, targets)
 

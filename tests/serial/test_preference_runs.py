@@ -1,4 +1,4 @@
-"""Runs that learn from preferences: the same bytes on any ranks, over an interruption, and recomputed."""
+"""Runs that learn from preferences have the same bytes on any ranks and after an interruption."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`proof.jsonl`: a chain that nobody changes unseen, what a resume keeps of it, checkpoints beside it."""
+"""`proof.jsonl`: its chain shows any change, and a resume continues it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_lines_hold_what_is_bits_and_each_stands_for_those_before(path):
 def test_a_resume_leaves_the_file_of_a_run_never_stopped(path, tmp_path):
     """Whatever a kill left behind the checkpoint: records after it, half a line, or not even its own line.
 
-    A line that came late is put in its place, also where the checkpoint is gone on from in another folder.
+    A late line is moved to its place, also if the run continues in another folder.
     """
     whole = path.read_bytes()
     rows = whole.splitlines(keepends=True)
@@ -119,7 +119,7 @@ def test_a_chain_of_0_1_0_is_read_and_gone_on_with(path):
     ids=["machine", "other id", "elsewhere", "not saved", "gap", "anew"],
 )
 def test_what_does_not_simply_go_on_says_from_where(path, start, kept):
-    """Another machine or checkpoint, or steps that nobody recorded: a line tells; a new run keeps nothing."""
+    """A line records another machine, checkpoint or gap of steps. A new run keeps nothing."""
     before = kinds(path)
     write(path, start, range(start.step + 1, start.step + 2))
     assert kinds(path) == [*before[:kept], (start.step, "run"), (start.step + 1, "record")]
@@ -144,5 +144,5 @@ MOVE_NOTHING = [
 
 
 def test_every_setting_moves_bits_and_is_in_the_chain_or_is_known_not_to():
-    """A path stands for what lies there, whose digest is in it; device and threads are of the machine."""
+    """The chain has the digest of what lies at a path; device and threads belong to the machine."""
     assert sorted(FIELDS) == sorted([*NAMES, *PATHS, *MOVE_NOTHING])

@@ -1,4 +1,4 @@
-"""Exports in mixes of llama.cpp: types, bytes and logits are llama.cpp's, with and without importance."""
+"""Exports in llama.cpp's mixes have its types, bytes and logits, with and without an importance matrix."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def write(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def write_matrix(path: Path, weights: dict[str, np.ndarray], **own: Any) -> dict[str, np.ndarray]:
-    """An importance matrix of the blocks of a model, as llama.cpp writes it; the mean squares in it."""
+    """Write an importance matrix of a model's blocks as llama.cpp does; return its mean squares."""
     rng, tensors, means = np.random.default_rng(1), {}, {}
     for name, array in weights.items():
         if is_matrix(name, array.shape) and name.startswith("blk."):

@@ -1,4 +1,4 @@
-"""Slow ranks are named with their hosts, and nobody else is; hosts' counters of energy."""
+"""Slow ranks, and no others, are named with their hosts; the hosts' energy counters are read."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What a run leaves in metrics.jsonl, a log and a terminal: whole lines, full precision, no step twice."""
+"""Records in metrics.jsonl and lines on a terminal: whole lines, full precision, each step once."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def read(out):
 
 @pytest.fixture(autouse=True)
 def nobody_watches(monkeypatch):
-    """Lines and no bar, wherever the tests are started from; and a command that speaks."""
+    """Log lines without a progress bar, wherever the tests are started."""
     monkeypatch.setattr(progress_bar, "watched", lambda: False)
     log.install(0, 1)
     yield
@@ -46,7 +46,7 @@ def nobody_watches(monkeypatch):
 
 @needs_mpiexec
 def test_the_command_records_what_is_promised(tmp_path):
-    """Every step has the fields; where an evaluation is due, and at the end, there is a val_loss."""
+    """Every step has the fields. Evaluations and the last step have a val_loss."""
     flags = ["--steps", "3", "--eval-every", "2", "--warmup", "4", "--lr", "0.004", "--sample", "0"]
     flags += ["--batch-size", "4", "--micro-batch", "2", "--data", *write_text(tmp_path)]
     train(2, tmp_path / "out", *SIZES, *flags)
@@ -133,7 +133,7 @@ def test_log_lines_come_first_now_and_then_at_evaluations_and_at_the_end(tmp_pat
 
 
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
-    """Bar and notes go to one stream, each note on a line of its own; the file is the same."""
+    """Bar and notes share a stream, with each note on its own line."""
     monkeypatch.setattr(progress_bar, "watched", lambda: True)
     written = Records(tmp_path, 0, done=1, steps=4, log_every=1)
     written.step(record(2, mfu=0.25, memory_bytes=[2**30], val_loss=5.25))

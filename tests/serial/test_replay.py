@@ -1,4 +1,4 @@
-"""OUT/config.toml goes on with a run from any folder, and a run that is done says so and stays as it is."""
+"""OUT/config.toml continues a run from any folder; a finished run stays as it is."""
 
 import json
 import tomllib
@@ -19,7 +19,7 @@ def snapshot(out: Path) -> dict[Path, bytes]:
 
 @needs_mpiexec
 def test_the_file_goes_on_with_the_run_from_another_folder(tmp_path):
-    """Begun with a relative --init, --data and --out, and with --resume never."""
+    """The run began with relative paths and --resume never."""
     write_text(tmp_path)
     train(1, tmp_path / "base", *SMALL, "--data", "text-0-0.txt", "--steps", "2", "--sample", "0")
     flags = ["--init", "base/latest/model.gguf", "--data", "text-0-1.txt"]

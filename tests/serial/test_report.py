@@ -1,4 +1,4 @@
-"""The report: what it reads of run folders, and the page that it makes."""
+"""The report reads run folders and makes a page."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ def curve(figure, name):
 
 
 class Tree(HTMLParser):
-    """Raises AssertionError unless all elements end where they should."""
+    """Parser that raises AssertionError unless all elements end where they should."""
 
     VOID = ("meta", "link", "br")
 

@@ -19,7 +19,7 @@ HOSTILE = "<img src=x onerror='window.harmed=1'><script>window.harmed=1</script>
 
 
 def why_not():
-    """Why there is no browser to test with, or an empty text."""
+    """Return why there is no browser to test with, or an empty text."""
     if not any(map(shutil.which, BROWSERS)) or not shutil.which("chromedriver"):
         return "no chromium with its chromedriver: apt-get install chromium chromium-driver"
     try:
@@ -71,7 +71,7 @@ DRAWN = "return document.querySelectorAll('#curves .main-svg').length > 0"
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Open the page of some runs; at the end nothing is on the console and nothing was loaded."""
+    """Open the page of some runs; afterwards the console is empty and nothing was loaded."""
     opened = []
 
     def show(*runs, width=WIDTHS[0], dark=False):

@@ -1,4 +1,4 @@
-"""A launcher that would kill too soon is stopped while ranks save, and goes on whatever becomes of them."""
+"""A launcher that would kill ranks too soon is stopped while they save, and continues afterwards."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ print("launcher", states[0], states[-1], flush=True)
 
 
 def under_launcher(tmp_path, command, **environ):
-    """What a shell prints that is called as Open MPI's launcher is, and runs a command."""
+    """Run a command under a shell with the name of Open MPI's launcher; return the printed lines."""
     shell = Path(shutil.copy(os.path.realpath("/bin/sh"), tmp_path / "prterun"))
     given = [shell, "-c", f"{command}; echo went on"]
     env = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", **environ}

@@ -1,4 +1,4 @@
-"""Stop and go on: on other ranks, after a signal or a crash, with the bytes of a run never stopped."""
+"""A run that was stopped or died continues on any ranks with the bytes of an unbroken run."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_goes_on_at_another_number_of_ranks(ranks, strategy, stopped, flags, unb
 
 
 def test_goes_on_from_a_named_folder_into_another(stopped, flags, unbroken, tmp_path):
-    """As if the first part had been elsewhere: the records begin after it."""
+    """The records of the new folder begin after the resumed step."""
     folder = str(stopped / "step-00000003")
     train(2, tmp_path / "new", *flags, *CONSTANT, "--steps", "6", "--resume", folder)
     assert fields(tmp_path / "new") == fields(unbroken)[3:]
@@ -89,7 +89,7 @@ def test_never_starts_over_and_empties_the_records(stopped, flags, unbroken):
 
 @pytest.mark.parametrize("tail", ['{"step": 6, "lo', ""], ids=["cut-off", "whole"])
 def test_records_of_a_run_that_died_are_trimmed(tail, stopped, flags, unbroken):
-    """It did two more steps after its last checkpoint, and perhaps died in the middle of a line."""
+    """The run made two steps after its last checkpoint and may have died in the middle of a line."""
     metrics = stopped / "metrics.jsonl"
     lost = [json.dumps({"step": step, "loss": 9.9, "grad_norm": 9.9}) + "\n" for step in (4, 5)]
     metrics.write_text(metrics.read_text() + "".join(lost) + tail)
@@ -210,7 +210,7 @@ def trained(flags, tmp_path_factory) -> Path:
 
 
 def loss_of_first_step(model: Path, data: list[str]) -> float:
-    """Nats per token of the model on the samples of step 1, without anything that trains."""
+    """Return the model's nats per token on the samples of step 1, without any training code."""
     tokenizer = ByteTokenizer()
     corpus = load_corpus(data, val_fraction=0.05, context=16, seed=0, tokenizer=tokenizer, vocab_size=260)
     loader = StepLoader(Windows(corpus.train.ids, 16), batch_size=7, micro_batch=7, seed=0)
@@ -224,7 +224,7 @@ def loss_of_first_step(model: Path, data: list[str]) -> float:
 
 
 def test_a_run_starts_from_the_weights_of_a_file(trained, flags, tmp_path):
-    """Of other types and forms: test_init_formats.py."""
+    """test_init_formats.py tests other types and formats."""
     sizes = ["--context", "16", "--batch-size", "7", "--micro-batch", "2", "--sample", "0"]
     start = [*flags[flags.index("--data") :], "--init", str(trained), *sizes]
     train(2, tmp_path / "zero", *start, "--steps", "0")

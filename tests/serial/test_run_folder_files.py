@@ -1,4 +1,4 @@
-"""Events of a run: no file is where they should go, or there are very many."""
+"""Events of a run whose file is no regular file, or holds very many."""
 
 import json
 import os

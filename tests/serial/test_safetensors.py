@@ -1,4 +1,4 @@
-"""The safetensors reader and writer agree with the `safetensors` library; no damage gets past the reader."""
+"""The safetensors reader and writer agree with the `safetensors` library; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ ONE_FOLDER_FOR_ALL = [HealthCheck.function_scoped_fixture]
 def test_any_bytes_are_refused_or_read_as_the_library_reads_them(
     tmp_path: Path, changes: list[Any], fit: bool
 ) -> None:
-    """`fit`: the header's length follows the change, so that the JSON is reached."""
+    """Edit the bytes of a file; with `fit` the header's length follows, so that its JSON is parsed."""
     content = SOUND
     for change in changes:
         content = edited(content, change)

@@ -1,4 +1,4 @@
-"""A trial of the operations finds ranks and resumes that compute other bits; names say what differs.
+"""A trial of the operations finds ranks and resumes with different bits and names the difference.
 
 Processors are exchanged by the variables of the libraries: OPENBLAS_CORETYPE chooses the kernels of products.
 """
@@ -50,7 +50,7 @@ def test_the_trial_repeats_and_leaves_no_memory():
 
 
 def nudged(name, operation):
-    """An operation whose first element, of its result or of what it adds to, is the next float."""
+    """Return an operation whose first result is off by one bit."""
 
     def nudge(*given, **named):
         found = operation(*given, **named)
@@ -176,7 +176,7 @@ def test_another_number_of_threads_on_one_rank_is_refused(flags, tmp_path):
 
 @needs_mpiexec
 def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
-    """As where OpenBLAS has one name for the kernels of two processors."""
+    """OpenBLAS may have one name for the kernels of two processors."""
     script = tmp_path / "other.py"
     script.write_text(
         "import numpy as np\n"
@@ -195,7 +195,7 @@ def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
 @needs_mpiexec
 @pytest.mark.parametrize("io", ["gather", "parallel"])
 def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags, tmp_path):
-    """What ranks write together describes one machine, that of rank 0."""
+    """A checkpoint describes the machine of rank 0."""
     script = tmp_path / "other.py"
     script.write_text(
         "from zero_mpi.train import description as samebits\n"

@@ -1,4 +1,4 @@
-"""`zero-mpi samples`: what it prints of a small file, for people, pipes and programs."""
+"""`zero-mpi samples` prints a small file for people, pipes and programs."""
 
 import json
 
@@ -89,7 +89,7 @@ def test_samples_as_json(chat, capfdbinary):
 
 
 def test_colours_on_a_terminal(chat, capfdbinary, monkeypatch):
-    """They end with each line, and what is said has none."""
+    """Colours end with each line."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
     flags = (chat / "m.gguf", "--data", chat / "chat.jsonl", "--count", "1")
@@ -112,7 +112,7 @@ def test_all_counts_and_another_template(chat, capfdbinary):
 
 
 def test_tokenizers_from_wherever_they_are(chat, capfdbinary):
-    """A folder's tokenizer.json with its configuration, and the bytes' own with a template in its file."""
+    """The tokenizer comes from a Hugging Face folder or from a GGUF with the byte tokenizer."""
     folder = chat / "hf"
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(chat_keys())))

@@ -1,4 +1,4 @@
-"""When units are gathered, released and reduced: random models by their properties."""
+"""The schedule of gathers, releases and reductions has its properties on random models."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ COMPUTES = (Forward, Backward, Loss, Evaluate)
 
 
 class Around:
-    """What happens to units around a stage that computes: unit numbers by kind of action."""
+    """Unit numbers by kind of action around one stage that computes."""
 
     def __init__(self, actions):
         (self.compute,) = [action for action in actions if isinstance(action, COMPUTES)]
@@ -48,7 +48,7 @@ stage_uses = st.lists(st.integers(0, UNITS - 1), max_size=3, unique=True).map(tu
 
 @st.composite
 def models(draw):
-    """(uses, reads in backward, trainable, prefetch): chains of own and shared units."""
+    """Draw (uses, reads in backward, trainable, prefetch) of a chain of own and shared units."""
     uses = draw(st.lists(stage_uses, min_size=1, max_size=8))
     reads = draw(st.lists(st.booleans(), min_size=len(uses), max_size=len(uses)))
     trainable = draw(st.lists(st.booleans(), min_size=UNITS, max_size=UNITS))
@@ -124,7 +124,7 @@ def test_every_trained_unit_is_reduced_once_after_its_last_backward_use(model):
 @settings(deadline=None, max_examples=300)
 @given(models())
 def test_no_more_reductions_are_in_flight_than_the_limit(model):
-    """Over several rounds; a unit that is waited for is the one that has been in flight longest."""
+    """Over several rounds, each wait is for the unit that has been in flight longest."""
     made = make_schedule(*model)
     in_flight = []
     for action in made.training * 3:
@@ -141,7 +141,7 @@ def test_no_more_reductions_are_in_flight_than_the_limit(model):
 @settings(deadline=None, max_examples=300)
 @given(models())
 def test_training_is_forward_and_backward(model):
-    """But for the last stage, which computes once and waits once for what both directions need."""
+    """The last stage is an exception: it computes once and waits once for both directions."""
     made = make_schedule(*model)
     apart = [*made.forward, *made.backward]
     for kind in (Gather, Release, Reduce, WaitReduce):

@@ -1,4 +1,4 @@
-"""Scripts of one's own: whatever one rank does, the job ends, soon and with a line that names it."""
+"""Users' scripts: if one rank fails or leaves, the job soon ends with a line that names it."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def work(module):
 
 
 def job(script, how="", **env):
-    """(status, what was printed, our lines on stderr, all of stderr) of three ranks, who leave no file."""
+    """Run three ranks; return status, stdout, our lines on stderr and all of stderr."""
     with tempfile.TemporaryDirectory() as folder:
         env = {"TMPDIR": folder, **env}
         found = run_job(3, ["-c", CONNECT.replace("TIMEOUT", how) + script], timeout=60, env=env)
@@ -121,7 +121,7 @@ def test_a_wait_without_an_end_ends_by_the_watchdog():
 
 
 def test_who_computes_for_long_is_let_be():
-    """Nobody waits for it: the time limit is one of waits."""
+    """The time limit counts waiting only."""
     status, printed, lines, errors = job("time.sleep(2.5)\nmeet(); print('on')", how="timeout=1")
     assert (status, printed.count("on"), lines) == (0, 3, []), errors
 
@@ -147,7 +147,7 @@ except SystemExit:
 
 
 def test_in_a_notebook_nothing_ends_the_kernel():
-    """A process by itself keeps its hooks, signals and threads; an interrupt is one of the cell."""
+    """A single process keeps its hooks, signals and threads; an interrupt ends the cell."""
     found = run_command([sys.executable, "-c", NOTEBOOK], timeout=60)
     assert found == (0, "in the cell\nstill here [1.]\n", "")
     assert signal.SIGINT  # what a notebook's interrupt is

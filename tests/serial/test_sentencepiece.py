@@ -1,4 +1,4 @@
-"""SentencePiece's tokenizers from GGUF keys: bytes come back, pieces change nothing, faults are refused."""
+"""SentencePiece's tokenizers from GGUF keys restore every text, in pieces too, and refuse faulty keys."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""SentencePiece's tokenizers give llama.cpp's ids: on vocabularies trained here, for text of many scripts.
+"""SentencePiece's tokenizers give llama.cpp's ids for text of many scripts.
 
 llama.cpp tokenizes in its own little web server on the loopback; a tiny model with random weights carries the
 vocabularies. Skipped where the `xllamacpp` wheel is not installed.
@@ -46,7 +46,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def assert_same(server: Any, tokenizer: Tokenizer, text: str) -> None:
-    """The ids of a document, and of one whose control tokens are meant."""
+    """Compare the ids of a document as plain text and with its control tokens parsed."""
     assert tokenizer.encode(text).tolist() == tokenize(server, text, parse_special=False), repr(text)
     meant = tokenize(server, text, parse_special=True)
     assert tokenizer.encode(text, special=True).tolist() == meant, repr(text)
@@ -63,7 +63,7 @@ def test_the_ids_of_texts_of_many_scripts_are_llama_cpps(both):
 
 
 def test_prompts_begin_as_llama_cpp_begins_them(both):
-    """It closes those of a unigram model, which are to be continued here."""
+    """llama.cpp closes the prompts of a unigram model, which continue here."""
     server, tokenizer = both
     for text in files.fuzzed(50, seed=2):
         expected = tokenize(server, text, parse_special=True, add_special=True)
@@ -86,7 +86,7 @@ def test_white_space_behind_tokens_of_phi_3_is_left_out(tmp_path):
 
 
 def test_a_letter_without_tokens_for_its_bytes_is_unknown(tmp_path):
-    """llama.cpp gives up on such a text; SentencePiece itself says unknown."""
+    """llama.cpp gives up on this text; SentencePiece itself gives the unknown token."""
     keys = files.merged()
     tokens = keys["tokenizer.ggml.tokens"]
     tokens[tokens.index("<0xF0>")] = "no byte"

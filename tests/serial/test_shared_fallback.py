@@ -1,4 +1,4 @@
-"""Jobs with a /dev/shm of their own: too small for the model, filling up on the way, and what is left in it.
+"""Jobs with a private /dev/shm that is too small for the model or fills up, and the files left in it.
 
 A shared window whose pages do not fit ends a process by SIGBUS, so a run must find that out beforehand and go
 on by messages, with the same bytes. Each job has a private mount of a tmpfs over /dev/shm, which needs the
@@ -82,8 +82,8 @@ def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -
 
 @pytest.mark.parametrize("how", ["", "race"])
 def test_too_little_shared_memory_is_one_line_and_messages(how, text, tmp_path):
-    """Also where others take the room later: the library must have made the window by then, since Open MPI's
-    checks for room on one rank only, and if that is refused the others wait for ever."""
+    """Other processes may also fill it later. The library must have made the window by then: Open MPI
+    looks for space on one rank only, and if that one fails the others wait for ever."""
     flags, size = ["--data", *text, *MODEL], "100m" if how else "12m"
     status, said, _ = run_with_shm(size, 2, tmp_path / "out", *flags, "--transport", "auto", how=how)
     assert status == 0, said
@@ -104,7 +104,7 @@ def test_nothing_is_left_after_a_run(text, tmp_path):
 
 
 def test_a_failure_leaves_no_window(text, tmp_path):
-    """The library's own segments may stay after SIGKILL or an abort, on any transport; ours have no name."""
+    """SIGKILL may leave segments of the MPI library, on any transport; ours have no name."""
     left = {}
     for transport in ("mpi", "shared"):
         flags = ["--data", *text, *MODEL, "--transport", transport]

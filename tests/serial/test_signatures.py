@@ -18,7 +18,7 @@ ops.prepare(kind=BFLOAT16)
 
 
 class Plain(np.ndarray):
-    """Arrays that the reference computes with, wherever compiled operations are installed."""
+    """Arrays that select the reference operations."""
 
 
 for operation in OPERATIONS.values():

@@ -1,4 +1,4 @@
-"""A model in several files is one model: opened by its first part, checked over all, kept apart from them."""
+"""A model in several files is opened by its first part, and all parts are checked."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_parts_of_the_gguf_package_are_one_model(tmp_path: Path, kind: Any) 
 
 
 def test_links_lead_to_the_parts(tmp_path: Path) -> None:
-    """By their names where the parts are links elsewhere, by the target's name where only the first is."""
+    """Each part may be a link, or the first alone; then the target's name leads to the others."""
     by_us(tmp_path)
     (tmp_path / "store").mkdir()
     for number in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""What the start of a run costs a rank, by the number of ranks: nothing that grows but short words."""
+"""The cost of a start hardly grows with the number of ranks."""
 
 import json
 import sys

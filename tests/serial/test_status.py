@@ -1,4 +1,4 @@
-"""`status.json`: a run goes on, is done, was stopped or failed; a killed one shows by its age."""
+"""`status.json` says whether a run is running, done, stopped or failed."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Signals from the first line of the program to its last: what is noted, who saves, what a person sees.
+"""Signals at any moment of a run: the run saves and ends with the right status and lines.
 
 Jobs run on a terminal of their own where a person would press keys. What launchers do with a signal: MPICH's
 hands it on, but a second Ctrl-C and a closed terminal make it kill its ranks; Open MPI's kills them whatever
@@ -40,7 +40,7 @@ def flags(tmp_path_factory) -> list[str]:
 
 
 class Terminal:
-    """A command in the foreground of a terminal, and what it shows there."""
+    """Command in the foreground of a terminal, and its output there."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.pid, self._handle = pty.fork()
@@ -75,7 +75,7 @@ class Terminal:
             time.sleep(0.01)
 
     def wait(self, seconds: float = 30) -> int | None:
-        """Its exit status, when it has ended and all is read."""
+        """Return the exit status after the command has ended and all output is read."""
         self.until(lambda: self.poll() is not None, seconds)
         self._reader.join(5)
         return self.returncode
@@ -83,7 +83,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def terminal(*command: str) -> Iterator[Terminal]:
-    """A command on a terminal, which is ended at the latest with the block."""
+    """Run a command on a terminal and end it with the block at the latest."""
     shown = Terminal(command)
     try:
         yield shown
@@ -99,7 +99,7 @@ def told(out: Path) -> tuple[str, str]:
 
 
 def assert_saved(out: Path) -> int:
-    """The newest checkpoint is of the last step that was recorded, which is returned."""
+    """Check that the newest checkpoint is of the last recorded step, and return that step."""
     done = len(fields(out))
     assert os.readlink(out / "latest") == f"step-{done:08d}"
     return done
@@ -180,7 +180,7 @@ with open(r"{folder}/rank-" + str(environment.launch_rank()), "w") as file:
 
 
 def test_a_closed_terminal_saves(flags, tmp_path):
-    """Nothing more can be written to it, which must not end the run before it has saved."""
+    """Writing to the closed terminal fails, which must not end the run before it has saved."""
     out = tmp_path / "out"
     script = tmp_path / "shell.py"
     command = [*TRAIN, "--out", str(out), *flags, *ENDLESS]
@@ -416,7 +416,7 @@ def test_a_signal_ends_what_takes_long_before_the_first_step(name, who, flags, t
 
 
 def test_a_sample_is_cut_short(flags, tmp_path):
-    """All is saved by then, so the run is done."""
+    """Everything is saved by then, so the run is done."""
     script = tmp_path / "busy.py"
     told_so = MYSELF.format(name="SIGINT")
     script.write_text(BUSY.format(package="train", module="trainer", name="show_sample", told=told_so))
@@ -430,7 +430,7 @@ def test_a_sample_is_cut_short(flags, tmp_path):
 
 
 def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path):
-    """As where a signal's lead is longer than the job's limit: it comes at the start of each."""
+    """A signal whose lead is longer than the job's limit comes at the start of each job."""
     out, soon = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
     program(tmp_path, "squeue", "exit 1")  # knows no job: what the variables say holds
@@ -458,7 +458,7 @@ train_command.main()
 
 @needs_mpiexec
 def test_by_default_a_run_saves_now_and_then_by_the_clock_of_rank_0(flags, tmp_path):
-    """Whenever it saves, the bits are the same."""
+    """Saves do not change the bits."""
     script = tmp_path / "soon.py"
     script.write_text(SOON)
     more = [*flags, "--steps", "4", "--keep", "2"]

@@ -1,4 +1,4 @@
-"""Adapters beside a base that stays in the blocks of its GGUF: the files that a base in floats gives."""
+"""Adapters of a base that stays in GGUF blocks have the same files as with a base in floats."""
 
 import shutil
 from dataclasses import replace
@@ -44,7 +44,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_floats(base, tmp_path_factory):
-    """The run of one rank whose base is float32 from the start; it says why."""
+    """Run one rank whose base is float32 from the start."""
     out = tmp_path_factory.mktemp("floats") / "run"
     status, printed, _ = run_job(1, ["-c", IN_FLOATS, *base, "--out", str(out)])
     assert status == 0

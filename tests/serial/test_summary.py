@@ -1,4 +1,4 @@
-"""What a start says of a run: planned memory, the work of a step, and what the ranks reach together."""
+"""The summary of a run: planned memory, FLOPs of a step, and the ranks' peak."""
 
 import dataclasses
 import json
@@ -45,12 +45,12 @@ CHANGES += [{"precision_name": "bf16"}, {"device": "cuda"}]
 
 @pytest.mark.parametrize("changed", [{}, *CHANGES], ids=str)
 def test_how_it_is_done_changes_no_work(changed):
-    """What is computed a second time to save memory is no work either."""
+    """Recomputation does not count as work."""
     assert step_flop(dataclasses.replace(CASE, **changed)) == by_hand()
 
 
 def test_attention_that_computes_its_weights_again_counts_once():
-    """Long contexts keep no weights; work then grows as the pairs do."""
+    """The attention weights of long contexts are computed twice but count once."""
     model = GPT2.from_flags({"layers": 1, "dim": 16, "heads": 2, "context": 2048, "vocab_size": 7})
     once, twice = (step_flop(Case(model, batch_size=1, micro_batch=1, context=t)) for t in (1024, 2048))
     pairs = 3 * 2 * 2 * 16 * (attended(2048) - 2 * attended(1024))
@@ -63,7 +63,7 @@ def test_frozen_parameters_are_less_work():
 
 
 class Ranks(SerialComm):
-    """The transport of three ranks that all measure what this one does."""
+    """Transport of three ranks that all measure the same."""
 
     def allgather_object(self, value):
         return [value] * 3
@@ -88,7 +88,7 @@ def test_the_peak_is_the_sum_over_ranks_in_matrices_that_are_large_enough(reache
     "kind", [kind for kind in transports.TRANSPORTS if kind.on_gpu], ids=lambda k: k.name
 )
 def test_a_run_on_gpus_plans_what_the_plan_of_its_flags_does(kind, reduction, monkeypatch):
-    """NCCL once had pinned memory in the plan of a run, and sums in the order of ranks: by its version."""
+    """The plan of a run once counted pinned memory for NCCL."""
     config = Config(transport=kind.flag, reduction=reduction, context=T, batch_size=5)
     module = SimpleNamespace(group=SimpleNamespace(size=4))
     session = SimpleNamespace(config=config, model=MODEL, module=module, nodes=0)
@@ -112,7 +112,7 @@ QUIET = ["--sample", "0", "--eval-every", "2", "--log-every", "4", "--warmup", "
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """(what was printed, its `started` event, its records) of six steps on two ranks."""
+    """Train six steps on two ranks; return the output, the `started` event and the records."""
     folder = tmp_path_factory.mktemp("job")
     data = write_text(folder)
     printed = train(2, folder / "out", *SIZES, *FLAGS, *QUIET, "--steps", "6", "--data", *data)

@@ -1,6 +1,6 @@
-"""A run that is started again: what is decided after an end, on which hosts it goes on, who is told to stop.
+"""`supervise` starts a run again: decisions after an end, the hosts that are left, and signals.
 
-The launcher is a small script here, which does at each start what the test says; at the end there is one real
+The launcher is a small script that does at each start what the test says. The last test has a real
 job. tests/cluster has hosts that are lost.
 """
 
@@ -53,7 +53,7 @@ DONE = "says done"
 
 
 class Trial:
-    """A run by the small launcher: `starts` says what each start does."""
+    """Run by the small launcher; `starts` says what each start does."""
 
     def __init__(self, folder: Path, *starts: str) -> None:
         self.folder, self.out, self.program = folder, folder / "out", folder / "mpirun"
@@ -73,7 +73,7 @@ class Trial:
 
     @contextlib.contextmanager
     def running(self, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Supervise it in a process, which can be told something, and which is ended with the body."""
+        """Supervise the run in a process that can be signalled and that ends with the body."""
         start = [sys.executable, "-m", "zero_mpi", "supervise", "--backoff", "0", *flags, "--", *self.words()]
         with self.errors.open("wb") as errors:
             process = subprocess.Popen(
@@ -164,7 +164,7 @@ def test_the_word_of_the_job_before_is_not_its_own(tmp_path):
 
 
 def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(tmp_path, capfd):
-    """Numbers in the reason do not count: ranks, seconds and processes differ."""
+    """Numbers in the reason are ignored, because ranks, seconds and processes differ."""
     fails = "saves 00000010; records 12; says failed 'rank {} after {}.5 s: ValueError'; exit 1"
     again = "records 12; says failed 'rank 3 after 9.5 s: ValueError'; exit 1"
     trial = Trial(tmp_path, fails.format(1, 4), again, DONE)
@@ -213,7 +213,7 @@ def test_pauses_double_until_there_is_a_new_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flag", [("--resume", "never"), ("--resume=never",), ("--resume", "elsewhere")])
 def test_it_goes_on_from_its_own_checkpoint_as_soon_as_there_is_one(flag, tmp_path):
-    """Before that from where the command says; a checkpoint that lay there before is not its own."""
+    """Until then it starts where the command says; an older checkpoint does not count."""
     starts = ["records 1; says running; exit 9", "saves 2; records 2; says running; exit 9", DONE]
     trial = Trial(tmp_path, *starts)
     (trial.out / "step-00000099").mkdir(parents=True)
@@ -228,7 +228,7 @@ def test_it_goes_on_from_its_own_checkpoint_as_soon_as_there_is_one(flag, tmp_pa
 
 
 def host_trial(folder: Path, text: str, *starts: str) -> tuple[Trial, tuple[str, ...]]:
-    """A run over hosts, and the flags for it. A host answers unless a file down-HOST lies there."""
+    """Make a run over hosts and its flags. A host answers unless a file down-HOST exists."""
     (folder / "hosts").write_text(text)
     probe = folder / "probe"
     probe.write_text(f'#!/bin/sh\necho "$1" >> {folder}/asked\n[ ! -e {folder}/down-"$1" ]\n')
@@ -324,7 +324,7 @@ def test_the_nodes_of_a_slurm_job(tmp_path, monkeypatch):
 
 
 def test_a_step_of_slurm_need_not_wait_for_the_one_before_it(tmp_path):
-    """A lost node holds its part of that for minutes: Slurm has to find it missing first."""
+    """Slurm needs minutes to notice a lost node, and the earlier step holds its resources until then."""
     begins = 'echo "$SLURM_OVERLAP" >> $here/overlaps; '
     trial = Trial(tmp_path, f"{begins} says running; exit 9", begins + DONE)
     assert trial.run() == 0
@@ -335,7 +335,7 @@ def test_a_step_of_slurm_need_not_wait_for_the_one_before_it(tmp_path):
 
 
 def test_a_run_without_a_sign_of_life_is_ended_and_started_again(tmp_path, capfd, monkeypatch):
-    """Also where it does not hear SIGTERM, and with all processes of its group."""
+    """The run ignores SIGTERM, and all processes of its group end."""
     left, why = tmp_path / "left", "no sign of life"
     monkeypatch.setattr(attempt, "GRACE", 0.3)
     monkeypatch.setattr(attempt, "CHECK_RUN_SECONDS", 0.0)
@@ -356,7 +356,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_signs_of_life_are_what_the_run_writes(tmp_path):
-    """Also its lock, which a rank renews all the time; a run without a folder shows nothing."""
+    """The lock counts too, which a rank renews. A run without a folder gives no sign."""
     now = time.monotonic()
     found = attempt.Attempt(RunFolder(tmp_path), StopRequest(), 900.0)
     assert found._silence(now + 800) == ""
@@ -371,7 +371,7 @@ def test_signs_of_life_are_what_the_run_writes(tmp_path):
 
 @pytest.mark.parametrize(("word", "status", "starts"), [("done", 0, 1), ("stopped", 75, 1), ("failed", 0, 2)])
 def test_a_launcher_that_outlives_its_run_is_ended(word, status, starts, tmp_path, monkeypatch):
-    """As Open MPI's does for 16 minutes where it cannot reach a host."""
+    """Open MPI's launcher does so for 16 minutes if it cannot reach a host."""
     monkeypatch.setattr(attempt, "LINGER", 0.3)
     monkeypatch.setattr(attempt, "CHECK_RUN_SECONDS", 0.05)
     trial = Trial(tmp_path, f"says {word} so; sleep 1000", DONE)
@@ -483,7 +483,7 @@ def test_bad_usage_is_named(arguments, said, tmp_path, monkeypatch):
 @needs_mpiexec
 @pytest.mark.timeout_seconds(180)
 def test_a_job_whose_rank_is_killed_ends_done_with_the_bytes_of_one_that_nothing_disturbed(tmp_path):
-    """The rank kills itself, at the beginning of a step that is drawn, in the first two starts."""
+    """A rank kills itself at the beginning of a random step, in the first two starts."""
     flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "30", "--save-every", "4", "--keep", "2"]
     train(1, tmp_path / "unbroken", *flags)
     draw = random.Random(time.time_ns())

@@ -91,7 +91,7 @@ def evaluate(folder: Path, model: Path, lines: Sequence[Any], *flags: str) -> tu
 
 
 class Harness:
-    """The rules of lm-evaluation-harness."""
+    """Rules of lm-evaluation-harness."""
 
     def __init__(self, path: Path) -> None:
         self.model, tokenizer = TextModel(path), tokenizer_of(path)
@@ -109,7 +109,7 @@ class Harness:
         return self.span(before or [self.bos], whole[len(before) :])
 
     def rolling(self, text: str, most: int) -> float:
-        """As get_rolling_token_windows with a context_len of 1."""
+        """Return the sum over the windows of get_rolling_token_windows with a context_len of 1."""
         tokens = self.first + self.encode(text)
         total = self.span([self.bos], tokens[:most])
         done = min(most, len(tokens))
@@ -203,7 +203,7 @@ def test_solved_questions_stand_between_subject_and_question(tmp_path):
 
 
 def test_the_delimiter_is_of_the_question(tmp_path):
-    """Of CORE's language modeling only what follows `prompt.strip()` counts."""
+    """CORE's language modeling counts only the text after `prompt.strip()`."""
     (tmp_path / "q.jsonl").write_text(json.dumps({"context": "Who?", "continuation": "Ada"}))
     found = encode_choices(tmp_path / "q.jsonl", ByteTokenizer(), 64, delimiter="\nAnswer: ")
     assert bytes(found.sequences[0][1:].tolist()) == b"Who?\nAnswer: Ada"
@@ -255,7 +255,7 @@ CORE = {
 
 
 def core(harness: Harness, items: list[Any], kind: str, shots: int) -> tuple[float, list[list[float]]]:
-    """The accuracy and the log-likelihoods as nanochat/core_eval.py has them."""
+    """Return accuracy and log-likelihoods by the rules of nanochat/core_eval.py."""
     order = list(range(len(items)))
     random.Random(1337).shuffle(order)
     hits, nats = 0, dict[int, list[float]]()
@@ -305,7 +305,7 @@ def test_core_is_nanochats(small, tmp_path, kind, shots):
 
 @needs_mpiexec
 def test_the_likeliest_continuation_is_right(small, tmp_path):
-    """A word that the model itself goes on with, and another."""
+    """One answer is the model's likeliest next word, the other is not."""
     harness, tokens = Harness(small), tokenizer_of(small).tokens
     words = [token[1:] for token in tokens if token.startswith("▁") and token[1:].isalpha()]
     for context in (*words, *map(" ".join, product(words, words))):

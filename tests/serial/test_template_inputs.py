@@ -1,4 +1,4 @@
-"""What flags give to chat templates, which template of several counts, and the day that one is told."""
+"""Flags give values to chat templates, choose among several, and fix the day that a template sees."""
 
 import json
 import tomllib
@@ -74,7 +74,7 @@ def test_a_template_is_given_what_flags_say_as_in_transformers(tmp_path):
 
 
 def np_spans(found):
-    """The letters that count, of a text in ASCII."""
+    """Return the slice of counted letters of an ASCII text."""
     ends = found.lengths.cumsum()
     (counted,) = found.counted.nonzero()
     return slice(ends[counted[0]] - found.lengths[counted[0]], ends[counted[-1]])
@@ -118,7 +118,7 @@ def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tm
 
 
 def named_folder(folder, others=None, **templates):
-    """A tokenizer of a folder with these templates in files; `wrap`: those of its tokenizer_config.json."""
+    """Write a tokenizer folder with templates in files; `others` go to its tokenizer_config.json."""
     (folder / "additional_chat_templates").mkdir(parents=True)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(chat_keys())))
     config = tokenizer_config(chat_keys()) | ({"chat_template": others} if others else {})
@@ -196,7 +196,7 @@ def test_samples_and_chat_take_the_flags(folder, capfdbinary):
 
 @needs_mpiexec
 def test_a_run_keeps_the_day_of_its_beginning(folder, monkeypatch):
-    """A resume says nothing of the day and trains on the same text; another day or variable is refused."""
+    """A resume trains on the same text without the flag; another day or variable is refused."""
     flags = [*FLAGS, "--save-every", "1", "--template-var", "v=1"]
     train(2, folder / "out", *flags, "--template-date", "2025-02-03")
     settings = tomllib.loads((folder / "out" / "config.toml").read_text())

@@ -1,4 +1,4 @@
-"""What reaches a terminal: one line where one is promised, of bounded length, nothing that controls it."""
+"""Output for a terminal has one short line where one is promised, and no control characters."""
 
 import subprocess
 import sys

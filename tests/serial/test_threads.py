@@ -1,4 +1,4 @@
-"""Kernels whose rows several threads share out: the bits of one thread, but for sums over rows."""
+"""Kernels on several threads have the bits of one thread, except for sums over rows."""
 
 import os
 from functools import partial
@@ -20,7 +20,7 @@ SUMS = {"products": range(4, 42, 6)}  # places of sums over rows; elsewhere they
 
 @pytest.fixture
 def of_threads(monkeypatch):
-    """Sets the number of threads, and how little is shared out; one thread afterwards."""
+    """Set the number of threads and small limits for sharing; use one thread afterwards."""
     monkeypatch.setattr(threads, "LEAST", 64)
     monkeypatch.setattr(threads, "LEAST_PRODUCT", 64)
     yield threads.use
@@ -28,7 +28,7 @@ def of_threads(monkeypatch):
 
 
 def results_by_place():
-    """{(type, part of the trial, place): a result}: of the optimizer, and of all others in both types."""
+    """Return {(type, part of the trial, place): result} of all operations."""
     parts = {("float32", "updates"): trial.updates()}
     for part in trial.PARTS:
         parts["float32", part.__name__] = part(trial.numbers)
@@ -75,7 +75,7 @@ def test_an_error_of_any_part_is_raised(of_threads):
 
 
 def test_threads_auto_under_the_quota_of_a_group(monkeypatch, tmp_path):
-    """Two cores, of which the control group allows the time of one."""
+    """The control group allows the time of one of two cores."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "cpu.max").write_text("100000 100000\n")
     (tmp_path / "own").write_text("0::/job\n")

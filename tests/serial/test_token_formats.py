@@ -1,4 +1,4 @@
-"""Token files of other programs: the ids and documents that these wrote, and a line for what is not sound."""
+"""Token files of other programs are read with their ids and documents; damaged ones are refused."""
 
 import json
 
@@ -36,7 +36,7 @@ def write_nanogpt(folder):
 
 
 def write_megatron(folder, code=8, dtype="<u2", **changes):
-    """As Megatron's IndexedDatasetBuilder does it: a sequence is one document, or a part of one."""
+    """Write the files of Megatron's IndexedDatasetBuilder: a sequence is a document or a part of one."""
     sequences = [len(each) for each in DOCUMENTS]
     values = {"sizes": sequences, "borders": range(len(DOCUMENTS) + 1), "magic": b"MMIDIDX\0\0", "version": 1}
     values |= changes
@@ -52,7 +52,7 @@ def write_megatron(folder, code=8, dtype="<u2", **changes):
 
 
 def write_arrow(folder, kind="int32", column="input_ids", large=False, stream=True, **options):
-    """As datasets does it: streams, a batch after another; of the first a row is sliced off."""
+    """Write a stream of batches as `datasets` does; the first batch lacks its first row."""
     arrow = pytest.importorskip(
         "pyarrow", reason="the package pyarrow is not installed", exc_type=ImportError
     )

@@ -1,4 +1,4 @@
-"""Ids that stay in their files: read by place, shared by the ranks of a host, and missed with a word."""
+"""Ids that stay in their files: ranks of a host share them, and a missing file is named."""
 
 import os
 import pickle
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 
 def in_files(folder, *parts):
-    """Spans of a file each: `parts` of ids, those of odd number as uint32."""
+    """Write each part to a file, every second one as uint32; return the spans."""
     spans = []
     for number, part in enumerate(parts):
         ids = np.array(part, np.uint32 if number % 2 else np.uint16)
@@ -70,7 +70,7 @@ def test_a_file_that_shrinks_goes_or_lies_is_named(folder):
 
 
 def sparse(path, gigabytes):
-    """A token file of zeros that takes no room."""
+    """Write a sparse token file of zeros."""
     count = gigabytes << 29
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(
@@ -107,9 +107,9 @@ main()
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4, 8))])
 def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
-    """20 GB of ids on a host: less than 1 % of it in the memory of all ranks, and little of it read.
+    """The ranks hold less than 1 % of 20 GB of ids and read little of it.
 
-    What ranks share is counted once for each: a share of it would depend on whatever else runs here.
+    Shared pages count fully for each rank, because their split depends on other processes.
     """
     (tmp_path / "watched.py").write_text(WATCHED)
     held, read = {}, {}

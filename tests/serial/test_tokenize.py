@@ -1,4 +1,4 @@
-"""Text into token files: the ids and documents that training reads of it, whatever goes wrong or stops."""
+"""Token files have the ids and documents that training reads from the text, also after errors and stops."""
 
 import errno
 import gzip
@@ -31,7 +31,7 @@ SMALL = ("--part-mb", "0.001")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """A process that has not been told anything, in a folder of its own."""
+    """Reset signals and change to an empty folder."""
     monkeypatch.setattr(signals, "caught", "")
     monkeypatch.setattr(signals, "phase", START)
     monkeypatch.setattr(encode_parts, "EVERY", 0.0)
@@ -41,7 +41,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def tokenize(*arguments, tokenizer="byte", out="out"):
-    """The exit status of the command on this process."""
+    """Run the command in this process; return its exit status."""
     world = World(0, 1)
     try:
         signals.phase = START
@@ -80,7 +80,7 @@ def files(out):
 
 
 def documents(out):
-    """The ids of each document of a folder, read as Megatron's IndexedDataset does."""
+    """Return the ids of each document of a folder, read as Megatron's IndexedDataset does."""
     found = []
     for path in sorted(out.glob("*.bin")):
         raw = path.with_suffix(".idx").read_bytes()
@@ -100,7 +100,7 @@ def expected(texts):
 
 
 def write(kind, folder, field="text"):
-    """The input of a format, which holds TEXTS in a field."""
+    """Write TEXTS in a field of an input file of a format."""
     first, last = lines(TEXTS[:3], field), lines(TEXTS[3:], field)
     if kind == "parquet":
         return write_parquet(folder / "t.parquet", TEXTS, field=field)
@@ -151,7 +151,7 @@ def test_files_left_out_spelt_tokens_and_other_encodings_are_named(tmp_path, cap
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_lines_are_read_once_wherever_a_file_is_cut(packed, tmp_path, quick):
-    """By a rank that has some of the pieces, in their order; also where a piece begins with a line."""
+    """Each rank has some of the pieces in order, and a piece may begin with a line."""
     draw = random.Random(5)
     texts = ["".join(draw.choices("ab\n ", k=draw.choice([0, 1, 5, 40]))) for _ in range(12)]
     raw = lines(texts)
@@ -335,7 +335,7 @@ def whole(long, tmp_path):
 
 
 def stopped(long, monkeypatch, parts):
-    """Let a signal come when so many parts are complete; returns the exit status."""
+    """Run until a signal comes after `parts` complete parts; return the exit status."""
     written, left = encode_parts.PartWriter.finish, [parts]
 
     def finish(self, about):
@@ -352,7 +352,7 @@ def stopped(long, monkeypatch, parts):
 
 
 def test_a_job_that_was_stopped_goes_on_with_what_is_missing(long, whole, tmp_path, monkeypatch, capsys):
-    """Parts that are not what their record says, and leftovers of a kill, are written again."""
+    """Parts that do not match their record, and leftovers of a kill, are written again."""
     count, out = sum(name.endswith(".bin") for name in whole), tmp_path / "out"
     assert stopped(long, monkeypatch, 4) == 75
     assert f"4 of {count} parts" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Jobs that make token files: the same bytes at any number of ranks, and however often a job was killed."""
+"""Jobs that make token files give the same bytes on any ranks and after any kills."""
 
 import contextlib
 import gzip
@@ -38,7 +38,7 @@ def files(out):
 
 @pytest.fixture(scope="module")
 def some(tmp_path_factory):
-    """A part of Python's library as files, some of it as lines and rows too, and flags for many parts."""
+    """Write a part of Python's library as files, lines and rows; return them with flags for many parts."""
     folder, texts, size = tmp_path_factory.mktemp("some") / "files", [], 0
     folder.mkdir()
     for _, path in library_files():
@@ -71,7 +71,7 @@ def test_the_same_bytes_on_more_ranks(some, whole, tmp_path):
 
 
 def start(ranks, flags, out, program=TOKENIZE):
-    """A job under way, whose ranks are forked from one that has loaded the package."""
+    """Start a job whose ranks are forked from a process with the package loaded."""
     environ = clean_environment()
     command = [*launcher(), "-n", str(ranks), *warm_python(environ), *program, *flags, "--out", str(out)]
     return subprocess.Popen(
@@ -80,7 +80,7 @@ def start(ranks, flags, out, program=TOKENIZE):
 
 
 def kill(job):
-    """Kill the launcher and all ranks; the server of warm starts kills a rank whose client is dead."""
+    """Kill the launcher and all ranks. The server of warm starts kills ranks whose client is dead."""
     for process in [job.pid, *descendants(job.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -93,7 +93,7 @@ def complete_parts(out):
 
 @pytest.mark.timeout_seconds(300)
 def test_killed_at_any_moment_and_started_again_it_has_the_same_bytes(some, whole, tmp_path, quick):
-    """The whole job, when so many parts are complete; each time the same command goes on."""
+    """The job is killed after a random number of parts, and the same command continues it."""
     draw, out = random.Random(3), tmp_path / "out"
     for kill_number in range(QUICK_KILLS if quick else KILLS):
         job, parts = start(draw.choice([1, 2, 3]), some, out), complete_parts(out) + draw.choice([0, 1, 3, 9])
@@ -129,7 +129,7 @@ main()
 
 @pytest.mark.skipif(not hands_sigterm_on(), reason="this launcher kills its ranks")
 def test_a_job_that_is_told_to_stop_is_to_be_requeued(some, whole, tmp_path):
-    """Its parts take a tenth of a second each, or it would be done before the signal comes."""
+    """Each part takes a tenth of a second, so that the job is not done before the signal."""
     out, script = tmp_path / "out", tmp_path / "slowly.py"
     script.write_text(SLOWLY)
     job = start(2, some, out, [str(script)])
@@ -166,7 +166,7 @@ main()
 
 
 def test_a_rank_that_stands_still_ends_the_job(some, whole, tmp_path):
-    """The others go on as long as they have work, then wait for it; the same command does the rest."""
+    """The other ranks finish their work and then wait. The same command does the rest."""
     out, script = tmp_path / "out", tmp_path / "hanging.py"
     script.write_text(HANGING)
     job = [str(script), *some, "--out", str(out), "--timeout", "3"]
@@ -191,7 +191,7 @@ def test_an_error_of_one_rank_is_one_line_from_all(tmp_path):
 
 
 def test_a_run_on_the_folder_is_that_on_the_text_and_has_its_tokenizer(some, tmp_path):
-    """From scratch, with no more flags than --data: the same losses, and a checkpoint that makes text."""
+    """Both runs have the same losses, and the checkpoint generates text."""
     tokenize(2, some[0], *FLAGS, out=tmp_path / "tokens")
     flags = ["--layers", "1", "--dim", "16", "--heads", "2", "--context", "16", "--batch-size", "3"]
     flags += ["--micro-batch", "1", "--steps", "3", "--warmup", "1", "--val-fraction", "0", "--sample", "4"]

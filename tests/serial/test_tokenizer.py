@@ -1,4 +1,4 @@
-"""The byte tokenizer: ids are bytes, and its GGUF keys are the ones that llama.cpp reads back exactly."""
+"""The byte tokenizer: ids are bytes, and llama.cpp reads its GGUF keys exactly."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_ids_outside_the_vocabulary_are_refused(strange):
 
 
 def expected_characters():
-    """GPT-2's map written out run by run, another way than the code's."""
+    """Return GPT-2's map of bytes, written out in another way than the package does."""
     runs = [(0, 33, 256), (33, 127, 33), (127, 161, 289), (161, 173, 161), (173, 174, 323), (174, 256, 174)]
     return [chr(byte - start + image) for start, stop, image in runs for byte in range(start, stop)]
 

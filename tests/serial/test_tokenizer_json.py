@@ -1,4 +1,4 @@
-"""A tokenizer.json becomes GGUF keys with the ids of the library on that very file, and comes back as one."""
+"""A tokenizer.json becomes GGUF keys with the library's ids, and can be written again."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def library_of(content):
 
 
 def both_ids(content, tokenizer):
-    """Ids of the library, which always reads control tokens, and ours."""
+    """Yield the library's ids, with control tokens parsed, and ours."""
     theirs = library_of(content)
     for text in TEXTS:
         if not any(part in text for part in APART):
@@ -155,7 +155,7 @@ MORE = ("abc", "bc", "a", "É!", "<MASK>", "٣", "_")
 
 
 def with_flags(content, normalizer, draw):
-    """Added tokens with flags of all kinds that overlap, and a normalizer."""
+    """Return a tokenizer.json with overlapping added tokens of all flags and a normalizer."""
     content, names = copy.deepcopy(content), (*bpe_files.CONTROL, "<tool>", "l><tool", *MORE)
     vocabulary = content["model"]["vocab"]
     for name in (*bpe_files.CONTROL, *bpe_files.USERS):
@@ -242,7 +242,7 @@ def test_flags_of_the_configuration_go_before_those_of_the_file(plain, tmp_path)
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama-bpe"])
 def test_ignore_merges_is_the_folders(kind, tmp_path):
-    """Words that are tokens, which no merge makes; the name alone says the other way to llama.cpp."""
+    """No merge makes the word, which is a token; the name tells llama.cpp which rule holds."""
     content = bpe_files.trained_json(kind, tokens=300)
     model, ignores = content["model"], kind == "qwen2"
     first = len(model["vocab"]) + len(content["added_tokens"])
@@ -313,7 +313,7 @@ def test_words_of_a_folder_are_cut_by_its_own_regex_and_named_for_llama_cpp(pre,
 
 
 def set_at(content, *way, value):
-    """A copy with one value replaced."""
+    """Return a copy with one value replaced."""
     content = copy.deepcopy(content)
     place = content
     for step in way[:-1]:

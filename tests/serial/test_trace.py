@@ -1,4 +1,4 @@
-"""What a timeline tells: the table adds up, the slow rank is named; the flags."""
+"""The table of a timeline adds up and names the slow rank; flags choose the steps."""
 
 import functools
 import gzip
@@ -122,7 +122,7 @@ def test_what_ranks_wait_for_is_named(tmp_path, capfdbinary):
 
 
 def run_of(tracer, first, last):
-    """A run from step `first` to `last`."""
+    """Trace a run from step `first` to `last`."""
     for step in range(first, last + 1):
         tracer.reach(step)
     tracer.end(last)

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, Prometheus, Weights & Biases and MLflow get every number, and may fail."""
+"""TensorBoard, Prometheus, Weights & Biases and MLflow get every number; their failures do not end a run."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ def warnings(monkeypatch):
 
 
 def begun(name, out, wish=True):
-    """The tracker `name` of a job, as a run begins it."""
+    """Return the tracker `name` as a run begins it."""
     (one,) = trackers.begin(SimpleNamespace(**NONE | {name: wish}), TrackedJob(out, 0, {}))
     return one
 
@@ -53,7 +53,7 @@ def test_the_numbers_of_a_record_are_found_by_what_they_are():
 
 
 def masked(data):
-    """The checksum of the format: a CRC-32C, turned and moved by a constant."""
+    """Return the checksum of the format: a CRC-32C, rotated and shifted by a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -70,7 +70,7 @@ def events(path):
 
 
 def curves(folder):
-    """tag -> {step: value} as TensorBoard reads a folder: files by name, marks make it forget later steps."""
+    """Return tag -> {step: value} as TensorBoard reads a folder: a start mark drops later steps."""
     found = {}
     for path in sorted((folder / "tensorboard").iterdir()):
         for event in events(path):
@@ -119,7 +119,7 @@ def test_a_run_and_its_resume_have_all_tags_at_all_steps(tmp_path):
 
 
 def parsed(path):
-    """{(name, run, rank): value} of a text file, read by Prometheus' own parser."""
+    """Return {(name, run, rank): value} of a text file, read by Prometheus' own parser."""
     return {
         (sample.name, sample.labels["run"], sample.labels.get("rank")): sample.value
         for family in text_string_to_metric_families(path.read_text())

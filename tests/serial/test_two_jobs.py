@@ -1,4 +1,4 @@
-"""Two jobs in one run folder: the one that has it runs to its end, the other says who."""
+"""Two jobs in one run folder: the first runs to its end, the second names the first."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def status_of(out: Path) -> dict[str, object]:
 
 
 def snapshot(out: Path) -> dict[str, object]:
-    """Every file's content, but for what the first job renews while it waits, and where its ranks sign."""
+    """Return the content of every file, without what the first job renews while it waits."""
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
     files = {
         path: each for path, each in files.items() if path.match(".ranks/file") or not path.match(".ranks/*")
@@ -81,7 +81,7 @@ LOOKING = r"(\S+ was left by process .*: waiting \d+ s for a sign of life\n)?"
 
 
 def assert_refused(done: tuple[int, str, str], out: Path, pid: object) -> None:
-    """Status 2 and one line that says who is there, since when, and what to do."""
+    """Check for status 2 and one line that names the holder, its start and its lock."""
     status, printed, errors = done
     assert status == 2, errors
     assert re.fullmatch(LOOKING, printed), printed  # where no lock tells that a holder lives
@@ -122,7 +122,7 @@ def test_after_a_kill_the_next_job_starts_at_once(first, job, tmp_path):
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_job_whose_folder_goes_in_a_long_step_does_not_wait_for_its_end(is_replaced, first, tmp_path):
-    """Its rank 0 waits in a step until the end of the test."""
+    """Rank 0 of the job waits in a step until the end of the test."""
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     if is_replaced:
         (tmp_path / "out").mkdir()

@@ -1,4 +1,4 @@
-"""A user's own type checker sees `py.typed`, and public names that are all there, typed and described."""
+"""A user's type checker sees `py.typed` and all public names."""
 
 import ast
 import tomllib
@@ -17,7 +17,7 @@ def test_the_package_says_that_it_is_typed():
 
 
 def test_names_for_checkers_are_those_that_are_loaded_when_they_are_used():
-    """A checker reads the imports under TYPE_CHECKING, Python the table: both are the public names."""
+    """The imports under TYPE_CHECKING and the table of lazy imports have the same names."""
     tree = ast.parse((ROOT / "zero_mpi" / "__init__.py").read_text())
     (branch,) = [
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"

@@ -1,4 +1,4 @@
-"""How a model's parameters are dealt out to units, and these to ranks."""
+"""Parameters of a model are dealt out to units, and units to ranks."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""`zero-mpi verify`: yes for runs as they were, on other ranks too, and the first difference of others."""
+"""`zero-mpi verify` confirms unchanged runs on any ranks and names the first difference of others."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps on three ranks over messages, with the checkpoints of steps 2, 4 and 6."""
+    """Train six steps on three ranks over messages, with checkpoints of steps 2, 4 and 6."""
     out = tmp_path_factory.mktemp("whole") / "out"
     where = ["--strategy", "no-shard", "--transport", "mpi"]
     train(3, out, *SMALL, *OFTEN, *where, "--data", *text)
@@ -65,7 +65,7 @@ def run(whole: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
-    """Verifies in this process, up to where steps are computed: the exit status, and what was printed."""
+    """Verify in this process without computing steps; return the exit status and the lines."""
 
     def run_it(*arguments: object) -> tuple[int, list[str]]:
         capfd.readouterr()
@@ -76,7 +76,7 @@ def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
 
 
 def compute(run: Path, *arguments: object, ranks: int = 1) -> tuple[int, list[str]]:
-    """Verifies in a job of its own, with the operations of the runs: the same."""
+    """Verify in a job with the operations of the runs; return the exit status and the lines."""
     job = ["-m", "zero_mpi", "verify", str(run), *map(str, arguments)]
     status, printed, errors = run_job(ranks, job, timeout=50)
     assert "error" not in errors, errors
@@ -110,7 +110,7 @@ main()
 
 
 def test_no_cache_is_read(whole, tmp_path):
-    """What is wrong in a cache would be wrong in both computations."""
+    """A faulty cache would spoil both computations alike."""
     script = tmp_path / "uncached.py"
     script.write_text(UNCACHED)
     status, _, errors = run_job(1, [str(script), str(whole)], timeout=50)
@@ -124,7 +124,7 @@ def test_the_chain_is_the_same_at_any_number_of_ranks_and_the_run_prints_its_hea
 
 
 def test_the_head_depends_on_no_checkpoint(whole, text, tmp_path):
-    """Others are written, behind the training, and one where a signal stops the run."""
+    """The other run saves in the background, at other steps, and once at a signal."""
     stops = "if (rank, done) == (0, 2): os.kill(os.getpid(), signal.SIGTERM)"
     script = train_with(tmp_path / "stops.py", stops, method="rounds")
     flags = [*SMALL, *OFTEN, "--save-every", "5", "--async-save", "--data", *text]
@@ -170,7 +170,7 @@ def test_a_run_of_0_1_0_is_verified_held_to_its_head_and_gone_on_with(run, whole
 
 
 def test_yes_on_one_rank(whole):
-    """Each stretch is named, nothing is written into the folder, the published head is that of the chain."""
+    """Each segment is named, the folder stays as it is, and the published head matches."""
     before = content(whole)
     status, lines = compute(whole, "--expect", head(whole), "--strategy", "full-shard", "--transport", "auto")
     assert status == 0
@@ -196,7 +196,7 @@ def test_yes_and_no_on_other_ranks_strategies_and_transports(run):
 
 
 def test_a_resume_on_other_ranks_leaves_the_chain_of_the_unbroken_run(run, whole, text):
-    """A job was killed after step 3: half a line in both files, a checkpoint of step 2, no word of an end."""
+    """A job was killed after step 3: both files end in half a line, and the checkpoint is of step 2."""
     for step in (4, 6):
         shutil.rmtree(run / f"step-{step:08d}")
     (run / "latest").unlink()
@@ -214,7 +214,7 @@ def test_a_resume_on_other_ranks_leaves_the_chain_of_the_unbroken_run(run, whole
 
 
 def test_a_run_goes_on_with_other_settings_each_job_is_computed_with_its_own(text, tmp_path):
-    """A cosine over 3 steps, then one over 5 with another rate: both jobs are in the chain."""
+    """The chain has both jobs: a cosine over 3 steps, then one over 5 with another rate."""
     out = tmp_path / "out"
     flags = [*SMALL, "--save-every", "3", "--eval-windows", "4", "--data", *text]
     train(2, out, *flags, "--steps", "3")
@@ -244,7 +244,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_yes_for_runs_of_other_kinds(kind, text, tmp_path):
-    """--keep 1 leaves the last checkpoint, to which one stretch leads from the first weights."""
+    """--keep 1 leaves the last checkpoint, so one segment leads to it from the first weights."""
     write_model(tmp_path / "model.gguf", replace(LLAMA, context_length=32, value_length=4))
     sizes = SMALL[10:] if kind == "adapters" else SMALL
     train(2, tmp_path / "out", *sizes, *OFTEN, *OTHERS[kind], "--data", *text)
@@ -302,7 +302,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def sign(run: Path, alter: Callable[[dict[str, Any]], None]) -> None:
-    """The chain with other lines, its digests made anew: what somebody does who knows how it is made."""
+    """Change lines of the chain and compute its digests anew, as a forger would."""
     before, lines = FIRST, ""
     for raw in (run / "proof.jsonl").read_text().splitlines():
         entry = json.loads(raw)
@@ -316,7 +316,7 @@ def sign(run: Path, alter: Callable[[dict[str, Any]], None]) -> None:
 
 
 def forge_record(run: Path, step: int) -> None:
-    """Another loss of a step, in both files, signed."""
+    """Change the loss of a step in both files and sign the chain."""
     change(run / "metrics.jsonl", step - 1, loss=4.25)
     sign(
         run,
@@ -327,7 +327,7 @@ def forge_record(run: Path, step: int) -> None:
 
 
 def forge_model(run: Path, step: int) -> None:
-    """Another number in a checkpoint, signed as our own writer signs, in its files and in the chain."""
+    """Change a weight in a checkpoint and sign its files and the chain as the writer does."""
     folder = run / f"step-{step:08d}"
     files = {name: GGUFFile.open(folder / name) for name in ("model.gguf", "optimizer.gguf")}
     keys = {name: dict(file.metadata) for name, file in files.items()}
@@ -435,7 +435,7 @@ def test_other_data_are_named(run, text, tmp_path):
 
 
 def test_another_head_than_the_published_one_is_named(run, verify):
-    """Who doctors all files and signs them cannot sign what was published."""
+    """A forger of all files cannot forge the published head."""
     published = head(run)
     forge_record(run, 4)
     assert verify(run, "--expect", published)[1][-1] == (
@@ -456,7 +456,7 @@ def test_parts_are_whole_stretches_and_a_sample_is_drawn_by_its_seed(run):
 
 
 def invent(run: Path) -> None:
-    """Records that nobody computed, of a chain that begins at a checkpoint of which nothing is there."""
+    """Write invented records and a chain that begins at a missing checkpoint."""
     rows = [json.loads(row) for row in (run / "proof.jsonl").read_text().splitlines()]
     for path in run.glob("step-*"):
         shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""What a rank says of itself when it stands still, and what is made of what all ranks say."""
+"""Ranks that make no progress report their state, and one report ends the job."""
 
 import sys
 
@@ -13,7 +13,7 @@ from zero_mpi.launch.watchdog import (
 
 
 def test_what_another_job_left_misleads_nobody(tmp_path):
-    """It was killed while it stood still: its ranks have signed and one of them was to speak."""
+    """The earlier job was killed after its ranks had signed and one had claimed the report."""
     for rank in range(2):
         RankReports(tmp_path, rank, "the job before").sign(
             RankState("step 3", "barrier", "barrier", 2.0, "stacks")
@@ -43,7 +43,7 @@ time.sleep(60)
 
 
 def test_before_ranks_know_of_each_other_one_that_stands_still_ends_them_all():
-    """Not itself alone: what becomes of the others then depends on the launcher."""
+    """If it ended itself alone, the launcher would decide about the others."""
     status, said, errors = run_command([sys.executable, "-c", ALONE], timeout=30)
     assert (status, said) == (STATUS, f"all are to end with {STATUS}\n")
     assert "zero_mpi: rank 3: no progress for 0." in errors
