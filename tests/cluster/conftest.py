@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def four_hosts() -> Iterator[Hosts]:
-    """Hosts h1 to h4, links without a limit; a job of fewer hosts takes the first. Leave them whole."""
+    """Hosts h1 to h4 with unlimited links. Tests must leave them as they are."""
     if reason := why_no_hosts():
         pytest.skip(reason)
     with hosts(4) as here:

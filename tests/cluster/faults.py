@@ -1,4 +1,4 @@
-"""Events that end a run, or must not, as data; and a real run in which one happens.
+"""Table of events that end a run or must not, and a real run in which one happens.
 
 `ROWS` is the table of docs/reliability.md: for each event what is to be seen, whatever the moment. `Trial` is
 one run of it. The command is the real one, slowed down a little so that the event falls in its middle; what a
@@ -26,7 +26,7 @@ KILLED = (9, 137)  # what a launcher makes of a rank that was killed
 
 @dataclass(frozen=True)
 class Fault:
-    """A row.
+    """Row of the table.
 
     statuses  exit statuses of the launcher that may be seen
     said      pattern of what is on stderr, or on stdout by the launcher; empty: nothing is on stderr.
@@ -167,7 +167,7 @@ CONTROL = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memo
 
 
 def memory_group() -> tuple[Path, str]:
-    """A new control group without swap, and its file for the limit. OSError says why there is none."""
+    """Return a new control group without swap and its limit file; raise OSError with the reason if none."""
     reasons = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -190,7 +190,7 @@ def memory_group() -> tuple[Path, str]:
 
 
 class Trial:
-    """A run in `folder`, in which something is about to happen."""
+    """Run in `folder` in which an event happens."""
 
     def __init__(self, folder: Path, fault: str = "pass") -> None:
         self.out, self.now, self.script = folder / "out", folder / "now", folder / "paced.py"
@@ -237,7 +237,7 @@ class Trial:
         self.until(lambda: self.done >= number, f"step {number}")
 
     def ranks(self) -> dict[int, int]:
-        """Rank -> process of those that live, on whatever host of this machine."""
+        """Return rank -> process of the living ranks, on any host of this machine."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
@@ -252,7 +252,7 @@ class Trial:
         return found
 
     def end_of_job(self, seconds: float) -> float:
-        """Wait for the end, of the launcher and of all ranks. Seconds since `begun`, when it happened."""
+        """Wait for the end of the launcher and all ranks; return the seconds since the event."""
         try:
             self.job.wait(seconds + 10)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Several hosts on this machine for a test, and jobs over them: with names, links and no memory in common.
+"""Several hosts on this machine for a test, with names, links and separate memory, and jobs over them.
 
     with hosts(2, "1gbit") as here:
         status, printed, errors = here.run(4, 2, ["-m", "zero_mpi.train", "--out", str(here.folder / "out")])
@@ -42,7 +42,7 @@ CARRIED = ("ZERO_MPI_", "OPENBLAS_", "MKL_", "OMP_", "NUMBA_")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that went through a host's link since it is up, with the headers of all layers."""
+    """Bytes through a host's link since it came up, with the headers of all layers."""
 
     received: int
     sent: int
@@ -82,7 +82,7 @@ class Hosts:
         mpi: str = "mpich",
         env: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """The command of a job, to be started in `folder` with `jobs.clean_environment()` and `env`."""
+        """Return the command of a job to start in `folder` with `jobs.clean_environment()` and `env`."""
         python, launcher = installed(mpi)
         used = self.names[: -(-ranks // per_host)]
         assert len(used) * per_host >= ranks, f"{ranks} ranks do not fit on {len(used)} hosts"
@@ -114,7 +114,7 @@ class Hosts:
         return jobs.run_command(self.on(host, *command), timeout=timeout, cwd=self.folder)
 
     def process(self, host: str) -> int:
-        """The number, outside, of a host's first process; everything in the host ends with it."""
+        """Return the outside process id of a host's first process, with which the host ends."""
         return int((self.state / f"{host}.pid").read_text().split()[0])
 
     def lose(self, host: str) -> None:
@@ -135,7 +135,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
-    """`count` hosts with links of `rate` ("1gbit"; None: no limit). RuntimeError where it cannot be."""
+    """Start `count` hosts with links of `rate` ("1gbit"; None: no limit); raise RuntimeError if it fails."""
     if reason := why_no_hosts():
         raise RuntimeError(reason)
     named = (os.environ.get(PYTHON.format(mpi.upper())) for mpi in LAUNCHERS)
@@ -163,7 +163,7 @@ def why_no_hosts() -> str:
 
 @functools.cache
 def installed(mpi: str) -> tuple[str, str]:
-    """(python, launcher) of an environment with this MPI; LookupError with the reason if there is none."""
+    """Return (python, launcher) of an environment with this MPI; raise LookupError if there is none."""
     launcher = jobs.launcher()[0]
     if is_launcher_of(launcher, mpi):
         return sys.executable, launcher
@@ -181,7 +181,7 @@ def installed(mpi: str) -> tuple[str, str]:
 
 
 def site_variables() -> dict[str, str]:
-    """What makes mpi4py of MPICH's environment open the library of a site; LookupError if none is named."""
+    """Return variables that make mpi4py open a site's MPICH; raise LookupError if none is named."""
     if SITE not in os.environ:
         raise LookupError(
             f"{SITE} has no variables of a site's MPICH: tools/cluster/debian_mpich.sh FOLDER prints them"

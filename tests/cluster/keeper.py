@@ -1,6 +1,6 @@
-"""What a script of tools/cluster starts for a test, and ends for certain: hosts, a Slurm.
+"""Hosts or a Slurm that a script of tools/cluster starts for a test and always ends.
 
-It goes when the block ends, and also when this process is killed: a shell of its own waits for the end of its
+It ends with the block, and also if this process is killed: a separate shell waits for the end of its
 standard input and then takes it down.
 """
 
@@ -24,7 +24,7 @@ rm -rf "$state"
 
 @contextlib.contextmanager
 def kept(what: str, *arguments: str, env: Mapping[str, str]) -> Iterator[Path]:
-    """The state folder of what `WHAT_up.sh ARGUMENTS... STATE` has started, an empty folder `runs` in it.
+    """Run `WHAT_up.sh ARGUMENTS... STATE`; return its state folder with an empty folder `runs`.
 
     Raises RuntimeError with what the script said if it did not come up.
     """
@@ -47,7 +47,7 @@ def kept(what: str, *arguments: str, env: Mapping[str, str]) -> Iterator[Path]:
 
 
 def until_up(keeper: subprocess.Popen[str], what: str) -> str:
-    """Wait until it is up; what was said if it did not come up."""
+    """Wait until it is up; return its output if it failed."""
     said: list[str] = []
     for line in keeper.stdout or ():
         if line == "up\n":

@@ -1,4 +1,4 @@
-"""Checkpoints whose two files lie: keys of other types, signed anew or not; halves; noise.
+"""Checkpoints with wrong keys, signed anew or not, and with damaged files.
 
 A checkpoint of ours has a signature over all keys. Most changes end there, so many are made by somebody who
 signs the files again, as a program that writes such a folder would.
@@ -38,7 +38,7 @@ Keys = dict[str, Any]
 
 @cache
 def trained() -> dict[str, tuple[Keys, list[tuple[str, np.ndarray]], bytes]]:
-    """Name -> (keys, tensors, bytes) of both files of a run of one step."""
+    """Train one step; return name -> (keys, tensors, bytes) of both files."""
     config = Llama.from_flags(SIZES | {"tied": False})
     optimizer = ShardedAdamW(tiny.make(SerialComm(), config), lr=1e-3)
     accumulator = GradAccum(optimizer.module, 2)

@@ -1,4 +1,4 @@
-"""Files of conversations and questions, and chat templates, that lie or go on without end."""
+"""Faulty files of conversations and questions, and chat templates that fail or do not end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PROGRAMS = [
 def samples(
     folder: Path, raw: bytes, template: str = TEMPLATES["chatml"], *flags: str, name: str = "chat.jsonl"
 ) -> list[str]:
-    """The command on a file of these bytes, with this template in a file beside it."""
+    """Write a file of these bytes and a template; return the command on them."""
     write_tensors(folder / "m.gguf", "llama", chat_keys(), {})
     (folder / name).write_bytes(raw)
     (folder / "t.jinja").write_text(template, "utf-8", "surrogatepass")
@@ -77,7 +77,7 @@ def sound(random: Random, folder: Path) -> list[str]:
 
 
 def rows(random: Random, folder: Path) -> list[str]:
-    """Conversations, pairs or calls with another value, or none, in one place at whatever depth."""
+    """Replace or delete a value at any depth of conversations, pairs or calls."""
     kind = random.choice([FORMS, PAIRS, CALLS])
     found = json.loads(json.dumps([kind[0], random.choice(kind)]))
     place, key = random.choice(wild.places(found))
@@ -92,7 +92,7 @@ def rows(random: Random, folder: Path) -> list[str]:
 
 
 def table(random: Random, rows: list[dict[str, Any]], kind: str) -> bytes:
-    """Rows as Parquet or Arrow, a column of texts in the place of one at times."""
+    """Return rows as Parquet or Arrow, sometimes with a column replaced by texts."""
     try:
         import pyarrow
         import pyarrow.ipc

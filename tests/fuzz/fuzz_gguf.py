@@ -1,4 +1,4 @@
-"""GGUF files whose structure lies: types swapped, lengths and counts, names, duplicates, special files.
+"""GGUF files with wrong types, lengths, counts, names and duplicates, and special files.
 
 Files are made of raw pieces here and not by the package's writer, which would refuse most of them.
 """
@@ -74,7 +74,7 @@ class File:
     data: bytes | None = None
 
     def table(self) -> tuple[bytes, int]:
-        """The tensor table, and the bytes of data that it speaks of."""
+        """Return the tensor table and the size of its data in bytes."""
         lines, offset = [], 0
         for name, shape, kind in self.tensors:
             dims = struct.pack(f"<I{len(shape)}Q", len(shape), *(d % 2**64 for d in reversed(shape)))
@@ -98,7 +98,7 @@ def values(size: int) -> bytes:
 
 
 def tokenizer(random: Random) -> dict[str, Any]:
-    """Keys of the bytes' own tokenizer, or of a BPE with some merges."""
+    """Return keys of a byte-level BPE with one merge."""
     special = ["<|bos|>", "<|endoftext|>", "<|pad|>"]
     tokens, merges = [*byte_characters(), *special, "".join(special[:2])], [" ".join(special[:2])]
     if random.random() < 0.5:
@@ -126,7 +126,7 @@ SIZES |= {"feed_forward_length": 16, "head_count": 2, "head_count_kv": 1, "key_l
 
 
 def model(random: Random, odd_frequencies: float = 0.3) -> File:
-    """A small valid model of one block; `odd_frequencies`: how often config.json could not say them."""
+    """Return a valid model of one block; `odd_frequencies`: how often config.json cannot express them."""
     arch = random.choice(["llama", *architectures.ROWS])
     config = architectures.build(arch, SIZES, tied=architectures.ROWS[arch].ties)
     keys = {"general.architecture": arch, "general.name": "fuzz", **config.metadata()}

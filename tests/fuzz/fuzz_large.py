@@ -31,7 +31,7 @@ def sparse(path: Path, head: bytes, size: int) -> None:
 
 
 def megatron(random: Random, folder: Path) -> list[str]:
-    """An index of very many documents, of nothing, beside ids of nothing."""
+    """Write an index of very many empty documents and sparse ids."""
     count = random.choice(COUNTS)
     head = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + random.choice([b"\x08", b"\x04", b"\x01"])
     head += struct.pack("<QQ", count, random.choice([count, (count + 1) % 2**64, 0]))
@@ -42,7 +42,7 @@ def megatron(random: Random, folder: Path) -> list[str]:
 
 
 def headers(random: Random, folder: Path) -> list[str]:
-    """Headers before gigabytes of nothing: of llm.c and NumPy, safetensors, GGUF."""
+    """Write headers of llm.c, NumPy, safetensors or GGUF before gigabytes of zeros."""
     count, size, kind = random.choice(COUNTS), random.choice(SIZES), random.randrange(4)
     if kind == 0:
         sparse(folder / "ids.bin", struct.pack("<3i", 20240520, 1, min(count, 2**31 - 1)), size)
@@ -67,12 +67,12 @@ def headers(random: Random, folder: Path) -> list[str]:
 
 @cache
 def member(unit: bytes, size: int) -> bytes:
-    """So many bytes that repeat a few, packed; many of these one after the other are a file of gzip."""
+    """Return `size` bytes of a repeated unit as a gzip member; members may be joined."""
     return gzip.compress((unit * (size // len(unit) + 1))[:size], 9)
 
 
 def bombs(random: Random, folder: Path) -> list[str]:
-    """Half a gigabyte of what is no line or no text, or some of what is, packed once or twice."""
+    """Write up to half a gigabyte of lines, or of a line without end, packed once or twice."""
     endless = random.random() < 0.6  # a line without an end, or zeros, which need not be read to the end
     unit = random.choice(ENDLESS if endless else SHORT)
     many, size = (random.choice([1, 16, 128]), BLOCK) if endless else (1, ROWS)

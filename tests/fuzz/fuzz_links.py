@@ -1,6 +1,6 @@
-"""Run folders with a link, pipe or folder in the place of a file that a command opens or makes, or that move.
+"""Run folders with links, pipes or folders in the place of files, and folders that move during a command.
 
-A run that goes on tells the names when this module is imported. What lies in the folder `outside` must stay
+A resumed run gives the names when this module is imported. Files in the folder `outside` must stay
 as it is, whatever a command writes to. A folder moves when the command opens a file in it for the nth time.
 """
 
@@ -62,7 +62,7 @@ LINKS = ("link", "hard link", "folder link", "full folder", *wild.SPECIAL)
 
 
 def names_opened() -> list[str]:
-    """Every name in a run folder that a run which goes on, or `tokenize`, opens, makes or removes."""
+    """Return every name in a run folder that a resumed run or `tokenize` opens, makes or removes."""
     found = set(fuzz_run_folder.RUN)
     for command in (GOES_ON, TOKENIZE):
         place = Path(tempfile.mkdtemp(prefix="fuzz-names-"))
@@ -127,7 +127,7 @@ def links(random: Random, folder: Path) -> list[str]:
 
 
 def moved(random: Random, folder: Path) -> list[str]:
-    """The folder, or a file of it, goes or becomes another one between two openings."""
+    """Remove or replace the folder or a file of it between two openings."""
     write(folder)
     chosen = command(random)
     if chosen is TOKENIZE:

@@ -1,4 +1,4 @@
-"""Run folders whose files lie, given to `report`, `verify`, `train` and `inspect`.
+"""Run folders with faulty files for `report`, `verify`, `train` and `inspect`.
 
 One small run is made by training when this module is imported; each case writes it anew and spoils it.
 """
@@ -30,7 +30,7 @@ FILES = (*RECORDS, *OBJECTS)
 
 
 def small_run() -> dict[str, bytes | str]:
-    """name -> content of the files of a run of four steps; a text is what a link names."""
+    """Train four steps; return name -> content of the files, a text for the target of a link."""
     place = Path(tempfile.mkdtemp(prefix="fuzz-run-"))
     try:
         (place / "text.txt").write_text("a text to train on\n" * 40)
@@ -106,7 +106,7 @@ def numbers(random: Random, folder: Path) -> list[str]:
 
 
 def signed(random: Random, folder: Path) -> list[str]:
-    """A chain whose lines lie, each with the digest that it must have."""
+    """Write a chain with false lines and correct digests."""
     run, head, lines = write_run(folder), FIRST, list[bytes]()
     rows = lines_of((run / "proof.jsonl").read_bytes())
     for place in random.sample(range(len(rows)), random.choice([0, 1, 1, 3])):
@@ -168,7 +168,7 @@ def places(random: Random, folder: Path) -> list[str]:
 
 
 def checkpoints(random: Random, folder: Path) -> list[str]:
-    """Links, folders and files of checkpoints that are something else, and odd names beside them."""
+    """Replace links, folders and files of checkpoints, or add odd names beside them."""
     run = write_run(folder)
     newest = run / "step-00000004"
     path = random.choice([run / "latest", newest, newest / "model.gguf", newest / "optimizer.gguf"])

@@ -1,4 +1,4 @@
-"""Hugging Face folders that lie: configuration, safetensors, index, and the tokenizer's files."""
+"""Hugging Face folders with faulty configuration, safetensors, index or tokenizer files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tensors(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 @cache
 def tokenizer_text() -> str:
-    """A tokenizer.json of the 256 bytes, three special tokens and a merge."""
+    """Return a tokenizer.json of the 256 bytes, three special tokens and a merge."""
     special = ["<|bos|>", "<|endoftext|>", "<|pad|>"]
     vocabulary = {c: place for place, c in enumerate([*byte_characters(), *special, "ab"])}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -80,7 +80,7 @@ def stored(header: Header | bytes, data: bytes, length: int | None = None) -> by
 
 
 def write(random: Random, folder: Path) -> tuple[Path, dict[str, Any], Header, bytes]:
-    """A sound folder; (its path, configuration, header, data)."""
+    """Write a valid folder; return its path, configuration, header and data."""
     config, arrays = tensors(random.choice(list(hf_models.CONFIGS)))
     place = folder / "m"
     place.mkdir()
@@ -196,7 +196,7 @@ def tokenizer(random: Random, folder: Path) -> list[str]:
 
 
 def changed_tokenizer(random: Random, content: Any) -> None:
-    """Another value near the root, where whole tables hang, or in the small tables."""
+    """Replace a value near the root or in a small table."""
     parts: list[Callable[[], Any]] = [
         lambda: content,
         lambda: content["model"],

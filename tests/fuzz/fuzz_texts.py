@@ -1,4 +1,4 @@
-"""Inputs of tokenize that lie: lines, what is packed, Parquet; and what the command left in a folder."""
+"""Faulty inputs of tokenize (lines, packed files, Parquet) and faulty files of an earlier command."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def other(random: Random, folder: Path) -> list[str]:
 
 
 def left(random: Random, folder: Path) -> list[str]:
-    """A folder in which plan, records or manifest are not what the command left there."""
+    """Write a folder with other plan, record or manifest files than the command leaves."""
     aside = folder / "tokens" / ".tokenize"
     aside.mkdir(parents=True)
     plan = {"about": {"options": {}}, "looked": [{"name": "t.jsonl", "bytes": len(GOOD), "weights": [1]}]}

@@ -1,4 +1,4 @@
-"""Token files that lie: headers of every kind, lengths, types, ids, and what is no .npy at all."""
+"""Token files with faulty headers, lengths, types or ids, and other files with their names."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def llm_c() -> dict[str, bytes]:
 
 
 def megatron() -> dict[str, bytes]:
-    """A file of Megatron and its index: 50 documents of ten ids."""
+    """Return Megatron's file and index of 50 documents of ten ids."""
     index = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + b"\x08" + np.array([50, 51], "<u8").tobytes()
     index += np.full(50, 10, "<i4").tobytes() + np.arange(0, 1000, 20, "<i8").tobytes()
     return {"ids.bin": IDS, "ids.idx": index + np.arange(51, dtype="<i8").tobytes()}
 
 
 def arrow() -> dict[str, bytes]:
-    """A stream of datasets: 50 documents of ten ids; no such file where pyarrow is not installed."""
+    """Return an Arrow stream of 50 documents of ten ids, or llm.c's file without pyarrow."""
     try:
         import pyarrow
     except ImportError:
@@ -126,7 +126,7 @@ def special(random: Random, folder: Path) -> list[str]:
 
 
 def teachers(random: Random, folder: Path) -> list[str]:
-    """Predictions of a teacher that lie: other values in the header, edits, and other lengths."""
+    """Write a teacher's predictions with another header, edits or length."""
     (folder / "ids.npy").write_bytes(header(usual()) + IDS)
     teacher = TeacherFile(3, 1.0, 500, 61, "d", "t", "s")
     fields, records = json.loads(teacher.header()), bytes(500 * teacher.record.itemsize)

@@ -1,6 +1,6 @@
-"""Settings and machines in TOML that lie, given to `train --config ... --dry-run` and to `plan`.
+"""Faulty settings and machines in TOML for `train --config ... --dry-run` and `plan`.
 
-Sizes of a model stay moderate here: what a run of a size needs is another question than what a file says.
+Model sizes stay moderate, because large models are slow by themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def as_toml(content: Any) -> str:
 
 
 def sayable(value: Any) -> Any:
-    """A value without null, halves of pairs and the like."""
+    """Return a value without null and lone surrogates."""
     if isinstance(value, dict):
         return {clean(key): sayable(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -57,7 +57,7 @@ def clean(text: str) -> str:
 
 
 def command(random: Random, folder: Path) -> list[str]:
-    """One of the commands that take --config, which see `run.toml`."""
+    """Return a command that reads `run.toml` with --config."""
     np.save(folder / "ids.npy", np.arange(2000, dtype=np.uint16) % 300)
     config = ["--config", "run.toml"]
     if random.random() < 0.5:
@@ -71,7 +71,7 @@ def types(random: Random, folder: Path) -> list[str]:
 
 
 def broken(random: Random, folder: Path) -> list[str]:
-    """What is no TOML any more, or TOML that hurts."""
+    """Write broken TOML, or TOML that is hard to parse."""
     raw = as_toml(ALWAYS).encode()
     many = random.choice([10, 1000, 100_000])
     kinds = (

@@ -1,4 +1,4 @@
-"""Vocabularies whose tokens, merges or spellings are long, and texts that meet them at every place."""
+"""Vocabularies with long tokens, merges or spellings, and texts that match them everywhere."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def normalizer(random: Random, depth: int = 0) -> Any:
 
 
 def rules(random: Random, folder: Path) -> list[str]:
-    """Rules of a Hugging Face tokenizer in a GGUF: flags of tokens that are much alike, any normalizer."""
+    """Write Hugging Face rules into a GGUF: flags of similar tokens and any normalizer."""
     added = random.sample([*LETTERS, "aa", "  ", " a", "a ", "AA"], 6)
     tokens = list(dict.fromkeys([*byte_characters(), "ab", *added]))
     types = [1] * 257 + [random.choice([3, 4]) for _ in tokens[257:]]

@@ -1,4 +1,4 @@
-"""Fuzzing from outside: files that lie, given to the commands, which refuse them in one line or take them.
+"""Fuzz the commands with faulty files, which they must read or refuse in one line.
 
     python tests/fuzz/run_fuzz.py --seconds 600 [--only gguf,safetensors] [--seed 7]
 
@@ -83,7 +83,7 @@ class Ending:
 
 
 def problems(command: str, end: Ending) -> Iterator[str]:
-    """What a run did that none may do, a line each."""
+    """Yield a line for each thing that a run must not do."""
     if "Traceback (most recent call last)" in end.said + end.printed:
         last = [
             line for line in end.said.splitlines() if line and not line.startswith(("zero_mpi: ", "Abort("))
@@ -110,7 +110,7 @@ def problems(command: str, end: Ending) -> Iterator[str]:
 
 
 def run_in_child(action: Callable[[], None], folder: Path, output: Path, written: int) -> Ending:
-    """action() in a forked process that stands in `folder`; what it prints goes to files at `output`.
+    """Run action() in a forked process in `folder`, with its output in files at `output`.
 
     `written`: the longest file that it may write.
     """
@@ -144,7 +144,7 @@ def run_in_child(action: Callable[[], None], folder: Path, output: Path, written
 
 
 def become_child(folder: Path, output: Path, written: int) -> None:
-    """A session of its own, bounds, and files in the place of the terminal."""
+    """Start a session, set limits and redirect output to files."""
     os.setsid()
     os.chdir(folder)
     for number, path in ((1, output.with_suffix(".out")), (2, output.with_suffix(".err"))):
@@ -167,7 +167,7 @@ def uses_intel_mpi() -> bool:
 
 
 def wait_for(pid: int, begun: float) -> tuple[int, resource.struct_rusage]:
-    """The end of a child, which is killed with all of its session when its time is up."""
+    """Wait for a child and kill its session when its time is up."""
     pause = 0.0005
     while True:
         found, code, used = os.wait4(pid, os.WNOHANG)
@@ -190,7 +190,7 @@ def data_size() -> int:
 
 
 def text_of(path: Path) -> str:
-    """The beginning of what a child printed; bytes that are no text as halves of pairs, which show."""
+    """Return the beginning of a child's output; bytes that are not UTF-8 become surrogates."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -199,7 +199,7 @@ def text_of(path: Path) -> str:
 
 
 def run_command(args: list[str]) -> None:
-    """What `python ARGS...` does: `-m MODULE ...` or a script, in this process."""
+    """Run `-m MODULE ...` or a script in this process."""
     if os.path.exists("before.py"):
         exec(Path("before.py").read_text(), {})
     if args[0] == "-m":
@@ -211,7 +211,7 @@ def run_command(args: list[str]) -> None:
 
 
 def find_cases(only: str, folder: Path) -> dict[str, Case]:
-    """MODULE.CASE -> function, of all modules of a folder or of those named: "gguf" or "gguf.types"."""
+    """Return MODULE.CASE -> function of all modules of a folder, or of named ones ("gguf", "gguf.types")."""
     found: dict[str, Case] = {}
     sys.path.insert(0, str(folder))
     wanted = [name for name in only.split(",") if name]
@@ -267,7 +267,7 @@ class Fuzz:
             shutil.rmtree(place, ignore_errors=True)
 
     def made(self, name: str, case: Case, number: int, place: Path) -> list[str] | Ending:
-        """The files of a case, made in a process of their own: its memory is not the command's."""
+        """Make the files of a case in a separate process, so that its memory does not count."""
 
         def action() -> None:
             args = case(Random(f"{self.seed} {name} {number}"), place / "files")
@@ -298,7 +298,7 @@ def contents(folder: Path) -> dict[Path, bytes | str]:
 
 
 def prepare() -> None:
-    """Settings, then the imports of all commands, before anything is forked. MPI is not started here."""
+    """Set the environment and import all commands before anything is forked, without starting MPI."""
     os.environ.update(SETTINGS)
     from zero_mpi.commands.main import module_of
 

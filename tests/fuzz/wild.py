@@ -1,4 +1,4 @@
-"""What fuzzers of all formats draw from: odd texts, numbers, JSON values, edits of bytes, special files."""
+"""Odd texts, numbers, JSON values, byte edits and special files for all fuzzers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def value(random: Random, depth: int = 3) -> Any:
 
 
 def as_text(content: Any, random: Random | None = None) -> bytes:
-    """JSON of a value, which may hold numbers that JSON does not have; the literal 1e999 at times."""
+    """Return JSON of a value that may hold infinities and NaN, sometimes as the literal 1e999."""
     found = json.dumps(content, ensure_ascii=True)
     if random is not None and random.random() < 0.3:
         found = found.replace("Infinity", "1e999")
@@ -65,7 +65,7 @@ def as_text(content: Any, random: Random | None = None) -> bytes:
 
 
 def places(content: Any) -> list[tuple[Any, Any]]:
-    """(container, key) of every value in a JSON value."""
+    """Return (container, key) of every value in a JSON value."""
     found: list[tuple[Any, Any]] = []
     pairs = content.items() if isinstance(content, dict) else enumerate(content)
     for key, inner in pairs:

@@ -1,6 +1,6 @@
-"""Tests on CuPy arrays: of a GPU, or of the pretend one of tests/pretend (see run_sizes.py).
+"""Tests on CuPy arrays, of a GPU or of the simulated one in tests/pretend (see run_sizes.py).
 
-A test module must not import cupy: where there is none, its tests are skipped and say so.
+A test module must not import cupy; without it the tests are skipped.
 """
 
 import os
@@ -20,7 +20,7 @@ NO_COMPILER = "the pretend GPU runs kernels only where there is g++"
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what is in this folder where CuPy finds no GPU, or a pretend one that cannot run kernels."""
+    """Skip this folder if CuPy finds no GPU, or a simulated one without a compiler for kernels."""
     skip_what_cannot_travel(items)
     has_compiler = os.environ.get("ZERO_MPI_TEST_GPU") == "1" or shutil.which("g++")
     if device.gpus() and has_compiler:
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 
 
 def skip_what_cannot_travel(items):
-    """On a real GPU: MPI takes its memory if ZERO_MPI_GPU_AWARE=1, NCCL has a GPU for each rank."""
+    """Skip tests of transports that a real GPU lacks: CUDA-aware MPI, or NCCL with a GPU for each rank."""
     world = MPI.COMM_WORLD
     if world.size == 1 or not device.gpus() or "pretend" in device.use("cuda").about:
         return

@@ -1,7 +1,7 @@
-"""Attention on the GPU, by cuDNN and by own products and kernels, against what defines it.
+"""Attention on the GPU, by cuDNN and by own kernels, matches its definition.
 
-On the pretend device cuDNN's graphs are pretended too (tests/pretend/cudnn); that the real package takes what
-ours hand it is checked where it is installed.
+On the simulated device cuDNN's graphs are simulated too (tests/pretend/cudnn). The last test checks that
+the real package accepts our graphs, if it is installed.
 """
 
 import sys
@@ -87,7 +87,7 @@ def test_attention(gpu, way, kind, shape):
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_documents_in_a_row_do_not_see_each_other(gpu, take_way, kind, shape, monkeypatch):
-    """In blocks of queries; cuDNN is not asked."""
+    """Packed documents go in blocks of queries, without cuDNN."""
     take_way("auto")
     b, t, _, heads, *_ = shape
     monkeypatch.setattr(sizes, "SCORES", 4 * b * heads * sizes.scores_across(t) * 7)
@@ -286,7 +286,7 @@ HEAD = 2 * 64 * 128 * 2  # bytes of the two query heads of a key/value head, of 
 def test_a_backward_with_many_scores_goes_by_sequences_and_heads(
     gpu, take_way, monkeypatch, version, heads, calls
 ):
-    """In as many calls as keep it within the limit, in a fixed order, and with the same numbers."""
+    """The calls keep within the limit, have a fixed order and give the same numbers."""
     found, most = cudnn_or_skip(), heads * HEAD
     if not hasattr(found.cudnn, "refuses"):
         pytest.skip("a real cuDNN's version stays")

@@ -1,4 +1,4 @@
-"""Flat buffers on a GPU: the very bits of the reference, however they are cut and wherever they begin."""
+"""Operations on flat GPU buffers have the bits of the reference for any cut and alignment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def state(size: int) -> list[np.ndarray]:
-    """p, g, m, v; the squares of some gradients, and some of v, lie below the smallest normal number."""
+    """Return p, g, m and v; some values and squares are below the smallest normal number."""
     p, g, m, v = (numbers(size, seed=s) for s in range(4))
     g[::5] *= np.float32(1e-21)
     m[::7] *= np.float32(1e-9)
@@ -95,7 +95,7 @@ def test_sums_of_pairs_are_those_of_numpy(gpu):
 
 
 def ordered(out: np.ndarray, parts: list[np.ndarray], accumulate: bool) -> np.ndarray:
-    """((out + p0) + p1) + ..., as the transports on the host add."""
+    """Return ((out + p0) + p1) + ..., the sum in the order of the host's transports."""
     wide = [part.astype(np.float32) for part in parts]
     total = out + wide[0] if accumulate else wide[0].copy()
     for part in wide[1:]:
@@ -127,7 +127,7 @@ def test_an_empty_slice_has_an_empty_sum(gpu, kind):
 
 
 def special() -> np.ndarray:
-    """Every float16 and bfloat16 and what lies halfway to the next, and the ends of float32."""
+    """Return every float16 and bfloat16, the midpoints between neighbours, and the ends of float32."""
     raw = np.arange(1 << 16, dtype=np.uint16)
     low = [raw.view(kind).astype(np.float32) for kind in (F16, BF16)]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -140,7 +140,7 @@ def special() -> np.ndarray:
 
 @every_kind
 def test_numbers_are_rounded_to_nearest_and_widened_exactly(gpu, kind):
-    """As AdamW writes parameters in a low type, and every kernel reads them."""
+    """AdamW writes parameters in a low type, and every kernel reads them."""
     x = special()
     with np.errstate(all="ignore"):
         wanted = [x.copy(), *[np.zeros(x.size, np.float32) for _ in range(3)]]

@@ -1,4 +1,4 @@
-"""Every kernel of ops.gpu does what the reference defines, in float32, bfloat16 and float16.
+"""Every kernel of ops.gpu matches the reference in float32, bfloat16 and float16.
 
 What is expected is computed on the host by the definition, `ops.reference`, in float64 from the same bits and
 rounded once, as `ops.low_precision` says. Shapes go through the odd places: one element, primes, rows longer
@@ -44,7 +44,7 @@ def ids(count: int, *shape: int, kind: Any = np.int64) -> np.ndarray:
 
 
 def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """The float64 result of the definition, rounded as `ops.low_precision` says; and the arguments."""
+    """Return the definition's float64 result, rounded as `ops.low_precision` says, and the arguments."""
     floats = [isinstance(x, np.ndarray) and x.dtype in KINDS for x in args]
     wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
     result = getattr(reference, name)(*wide, **named)
@@ -64,12 +64,12 @@ GUARD = 67  # elements before and after
 
 
 def plain(x: np.ndarray) -> tuple[Any, Any]:
-    """(the array on the device, the room around it or None)."""
+    """Return the array on the device and the buffer around it or None."""
     return device.in_use().from_host(x), None
 
 
 def surrounded(x: np.ndarray, first: int = GUARD) -> tuple[Any, Any]:
-    """In the middle of NaN (of whole numbers: of -1), beginning anywhere."""
+    """Place the array at any address, surrounded by NaN, or by -1 for integers."""
     block = np.full(x.size + 2 * GUARD, np.nan if x.dtype.kind not in "iu" else -1).astype(x.dtype)
     block[first : first + x.size] = x.ravel()
     there = device.in_use().from_host(block)
@@ -81,7 +81,7 @@ def aligned(x: np.ndarray) -> tuple[Any, Any]:
 
 
 def columns(x: np.ndarray) -> tuple[Any, Any]:
-    """The columns of a wider array: rows are contiguous, the whole is not."""
+    """Place the array in columns of a wider one, so that only its rows are contiguous."""
     block = np.full((*x.shape[:-1], x.shape[-1] + 5), np.nan if x.dtype.kind not in "iu" else -1).astype(
         x.dtype
     )
@@ -98,7 +98,7 @@ def bits(x: Any) -> bytes:
 
 
 def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
-    """Equal but for the last bit here and there: sums have another order. float32 by the largest element."""
+    """Check equality up to rounding: sums have another order. float32 is compared by the largest element."""
     if isinstance(wanted, tuple):
         assert len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=True):
@@ -352,7 +352,7 @@ def test_gradients_keep_their_own_type(gpu, kind, other):
 @every_kind
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 97, 500])
 def test_tokens_may_fill_many_runs(gpu, count, kind):
-    """Some begin and end inside a run, some go through several."""
+    """Some tokens begin and end inside a run, some span several."""
     for vocabulary in (1, 3, 90):
         tokens = ids(vocabulary, count, kind=np.uint16)
         tokens[count // 3 :: 2] = vocabulary - 1

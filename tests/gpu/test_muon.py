@@ -1,4 +1,4 @@
-"""Muon on a GPU computes what it computes on the host."""
+"""Muon on a GPU matches Muon on the host."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_directions(gpu, shape):
 
 
 def weights(steps=2):
-    """The weights after some steps on the device in use."""
+    """Return the weights after some steps on the device in use."""
     module = ShardedModule(MODEL.stages(), SerialComm(), whole=MATRICES)
     module.initialize(0)
     optimizer = ShardedOptimizer(module, {"*": AdamW(), **dict.fromkeys(MATRICES, Muon())}, lr=1e-2)

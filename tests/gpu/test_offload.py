@@ -1,4 +1,4 @@
-"""Moments in the host's memory: the same bits as on the GPU, nothing allocated, no event left out."""
+"""Moments in host memory have the same bits as on the GPU, allocate nothing and wait for every event."""
 
 import gc
 import sys
@@ -92,7 +92,7 @@ def test_the_same_bits_as_on_the_gpu(gpu, pieces, strategy, how, precision):
 
 
 def test_slices_that_are_rows(gpu, pieces):
-    """A row can be longer than a piece, which then is one row."""
+    """A row can be longer than a chunk, which then is one row."""
     kept, offloaded = optimizers(GPT2.from_flags(ROWS), by_rows=True)
     for number in range(2):
         step(kept, number), step(offloaded, number)
@@ -178,7 +178,7 @@ HELD = {"filled": "_up", "updated": "stream", "emptied": "_down", "stored": "_do
 
 
 def without_wait(way, moments, name, monkeypatch):
-    """Let all streams of a way pass by one kind of event."""
+    """Let all streams of an offload ignore one kind of event."""
     deaf = {id(moments.stored)} if name == "stored" else {id(getattr(buffer, name)) for buffer in way.buffers}
     for stream in (way._up, way._down, way.where.stream):
 
@@ -190,7 +190,7 @@ def without_wait(way, moments, name, monkeypatch):
 
 
 def add_one(gpu, arrays):
-    """first += 1, second += 2, when the stream that computes comes to it."""
+    """Queue first += 1 and second += 2 on the computing stream."""
 
     def add():
         for summand, array in enumerate(arrays, 1):
@@ -203,7 +203,7 @@ def add_one(gpu, arrays):
     ("missing", "count"), [(None, 1), (None, 5), ("filled", 5), ("updated", 5), ("emptied", 5), ("stored", 1)]
 )
 def test_every_event_is_needed(gpu, pieces, monkeypatch, missing, count):
-    """A stream is held up at its beginning; without the wait for it values are wrong."""
+    """One stream is delayed at its beginning; without the wait for it the values are wrong."""
     if not is_pretend():
         pytest.skip("a GPU's streams cannot be held up: only the pretend one shows this")
     way = Offload(gpu)
@@ -222,7 +222,7 @@ def test_every_event_is_needed(gpu, pieces, monkeypatch, missing, count):
 
 
 def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
-    """With the update of the first piece held up, the next two come all the same."""
+    """While the update of the first chunk is delayed, the next two are still copied."""
     if not is_pretend():
         pytest.skip("a GPU's streams cannot be held up: only the pretend one shows this")
     way = Offload(gpu)
@@ -238,7 +238,7 @@ def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
 
 
 def test_a_snapshot_is_copied_beside_the_work_and_before_the_next_update(gpu, monkeypatch):
-    """The host waits for nothing, what computes next waits for the copies, and the buffers are used again."""
+    """The host does not wait, the next update waits for the copies, and buffers are reused."""
     unit, snapshot, copies = Unit("u", {"p": Param((1 << 16,), "zeros")}, 1024, True), Snapshot(), []
     arrays = [gpu.from_host(np.ones(1 << 16, np.float32)) for _ in range(4)]
     rates = {"grad_scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "step": 1}

@@ -1,4 +1,4 @@
-"""What a GPU reaches in products, and how much of its memory is in use."""
+"""The measured matmul rate and memory use of a GPU."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The plan's account of a GPU's memory against what its pools hold, on real kernels and loops."""
+"""The plan's figures for GPU memory equal those of the pools after real steps."""
 
 from dataclasses import replace
 
@@ -123,7 +123,7 @@ def test_what_is_offloaded(gpu, own_attention, how):
 @pytest.mark.parametrize(("precision", "exact"), [("fp32", True), ("bf16", True), ("fp32", False)])
 @pytest.mark.parametrize("transport", ["staged", "mpi", "nccl"])
 def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision, exact):
-    """What is given away is the plan's to the byte; rooms are at most as many as can be under way at once."""
+    """Sent bytes equal the plan. Buffers are at most as many as transfers can be in flight."""
     from zero_mpi.comm import kinds
     from zero_mpi.comm.gpu import select as device_choice
 

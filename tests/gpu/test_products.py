@@ -1,4 +1,4 @@
-"""Matrix products on the GPU: the linear layer and a head's loss, against what defines them.
+"""Matmuls on the GPU: the linear layer and the head's loss match their definitions.
 
 On the pretend device cuBLASLt is pretended too (tests/pretend/nvmath), strictly; that its names, numbers and
 sizes are those of the real bindings is checked where these are installed.
@@ -33,7 +33,7 @@ def draw(kind, *shape, seed=0, scale=1.0):
 
 
 def close(got, want, kind, slack=2e-6, added=None):
-    """Whether two results agree but for the order of float32 sums and, in low types, one rounding.
+    """Check that two results agree up to the order of float32 sums and, in low types, one rounding.
 
     added: what was added to a product, which may have been rounded before.
     """
@@ -170,7 +170,7 @@ def test_no_rows_at_all(gpu, kind):
 
 
 def test_float32_products_are_no_tf32(gpu):
-    """TF32 has 10 bits behind the point: it would make 1 of 1 + 2^-12."""
+    """TF32 has 10 fraction bits and would round 1 + 2^-12 to 1."""
     x = np.full((32, 64), 1 + 2.0**-12, np.float32)
     got = gpu.to_host(ops.linear(gpu.from_host(x), gpu.from_host(np.eye(64, dtype=np.float32))))
     assert (got == x).all()

@@ -1,4 +1,4 @@
-"""Time lines of work on a GPU: what computes is timed on the device, and not when the host launches it."""
+"""Timelines of a GPU have the times of its kernels, not those of their launch."""
 
 import json
 
@@ -15,7 +15,7 @@ CONFIG = tiny.MODELS["llama"]
 
 @pytest.fixture(scope="module")
 def transport(the_gpu):
-    """All ranks, by way of the host's memory."""
+    """Transport of all ranks through host memory."""
     from zero_mpi.comm import kinds
     from zero_mpi.comm.gpu import select as device_choice
 
@@ -26,7 +26,7 @@ def transport(the_gpu):
 
 
 def run(comm, strategy, steps, begin=lambda number: None):
-    """Losses and norms of a few steps in bfloat16; `begin` hears of each step."""
+    """Train a few steps in bfloat16 and call `begin` before each; return losses and norms."""
     module = tiny.make(comm, CONFIG, strategy, precision=BF16, bucket_mb=0.01)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, 3)
     records = []

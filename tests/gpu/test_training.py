@@ -1,4 +1,4 @@
-"""Whole steps on the GPU: near the host's in float32 and bfloat16, the same bits at any number of ranks."""
+"""Steps on the GPU are near the host's and have the same bits at any number of ranks."""
 
 import functools
 
@@ -67,7 +67,7 @@ def test_strategies_and_recomputation_change_no_bit(gpu, options):
 @pytest.mark.world(1)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
-    """Of the losses and of all sums of squares: while the host waits it gives the GPU nothing to do."""
+    """The copies are of the losses and of the sums of squares. The GPU idles while the host waits."""
     module = tiny.make(SerialComm(), tiny.MODELS["gpt2"], strategy, bucket_mb=0.01)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 3)
     assert len(module.units) > 2

@@ -1,4 +1,4 @@
-"""Which transport a GPU's arrays get: what the library says is tried, ranks agree, one line tells it."""
+"""The transport for GPU arrays: the MPI library's claim is tested, ranks agree, and a line names it."""
 
 import json
 import sys
@@ -84,7 +84,7 @@ def test_what_is_said_without_a_test(environ, said, monkeypatch):
 
 @one_rank
 def test_the_loaded_library_is_asked():
-    """Whatever MPI these tests run on: it has one of the calls, or none, and says no."""
+    """The MPI library of the tests has one of the calls, or none, and denies support."""
     maps = (
         "7f00-7f01 r-xp 0 0:0 1 /opt/cray/lib/libmpi_gnu_123.so.12.0.0\n"
         "7f01-7f02 r-xp 0 0:0 1 /usr/lib/libmpi.so.40.30.4\n"

@@ -1,8 +1,8 @@
 """Collectives on device memory give the bits of the same collectives on the host, whatever carries them.
 
-On the pretend CuPy copies and kernels run late, so whatever does not wait for them shows; there the memory of
-the device is the host's, which any MPI takes. Rooms and pinned memory are those of the first transfers, and
-pieces are under way at once: counted, not timed.
+The simulated CuPy runs copies and kernels late, so that missing waits show. Its device memory is the
+host's, which any MPI accepts. Buffers and pinned memory are those of the first transfers, and
+chunks are in flight together, which is counted and not timed.
 """
 
 import functools
@@ -137,7 +137,7 @@ only_pretend = "work of a real GPU cannot be held up: shown on the pretend one"
 
 
 def hold(stream, seconds=None):
-    """Hold up what a pretend stream is asked for next; returns what lets it go on, which `seconds` do too."""
+    """Delay the next work of a simulated stream; return the event that releases it, as `seconds` do."""
     gate = threading.Event()
     stream.do(gate.wait)
     if seconds is not None:
@@ -146,7 +146,7 @@ def hold(stream, seconds=None):
 
 
 def test_kernels_and_rooms_are_of_the_stream_that_computes(gpu):
-    """Whatever stream is CuPy's current one; the side stream, which uses the room, comes after it."""
+    """CuPy's current stream does not matter; the side stream, which uses the buffer, comes later."""
     if not is_pretend():
         pytest.skip(only_pretend)
     streams, other, x = GpuStreams(gpu), gpu.cupy.cuda.Stream(), gpu.zeros(64)
@@ -204,7 +204,7 @@ def gathered(comm):
 @several_ranks
 @pytest.mark.parametrize("name", EXACT)
 def test_computing_comes_after_the_last_copy(name, gpu):
-    """The host does not wait for it: what is computed next does. NCCL's transfers the host does wait for."""
+    """The next kernel waits for the copy, and the host does not, except for NCCL's transfers."""
     if not is_pretend():
         pytest.skip(only_pretend)
     comm = communicator(name)
@@ -267,7 +267,7 @@ def test_more_transfers_than_may_be_under_way(exact, backwards):
 @several_ranks
 @pytest.mark.parametrize("name", EXACT)
 def test_the_runtime_pushes_transfers_to_the_end(name, gpu):
-    """By calls between layers where there is no thread; with one, by nobody's help."""
+    """Calls between layers do it if there is no thread; a thread needs no calls."""
     comm = communicator(name)
     handles, checks = start_many(comm, 3)
 
@@ -362,7 +362,7 @@ def fault(gpu):
 
 @several_ranks
 def test_a_gpu_that_fails_ends_the_wait_and_no_thread(exact, gpu, fault):
-    """After `cudaErrorIllegalAddress` and its like no event is complete again, and none is merely late."""
+    """After errors such as `cudaErrorIllegalAddress` no event completes any more."""
     partition, whole = Partition(40, exact.size), wild(7, 40, np.float32)
     own = whole[partition.part(exact.rank)]
     fault.status = 700

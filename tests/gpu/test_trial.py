@@ -1,4 +1,4 @@
-"""The trial of the operations (`zero_mpi.ops.trial`) is one of the GPU's operations where a GPU computes."""
+"""On a GPU the trial of operations (`zero_mpi.ops.trial`) uses the GPU's operations."""
 
 from zero_mpi import device, ops
 from zero_mpi.ops import trial

@@ -1,4 +1,4 @@
-"""Sharding changes nothing: the bits of one process, under every strategy at every number of ranks."""
+"""Every strategy has the bits of one process at every number of ranks."""
 
 import functools
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_frozen_parameters_change_nothing_else(exact, strategy):
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda one: one.name)
 def test_rates_by_name_are_the_same_wherever_slices_end(exact, strategy):
-    """Patterns that alternate within units, on slices that begin and end inside parameters."""
+    """The patterns alternate within units, and shards begin and end inside parameters."""
     options = {"bucket_mb": 0.02, "update": {"lr_scale": {"blk.*": 0.5, "*norm*": 3.0, "*ffn_up*": 0.0}}}
     found = tiny.train(exact, tiny.MODELS["llama"], strategy, **options)
     assert found == tiny.train(SerialComm(), tiny.MODELS["llama"], **options)

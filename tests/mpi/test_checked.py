@@ -27,7 +27,7 @@ def checked(request):
 
 
 def test_every_method_is_handed_on():
-    """What `Comm` has and the checks do not know would be answered here, and not by the transport."""
+    """A method of `Comm` that the checks lack would not reach the transport."""
     names = [name for name, value in vars(Comm).items() if inspect.isfunction(value) and name[0] != "_"]
     known = {name for kind in CheckedComm.__mro__ if kind is not Comm for name in vars(kind)}
     known.add("sum_vector")  # an allreduce
@@ -77,7 +77,7 @@ WAYS = 23
 @several
 @pytest.mark.parametrize("number", range(WAYS))
 def test_any_difference_is_found_before_anything_starts(checked, number):
-    """One rank starts the next of the ways: all ranks learn of it, and the transport goes on being of use."""
+    """One rank starts another collective: all ranks learn of it, and the transport still works."""
     own = (number + 1) % WAYS if checked.rank == ODD else number
     with pytest.raises(JobError, match="the ranks start different collectives") as found:
         start(checked, own)

@@ -69,7 +69,7 @@ def exact(request):
 
 
 class Buffer:
-    """An array inside a larger one; `check` shows that what lies around it is as it was."""
+    """Array inside a larger one; `check` also checks that the surrounding elements did not change."""
 
     def __init__(self, values, whole=None):
         self.whole = np.empty(values.size + 2 * EDGE, values.dtype) if whole is None else whole
@@ -132,9 +132,9 @@ def test_gather_to_each_root(comm, length, quantum, dtype):
 
 
 def room(comm, length):
-    """Where the transport likes to have what is reduced: a buffer with edges of its own, or None. Collective.
+    """Return a buffer of the transport for reductions, with edges, or None. Collective.
 
-    Memory that ranks share is theirs until nobody refers to it.
+    Shared memory stays allocated while anything refers to it.
     """
     if not isinstance(comm, SharedComm):
         return None
@@ -306,7 +306,7 @@ def test_waiting_in_reverse_order(comm):
 
 @pytest.mark.parametrize("name", [*SETTINGS, "shared"])
 def test_the_runtime_pushes_transfers_to_the_end(name):
-    """By calls between layers where there is no thread; with one, by nobody's help."""
+    """Calls between layers do it if there is no thread; a thread needs no calls."""
     comm = communicator(name)
     many = Many(comm)
 
@@ -357,7 +357,7 @@ def test_later_reductions_use_the_first_ones_scratch(name):
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_tags_begin_again(name):
-    """More reductions than there are tags; and the highest is one that the library allows."""
+    """There are more reductions than tags, and the library allows the highest tag."""
     comm, partition = communicator(name), Partition(101, RANKS)
     assert MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) >= mpi.TAGS - 1
     comm._tags = count(mpi.TAGS - 2)

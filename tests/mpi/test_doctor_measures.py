@@ -1,4 +1,4 @@
-"""The doctor's measurements among real ranks: rings, shared memory, folders that hosts see."""
+"""The doctor measures rings, shared memory and shared folders among real ranks."""
 
 from argparse import Namespace
 from pathlib import Path

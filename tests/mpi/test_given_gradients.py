@@ -1,4 +1,4 @@
-"""Gradients and arrays that come from elsewhere, by name; partial states; forward without a backward."""
+"""Gradients and arrays given by name, partial states, and a forward without a backward."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
 
 
 class Lion:
-    """Lion (Chen et al., 2023) as a user would write it: in place, over the slices of this rank."""
+    """Optimizer Lion (Chen et al., 2023) as a user would write it, in place on the shards of this rank."""
 
     def __init__(self, module):
         self.module, self.moments = module, [np.zeros_like(p) for p in module.parameters()]
@@ -105,7 +105,7 @@ class Lion:
 
 
 def by_lion(comm, strategy, precision, frozen=()):
-    """Losses and parameters of a run by an optimizer of one's own, with an AdamW in turns with it."""
+    """Train with the user's optimizer and AdamW in turns; return losses and parameters."""
     module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02, precision=precision, frozen=frozen)
     optimizers, accum, losses = [Lion(module), ShardedAdamW(module, lr=1e-3)], GradAccum(module, COUNT), []
     for name, values in module.named_parameters():

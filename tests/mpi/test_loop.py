@@ -1,4 +1,4 @@
-"""A step as a loop over its rounds: what it gives, and how it goes on after a break or an error."""
+"""A step is a loop over its rounds, which continues after a break or an error."""
 
 from functools import partial
 
@@ -44,7 +44,7 @@ def unbroken(exact):
 
 
 class Broken(Exception):
-    """What reading data may raise."""
+    """Error that reading data may raise."""
 
 
 def test_the_loop_gives_each_micro_batch_to_one_rank(exact):

@@ -1,4 +1,4 @@
-"""What a rank holds between uses: its slices alone, in buffers that a second step uses again."""
+"""A rank keeps its shards only, and a second step reuses the buffers of the first."""
 
 import tiny
 

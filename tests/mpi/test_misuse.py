@@ -1,7 +1,7 @@
-"""What a careless user may write: a ValueError that says what is wrong, on all ranks, and nobody left behind.
+"""Misuse of the API raises a ValueError on all ranks that says what is wrong, and no rank hangs.
 
-Each case is a call of a public name. After it all ranks meet in a collective of the same communicator: who
-had started something else by then would hang there, or bring another value.
+Each case is a call of a public name. After it all ranks meet in a collective of the same communicator,
+which would hang or give another value if a rank had started something else.
 """
 
 from functools import partial
@@ -129,7 +129,7 @@ def test_what_cannot_be_made_is_refused(comm, case):
 @pytest.mark.world(1)
 @pytest.mark.parametrize("case", [name for name in MODULES if name.startswith("connect")])
 def test_connect_refuses(comm, case):
-    """At several ranks it would watch over the tests: tests/serial/test_script.py."""
+    """tests/serial/test_script.py tests it at several ranks, where it would watch this process."""
     fails(comm, partial(MODULES[case][0], comm), MODULES[case][1])
 
 

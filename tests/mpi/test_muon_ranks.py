@@ -1,5 +1,5 @@
-"""Muon over ranks: the bits of one rank at any number, every strategy, transport and precision, and after a
-resume at another number of ranks; weights as a NumPy program in float64 has them."""
+"""Muon has the bits of one rank at any number of ranks, with every strategy, transport and precision, after a
+resume too, and the weights of a NumPy program in float64."""
 
 import shutil
 
@@ -108,7 +108,7 @@ def test_a_run_that_was_saved_goes_on(alone, strategy, tmp_path_factory):
 
 
 def orthogonal(x):
-    """Five steps of the polynomial in float64."""
+    """Return x after five steps of the polynomial in float64."""
     turned = x.shape[0] > x.shape[1]
     x = x.T if turned else x
     x = x / (np.linalg.norm(x) + 1e-7)

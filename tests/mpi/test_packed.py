@@ -1,4 +1,4 @@
-"""Packed documents, of which some tokens count: the bits of one process, sharded anyhow, on any ranks."""
+"""Packed documents with some counted tokens have the bits of one process under any sharding."""
 
 import functools
 from dataclasses import replace
@@ -18,7 +18,7 @@ MODELS = {name: replace(config, context_length=CONTEXT) for name, config in tiny
 
 
 def windows(counts):
-    """Documents of many lengths; `counts`: of conversations, of which some tokens count."""
+    """Return windows of documents of many lengths; with `counts` only some tokens count."""
     rng = np.random.default_rng(0)
     documents = []
     for number in range(60):

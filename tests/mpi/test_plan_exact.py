@@ -1,4 +1,4 @@
-"""The plan's bytes against those of real modules, rank by rank: what buffers hold, what others are given."""
+"""The plan's memory and traffic equal those of real modules, rank by rank."""
 
 from dataclasses import replace
 
@@ -119,7 +119,7 @@ def test_traffic_of_other_settings(mpi, strategy, options):
 @pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_traffic_of_other_losses(mpi, name, strategy):
-    """Passes that measure the reference gather parameters too, and their sums are one more vector."""
+    """The forward of the reference gathers parameters too, and its sums are one more vector."""
     changes = dict(LOSSES[name])
     model = replace(MIDDLE["llama"], lora=changes.pop("lora", None))
     case = case_of(mpi, model, strategy, mpi.size + 1, **changes)
@@ -150,7 +150,7 @@ def test_traffic_of_shared_memory(shared, strategy):
 
 @pytest.fixture(scope="module", params=["nodes", "messages"])
 def apart(request):
-    """All ranks, every two of which count as a node; over memory that these share, or over messages alone."""
+    """Transport over nodes of two ranks each, with shared memory or with messages only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PRETEND, str(PER_NODE))
         comm = NodesComm() if request.param == "nodes" else MPIComm()
@@ -181,7 +181,7 @@ def test_memory_over_nodes(apart, strategy):
 
 
 def held_bytes(module, optimizer):
-    """What this rank's module and optimizer hold, by the plan's names; slices where a node has one copy."""
+    """Return the bytes that this rank's module and optimizer hold, by the plan's names."""
     strategy, units = module.strategy, module.units
     kept = [getattr(unit.parameters, "stored", unit.parameters) for unit in units]
     owned = [one.full if isinstance(one, ReplicatedParameters) else one.shard for one in kept]
@@ -212,7 +212,7 @@ def held_bytes(module, optimizer):
 
 
 def check_memory(comm, case):
-    """The largest rank's buffers are the plan's to the byte; those of shared memory to the padding."""
+    """Check that the largest rank's buffers equal the plan, in shared memory up to padding."""
     held = held_bytes(*after_step(comm, case))
     if case.shares_gathers:
         held["gathered"] //= case.per_node  # all ranks of a node have the same buffers
@@ -296,7 +296,7 @@ def test_what_each_of_several_nodes_shares(monkeypatch, strategy):
 
 
 def test_arriving_slices_have_at_most_the_planned_room():
-    """How many reductions meet is a matter of time, so the plan is what there is room for at most."""
+    """The number of simultaneous reductions varies, so the plan is an upper bound."""
     comm = MPIComm()
     case = case_of(comm, MIDDLE["llama"], "full-shard", comm.size + (comm.size + 1) // 2)
     after_step(comm, case)

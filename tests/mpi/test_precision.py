@@ -1,4 +1,4 @@
-"""Low precision: the bits of one process, under every strategy and transport, gradients in either type."""
+"""Low precision has the bits of one process under every strategy and transport."""
 
 import functools
 

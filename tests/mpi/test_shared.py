@@ -1,7 +1,7 @@
-"""Memory that ranks share: no rank reads what is not yet written, or writes what is still read.
+"""Shared memory: no rank reads before the data are written or writes while others read.
 
-Ranks that dawdle at random between all their steps make a missing wait show. What holds for every transport
-(bits, collectives, checkpoints) is tested on this one too, through the fixture `exact`.
+Random delays between all operations reveal missing waits. Tests of all transports (bits, collectives,
+checkpoints) run on this one too, through the fixture `exact`.
 """
 
 import gc
@@ -43,7 +43,7 @@ strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(S
 
 
 class Dawdling(RecordingComm):
-    """Sleeps at random, and differently on each rank, before anything that concerns other ranks."""
+    """Communicator that sleeps at random before operations that concern other ranks."""
 
     def __init__(self, inner, seed, longest=2e-3):
         super().__init__(inner)
@@ -95,7 +95,7 @@ def spoil_what_is_given_back(monkeypatch):
 
 
 def restless(comm, config, strategy, *, steps=4, micro_batches=5, **options):
-    """Training with everything between the steps that reads or writes parameters; all that came out."""
+    """Train and read or write parameters between the steps in every way; return all results."""
     module = tiny.make(comm, config, strategy, **options)
     optimizer = ShardedAdamW(module, lr=1e-2)
     accumulator, records = tiny.GradAccum(module, micro_batches), []
@@ -160,7 +160,7 @@ def test_nobody_reads_what_a_late_rank_has_not_written(shared, strategy, who):
 @pytest.mark.parametrize("who", [0, -1])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 def test_nobody_writes_what_a_late_rank_still_reads(shared, strategy, who):
-    """One rank is slow in a layer of an evaluation; the others are done and load other parameters."""
+    """One rank is slow in an evaluation while the others already load other parameters."""
     x, _ = tiny.micro_batch(0, 0, CONFIG)
     module = tiny.make(shared, CONFIG, strategy)
     expected = tiny.make(SerialComm(), CONFIG).forward(x, training=False)
@@ -175,14 +175,14 @@ def test_nobody_writes_what_a_late_rank_still_reads(shared, strategy, who):
 
 
 def shared_pss():
-    """Bytes of shared pages that fall to this process: a page of two counts half for each."""
+    """Return the proportional share of this process in shared pages, in bytes."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return 1024 * int(re.search(r"Pss_Shmem:\s+(\d+) kB", text).group(1))
 
 
 @pytest.mark.world(2, 3, 4, 8)
 def test_a_node_holds_parameters_once(shared):
-    """Measured, with every rank reading all of them: their size and the gradient slots, at any ranks."""
+    """The measured memory is one copy of the parameters and the gradient slots."""
     config = GPT2.from_flags(
         {"layers": 12, "dim": 192, "heads": 3, "ffn": 768, "context": 8, "vocab_size": 64}
     )
@@ -253,7 +253,6 @@ def test_a_buffer_of_nobodys_is_reduced_by_messages(shared):
 
 
 def test_more_reductions_than_the_table_has_entries(shared):
-    """Under way at once, and one after the other."""
     partition, count = Partition(64, shared.size), 2 * kinds.ENTRIES + 3
     pool = shared.memory([], [64] * 3).buffers
     slots = [pool.take(64) for _ in range(3)]
@@ -280,7 +279,7 @@ def test_more_than_there_is_is_refused_on_all_ranks(shared):
 
 
 class TwoNodes:
-    """The world, as if its odd ranks were on another node."""
+    """World whose odd ranks seem to be on another node."""
 
     def __getattr__(self, name):
         return getattr(MPI.COMM_WORLD, name)

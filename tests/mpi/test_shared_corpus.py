@@ -1,4 +1,4 @@
-"""The corpus of rank 0 on every rank: held where it is small, in its files where all see them."""
+"""Every rank has the corpus of rank 0, in memory if it is small, else in files that all ranks see."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Auxiliary losses and buffers over ranks: the bits of one process under each strategy and transport."""
+"""Auxiliary losses and buffers have the bits of one process under each strategy and transport."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Time lines of all ranks: every transfer with its bytes, every wait, one clock, and not a bit changed."""
+"""Timelines of all ranks have every transfer with its bytes, every wait and one clock, and change no bit."""
 
 import errno
 import gzip
@@ -44,7 +44,7 @@ def load(comm, path):
 
 
 def traced(comm, path, strategy=FULL_SHARD):
-    """(events, what the meter counted, losses and norms) of a run."""
+    """Train with a timeline; return its events, the meter's counts, and losses and norms."""
     run = Run(comm, strategy)
     run.step(STEPS)  # what is started here must not be counted
     if isinstance(comm, RecordingComm):
@@ -65,7 +65,7 @@ def moved_by(events, rank):
 
 
 def check_costs(events, rank, counted, near=0.01):
-    """Waits and bytes of the timeline are those that the meter counted; waits to `near` microseconds."""
+    """Check waits and bytes of the timeline against the meter, waits to `near` microseconds."""
     waits = [
         event["dur"] for event in lasting(events) if event["pid"] == rank + 1 and event["cat"] == "waits"
     ]
@@ -93,7 +93,7 @@ def test_every_transfer_with_its_bytes_and_every_wait(exact, tmp_path, strategy)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD], ids=lambda s: s.name)
 @pytest.mark.parametrize("kind", ON_SEVERAL)
 def test_on_several_nodes(mpi, kind, strategy, tmp_path):
-    """Sums that travel from node to node are parts of one transfer, and all bytes are its own."""
+    """Messages between nodes belong to one transfer, which has all their bytes."""
     with transport(kind, 2) as comm:
         events, counted, records = traced(comm, tmp_path / "trace.json", strategy)
     assert records == traced(mpi, tmp_path / "plain.json", FULL_SHARD)[2]
@@ -144,9 +144,9 @@ def barriers(comm, path, count=5):
 
 
 def apart(found, ranks):
-    """By how many microseconds somebody leaves a barrier before somebody else has come to it; the median.
+    """Return the median of microseconds by which a rank seems to leave a barrier before another enters.
 
-    A rank may lose the core between its coming and the beginning of its wait, so not the worst.
+    The maximum would count ranks that lose their core at the beginning of the wait.
     """
     waits = [
         [e for e in lasting(found["traceEvents"]) if e["pid"] == rank + 1 and e["name"] == "barrier"]
@@ -166,7 +166,7 @@ def test_ranks_of_a_host_are_on_one_clock(mpi, tmp_path):
 
 
 def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path):
-    """Each rank counts as a host; their clocks are seconds apart and run at different speeds."""
+    """Each rank counts as a host. The clocks are seconds apart and run at different speeds."""
     real, begun = time.perf_counter, time.perf_counter()
 
     def shifted():
@@ -187,7 +187,7 @@ def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path
 
 
 def test_memory_is_bounded(exact, monkeypatch, tmp_path):
-    """Too many spans end the timeline, on each rank for itself; what is whole stays."""
+    """Too many spans end the timeline; complete steps stay."""
     run, path = Run(exact), tmp_path / "trace.json"
     with tracing(exact, path) as timeline:
         timeline.step(1)

@@ -1,4 +1,4 @@
-"""The collectives of a step, one by one, and the bytes they move, for each strategy."""
+"""The order of a step's collectives under each strategy."""
 
 import pytest
 import tiny

@@ -1,7 +1,7 @@
-"""Ranks that write for their node: as many as the file system is best served by, the same files, few calls.
+"""Ranks that write for their node: their number fits the file system, the files are the same, calls are few.
 
-Groups of ranks count as nodes (`ZERO_MPI_RANKS_PER_NODE`), and the folder as being on a file system that is
-not there; its writes are counted where they leave Python, and the kernel's own count agrees
+Groups of ranks count as nodes (`ZERO_MPI_RANKS_PER_NODE`), and the folder seems to be on another file
+system. Writes are counted where they leave Python, and the kernel's own count agrees
 (`benchmarks/checkpoint_calls.py` prints both).
 """
 
@@ -68,7 +68,7 @@ def test_who_writes_and_that_the_files_are_the_same(case, mpi, ranks_folder, mon
 
 @pytest.mark.world(4, 8)
 def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, monkeypatch):
-    """The other ranks touch nothing; a unit goes in two pieces, of a call each, whatever tensors it has."""
+    """The other ranks write nothing. A unit takes two writes, whatever tensors it has."""
     pretend(monkeypatch, ranks_folder, "lustre")
     optimizer, progress = trained(mpi, FULL_SHARD)
     with saver(ranks_folder / "out", optimizer, 2) as made, file_calls.FileCalls() as calls:
@@ -89,7 +89,7 @@ def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, mon
 
 @pytest.mark.world(4)
 def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, monkeypatch):
-    """No write comes after the host's sync, whoever is late."""
+    """No write comes after the host's sync."""
     pretend(monkeypatch, ranks_folder, "lustre")
     optimizer, progress = trained(mpi, FULL_SHARD)
     shared, write, sync = (
@@ -123,7 +123,7 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
 @pytest.mark.world(3, 4)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 def test_a_save_behind_training_by_one_writer_a_node(strategy, mpi, ranks_folder, monkeypatch):
-    """Over a transport that compares what ranks start, as --check-collectives has it."""
+    """The transport checks that all ranks start the same collectives."""
     from zero_mpi.comm.guarded import CheckedComm
 
     optimizer, progress = trained(CheckedComm(mpi), strategy)
