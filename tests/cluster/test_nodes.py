@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 EACH, SHORT, LONG = 2, 2, 8  # ranks a host, steps
 SIZES = {"layers": 4, "dim": 256, "heads": 4, "context": 32, "vocab_size": 256, "tied": False}
 HEADERS = 1.08  # the most that packets add
-START = 0.01  # of the bytes: so much may starting and ending differ from run to run
+START = 0.01  # fraction of the bytes by which starts and ends may differ
 FLAGS = ["--sample", "0", "--val-fraction", "0", "--warmup", "1", "--micro-batch", "1", "--resume", "never"]
 FLAGS += [f"--{name}={SIZES[name]}" for name in ("layers", "dim", "heads", "context")]
 
@@ -39,6 +39,6 @@ def test_bytes_between_hosts(strategy, hosts, four_hosts, common_path):
     planned = plan_traffic(case).between.reshape(hosts, EACH).sum(1)
     measured = [(m - f) / (LONG - SHORT) for f, m in zip(few, many, strict=True)]
     for host, (found, expected) in enumerate(zip(measured, planned, strict=True)):
-        small = 4 * EACH * plan_traffic(case).vectors.max()  # the small sums, by whatever way
+        small = 4 * EACH * plan_traffic(case).vectors.max()  # the small sums
         least, most = (1 - START) * expected, HEADERS * expected + small
         assert least <= found <= most, (host, measured, planned.tolist())

@@ -21,7 +21,7 @@ from zero_mpi.environment import portable
 
 STEPS = Path(__file__).resolve().parents[1] / "portable_steps.py"
 EMULATOR = "qemu-x86_64"
-# Which architectures are trained on which processor: each on one of them.
+# Each architecture is trained on one of the processors.
 NAMES = tuple(architectures.ROWS)
 PROCESSORS = {"Haswell": NAMES[::2], "EPYC-Rome": NAMES[1::2]}
 NOT_FITTING = portable.unfit(platform.machine(), portable.environment.of_processor("flags"))

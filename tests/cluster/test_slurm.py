@@ -19,7 +19,7 @@ REQUEUE, BAD_USAGE = 75, 2
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
 STEPS = 300  # some seconds: a signal takes a while on a busy machine
-ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # a constant rate: whatever the steps to come
+ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # the rate does not depend on --steps
 ONE_NODE = "examples/slurm/one_node.sbatch"
 OPENMPI_AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

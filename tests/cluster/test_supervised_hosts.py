@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout_seconds(240),
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
 ]
-SECONDS = 60  # for the next thing to happen, on a busy machine
+SECONDS = 60  # until the next event, on a busy machine
 SUPERVISE = ["--backoff", "0.2", "--probe-timeout", "10"]
 TIMEOUT = 12.0  # --timeout: a machine that stands still for some seconds is not to cost a restart
 HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # what, which host, after which step

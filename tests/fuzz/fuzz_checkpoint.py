@@ -153,4 +153,4 @@ def special(random: Random, folder: Path) -> list[str]:
 
 
 CASES = {"keys": keys, "noise": noise, "special": special}
-trained()  # once, before anything is forked
+trained()  # train once before anything is forked

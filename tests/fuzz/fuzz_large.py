@@ -19,7 +19,7 @@ import numpy as np
 COUNTS = (0, 1, 50, 10**5, 10**7, 2 * 10**8, 10**9, 2**31, 2**40, 2**62, 2**64 - 1)
 SIZES = (0, 1 << 20, 1 << 30, 8 << 30)
 BLOCK = 4 << 20  # bytes before they are packed
-ROWS = 1 << 20  # the same of lines that are read, each of them
+ROWS = 1 << 20  # bytes of lines, all of which are read
 ENDLESS = (b"\0", b" ", b"a", b"[", b'{"text": "' + b"a" * 4096, b'{"a": ')
 SHORT = (b"a", b" ", b"\n", b"{}\n", b'{"text": "a"}\n', b"\xff\n")
 LARGE_PARTS = ("--part-mb", "1")

@@ -25,7 +25,7 @@ TOKENIZER_CONFIG = {
     "chat_template": "{{ messages }}",
 }
 GENERATION = {"bos_token_id": 256, "eos_token_id": [257, 258], "do_sample": True}
-SETTINGS = (  # what a configuration may say besides
+SETTINGS = (  # further keys of a configuration
     *("head_dim", "layer_types", "sliding_window", "use_sliding_window", "attention_bias", "mlp_bias"),
     *("quantization_config", "rope_scaling", "rope_parameters", "tie_word_embeddings", "rope_theta"),
     *("partial_rotary_factor", "n_inner", "hidden_act", "activation_function"),

@@ -19,7 +19,7 @@ from zero_mpi.config.settings import FIELDS
 SIZES = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab_size": 300, "context": 8}
 ALWAYS = {**SIZES, "batch_size": 2, "micro_batch": 1, "data": ["ids.npy"]}
 MODERATE = (0, -1, 1, 2, 3, 7, 64, 255, 1000, 0.5, 1e999, "x", True, [], {}, "\x1b[2J", 10**400)
-# Where a large number costs by itself.
+# Large values of these cost time by themselves.
 BIG = {*SIZES, "prefetch", "batch_size", "micro_batch", "eval_windows"}
 
 
@@ -128,7 +128,7 @@ def sound(random: Random, folder: Path) -> list[str]:
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"
-# Of a size that a node has room for a few of: the plan looks for the largest that fits.
+# A size of which few fit on a node, because the plan looks for the largest that fits.
 MODEL = ["--layers", "8", "--dim", "4096", "--heads", "8", "--context", "1024", "--vocab-size", "300"]
 
 

@@ -50,25 +50,25 @@ COMMANDS += ("tokenize", "verify")
 
 Case = Callable[[Random, Path], list[str]]
 
-MOST_CPU = 5.0  # seconds of a run's own work
+MOST_CPU = 5.0  # CPU seconds of a run
 OUT_OF_TIME = f"signal {int(signal.SIGXCPU)}"
-MOST_WAIT = 40.0  # seconds by the clock: a run that waits for something; generous, for machines are busy
+MOST_WAIT = 40.0  # wall-clock seconds; generous, because machines are busy
 MOST_GROWTH = 300 << 20  # bytes of resident memory above what this process has
-MOST_HELD = 2 << 30  # bytes beyond which a run is not given more, for the machine's sake
-RESERVED = 3 << 30  # and what Intel MPI takes at its start without filling it
+MOST_HELD = 2 << 30  # limit of a run's memory in bytes
+RESERVED = 3 << 30  # address space that Intel MPI reserves at its start
 MOST_WRITTEN = 256 << 20  # bytes of a file that a run writes
-MOST_MADE = 16 << 30  # bytes of a file of a case: sparse ones
-LONGEST_LINE = 2000  # letters of a line of error; paths are in it
+MOST_MADE = 16 << 30  # bytes of a sparse file of a case
+LONGEST_LINE = 2000  # characters of an error line, with its paths
 SHOWN = 1 << 20  # bytes of output that are looked at
 KEPT = 3  # failures of one kind that are kept
 
 FINE = {0, 2}
-SOUND = "sound"  # a case of this name must be taken: what the others change must have been whole
-ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1, 3}}  # not sound, not the same: what was asked for
-FAILS = {"train": {1}, "tokenize": {1}, "export": {1}}  # the machine's fault, in one line as status 2
-FREE_OUTPUT = {"generate"}  # prints what a model says, whatever that is
+SOUND = "sound"  # a case of this name must succeed: the others change its files
+ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1, 3}}  # the answers: not sound, not the same
+FAILS = {"train": {1}, "tokenize": {1}, "export": {1}}  # failures of the machine, also in one line
+FREE_OUTPUT = {"generate"}  # prints a model's text
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-KIND = re.compile(r"'?numpy\.\w+'?|[0-9]+")  # what does not make another kind of failure
+KIND = re.compile(r"'?numpy\.\w+'?|[0-9]+")  # parts of a message that do not distinguish failures
 WARNING = re.compile(r"^\S+:\d+: \w*Warning: ", re.MULTILINE)
 
 
@@ -319,7 +319,7 @@ def main() -> int:
     options = parser.parse_args()
     prepare()
     found = list(find_cases(options.only, options.cases.absolute()).items())
-    cases = dict(Random(options.seed).sample(found, len(found)))  # any may be those that time is left for
+    cases = dict(Random(options.seed).sample(found, len(found)))  # time may be left for any of them
     keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-failures-"))
     fuzz, begun = Fuzz(keep.absolute(), options.seed), time.monotonic()
     numbers = itertools.count() if options.rounds is None else iter(range(options.rounds))

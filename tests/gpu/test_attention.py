@@ -18,7 +18,7 @@ from zero_mpi.ops import sizes
 #           B  T  S  H  K  D   E
 SHAPES = [(1, 1, 1, 1, 1, 8, 8), (2, 7, 7, 4, 2, 16, 16), (1, 33, 33, 6, 6, 8, 8), (3, 20, 20, 4, 1, 32, 32)]
 OTHER = [(2, 1, 9, 4, 2, 8, 8), (1, 5, 12, 2, 2, 16, 16), (2, 6, 6, 2, 1, 5, 3), (1, 9, 11, 3, 3, 7, 12)]
-# Whatever cuDNN is, it has plans for these.
+# Every cuDNN has plans for these shapes.
 TAKEN = [(2, 64, 64, 4, 2, 64, 64), (1, 128, 128, 3, 3, 128, 128)]
 pytestmark = pytest.mark.world(1)  # a process alone
 
@@ -273,7 +273,7 @@ def test_a_backward_is_not_cudnns_if_its_memory_grows_with_the_square(
     monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(limit))
     monkeypatch.setattr(pretended, "slopes", limit)
     take_way("auto")
-    check(gpu, "bf16", (1, 512, 512, 1, 1, 8, 8))  # 64 KiB by the length, 512 by its square
+    check(gpu, "bf16", (1, 512, 512, 1, 1, 8, 8))  # 64 KiB if linear in the length, 512 if quadratic
     assert len(pretended.refusals) == refused
     assert not refused or "MiB" in pretended.refusals[0]
 

@@ -52,7 +52,7 @@ def test_adamw_has_the_bits_of_the_reference(gpu, size, runs, kind):
         ops.adamw(*found, **RATES, decay=gpu.from_host(decay), low=rounded)
         assert [gpu.to_host(x).tobytes() for x in (*found, rounded)] == [x.tobytes() for x in (*wanted, low)]
     found = [gpu.from_host(x) for x in state(size)]
-    ops.adamw(*found, **RATES, decay=decay)  # of the host, as for arrays that belong to no unit
+    ops.adamw(*found, **RATES, decay=decay)  # on the host, as for arrays outside units
     assert [gpu.to_host(x).tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 

@@ -378,7 +378,7 @@ def test_tokens_outside_are_seen_and_write_nothing(gpu):
 
 @every_kind
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("part", [1, 0.5, 0.75], ids=str)  # of a head is turned, an even number
+@pytest.mark.parametrize("part", [1, 0.5, 0.75], ids=str)  # rotated part of a head, even
 @pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 3, 5, 6), (1, 4, 3, 64), (2, 2, 4, 40)], ids=str)
 def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, part, interleaved, kind):
     b, t, heads, width = shape

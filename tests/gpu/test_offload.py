@@ -112,7 +112,7 @@ def test_a_step_that_is_left_out_changes_nothing(gpu, pieces):
 
 
 def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
-    gc.collect()  # what earlier tests left in cycles would be given back in between
+    gc.collect()  # garbage of earlier tests would be freed in between
     _, optimizer = optimizers()
     pool = sys.modules["cupy"].get_default_memory_pool()
     held = []
@@ -173,7 +173,7 @@ def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
         ShardedAdamW(module, offload="moments")
 
 
-# An event, and the stream that is late where nobody waits for it.
+# event -> the stream that is late without a wait for it
 HELD = {"filled": "_up", "updated": "stream", "emptied": "_down", "stored": "_down"}
 
 

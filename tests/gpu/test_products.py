@@ -22,7 +22,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.ops import low_precision, reference, sizes
 
 KINDS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
-LOW = {"bf16": 2.0**-7, "f16": 2.0**-10}  # a unit in the last place, twice what rounding may be off
+LOW = {"bf16": 2.0**-7, "f16": 2.0**-10}  # one unit in the last place, twice the rounding error
 SHAPES = [(1, 1, 1), (1, 7, 3), (5, 3, 2), (33, 17, 65), (64, 96, 40), (257, 129, 131)]  # N, C, O
 kinds = pytest.mark.parametrize("kind", KINDS)
 pytestmark = pytest.mark.world(1)  # a process alone
@@ -149,7 +149,7 @@ def test_a_bias_that_no_algorithm_adds(gpu, kind, monkeypatch):
     monkeypatch.setattr(made, "plans", {})
     monkeypatch.setattr(made.lt, "refuses", [gemm.EPILOGUE_BIAS])
     x, w, plus = draw(kind, 7, 3), draw(kind, 5, 3), draw(kind, 7, 5, seed=3)
-    for seed in (1, 2):  # the second time by the plan that was kept
+    for seed in (1, 2):  # the second call uses the kept plan
         b = draw(kind, 5, seed=seed)
         got = ops.linear(*map(gpu.from_host, (x, w, b, plus)))
         once_more = LOW.get(kind, 1e-6)  # rounded before the bias is added
@@ -255,7 +255,7 @@ def test_a_step_makes_no_plans_and_takes_no_memory_after_the_first_two(gpu, gemm
     def state():
         gpu.synchronize()
         pool = gpu.cupy.get_default_memory_pool()
-        forms = gemm.row_step.cache_info().misses  # what is worked out from shapes and strides
+        forms = gemm.row_step.cache_info().misses  # plans by shapes and strides
         return len(gemm.products().plans), pool_of(gpu).stats().fresh, pool.total_bytes(), forms
 
     for _ in range(2):
@@ -274,7 +274,7 @@ def test_the_fastest_algorithm_is_looked_for_on_request(gpu, gemm, monkeypatch):
     defined("linear_backward_w")(dy, x, want)
     ops.linear_backward_w(gpu.from_host(dy), gpu.from_host(x), got)
     assert gemm.products().reductions == gemm.FLOAT32_PARTS
-    close(gpu.to_host(got), want, "f32")  # added once, however often it was timed
+    close(gpu.to_host(got), want, "f32")  # added once although it was timed several times
 
 
 def test_inner_sums_are_whole_on_request(gpu, gemm, monkeypatch):

@@ -35,7 +35,7 @@ def alone(name, micro_batches):
     return tiny.train(SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, prefetch=0)
 
 
-# Each model with every third row comes first: with rows of every strategy.
+# Each model runs with every third row.
 ROWS = [(place, name, *row) for i, name in enumerate(tiny.MODELS) for place, row in enumerate(COVERING, i)]
 ROWS = [tuple(row) for _, *row in sorted(ROWS, key=lambda row: row[0] % 3 > 0)]
 
@@ -119,7 +119,7 @@ def test_mixtures_with_their_losses(exact, arch, strategy, precision, recompute)
     assert found == tiny.train(SerialComm(), MIXTURES[arch], **options)
 
 
-# Experts of 32 x 32, two of them in a unit and one in the last; with others that no unit ends between.
+# Experts of 32 x 32: two in each unit and one in the last.
 CUT = {"embedding_length": 32, "feed_forward_length": 32}
 IN_PARTS = {
     "qwen3moe": architectures.build("qwen3moe", tiny.SIZES | CUT),

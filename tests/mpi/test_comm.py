@@ -32,7 +32,7 @@ FAST = [name for name in NAMES if name.startswith("fast")]
 MESSAGES = [name for name in EXACT if name in SETTINGS]  # exact ones that send
 THREADED = [name for name in NAMES if name.endswith("thread")]
 DTYPES = [np.float32, np.float64, np.uint16]
-# (length, quantum): even or ragged, with a ragged end, one owner or few, nobody
+# (length, quantum): even, ragged, one or few owners, no elements
 LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1), (0, 10)]
 EDGE = 4  # elements on each side of a buffer that nobody may write
 
@@ -153,7 +153,7 @@ def start_reduction(comm, partition, contributors, accumulate, place=None):
     if accumulate:
         before = wild(1000, partition.length)[part]
     full, out = Buffer(given, whole), Buffer(before)
-    full.slot = slot  # as a module keeps its pool
+    full.slot = slot  # keeps the memory, like a module's pool
     handle = comm.reduce_scatter(
         full.array, out.array, partition, contributors=contributors, accumulate=accumulate, label="test"
     )

@@ -55,7 +55,7 @@ def accumulated(comm, strategy, own=False, frozen=(), **options):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_added_gradients_have_the_bits_of_a_backward(exact, strategy, options):
     cut = {k: v for k, v in options.items() if k != "by_rows" or strategy.shards_moments}
-    expected = accumulated(SerialComm(), FULL_SHARD, **cut)  # what is not cut has a norm by chunks
+    expected = accumulated(SerialComm(), FULL_SHARD, **cut)  # replicated parameters have a norm by chunks
     assert accumulated(exact, strategy, own=True, **options) == expected
 
 
@@ -116,7 +116,7 @@ def by_lion(comm, strategy, precision, frozen=()):
         tiny.run_step(module, accum, CONFIG, step, COUNT)
         losses.append(accum.total_loss())
         if strategy.shards_parameters and step == 2:
-            module.prefetch_forward_params()  # of what is about to change
+            module.prefetch_forward_params()  # the parameters change next
         optimizers[step % 2].step()
     fresh, (x, _) = tiny.make(SerialComm(), CONFIG, precision=precision), tiny.micro_batch(0, 0, CONFIG)
     fresh.load_state_dict(state := module.state_dict())

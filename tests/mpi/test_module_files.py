@@ -86,7 +86,7 @@ def test_going_on_has_the_bits_of_a_run_without_a_break(exact, strategy, options
     _, unbroken = make(SerialComm())
     expected = train(unbroken, range(4))[2:]
     module, optimizer = make(exact, strategy, seed=9, **options)
-    train(optimizer, [7])  # what is there is replaced
+    train(optimizer, [7])  # load replaces these values
     assert zero_mpi.load(alone, module, optimizer) == 2
     assert (optimizer.steps, optimizer.skipped) == (2, 0)
     assert train(optimizer, [2, 3]) == expected
@@ -165,7 +165,7 @@ def test_save_refuses_what_it_would_destroy_or_cannot_write(exact, ranks_folder)
     refused(exact, long, "expected a name of 1 to 63 bytes, found")
     other = partial(zero_mpi.save, ranks_folder / "all", module, make(exact)[1])
     refused(exact, other, "expected the optimizer of this module", ValueError)
-    for call in (zero_mpi.save, zero_mpi.load):  # an optimizer of one's own, and none
+    for call in (zero_mpi.save, zero_mpi.load):  # a user's optimizer, and none
         for own in (exact, None):
             refused(
                 exact,

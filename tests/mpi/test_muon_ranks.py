@@ -94,7 +94,7 @@ def test_a_run_that_was_saved_goes_on(alone, strategy, tmp_path_factory):
     module, optimizer = made(comm, strategy)
     trained(module, optimizer, range(2))
     save(folder, module, optimizer)
-    if WORLD.rank == 0:  # one rank goes on with what all have saved
+    if WORLD.rank == 0:  # one rank resumes the checkpoint of all
         again = made(SerialComm())
         assert load(folder, *again) == 2
         assert trained(*again, range(2, STEPS))[1] == alone["fp32"][1]

@@ -26,7 +26,7 @@ from zero_mpi.sharding.parameters import ReplicatedParameters
 
 STRATEGIES = ("full-shard", "shard-grad-op", "no-shard")
 EVERY_STRATEGY = (*STRATEGIES, "hybrid-shard")
-PER_NODE = 2  # ranks that are taken for a node
+PER_NODE = 2  # ranks of a simulated node
 MIDDLE = {
     "llama": Llama.from_flags(
         {"layers": 4, "dim": 96, "heads": 4, "kv_heads": 2, "context": 11, "vocab_size": 999, "tied": False}
@@ -188,7 +188,7 @@ def held_bytes(module, optimizer):
     gradients = sum(unit.gradient.sum.nbytes for unit in units)
     for unit in units:
         full = unit.gradient.whole
-        if full is not None and full.flags.writeable:  # one of its own: the slice may be a view of it
+        if full is not None and full.flags.writeable:  # not shared: the slice may be a view of it
             gradients += full.nbytes - (
                 unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0
             )
@@ -231,7 +231,7 @@ def test_memory_of_every_strategy(exact, name, strategy, rounds):
     check_memory(exact, case_of(exact, MIDDLE[name], strategy, rounds * exact.size, **options))
 
 
-# Three blocks of 12 experts, of which a unit has three; a block of experts is most of the model.
+# Three blocks of 12 experts, three experts in a unit; the experts are most of the model.
 MIXTURE = Qwen3MoE.from_flags(
     {"layers": 3, "dim": 64, "heads": 2, "kv_heads": 1, "context": 11, "vocab_size": 99, "tied": True}
     | {"experts": 12, "experts_used": 3, "expert_ffn": 64}

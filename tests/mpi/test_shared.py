@@ -186,7 +186,7 @@ def test_a_node_holds_parameters_once(shared):
     config = GPT2.from_flags(
         {"layers": 12, "dim": 192, "heads": 3, "ffn": 768, "context": 8, "vocab_size": 64}
     )
-    shared.memory([], [])  # what earlier tests left is given up
+    shared.memory([], [])  # frees memory of earlier tests
     before = sum(shared.allgather_object(shared_pss()))
     module = tiny.make(shared, config, FULL_SHARD)
     for unit in module.units:

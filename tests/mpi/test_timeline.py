@@ -46,7 +46,7 @@ def load(comm, path):
 def traced(comm, path, strategy=FULL_SHARD):
     """Train with a timeline; return its events, the meter's counts, and losses and norms."""
     run = Run(comm, strategy)
-    run.step(STEPS)  # what is started here must not be counted
+    run.step(STEPS)  # transfers of this step must not count
     if isinstance(comm, RecordingComm):
         comm.log.clear()
     with tracing(comm, path) as timeline:
@@ -99,7 +99,7 @@ def test_on_several_nodes(mpi, kind, strategy, tmp_path):
     assert records == traced(mpi, tmp_path / "plain.json", FULL_SHARD)[2]
     check_events(events)
     wrong = load(mpi, tmp_path / "trace.json")["otherData"]["clock_error_us"]
-    check_costs(events, mpi.rank, counted, near=2 * wrong)  # clocks seem to drift by as much
+    check_costs(events, mpi.rank, counted, near=2 * wrong)  # apparent drift of the clocks
     reductions = Counter(e["name"] for e in moved_by(events, mpi.rank) if "gradients" in e["name"])
     rounds = STEPS * -(-MICRO_BATCHES // mpi.size)
     assert set(reductions.values()) == {rounds}

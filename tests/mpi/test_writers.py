@@ -41,7 +41,7 @@ def first_ranks(size, ranks_per_node):
     return list(range(0, size, ranks_per_node))
 
 
-CASES = {  # the kind, ranks a node, writers a node that are asked for, and who of so many ranks writes
+CASES = {  # file system, ranks per node, writers per node, and the ranks that write
     "lustre": ("lustre", 2, None, lambda size: first_ranks(size, 2)),
     "gpfs": ("gpfs", 3, None, lambda size: first_ranks(size, 3)),
     "two of a node": ("beegfs", 4, 2, lambda size: first_ranks(size, 2 if size > 2 else 1)),
@@ -100,7 +100,7 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
 
     def noted(word, action):
         def call(self, *arguments):
-            time.sleep(0.02 * (mpi.rank % 2))  # the rank that does not sync is the late one
+            time.sleep(0.02 * (mpi.rank % 2))  # the rank that does not sync is late
             action(self, *arguments)
             with shared.open("a") as file:
                 file.write(f"{word} {self.path.name} {mpi.rank // 2}\n")

@@ -28,7 +28,7 @@ from zero_mpi.nn.fusions import (
 from zero_mpi.nn.layer import Composite
 from zero_mpi.nn.linear import observing
 
-STEP = 1e-5  # of the difference quotient: rounding costs 1e-16 / STEP, curvature STEP^4
+STEP = 1e-5  # step of the difference quotient; its error is 1e-16 / STEP by rounding plus STEP^4 by curvature
 TOLERANCE = 1e-7
 
 Make = Callable[[np.random.Generator, Any], Any]  # (generator, float type) -> an input
@@ -241,7 +241,7 @@ def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
     _, dy = s.loss(y)
     dy_before = fingerprint(dy)
     for array in given.values():
-        array.fill(np.nan)  # whatever `saved` holds of them shows in the gradients
+        array.fill(np.nan)  # a view of a weight in `saved` would show in the gradients
     g = copied({name: array for name, array in s.g.items() if name not in frozen})
     dx = s.layer.backward(copied(s.p) if s.layer.backward_reads_params else {}, saved, dy, g)
     assert fingerprint(s.x) == x_before, "x was written"
@@ -333,7 +333,7 @@ def test_recompute_keeps_only_its_input_and_changes_no_bit():
     assert [a.tobytes() for a in plain.g.values()] == [a.tobytes() for a in again.g.values()]
 
 
-TUPLES = (nn.QKNorm, nn.RoPE, nn.ProjectQKV, nn.FusedQKV)  # whose outputs cannot pass for logits
+TUPLES = (nn.QKNorm, nn.RoPE, nn.ProjectQKV, nn.FusedQKV)  # their outputs have no shape of logits
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_step_of_the_same_batch_job_waits_for_the_one_before(children, tmp_pat
     first, second = children("locks", 2, "7")
     assert first.ask("take", tmp_path, 0) == "took"
     second.tell("take", tmp_path, 0)
-    time.sleep(0.5)  # in which the first gives some signs of life
+    time.sleep(0.5)  # the first gives some signs of life meanwhile
     assert first.ask("drop") == "done"
     assert second.answer() == "took"
 

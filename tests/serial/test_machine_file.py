@@ -48,7 +48,7 @@ def test_what_the_file_says_reaches_the_plan(tmp_path, capsys):
     [
         (["--precision", "fp32"], 100e9),
         (["--precision", "bf16"], 1e12),
-        (["--precision", "fp16"], 100e9),  # a processor computes it in float32
+        (["--precision", "fp16"], 100e9),  # a CPU computes in float32
         (["--precision", "fp16", "--device", "cuda"], 1e12),
         (["--precision", "fp32", "--device", "cuda"], 100e9),
     ],
@@ -98,7 +98,7 @@ def test_a_save_takes_its_bytes_over_the_slower_of_disk_and_writers(model):
         wanted = Case(model, ranks=8, nodes=4, checkpoint_io=kind, writers_per_node=a_node)
         seconds[name] = (writers(wanted), save_seconds(wanted, Machine(*FREE, *GIVEN[2:], disk=disk)))
     assert seconds["gather"] == (1, 12 * count / 300)
-    assert seconds["parallel"] == (4, 12 * count / 1000)  # one a node: 4 x 300 is more than the disk takes
+    assert seconds["parallel"] == (4, 12 * count / 1000)  # one writer a node: 4 x 300 exceeds the disk's rate
     assert seconds["both"][0] == 8
     assert save_seconds(case, ASSUMED) is None
 

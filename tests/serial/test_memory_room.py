@@ -124,7 +124,7 @@ def resident_pages(job, folder):
             while process.poll() is None:
                 found = found if len(found) == 2 else [*ranks_of(process.pid)]
                 most = max(most, sum(map(proportional, found)))
-                time.sleep(0.1)  # the system counts pages for longer than that where there are many
+                time.sleep(0.1)  # reading the page counts takes longer if there are many
         finally:
             end(process)
     assert process.returncode == 0, (folder / "said").read_text()

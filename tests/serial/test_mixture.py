@@ -45,7 +45,7 @@ def test_many_windows_are_dealt_out_once_each():
     found = window_of(samples, windows, 1)
     assert np.unique(found).size == samples.size
     assert abs(found.mean() / windows - 0.5) < 0.02
-    assert window_of(12000, windows, 1) == found[12000] == 601795  # pinned: a resume must find it again
+    assert window_of(12000, windows, 1) == found[12000] == 601795  # pinned for resumes
     assert permutation(8, 1, 2).tolist() == [5, 6, 3, 2, 1, 0, 4, 7]
 
 

@@ -16,7 +16,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.models import ARCHITECTURES, GPT2, Llama, ModelConfig, Qwen2, Qwen3, config_from_gguf
 from zero_mpi.models.rotary import RopeScaling, RotaryModel
 
-EXACT = 2.0**-17  # an epsilon that FLOAT32, the type of the key, holds as it is
+EXACT = 2.0**-17  # an epsilon that float32, the type of the key, represents exactly
 FLAGS: dict[str, Any] = {"layers": 2, "dim": 24, "heads": 4, "context": 16, "vocab_size": 260}
 LLAMA_BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 SIZES: dict[str, Any] = {"vocab_size": 260, "context_length": 16, "embedding_length": 24}
@@ -40,7 +40,7 @@ def from_flags(arch: str) -> ModelConfig:
     return replace(ARCHITECTURES[arch].from_flags(sizes), **{name: EXACT})
 
 
-# float32 numbers that show a detour through fewer digits: not round, the smallest and the largest
+# float32 numbers that reveal a conversion with fewer digits
 FACTORS = tuple(np.array([1.0, 1 / 3, 8.0, 1e-45, 3.4028235e38], np.float32).tolist())
 CONFIGS = {
     **MODELS,
@@ -316,7 +316,7 @@ ROPE = "rope_freqs.weight"
 
 def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     shapes = shapes_of(LLAMA) | {ROPE: (5,)}
-    read = {ROPE: np.array(FACTORS, np.float32)}.__getitem__  # of the tensors this one alone is read
+    read = {ROPE: np.array(FACTORS, np.float32)}.__getitem__  # no other tensor is read
     found = config_from_gguf(keys_of(LLAMA), shapes, "a file", read)
     found.check_tensors(shapes, "a file")
     assert found == replace(LLAMA, rope_factors=FACTORS)
@@ -328,5 +328,5 @@ def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     assert all(config.constants() == {} for config in MODELS.values())
     with refused(ROPE):
         found.check_tensors(shapes_of(found), "a file")
-    with refused(ROPE):  # with nothing to read it by
+    with refused(ROPE):  # without a reader
         config_from_gguf(keys_of(LLAMA), shapes, "a file")

@@ -19,7 +19,7 @@ from test_command_bits import needs_mpiexec, write_text
 
 TRIALS, QUICK_TRIALS = 40, 3
 PATIENCE = 60.0  # seconds for a job on a busy machine to start, or to end
-SAVES = [  # in turn: none, one a step, one a step behind training, by all ranks
+SAVES = [  # no saves, one each step, one each step in the background, by all ranks
     ["--save-every", "0"],
     ["--save-every", "1"],
     ["--save-every", "1", "--async-save"],

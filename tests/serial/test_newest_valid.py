@@ -55,7 +55,7 @@ def refused(ranks: int, out: Path, *flags: str) -> str:
     return line
 
 
-# damages: each takes the folder of a checkpoint, and says what the run must say of it
+# each damage changes the folder of a checkpoint and returns what the run must name
 
 
 def cut(folder: Path) -> str:

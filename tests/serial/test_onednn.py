@@ -178,7 +178,7 @@ def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, k
         assert_near(found, expected)
         assert_near(into, other)
         assert_near(ops.grouped_linear(x, w, starts, plus), defined.grouped_linear(x, w, starts, plus))
-    assert len(LIBRARY.own.products) <= 4 * 10  # of 60 numbers of rows, three kinds, and one more
+    assert len(LIBRARY.own.products) <= 4 * 10  # there are 60 numbers of rows and three kinds
 
 
 @needs_library
@@ -256,5 +256,5 @@ def test_a_run_says_once_what_is_slow(precision, environ, expected, tmp_path):
     assert len(said) == (expected is not None), printed
     if expected:
         assert re.search(expected, said[0])
-    # It is named as what computes, or as what is missing.
+    # oneDNN is named as the backend or as missing.
     assert ("oneDNN" in (tmp_path / "out" / "events.jsonl").read_text() + printed) == (precision == "bf16")

@@ -21,7 +21,7 @@ from zero_mpi.ops import reference
 from zero_mpi.ops.flat_reference import ADAMW_BLOCK
 from zero_mpi.ops.registry import OPERATIONS
 
-STEP = 1e-5  # of the difference quotients
+STEP = 1e-5  # step of the difference quotients
 SHOWN: set[str] = set()  # names of operations that a test is about
 
 
@@ -560,6 +560,6 @@ def test_chunk_squares_do_not_depend_on_how_the_array_is_cut(chunk, count):
     for cuts in ([1], [count // 2], [count - 1], [1, 2, count // 3, count - 2]):
         edges = [0, *cuts, count]
         parts = [g[a * chunk : b * chunk] for a, b in itertools.pairwise(edges)]
-        # each at an address of its own, as a slice of another buffer would be
+        # copies have other addresses, like slices of other buffers
         found = np.concatenate([ops.chunk_squares(part.copy(), chunk) for part in parts])
         assert found.tobytes() == whole.tobytes()

@@ -201,7 +201,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(way, bad):
     assert not math.isfinite(result.grad_norm)
     assert state_bytes(optimizer) == before
     assert (optimizer.steps, optimizer.skipped) == (1, 1)
-    for each in (optimizer, untroubled):  # as if the bad step had never been
+    for each in (optimizer, untroubled):  # as if the bad step had not happened
         accumulate_gradients(each.module, 2)
         assert not each.step(max_norm=1.0).skipped
     assert state_bytes(optimizer) == state_bytes(untroubled)
@@ -248,8 +248,8 @@ def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
         assert np.mean(a == b) < 1e-3
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(other.size)
     assert draw().tobytes() == draw(param=Param((DRAW_BLOCK, 3), std=0.05)).tobytes() == whole.tobytes()
-    # Blocks cut from one stream of the generator would hold each other's numbers, shifted.
-    assert np.unique(whole).size > 0.95 * 3 * DRAW_BLOCK  # by chance about one in a hundred comes twice
+    # Blocks cut from one stream of the generator would share numbers.
+    assert np.unique(whole).size > 0.95 * 3 * DRAW_BLOCK  # about one in a hundred appears twice by chance
 
 
 def test_initial_values_are_normal_with_the_std_asked_for():

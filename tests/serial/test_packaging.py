@@ -15,7 +15,7 @@ FLOORS = dict(re.fullmatch(r"([\w-]+)>=([\d.]+)", line).groups() for line in PRO
 PYTHON = PROJECT["requires-python"].removeprefix(">=")
 PACKAGING = ROOT / "packaging"
 SPACK = PACKAGING / "spack/spack_repo/zero_mpi/packages/py_zero_mpi/package.py"
-# What conda-forge and EasyBuild call otherwise, and what EasyBuild has in a bundle.
+# Other names at conda-forge and EasyBuild, and packages of EasyBuild's bundles.
 CONDA = {"ml-dtypes": "ml_dtypes", "xxhash": "python-xxhash"}
 EASYBUILD = {"ml-dtypes": "ml_dtypes", "xxhash": "python-xxhash", "numpy": "SciPy-bundle"}
 BUNDLED = dict.fromkeys(("jinja2", "threadpoolctl", "tomli-w"), "Python-bundle-PyPI")

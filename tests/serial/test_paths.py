@@ -12,7 +12,7 @@ from jobs import clean_environment
 from test_command_bits import needs_mpiexec, train, write_text
 
 OBEDIENT = Path(__file__).with_name("obedient.py")
-PLACES = {  # what is wrong -> a path, in a folder that has the things of `places`
+PLACES = {  # problem -> path in the folder of `places`
     "locked folder": "locked/in",
     "locked": "secret",
     "a locked folder": "locked",
@@ -62,7 +62,7 @@ WRITE = {
 }
 
 
-REPLACED = {"report --out: locked"}  # a page may be replaced whatever its mode: it is made beside and renamed
+REPLACED = {"report --out: locked"}  # a page is replaced whatever its mode, by a rename
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,7 @@ def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     player.play([*starts, second, StepEvent(WAIT, 0, GATHER), StepEvent(WAIT, 1, GATHER)])
     time = player.time
     assert time.communication == pytest.approx(sum(takes))
-    assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # one line: the second comes later
+    assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # the transfers share a line
     assert time.seconds == pytest.approx(time.computation + time.exposed)
 
 
@@ -237,7 +237,7 @@ def test_a_doctor_s_rates_are_taken_and_flags_go_before_them(tmp_path):
     assert (machine["flops"], machine["memory"]) == (6e10, 1 << 25)
     for rate, precision, expected in [(3e11, "bf16", 3e11), (3e11, "fp32", 7e10), (0, "bf16", 7e10)]:
         known = found | {"bf16_flops_per_second_per_rank": rate}
-        del known["memory_bytes_per_rank"]  # what fits takes long to find
+        del known["memory_bytes_per_rank"]  # the search for the largest model is slow
         (tmp_path / "doctor.json").write_text(json.dumps(known))
         flags = [*TINY, "--doctor", tmp_path / "doctor.json", "--precision", precision]
         assert planned(*flags, folder=tmp_path)["machine"]["flops"] == expected

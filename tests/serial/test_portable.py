@@ -84,7 +84,7 @@ def test_normal_numbers_are_normal():
     moments = [float((drawn.astype(np.float64) ** n).mean()) for n in (1, 2, 3, 4)]
     np.testing.assert_allclose(moments, [0, 1, 0, 3], atol=0.03)
     assert 4.2 < np.abs(drawn).max() < 6.5
-    assert abs(float((drawn[::2] * drawn[1::2]).mean())) < 0.01  # a pair shares a radius, and nothing else
+    assert abs(float((drawn[::2] * drawn[1::2]).mean())) < 0.01  # a pair shares its radius only
 
 
 @pytest.mark.timeout_seconds(300)
@@ -121,7 +121,7 @@ def test_the_exponential_of_kernels_is_right_to_two_places():
     np.testing.assert_array_equal(at_odd, np.array([0, 0, np.inf, np.inf, np.nan, 1, 1, 1], np.float32))
 
 
-# Where a training computes. `ops.reference` is left out: in float32 kernels compute what it defines.
+# Modules that compute in training. `ops.reference` is left out, because float32 uses kernels.
 OF_TRAINING = ("ops/cpu", "nn", "models", "sharding", "checkpoint/huggingface", "ops/flat_reference.py")
 OF_TRAINING += ("config/optimizer.py", "train/trainer.py", "device/ordered_sum.py")
 OF_LIBRARIES = {"exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh"}
@@ -143,7 +143,7 @@ def of_libraries(path):
             yield f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
 
 
-# The names of the libraries' own functions stand here alone, for native bits.
+# Only these places may use library functions, for native bits.
 CHOSEN = {"ops/cpu/jit.py: np.log"}
 
 
@@ -171,7 +171,7 @@ def test_the_variable_stands_for_the_flag(monkeypatch):
         parse([])
 
 
-# What another host might have: kernels, caches and a target of its own, and a C library without FMA.
+# Settings of another host: other kernels, caches and target, and a C library without FMA.
 OTHER_HOST = {
     "OPENBLAS_CORETYPE": "Nehalem",
     "OPENBLAS_L2_SIZE": "2048",

@@ -95,7 +95,7 @@ def test_kernels_round_as_the_definition_does():
     is_nan = np.isnan(every.view(BF).astype(np.float32))
     np.testing.assert_array_equal(back[~is_nan], every[~is_nan])
     assert np.isnan(back.view(BF)[is_nan].astype(np.float32)).all()
-    halves = np.arange(1 << 17, dtype=np.uint32) << 15  # every bfloat16, and what lies in the middle of two
+    halves = np.arange(1 << 17, dtype=np.uint32) << 15  # every bfloat16 and the midpoints between them
     near = np.concatenate([halves, halves + 1, halves - 1]).view(np.float32)
     found = np.zeros(near.size, np.uint16)
     rounded(near, found)
@@ -107,7 +107,7 @@ def test_kernels_round_as_the_definition_does():
 
 
 X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
-TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # each of the rows below, most of them often
+TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # each row below, most of them several times
 ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
 
 
@@ -255,7 +255,7 @@ def test_numbers_that_are_not_finite_stay_so():
     assert np.isnan(ops.rms_norm(odd[None], np.ones(5, BF), 1e-5)[0].astype(np.float32)).any()
     assert np.isnan(ops.add(odd, odd[::-1]).astype(np.float32)).sum() == 1
     assert np.isinf(ops.add(odd, odd).astype(np.float32)).sum() == 3, "3e38 twice is beyond"
-    huge = np.full((2, 4), 1e30, np.float32)  # definitions say nothing: the gradient's norm is what tells
+    huge = np.full((2, 4), 1e30, np.float32)  # the definitions do not say; the gradient's norm shows it
     assert not ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)[0].any()
 
 
@@ -317,7 +317,7 @@ def test_a_step_that_overflows_is_left_out_and_halves_the_scale():
     config = tiny.MODELS["llama"]
     module = tiny.make(SerialComm(), config, precision=FP16)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, 1)
-    module.loss_scale.exponent = 100  # far beyond what float16 holds
+    module.loss_scale.exponent = 100  # far beyond the range of float16
     before = tiny.digest(module.state_dict())
     tiny.run_step(module, accumulator, config, 0, 1)
     result = optimizer.step(max_norm=1.0)

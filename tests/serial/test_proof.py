@@ -134,7 +134,7 @@ def test_a_broken_chain_is_kept_up_to_where_it_broke(path):
     assert kinds(path) == [(0, "run"), (1, "record"), (4, "run"), (5, "record")]
 
 
-# Settings that move no bit of a record or checkpoint, as tests of exactness show for those of computing.
+# Settings that change no bit of a record or checkpoint.
 MOVE_NOTHING = [
     "epochs", "resume", "dry_run", "sample", "prompt", "strategy", "bucket_mb", "prefetch", "recompute",
     "transport", "device", "offload", "threads", "save_every", "keep", "async_save", "checkpoint_io",

@@ -53,7 +53,7 @@ def test_the_launcher_goes_on_when_its_rank_has_saved_or_is_gone(tmp_path, end):
 
 
 def test_the_launcher_goes_on_when_another_rank_has_ended(tmp_path):
-    other = "while test ! -e held; do sleep 0.1; done"  # a rank that ends when the launcher is held
+    other = "while test ! -e held; do sleep 0.1; done"  # a rank that ends while the launcher is stopped
     job = f"({other}) & {sys.executable} -c '{LEFT}'"
     got = under_launcher(tmp_path, job, OMPI_COMM_WORLD_LOCAL_SIZE="2")
     assert got == ["launcher T S", "went on"]

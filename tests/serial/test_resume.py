@@ -173,7 +173,7 @@ def test_the_time_limit_stops_in_time_to_save(flags, tmp_path):
     done = len(fields(tmp_path / "out"))
     assert done > 1
     assert os.readlink(tmp_path / "out" / "latest") == f"step-{done:08d}"
-    assert took < limit + 4  # the limit counts from the start; after it the launcher ends
+    assert took < limit + 4  # the limit counts from the start, and the launcher ends later
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ from zero_mpi.train import description as same_bits
 
 MACHINE = {"threads": 1, "operations": "numpy", "BLAS": "K 1"}
 MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
-EXACT = {"dequantize"}  # multiplies whole numbers by scales: the format, not the processor, says the bits
+EXACT = {"dequantize"}  # integers times scales have the same bits on every processor
 NAMES = sorted(OPERATIONS.keys() - EXACT)
-KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor that this runs on
+KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor of the tests
 several_cores = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="BLAS takes no second thread here"
 )
@@ -55,7 +55,7 @@ def nudged(name, operation):
     def nudge(*given, **named):
         found = operation(*given, **named)
         result = found[0] if isinstance(found, tuple) else found
-        if not isinstance(result, np.ndarray):  # a loss has its gradient beside it
+        if not isinstance(result, np.ndarray):  # the operation returns a loss and its gradient
             added_to = given[{"adamw": 0, "moving_average": 0, "grouped_linear_backward_w": 2}.get(name, -1)]
             result = found[1] if isinstance(found, tuple) else added_to
         result.flat[0] = np.nextafter(result.flat[0], np.inf, dtype=result.dtype)

@@ -150,7 +150,7 @@ def test_in_a_notebook_nothing_ends_the_kernel():
     """A single process keeps its hooks, signals and threads; an interrupt ends the cell."""
     found = run_command([sys.executable, "-c", NOTEBOOK], timeout=60)
     assert found == (0, "in the cell\nstill here [1.]\n", "")
-    assert signal.SIGINT  # what a notebook's interrupt is
+    assert signal.SIGINT  # the signal of a notebook's interrupt
 
 
 @pytest.mark.parametrize("told", ["long", "-1", "nan", "inf"])

@@ -13,8 +13,8 @@ SCRIPT, PACKAGE = TESTS / "pretended_ranks.py", TESTS.parent / "zero_mpi"
 FLAGS = ["--layers", "12", "--dim", "32", "--heads", "2", "--ffn", "64", "--context", "16"]
 FLAGS += ["--batch-size", "4096", "--micro-batch", "1", "--steps", "3", "--sample", "0"]
 FEW, MORE, MOST = 64, (256, 1024), 4096
-HEARD = 1700  # bytes of short words from each rank: 22 agreements, and each rank's process and host
-KEPT = 400  # bytes for each rank: its slice of units of four lengths, its process and host
+HEARD = 1700  # bytes of short messages per rank: 22 agreements, process and host
+KEPT = 400  # bytes per rank: its shards of units of four lengths, process and host
 
 
 def begun(ranks, folder):
@@ -35,7 +35,7 @@ def test_what_a_start_costs_a_rank_hardly_grows_with_the_ranks(tmp_path, quick):
         (tmp_path / str(ranks)).mkdir()
         costs[ranks] = begun(ranks, tmp_path / str(ranks))
     first = costs[FEW]
-    sources = len(list(PACKAGE.rglob("*.py")))  # read once, to compare with other ranks'
+    sources = len(list(PACKAGE.rglob("*.py")))  # read once and compared over ranks
     assert sources < first["files"] < sources + 200
     for ranks in sizes[1:]:
         found = costs[ranks]

@@ -115,7 +115,7 @@ def test_a_run_that_is_not_begun_leaves_the_word_of_the_one_before(tmp_path):
     assert (tmp_path / "status.json").read_text() == text
 
 
-# Rank 1 is lost when it has done its work, on its way to the end.
+# Rank 1 is killed after its work, before the end of the job.
 LOST = """
 import os, signal
 from zero_mpi.launch import world as launch

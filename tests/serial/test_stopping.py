@@ -162,7 +162,7 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
         wait_for_file(tmp_path / "at-0")
         shown.press(CTRL_C)
         shown.until(lambda: STOPPING in shown.text, 40)
-        time.sleep(0.5)  # two within less are one
+        time.sleep(0.5)  # two signals within less time count as one
         shown.press(CTRL_C)
         assert shown.wait(10) == INTERRUPTED
     assert "Traceback" not in shown.text
@@ -184,7 +184,7 @@ def test_a_closed_terminal_saves(flags, tmp_path):
     out = tmp_path / "out"
     script = tmp_path / "shell.py"
     command = [*TRAIN, "--out", str(out), *flags, *ENDLESS]
-    # The terminal's other end is held by this process alone; that it ends is the terminal's end.
+    # This process alone holds the terminal's other end, so the terminal closes with it.
     script.write_text(f"""
 import os, pty, sys, time
 pid, handle = pty.fork()
@@ -303,7 +303,7 @@ def test_signals_are_the_scripts_own_before_and_after(flags, tmp_path):
 
 # from the first line on
 
-# Comes before all modules: signals this process when numpy is imported, which the package does late.
+# Signals this process at the import of numpy, which the package imports late.
 EARLY = """
 import os, signal, sys, time
 
@@ -400,7 +400,7 @@ MYSELF = "os.kill(os.getpid(), signal.{name})"
         ("resolve.read_corpus", MYSELF.format(name="SIGTERM")),  # rank 0 reads, rank 1 waits for it
         ("resolve.inputs.open_init", "if os.environ.get('PMI_RANK', os.environ.get('PMIX_RANK')) == '1': "
          + MYSELF.format(name="SIGUSR1")),
-        ("setup.make_module", MYSELF.format(name="SIGINT")),  # where ranks may meet, so nothing is cut short
+        ("setup.make_module", MYSELF.format(name="SIGINT")),  # ranks may be in a collective here
     ],
 )  # fmt: skip
 def test_a_signal_ends_what_takes_long_before_the_first_step(name, who, flags, tmp_path):
@@ -433,7 +433,7 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     """A signal whose lead is longer than the job's limit comes at the start of each job."""
     out, soon = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
-    program(tmp_path, "squeue", "exit 1")  # knows no job: what the variables say holds
+    program(tmp_path, "squeue", "exit 1")  # squeue knows no job, so the variables count
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
     assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once may be chance"
@@ -447,7 +447,7 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     )
 
 
-# what is lost where nobody stops it
+# saves by the clock
 
 SOON = """
 from zero_mpi.train import command as train_command, saving

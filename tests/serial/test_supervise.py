@@ -31,7 +31,7 @@ from zero_mpi.commands.supervise.command import Restarts, prepare
 from zero_mpi.commands.supervise.hosts import HostPool, find_pool
 from zero_mpi.errors import UsageError
 
-# What stands for mpirun: at start N it does what the file start-N says, with words for what a run leaves.
+# Script in the place of mpirun: start N runs the file start-N, with functions for the files of a run.
 LAUNCHER = """#!/bin/bash
 here=${0%/*} out=${0%/*}/out
 [[ $1 = --version ]] && cat "$here/version" && exit
@@ -115,9 +115,9 @@ def until(holds, what: str) -> None:
 @pytest.mark.parametrize(
     ("ends", "status"),
     [
-        ("exit 0", 0),  # of a command that is no run
+        ("exit 0", 0),  # a command that is no run
         ("says done; exit 0", 0),
-        ("says done; exit 1", 0),  # the run's own word holds
+        ("says done; exit 1", 0),  # status.json decides
         ("says stopped SIGTERM; exit 75", 75),
         ("says stopped SIGTERM; exit 1", 75),  # Open MPI's launcher, told to end
         ("exit 75", 75),
@@ -135,7 +135,7 @@ def test_an_end_that_is_the_last(ends, status, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("ends", "reason"),
     [
-        ("says running; exit 0", "status 0: killed"),  # seen of Open MPI's launcher
+        ("says running; exit 0", "status 0: killed"),  # Open MPI's launcher does this
         ("says running; exit 9", "status 9: killed"),
         ("says running; kill -KILL $$", "status 137 (SIGKILL): killed"),
         ("says failed 'no progress for 5.2 s'; exit 86", "no progress for 5.2 s"),

@@ -14,8 +14,8 @@ from zero_mpi.ops import threads, trial
 from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.train.resolve import set_threads
 
-# Places among the trial's results: gradients of biases and norms, and losses, which are sums over rows.
-SUMS = {"products": range(4, 42, 6)}  # places of sums over rows; elsewhere they have fewer than two axes
+# Places in the trial's results of sums over rows: gradients of biases and norms, and losses.
+SUMS = {"products": range(4, 42, 6)}  # other sums over rows have fewer than two axes
 
 
 @pytest.fixture

@@ -364,7 +364,7 @@ def test_a_job_that_was_stopped_goes_on_with_what_is_missing(long, whole, tmp_pa
     (out / "00002.idx").unlink()
     for leftover in (".tokenize/plan.json", "00077.bin", "00077.idx", "tokenizer.gguf"):
         (tmp_path / "new" / leftover).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "new" / leftover).write_bytes(b"half")  # of a job that had completed nothing
+        (tmp_path / "new" / leftover).write_bytes(b"half")  # left by a job that completed nothing
     assert tokenize(long, *SMALL, out="new") == 0
     assert files(tmp_path / "new") == whole
     capsys.readouterr()
@@ -395,7 +395,7 @@ def test_a_folder_that_was_begun_with_others_is_refused(is_complete, long, tmp_p
     long.write_bytes(raw.replace(b"59", b"58"))
     refused("sha256 of the input 'long.jsonl'", long, *SMALL)
     long.write_bytes(raw)
-    os.utime(long, (1, 1))  # another time is no other text
+    os.utime(long, (1, 1))  # another time does not mean another text
     assert tokenize(long, *SMALL) == 0
 
 

@@ -17,7 +17,7 @@ tokenizers = pytest.importorskip(
 )
 
 TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(60)]
-# Here the library and llama.cpp differ: it takes U+017F for an s, and cuts out the leftmost token first.
+# The library differs from llama.cpp here: U+017F counts as an s, and the leftmost token is cut first.
 APART = ("\u017f", "l><tool")
 KEY = "tokenizer.ggml."
 NO_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -137,7 +137,7 @@ def test_a_template_that_puts_a_bos_in_front_is_kept(plain, config, tmp_path):
     assert tokenizer.encode_prompt("x").tolist() == library.encode("x").ids == [place, *tokenizer.encode("x")]
 
 
-# rules that no key of llama.cpp's names: the package tokenizers on the same file says the right ids
+# rules without a key in llama.cpp: the package tokenizers gives the expected ids
 
 LOWER = [
     {"type": "NFD"},

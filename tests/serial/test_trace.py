@@ -57,7 +57,7 @@ CASES = [  # events of a step of 100, the columns, and what was waited for
         {"compute": 50, "exposed": 30, "other": 20},
         {"allgather": 30},
     ),
-    (  # evaluations and checkpoints have all of their time
+    (  # evaluations and checkpoints count fully
         [
             event(0, "steps", "evaluation", 0, 30),
             event(0, "compute", "forward", 5, 25),
