@@ -10,6 +10,7 @@ from test_plan_exact import (
     PER_NODE,
     STRATEGIES,
     after_step,
+    apart,
     case_of,
     check_memory,
     check_traffic,
@@ -20,6 +21,9 @@ from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialCo
 from zero_mpi.models.lora import FROZEN
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding.precision import BF16, FP32
+
+__all__ = ["apart"]  # a fixture
+
 
 MODELS = {
     "tied": {"tied": True},
