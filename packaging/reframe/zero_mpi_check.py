@@ -1,8 +1,8 @@
-"""A ReFrame test: four ranks train for 20 steps on a small text, the loss falls and the run is done.
+"""ReFrame test: four ranks train for 20 steps on a small text; the loss must fall and the run must be `done`.
 
     reframe -C packaging/reframe/local.py -c packaging/reframe/zero_mpi_check.py -r
 
-On a cluster without -C, with the site's own configuration, and zero_mpi in the PATH or a module of `modules`.
+On a cluster, leave out -C to use the site's configuration, with zero_mpi in PATH or in a module of `modules`.
 """
 
 import reframe as rfm
@@ -13,7 +13,7 @@ TEXT = "print('\\n'.join(f'def f{n}(x):\\n    return x + {n}\\n' for n in range(
 
 @rfm.simple_test
 class ZeroMpiTrains(rfm.RunOnlyRegressionTest):
-    """Twenty steps of a small model of bytes."""
+    """Train a small byte-level model for twenty steps."""
 
     valid_systems = ["*"]
     valid_prog_environs = ["*"]
@@ -29,7 +29,7 @@ class ZeroMpiTrains(rfm.RunOnlyRegressionTest):
 
     @sanity_function
     def the_loss_falls_and_the_run_is_done(self):
-        """The losses of steps 1 and 20, and the word of the run."""
+        """Check the losses of steps 1 and 20 and the final state."""
         losses = sn.extractall(r"^step +(?:1|20)/20 +loss (\S+)", self.stdout, 1, float)
         return sn.all(
             [

@@ -176,8 +176,8 @@ def test_flags_in_readme_exist():
 
 
 def api_rows() -> list[str]:
-    rows = API.partition("| There | Here |")[2].partition("\n\n")[0].splitlines()[2:]
-    return [row.split("|")[2].strip().strip("`") for row in rows]
+    rows = API.partition("| Name |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [row.split("|")[1].strip().strip("`") for row in rows]
 
 
 @pytest.mark.parametrize("entry", api_rows())

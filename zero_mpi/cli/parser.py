@@ -49,7 +49,6 @@ OTHERS = {  # flag -> names that other trainers have for it
 REMOVED = {  # flags that 0.1.0 had, and their replacements
     "--audit": "use zero-mpi verify RUN after the run",
     "--audit-action": "use zero-mpi verify RUN after the run",
-    "--peer-checkpoint": "save checkpoints on disk more often: --save-every N --async-save",
     "--text": "use the page of zero-mpi report, or metrics.jsonl",
     "--why": "give only the two run folders",
 }

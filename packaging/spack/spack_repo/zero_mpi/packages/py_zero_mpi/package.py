@@ -1,4 +1,4 @@
-"""zero_mpi for Spack, in a repository of its own: `spack repo add packaging/spack/spack_repo/zero_mpi`."""
+"""Spack package of zero_mpi. Add its repository: `spack repo add packaging/spack/spack_repo/zero_mpi`."""
 
 import os
 
@@ -10,8 +10,8 @@ from spack.package import *
 class PyZeroMpi(PythonPackage):
     """Train transformers sharded over MPI ranks, exact to the last bit, into GGUF."""
 
-    # The archive of `make dist`, in the folder where spack is called; with --no-checksum: it has no digest
-    # before it is published.
+    # The archive of `make dist`, in the folder where spack is called. It has no digest before it is
+    # published, so --no-checksum is needed.
     manual_download = True
     url = f"file://{os.getcwd()}/zero_mpi-0.1.0.tar.gz"
 
@@ -19,8 +19,8 @@ class PyZeroMpi(PythonPackage):
 
     version("0.1.0")
 
-    variant("fast", default=True, description="Compiled operations, by numba")
-    variant("tokenizers", default=False, description="Tokenizers of byte-level BPE")
+    variant("fast", default=True, description="Compiled operations (numba)")
+    variant("tokenizers", default=False, description="Byte-level BPE tokenizers")
     variant("arrow", default=False, description="Arrow and Parquet files")
 
     depends_on("python@3.11:", type=("build", "run"))
@@ -40,6 +40,6 @@ class PyZeroMpi(PythonPackage):
     depends_on("py-numba@0.61:", type=("build", "run"), when="+fast")
     depends_on("py-tokenizers@0.21:", type=("build", "run"), when="+tokenizers")
     depends_on("py-pyarrow@18:", type=("build", "run"), when="+arrow")
-    depends_on("arrow+parquet", type="run", when="+arrow")  # it has no Parquet otherwise
+    depends_on("arrow+parquet", type="run", when="+arrow")  # else it lacks Parquet
 
     skip_modules = ["zero_mpi.comm.gpu", "zero_mpi.ops.gpu"]  # these need CuPy
