@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import architectures
@@ -19,15 +18,7 @@ from zero_mpi import nn
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import TARGETS, LoRA
 from zero_mpi.nn.compose import Wrapper
-from zero_mpi.nn.fusions import (
-    AddsInBackward,
-    AddsInForward,
-    backward_onto,
-    forward_onto,
-    loss_alone,
-    loss_and_backward,
-)
-from zero_mpi.nn.layer import Composite
+from zero_mpi.nn.layer import AddsInBackward, AddsInForward, Composite
 from zero_mpi.nn.linear import observing
 
 STEP = 1e-5  # of the difference quotient: rounding costs 1e-16 / STEP, curvature STEP^4
@@ -347,8 +338,8 @@ def test_rope_of_a_part_of_a_head_leaves_the_rest(interleaved):
     q, k, v = qkv(GROUPED)(np.random.default_rng(0), np.float32)
     narrow = [np.ascontiguousarray(x[..., :2]) for x in (q, k)]
     expected = nn.RoPE(100.0, interleaved=interleaved).forward({}, (*narrow, v))[0]
-    for in_place in (False, True):
-        layer = nn.RoPE(100.0, interleaved=interleaved, width=2, in_place=in_place)
+    rope = nn.RoPE(100.0, interleaved=interleaved, width=2)
+    for layer in (rope, rope.overwriting()):
         turned = layer.forward({}, (q.copy(), k.copy(), v))[0]
         for before, after, part in zip((q, k), turned, expected, strict=False):
             assert after[..., :2].tobytes() == part.tobytes()
@@ -369,10 +360,10 @@ def test_loss_in_one_is_forward_cross_entropy_and_backward(case):
     g, expected_g = copied(s.g), copied(s.g)
     expected_dx = s.layer.backward(s.p, saved, dlogits, expected_g)
     before = fingerprint(s.x)
-    found, dx = loss_and_backward(s.layer, s.p, s.x, targets, 0.3, g)
+    found, dx = s.layer.loss(s.p, s.x, targets, 0.3, g)
     assert isinstance(found, float)
     assert found == pytest.approx(loss, rel=1e-12)
-    assert loss_alone(s.layer, s.p, s.x, targets, 0.3) == pytest.approx(loss, rel=1e-12)
+    assert s.layer.evaluate(s.p, s.x, targets, 0.3) == pytest.approx(loss, rel=1e-12)
     assert fingerprint(s.x) == before
     for name in g:
         np.testing.assert_allclose(g[name], expected_g[name], rtol=1e-10, atol=1e-12)
@@ -412,23 +403,13 @@ def test_every_layer_class_has_a_case():
     assert not missing, f"add a case for {', '.join(sorted(missing))}"
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda rope: nn.Chain(nn.Multiply(2.0), rope, nn.CausalAttention(1.0)),
-        lambda rope: nn.Chain(nn.ProjectQKV("blk.0", 8, GROUPED), rope, nn.MergeHeads()),
-        lambda rope: nn.Chain(nn.ProjectQKV("blk.0", 8, GROUPED), rope),
-        nn.Residual,
-        nn.Recompute,
-        partial(nn.Stage, "blk.0"),
-    ],
-)
-def test_a_layer_that_overwrites_its_input_stands_only_between_layers_that_keep_nothing(build):
-    rope = nn.RoPE(1e4, interleaved=True, in_place=True)
-    with pytest.raises(ValueError, match="RoPE"):
-        build(rope)
-    build(nn.RoPE(1e4, interleaved=True))
-    nn.Chain(nn.ProjectQKV("blk.0", 8, GROUPED), rope, nn.CausalAttention(1.0))
+def test_a_layer_overwrites_its_input_only_between_layers_that_keep_nothing():
+    rope, attention = nn.RoPE(1e4, interleaved=True), nn.CausalAttention(1.0)
+    project = nn.ProjectQKV("blk.0", 8, GROUPED)
+    assert nn.Chain(project, rope, attention).layers[1].overwrites
+    for layers in ((nn.Multiply(2.0), rope, attention), (project, rope, nn.MergeHeads()), (project, rope)):
+        assert not nn.Chain(*layers).layers[1].overwrites
+    assert not rope.overwrites
 
 
 def test_what_is_no_chain_is_refused():
@@ -451,10 +432,10 @@ def test_a_residual_is_added_whether_or_not_the_layer_can(layer):
     y, saved = layer.forward(p, x)
     kept = residual.copy()
     for any_layer in (layer, nn.Chain(layer)):
-        onto, _ = forward_onto(any_layer, p, x, residual)
+        onto, _ = any_layer.forward_onto(p, x, residual)
         np.testing.assert_allclose(onto, residual + y, rtol=1e-12, atol=1e-14)
     dx = layer.backward(p, saved, y, {})
     for any_layer, s in ((layer, saved), (nn.Chain(layer), [saved])):
-        onto = backward_onto(any_layer, p, s, y, {}, residual)
+        onto = any_layer.backward_onto(p, s, y, {}, residual)
         np.testing.assert_allclose(onto, residual + dx, rtol=1e-12, atol=1e-14)
     np.testing.assert_array_equal(residual, kept)

@@ -9,6 +9,7 @@ heads, D and E the widths of a key and of a value.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,8 +19,7 @@ import numpy as np
 from zero_mpi import device, ops
 from zero_mpi.device.arrays import namespace, side_by_side
 from zero_mpi.nn.batch import batch_of, first_in_window
-from zero_mpi.nn.generation import Cache
-from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
+from zero_mpi.nn.layer import Cache, Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear, Rows, rows_of
 from zero_mpi.nn.norm import RMSNorm
 from zero_mpi.ops.elementary import cosines, power, sines
@@ -91,20 +91,11 @@ class JointQKV(ProjectQKV):
         self.linears = rows_of(self.whole[0], heads.widths)
 
 
-class FusedQKV(Composite):
-    """x (B, T, C) -> (q, k, v) by one matrix `PREFIX.attn_qkv`, whose rows are q's, then k's, then v's."""
-
-    keeps_results = False
-
-    def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
-        self.heads = heads
-        self.linear = Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias, fused=heads.widths)
-
-    def parts(self) -> Sequence[Layer]:
-        return [self.linear]
+class FusedQKV(JointQKV):
+    """`JointQKV` by one product with the full matrix; q, k and v are columns of its result."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        qkv, saved = self.linear.forward(p, x)
+        qkv, saved = self.whole[0].forward(p, x)
         a, b, _ = self.heads.widths
         return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), saved
 
@@ -112,7 +103,7 @@ class FusedQKV(Composite):
         joined = side_by_side(dy)  # attention's backward returns them concatenated
         if joined is None:
             joined = namespace(saved[0]).concatenate([merge(d) for d in dy], axis=-1)
-        return self.linear.backward(p, saved, joined, g)
+        return self.whole[0].backward(p, saved, joined, g)
 
 
 class QKNorm(Composite):
@@ -195,10 +186,10 @@ class RoPE(Layer):
     `factors` (one per pair, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
     multiplies rotated elements by a `magnitude` as well (Peng et al., 2023). `width`: number of elements of a
     head that are rotated, the first ones; None: all.
-    `in_place`: overwrite the inputs, see `Layer`.
     """
 
     backward_reads_params = False
+    overwrites = False
 
     def __init__(
         self,
@@ -207,12 +198,16 @@ class RoPE(Layer):
         interleaved: bool,
         factors: tuple[float, ...] = (),
         magnitude: float = 1.0,
-        in_place: bool = False,
         width: int | None = None,
     ) -> None:
         self.width = width
         self.frequencies = Frequencies(base, factors, magnitude)
-        self.interleaved, self.overwrites = interleaved, in_place
+        self.interleaved = interleaved
+
+    def overwriting(self) -> RoPE:
+        found = copy(self)
+        found.overwrites = True
+        return found
 
     def table(self, stop: int, q: Any, sign: int = 1) -> tuple[Any, Any]:
         """Return cosines and sines (positions, W / 2) for at least `stop` positions of q (..., D)."""
