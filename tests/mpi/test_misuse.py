@@ -127,7 +127,6 @@ MODULES = {
         r"parameter a\.weight has the shapes \(3, 2\) and \(2, 3\)",
     ),
     "mpi: comm": (lambda c: MPIComm("world"), r"MPIComm: .*got 'world'"),
-    "mpi: piece": (lambda c: MPIComm(exact_chunk=0), "exact_chunk: .*at least 1, got 0"),
     "trace: comm": (lambda c: tracing(None, "a.json").__enter__(), "tracing: comm: expected"),
     "trace: place": (lambda c: tracing(c, "/nowhere/a.json").__enter__(), "cannot write there"),
     "connect: timeout": (lambda c: connect(timeout="long"), "connect: timeout: .*got 'long'"),

@@ -112,7 +112,6 @@ class Comm(ABC):
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         """Fill `full` on all ranks from every rank's slice: `shard`, or None if it lies in `full`."""
 
-    @abstractmethod
     def reduce_scatter(
         self,
         full: Array,
@@ -128,6 +127,12 @@ class Comm(ABC):
         Ranks from `contributors` on contribute nothing (their `full` is not read when exact; it must be zeros
         when fast). Exact: ((out + rank 0) + rank 1) + ..., one addition after the other in float32.
         """
+        ranks = self.size if contributors is None else contributors
+        return self._reduce(ReduceScatter(full, out, partition, ranks, accumulate, label))
+
+    def _reduce(self, asked: ReduceScatter) -> Handle:
+        """Start a reduction: `reduce_scatter` with all arguments given."""
+        raise NotImplementedError
 
     @abstractmethod
     def allreduce(self, array: Array, label: str = "") -> Handle:

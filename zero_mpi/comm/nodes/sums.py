@@ -21,11 +21,12 @@ import numpy as np
 
 from zero_mpi.comm.base import AllOf, Handle, ReduceScatter
 from zero_mpi.comm.kinds import CHAIN_DEPTH, ENTRIES, POSTED, SUMMED, chain_chunk
+from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.partition import Partition, others
 from zero_mpi.comm.shared.memory import NodeMemory, SharedGradientPool
 from zero_mpi.comm.start_mpi import mpi_type
 from zero_mpi.comm.topology import Topology
-from zero_mpi.comm.transfer import MessageComm, Running, borrowed
+from zero_mpi.comm.transfer import Running, borrowed
 from zero_mpi.comm.wrapper import ProgressingWrapper
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
@@ -85,7 +86,7 @@ class NodeSums:
     """
 
     def __init__(
-        self, flat: MessageComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
+        self, flat: MPIComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
     ) -> None:
         self.flat, self.topology, self.lane, self.node, self.memory = flat, topology, lane, node, memory
         self.chunk = chain_chunk(topology.nodes)
