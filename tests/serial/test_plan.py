@@ -27,7 +27,7 @@ from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, simulate
 from zero_mpi.plan.step_time import Player, step_time
 from zero_mpi.plan.traffic import plan_traffic
-from zero_mpi.sharding import strategy_named
+from zero_mpi.sharding.strategy import strategy_named
 
 needs_numba = pytest.mark.skipif(backend() == "numpy", reason="the plan is of the compiled operations")
 
@@ -233,7 +233,7 @@ from zero_mpi.comm.nodes.hybrid import MPIComm
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.sharding import strategy_named
+from zero_mpi.sharding.strategy import strategy_named
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

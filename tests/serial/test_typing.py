@@ -12,7 +12,7 @@ import zero_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = ("zero_mpi", "zero_mpi.nn", "zero_mpi.models", "zero_mpi.comm", "zero_mpi.sharding")
+PACKAGES = ("zero_mpi", "zero_mpi.nn", "zero_mpi.models", "zero_mpi.comm")
 NAMES = [(package, name) for package in PACKAGES for name in importlib.import_module(package).__all__]
 
 

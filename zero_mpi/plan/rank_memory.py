@@ -25,7 +25,7 @@ from zero_mpi.models.model_config import elements
 from zero_mpi.optim.offload import BUFFER_SETS, chunk_of
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.simulate import KERNELS, simulate
-from zero_mpi.sharding.host_masters import NONE, STATE
+from zero_mpi.sharding.parameters import NONE, STATE
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
 

@@ -40,7 +40,7 @@ class Segment:
 class Unit:
     """Names and shapes of the parameters of a flat buffer, and where each starts.
 
-    whole: no parameter is cut; ends: then, where each rank's slice ends (`dealt_whole`).
+    whole: no parameter is cut; ends: where each rank's slice ends in that case (`dealt_whole`).
     firsts: offset of the unit's part in each parameter that lies in several units.
     """
 
