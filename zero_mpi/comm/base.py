@@ -144,9 +144,9 @@ class Comm(ABC):
 
     @abstractmethod
     def gather(
-        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
+        self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        """Fill `room` on `root` with a chunk of a buffer, from the `part` of every rank; blocking."""
+        """Fill `buffer` on `root` with a chunk of a partition, from the `part` of every rank; blocking."""
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:

@@ -186,11 +186,11 @@ class MPIComm(Comm):
         return self.start(running(), "broadcast", label)
 
     def gather(
-        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
+        self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        assert piece.stop - piece.start <= self.most, "cut the buffer smaller"
+        assert chunk.stop - chunk.start <= self.most, "cut the buffer smaller"
         send = None if part is None else [part, mpi_type(part)]
-        receive = None if room is None else [room, piece.counts, piece.offsets, mpi_type(room)]
+        receive = None if buffer is None else [buffer, chunk.counts, chunk.offsets, mpi_type(buffer)]
         self._finish(self._parameters.Igatherv(send, receive, root), "gather", label)
 
     # ------------------------------------------------------------------------------------- on objects

@@ -43,10 +43,10 @@ class SerialComm(Comm):
         return DONE
 
     def gather(
-        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
+        self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        assert room is not None, "the root needs room for the piece"
-        room[...] = part
+        assert buffer is not None, "the root needs a buffer for the chunk"
+        buffer[...] = part
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
         return [value]

@@ -75,10 +75,10 @@ class CommWrapper(Comm):
         return self.wrapped(self._inner.broadcast(array, root, label))
 
     def gather(
-        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
+        self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        self.on_collective("gather", label, f"elements {piece.start} to {piece.stop}", f"root {root}")
-        self._inner.gather(part, room, piece, root, label)
+        self.on_collective("gather", label, f"elements {chunk.start} to {chunk.stop}", f"root {root}")
+        self._inner.gather(part, buffer, chunk, root, label)
 
     # ------------------------------------------------------------------------------------ on anything
 

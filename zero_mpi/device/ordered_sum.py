@@ -1,6 +1,6 @@
 """Sums in a given order, on the host and, by small kernels with the same bits, on a GPU.
 
-The transports have this sum of their own, because they add pieces as these arrive, on a stream beside the
+The transports have this sum of their own, because they add chunks as these arrive, on a stream beside the
 one that computes, and because `comm` does not know the operations.
 """
 

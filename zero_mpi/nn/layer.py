@@ -1,7 +1,7 @@
 """Definition of a layer: it names its parameters, has a forward and a backward, and holds no arrays.
 
-The methods that a layer may have beside these work for every layer, and a layer replaces those that it can do
-in fewer passes or with less memory.
+Every other method has a default that works for all layers; a layer overrides the methods that it can do in
+fewer passes or with less memory.
 
 Weights are an argument of `forward` and `backward`, so the runtime may free them after forward and
 gather them again for backward. Backward *adds* into the gradients it is given: accumulation, tied
@@ -233,8 +233,9 @@ def params_of(layers: Iterable[Layer]) -> dict[str, Param]:
     params: dict[str, Param] = {}
     for layer in layers:
         for name, param in layer.params().items():
-            if params.setdefault(name, param).shape != param.shape:
-                raise ValueError(f"parameter {name} has the shapes {params[name].shape} and {param.shape}")
+            first = params.setdefault(name, param)
+            if first is not param and first.shape != param.shape:
+                raise ValueError(f"parameter {name} has the shapes {first.shape} and {param.shape}")
     return params
 
 

@@ -1,6 +1,6 @@
 """Ranks of one node that share memory: parameters lie there once, gradients are added where they lie.
 
-*Wholes.* A buffer whose slices the ranks own is one array for all of them. To gather it is to know that the
+*Full arrays.* A buffer whose slices the ranks own is one array for all of them. A gather waits until the
 owners have written: each counts its writes (`signal_written`), and a reader waits until all have counted as
 far as itself (`wait_written`). Before slices are written again no rank may read them any more
 (`barrier_readers`).
