@@ -152,31 +152,23 @@ class JointQKNorm(QKNorm):
         return a.reshape(dq.shape), b.reshape(dk.shape), dv
 
 
-@dataclass(frozen=True)
-class Frequencies:
-    """base^(-2 j / W) / factors[j] for pair j of W / 2; without factors the division is left out.
-
-    Rotated elements are multiplied by `magnitude` as well.
-    """
-
-    base: float
-    factors: tuple[float, ...] = ()
-    magnitude: float = 1.0
-
-    def of(self, width: int) -> Any:
-        """Return the frequencies (width / 2,) of heads of a width."""
-        found = power(self.base, -np.arange(0, width, 2, dtype=np.float64) / width)
-        return found / self.factors if self.factors else found
+Scaling = tuple[float, tuple[float, ...], float]  # base and divisors of the frequencies; magnitude
 
 
 @lru_cache(maxsize=32)
 def rope_table(
-    positions: int, width: int, frequencies: Frequencies, sign: int, dtype: str, on_gpu: bool
+    positions: int, width: int, scaling: Scaling, sign: int, dtype: str, on_gpu: bool
 ) -> tuple[Any, Any]:
-    """Return magnitude times cosines and sines (positions, width / 2) of sign * position * frequency."""
-    place, much = device.in_use() if on_gpu else device.HOST, frequencies.magnitude
-    angles = sign * np.outer(np.arange(positions), frequencies.of(width))
-    cos, sin = (place.from_host((much * turn(angles)).astype(dtype)) for turn in (cosines, sines))
+    """Return magnitude times cosines and sines (positions, width / 2) of sign * position * frequency.
+
+    The frequency of pair j is base^(-2 j / width) / factors[j]; without factors the division is left out.
+    """
+    base, factors, magnitude = scaling
+    frequencies = power(base, -np.arange(0, width, 2, dtype=np.float64) / width)
+    frequencies = frequencies / factors if factors else frequencies
+    angles = sign * np.outer(np.arange(positions), frequencies)
+    place = device.in_use() if on_gpu else device.HOST
+    cos, sin = (place.from_host((magnitude * turn(angles)).astype(dtype)) for turn in (cosines, sines))
     return cos, sin
 
 
@@ -200,8 +192,7 @@ class RoPE(Layer):
         magnitude: float = 1.0,
         width: int | None = None,
     ) -> None:
-        self.width = width
-        self.frequencies = Frequencies(base, factors, magnitude)
+        self.width, self.scaling = width, (base, factors, magnitude)
         self.interleaved = interleaved
 
     def overwriting(self) -> RoPE:
@@ -214,7 +205,7 @@ class RoPE(Layer):
         rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never low
         on_gpu = device.is_cupy(q)
-        return rope_table(rounded, self.width or q.shape[-1], self.frequencies, sign, kind, on_gpu)
+        return rope_table(rounded, self.width or q.shape[-1], self.scaling, sign, kind, on_gpu)
 
     def _turn(self, p: Weights, qkv: Any, start: int, sign: int) -> Any:
         q, k, v = qkv

@@ -132,7 +132,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     # Per chunk: two sums of squares (in slices), and whether it decays (in the updated elements).
     numbers = 2 * -(-own // quantum) + -(-updated // quantum)
     return {
-        "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
+        "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.partition(1).length),
         "masters": BYTES * updated * (case.precision.is_low and unit.kept_bytes(kind) < BYTES),
         "gradients": wide * summed * trained,
         "moments": wide * (states + averages * updated) * trained,

@@ -176,7 +176,7 @@ class Parameters:
     @property
     def nbytes_whole(self) -> int:
         """Bytes that would be kept without sharding."""
-        return self.unit.dealt[0] * self.unit.kept_bytes(self.context.precision.master)
+        return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
         """Round `master` into `low`, after anything but the optimizer has written it."""
