@@ -416,5 +416,5 @@ def test_an_error_inside_a_transfer_comes_out_where_it_is_waited_for(threaded):
         raise OverflowError("in the middle")
 
     with pytest.raises(OverflowError, match="in the middle"):
-        comm.start(failing()).wait()
+        comm.start(failing(), "transfer", "").wait()
     comm.close()
