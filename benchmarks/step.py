@@ -32,8 +32,8 @@ from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.sharding import strategy_named
 from zero_mpi.sharding.precision import PRECISIONS, precision_named
+from zero_mpi.sharding.strategy import strategy_named
 from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.setup import choose_transport
 

@@ -19,18 +19,9 @@ from zero_mpi.data import ByteTokenizer
 from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.traffic import Lanes
-from zero_mpi.sharding.actions import (
-    Backward,
-    Forward,
-    Gather,
-    Reduce,
-    Release,
-    Wait,
-    WaitReduce,
-    by_stage,
-)
-from zero_mpi.sharding.grad_accum import Rounds
+from zero_mpi.sharding.actions import Backward, Forward, Gather, Reduce, Release, Wait, WaitReduce, by_stage
 from zero_mpi.sharding.layout import Layout
+from zero_mpi.sharding.rounds import Rounds
 
 WIDTH, LEFT, CELL, HIGH = 960, 150, 57, 30
 TOP = 150

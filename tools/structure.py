@@ -38,7 +38,7 @@ NEVER: dict[str, tuple[str, ...]] = {
 }
 # The only modules of a layer that another one may use.
 ONLY: dict[tuple[str, str], tuple[str, ...]] = {
-    ("sharding", "nn"): ("nn.layer", "nn.fusions", "nn.linear", "nn.loss", "nn.batch"),
+    ("sharding", "nn"): ("nn.layer", "nn.linear", "nn.loss", "nn.batch"),
 }
 
 # Libraries that only some modules may import.

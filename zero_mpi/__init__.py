@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zero_mpi.nn import cross_entropy
     from zero_mpi.optim.muon import Muon
     from zero_mpi.optim.rule import AdamW, Part, Rule
-    from zero_mpi.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, Strategy
+    from zero_mpi.sharding.strategy import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, Strategy
     from zero_mpi.train.timeline import tracing
 
 MODULES = {
@@ -46,7 +46,7 @@ MODULES = {
     "compat.optimizer": ("ShardedAdamW", "ShardedOptimizer", "clip_grad_norm"),
     "optim.muon": ("Muon",),
     "optim.rule": ("AdamW", "Part", "Rule"),
-    "sharding": ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP", "Strategy"),
+    "sharding.strategy": ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP", "Strategy"),
     "train.timeline": ("tracing",),
 }
 PUBLIC = {name: module for module, names in MODULES.items() for name in names}

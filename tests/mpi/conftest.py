@@ -28,9 +28,13 @@ def exact(request, made):
 
 @pytest.fixture(scope="session")
 def pieces():
-    return MPIComm(exact_chunk=700, most=5000, threaded=True)
+    comm = MPIComm(threaded=True)
+    comm.exact_chunk, comm.most = 700, 5000
+    return comm
 
 
 @pytest.fixture(scope="session")
 def fast():
-    return MPIComm(exact=False, fast_chunk=3000)
+    comm = MPIComm(exact=False)
+    comm.fast_chunk = 3000
+    return comm

@@ -15,15 +15,15 @@ from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.shared.comm import SharedComm
 
 RANKS = MPI.COMM_WORLD.Get_size()
-SETTINGS = {
-    "exact": {"threaded": False},
-    "exact pieces": {"exact_chunk": 3, "threaded": False},
-    "exact cut": {"most": 5, "threaded": False},
-    "exact thread": {"exact_chunk": 3, "threaded": True},
-    "fast": {"exact": False, "threaded": False},
-    "fast pieces": {"exact": False, "fast_chunk": 9, "threaded": False},
-    "fast cut": {"exact": False, "most": 7, "threaded": False},
-    "fast thread": {"exact": False, "fast_chunk": 9, "threaded": True},
+SETTINGS = {  # sizes of messages and chunks
+    "exact": {},
+    "exact pieces": {"exact_chunk": 3},
+    "exact cut": {"most": 5, "exact_chunk": 5},
+    "exact thread": {"exact_chunk": 3},
+    "fast": {},
+    "fast pieces": {"fast_chunk": 9},
+    "fast cut": {"most": 7, "fast_chunk": 7},
+    "fast thread": {"fast_chunk": 9},
 }
 OWN = [name for name in ON_ONE_NODE if name != "mpi"]
 NAMES = [*SETTINGS, *OWN, *(["serial"] if RANKS == 1 else [])]
@@ -46,7 +46,9 @@ over_buffers = pytest.mark.parametrize(("length", "quantum", "dtype"), BUFFERS)
 @functools.cache
 def communicator(name):
     if name in SETTINGS:
-        return MPIComm(**SETTINGS[name])
+        comm = MPIComm(exact=name.startswith("exact"), threaded=name.endswith("thread"))
+        vars(comm).update(SETTINGS[name])
+        return comm
     return SerialComm() if name == "serial" else ON_ONE_NODE[name](threaded=False)
 
 
@@ -376,5 +378,5 @@ def test_an_error_inside_a_transfer_comes_out_where_it_is_waited_for(threaded):
         raise OverflowError("in the middle")
 
     with pytest.raises(OverflowError, match="in the middle"):
-        comm.start(failing()).wait()
+        comm.start(failing(), "transfer", "").wait()
     comm.close()

@@ -5,7 +5,7 @@ import pytest
 import tiny
 
 from zero_mpi import SerialComm
-from zero_mpi.sharding.evaluation import PartedBatch, part_losses
+from zero_mpi.sharding.rounds import PartedBatch, part_losses
 
 ROWS, MICRO_BATCHES = 2, 5
 PARTS = ((0, slice(0, None)), (1, slice(4, 7)), (1, np.array([0, 2, 10])))  # a row, a run, chosen targets

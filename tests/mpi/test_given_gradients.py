@@ -15,8 +15,8 @@ from zero_mpi import (
     cross_entropy,
 )
 from zero_mpi.nn import Linear, Stage
-from zero_mpi.sharding import STRATEGIES as ALL_STRATEGIES
 from zero_mpi.sharding.precision import BF16, FP32
+from zero_mpi.sharding.strategy import STRATEGIES as ALL_STRATEGIES
 
 STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 CONFIG = tiny.MODELS["llama tied"]

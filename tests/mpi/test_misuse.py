@@ -114,7 +114,6 @@ MODULES = {
         lambda c: ShardedModule([Stage("a", Linear("a", 2, 3)), Stage("b", Linear("a", 3, 2))], c),
         r"parameter a\.weight has the shapes \(3, 2\) and \(2, 3\)",
     ),
-    "mpi: piece": (lambda c: MPIComm(exact_chunk=0), "exact_chunk: .*at least 1, got 0"),
     "trace: place": (lambda c: tracing(c, "/nowhere/a.json").__enter__(), "cannot write there"),
     "connect: timeout": (lambda c: connect(timeout="long"), "connect: timeout: .*got 'long'"),
     "connect: check": (lambda c: connect(check="yes"), "connect: check: expected True or False, got 'yes'"),

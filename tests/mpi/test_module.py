@@ -13,7 +13,7 @@ from zero_mpi import (
     clip_grad_norm,
     cross_entropy,
 )
-from zero_mpi.sharding import STRATEGIES
+from zero_mpi.sharding.strategy import STRATEGIES
 
 CONFIG = tiny.MODELS["llama"]
 strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))

@@ -22,8 +22,8 @@ from zero_mpi.comm.shared.memory import MPI, NodesApart
 from zero_mpi.comm.topology import PRETEND, Topology
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
-from zero_mpi.sharding import STRATEGIES
 from zero_mpi.sharding.precision import BF16
+from zero_mpi.sharding.strategy import STRATEGIES
 
 WORLD = MPI.COMM_WORLD
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})

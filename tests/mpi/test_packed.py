@@ -10,7 +10,7 @@ import tiny
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.data import EvalLoader, PackedWindows, StepLoader
 from zero_mpi.data.documents import Document, stream_of
-from zero_mpi.sharding.evaluation import evaluate
+from zero_mpi.sharding.rounds import evaluate
 from zero_mpi.train.objective import with_loss
 
 CONTEXT, STEPS = 40, 3

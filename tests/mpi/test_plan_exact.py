@@ -21,8 +21,8 @@ from zero_mpi.models import GPT2, Llama, Qwen3MoE
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.traffic import plan_traffic
-from zero_mpi.sharding import strategy_named
 from zero_mpi.sharding.parameters import ReplicatedParameters
+from zero_mpi.sharding.strategy import strategy_named
 
 STRATEGIES = ("full-shard", "shard-grad-op", "no-shard")
 EVERY_STRATEGY = (*STRATEGIES, "hybrid-shard")

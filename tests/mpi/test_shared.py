@@ -33,7 +33,7 @@ from zero_mpi.device.arrays import BufferPool
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
-from zero_mpi.sharding import STRATEGIES
+from zero_mpi.sharding.strategy import STRATEGIES
 from zero_mpi.train.setup import choose_transport, layout_config
 
 CONFIG = tiny.MODELS["llama"]

@@ -8,8 +8,8 @@ import pytest
 
 import zero_mpi
 from zero_mpi import SerialComm
-from zero_mpi.sharding import STRATEGIES
 from zero_mpi.sharding.precision import BF16, FP16, FP32
+from zero_mpi.sharding.strategy import STRATEGIES
 
 PRECISIONS = {precision.name: precision for precision in (FP32, BF16, FP16)}
 strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))

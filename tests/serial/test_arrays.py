@@ -22,12 +22,11 @@ from zero_mpi.device.arrays import (
     recycled,
     recycled_stats,
     size_class,
-    zeros,
 )
 from zero_mpi.device.types import ALIGNMENT
 
 
-@pytest.mark.parametrize("make", [empty, zeros])
+@pytest.mark.parametrize("make", [empty, HOST.zeros])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint16, np.uint8])
 @pytest.mark.parametrize("size", [0, 1, 3, 17, 1000])
 def test_arrays_start_at_a_cache_line(make, dtype, size):

@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import architectures
@@ -19,13 +18,7 @@ from zero_mpi import nn
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import TARGETS, LoRA
 from zero_mpi.nn.compose import Wrapper
-from zero_mpi.nn.fusions import (
-    AddsInBackward,
-    AddsInForward,
-    loss_alone,
-    loss_and_backward,
-)
-from zero_mpi.nn.layer import Composite
+from zero_mpi.nn.layer import AddsInBackward, AddsInForward, Composite
 from zero_mpi.nn.linear import observing
 
 STEP = 1e-5  # step of the difference quotient; its error is 1e-16 / STEP by rounding plus STEP^4 by curvature
@@ -347,10 +340,10 @@ def test_loss_in_one_is_forward_cross_entropy_and_backward(case):
     g, expected_g = copied(s.g), copied(s.g)
     expected_dx = s.layer.backward(s.p, saved, dlogits, expected_g)
     before = fingerprint(s.x)
-    found, dx = loss_and_backward(s.layer, s.p, s.x, targets, 0.3, g)
+    found, dx = s.layer.loss(s.p, s.x, targets, 0.3, g)
     assert isinstance(found, float)
     assert found == pytest.approx(loss, rel=1e-12)
-    assert loss_alone(s.layer, s.p, s.x, targets, 0.3) == pytest.approx(loss, rel=1e-12)
+    assert s.layer.evaluate(s.p, s.x, targets, 0.3) == pytest.approx(loss, rel=1e-12)
     assert fingerprint(s.x) == before
     for name in g:
         np.testing.assert_allclose(g[name], expected_g[name], rtol=1e-10, atol=1e-12)
@@ -376,23 +369,13 @@ def test_every_layer_class_has_a_case():
     assert not missing, f"add a case for {', '.join(sorted(missing))}"
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda rope: nn.Chain(nn.Multiply(2.0), rope, nn.CausalAttention(1.0)),
-        lambda rope: nn.Chain(nn.ProjectQKV("blk.0", 8, GROUPED), rope, nn.MergeHeads()),
-        lambda rope: nn.Chain(nn.ProjectQKV("blk.0", 8, GROUPED), rope),
-        nn.Residual,
-        nn.Recompute,
-        partial(nn.Stage, "blk.0"),
-    ],
-)
-def test_a_layer_that_overwrites_its_input_stands_only_between_layers_that_keep_nothing(build):
-    rope = nn.RoPE(1e4, interleaved=True, in_place=True)
-    with pytest.raises(ValueError, match="RoPE"):
-        build(rope)
-    build(nn.RoPE(1e4, interleaved=True))
-    nn.Chain(nn.ProjectQKV("blk.0", 8, GROUPED), rope, nn.CausalAttention(1.0))
+def test_a_layer_overwrites_its_input_only_between_layers_that_keep_nothing():
+    rope, attention = nn.RoPE(1e4, interleaved=True), nn.CausalAttention(1.0)
+    project = nn.ProjectQKV("blk.0", 8, GROUPED)
+    assert nn.Chain(project, rope, attention).layers[1].overwrites
+    for layers in ((nn.Multiply(2.0), rope, attention), (project, rope, nn.MergeHeads()), (project, rope)):
+        assert not nn.Chain(*layers).layers[1].overwrites
+    assert not rope.overwrites
 
 
 def test_what_is_no_chain_is_refused():
@@ -401,3 +384,24 @@ def test_what_is_no_chain_is_refused():
         nn.Chain(nn.Linear("a", 7, 5), nn.Linear("a", 5, 2)).params()
     with pytest.raises(ValueError, match="at least one layer"):
         nn.Chain()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear("a", 7, 7), nn.RMSNorm("a", 7, 1e-5), nn.GELU(), nn.Multiply(0.3)],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_residual_is_added_whether_or_not_the_layer_can(layer):
+    rng = np.random.default_rng(0)
+    x, residual = (rng.standard_normal((2, 5, 7)) for _ in range(2))
+    p = weights(layer, rng, np.float64)
+    y, saved = layer.forward(p, x)
+    kept = residual.copy()
+    for any_layer in (layer, nn.Chain(layer)):
+        onto, _ = any_layer.forward_onto(p, x, residual)
+        np.testing.assert_allclose(onto, residual + y, rtol=1e-12, atol=1e-14)
+    dx = layer.backward(p, saved, y, {})
+    for any_layer, s in ((layer, saved), (nn.Chain(layer), [saved])):
+        onto = any_layer.backward_onto(p, s, y, {}, residual)
+        np.testing.assert_allclose(onto, residual + dx, rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(residual, kept)

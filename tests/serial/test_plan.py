@@ -25,7 +25,7 @@ from zero_mpi.plan.plan import MOST, largest, limits, most, sweep
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, simulate
 from zero_mpi.plan.step_time import Player
-from zero_mpi.sharding import strategy_named
+from zero_mpi.sharding.strategy import strategy_named
 
 needs_numba = pytest.mark.skipif(backend() == "numpy", reason="the plan is of the compiled operations")
 

@@ -261,11 +261,11 @@ def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part
 
     If every node has all slices, the ranks of the first node contribute them.
     """
-    owners = unit.partition.parts
+    ends = unit.partition.bounds[1:]
     first = unit.part.start - part.start
     own = values[first : first + unit.part.stop - unit.part.start]
-    partition = replace(unit.partition, idle=comm.size - owners)
-    return Contribution(prefix, unit.unit, partition, own if comm.rank < owners else own[:0])
+    partition = replace(unit.partition, parts=comm.size, ends=ends + ends[-1:] * (comm.size - len(ends)))
+    return Contribution(prefix, unit.unit, partition, own if comm.rank < len(ends) else own[:0])
 
 
 class Snapshot:

@@ -20,12 +20,4 @@ from zero_mpi.comm.base import DONE, AllOf, Comm, Handle
 from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.comm.serial import SerialComm
 
-__all__ = [
-    "DONE",
-    "AllOf",
-    "Chunk",
-    "Comm",
-    "Handle",
-    "Partition",
-    "SerialComm",
-]
+__all__ = ["DONE", "AllOf", "Chunk", "Comm", "Handle", "Partition", "SerialComm"]

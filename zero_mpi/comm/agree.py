@@ -82,10 +82,7 @@ def alike(
 
 
 def exchange(
-    comm: Comm,
-    action: Callable[[], T],
-    caught: tuple[type[Exception], ...],
-    word: Callable[[T], Any],
+    comm: Comm, action: Callable[[], T], caught: tuple[type[Exception], ...], word: Callable[[T], Any]
 ) -> tuple[T, list[Any]]:
     """Return the result of action(), and word(result) of all ranks; raise the first `caught` problem.
 

@@ -112,7 +112,6 @@ class Comm(ABC):
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         """Fill `full` on all ranks from every rank's slice: `shard`, or None if it lies in `full`."""
 
-    @abstractmethod
     def reduce_scatter(
         self,
         full: Array,
@@ -128,6 +127,12 @@ class Comm(ABC):
         Ranks from `contributors` on contribute nothing (their `full` is not read when exact; it must be zeros
         when fast). Exact: ((out + rank 0) + rank 1) + ..., one addition after the other in float32.
         """
+        ranks = self.size if contributors is None else contributors
+        return self._reduce(ReduceScatter(full, out, partition, ranks, accumulate, label))
+
+    def _reduce(self, asked: ReduceScatter) -> Handle:
+        """Start a reduction: `reduce_scatter` with all arguments given."""
+        raise NotImplementedError
 
     @abstractmethod
     def allreduce(self, array: Array, label: str = "") -> Handle:
@@ -139,9 +144,9 @@ class Comm(ABC):
 
     @abstractmethod
     def gather(
-        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
+        self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        """Fill `room` on `root` with a chunk of a buffer, from the `part` of every rank; blocking."""
+        """Fill `buffer` on `root` with a chunk of a partition, from the `part` of every rank; blocking."""
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:

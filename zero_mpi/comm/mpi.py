@@ -1,9 +1,7 @@
 """MPI: allgather by the library; reductions exact (pairwise exchange, ordered sum) or by the library.
 
-The exact reduction sends each owner its slice point to point and lets it add the slices in the order of
-ranks, in float32: the same bits with every MPI library, and as fast as the library's Reduce_scatter or
-faster. It runs in chunks, so its receive buffers are small and stay in cache. Each purpose has a
-communicator of its own, so that parameters, gradients and control messages cannot meet.
+The exact reduction is as fast as the library's Reduce_scatter or faster: its receive buffers stay in cache.
+Each purpose has a communicator of its own, so that parameters, gradients and control messages cannot meet.
 """
 
 from __future__ import annotations
@@ -16,33 +14,33 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import environment
-from zero_mpi.arguments import instance, whole
+from zero_mpi.arguments import instance
 from zero_mpi.comm.base import DONE, Comm, Handle, ReduceScatter
 from zero_mpi.comm.kinds import EXACT_CHUNK, EXACT_DEPTH
 from zero_mpi.comm.partition import Chunk, Partition, others
 from zero_mpi.comm.start_mpi import MPI, mpi_type
 from zero_mpi.comm.topology import nodes_of
-from zero_mpi.comm.transfer import POLL_SECONDS, MessageComm, ProgressEngine, Running, Transfer
+from zero_mpi.comm.transfer import POLL_SECONDS, ProgressEngine, Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
 from zero_mpi.telemetry.spans import OpenTransfer as Record
 
-MOST_ELEMENTS = 1 << 30  # elements in one message: counts are C ints in older interfaces
-FAST_CHUNK = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
 TAGS = 1 << 14
 
 
-class MPIComm(MessageComm):
+class MPIComm(Comm):
     """The ranks of an MPI communicator (the world, unless another is given).
 
     exact     reductions add in rank order; otherwise the library chooses the order
     threaded  a thread pushes transfers on while the rank computes; left out: where that gains something
     poll      seconds between two looks of the thread
     patient   waits sleep instead of spinning, for the calls of a thread in the background
-
-    The other arguments are sizes, in elements: of one call, and of the chunks that a reduction goes in.
     """
+
+    most = 1 << 30  # elements in one message: counts are C ints in older interfaces
+    exact_chunk = EXACT_CHUNK
+    fast_chunk = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
 
     def __init__(
         self,
@@ -51,18 +49,12 @@ class MPIComm(MessageComm):
         exact: bool = True,
         threaded: bool | None = None,
         poll: float = POLL_SECONDS,
-        most: int = MOST_ELEMENTS,
-        exact_chunk: int = EXACT_CHUNK,
-        fast_chunk: int = FAST_CHUNK,
         patient: bool = False,
     ) -> None:
         world = MPI.COMM_WORLD if comm is None else comm
         instance("MPIComm: comm", world, MPI.Comm, "a communicator of mpi4py")
-        for name, value in (("most", most), ("exact_chunk", exact_chunk), ("fast_chunk", fast_chunk)):
-            whole(f"MPIComm: {name}", value, least=1)
         self.rank, self.size, self.exact = world.Get_rank(), world.Get_size(), exact
         self._parameters, self._gradients, self._control = world.Dup(), world.Dup(), world.Dup()
-        self._most, self._exact_chunk, self._fast_chunk = most, min(exact_chunk, most), min(fast_chunk, most)
         self._patient = patient
         self._tags = count()
         self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)  # by contributors and type
@@ -77,9 +69,8 @@ class MPIComm(MessageComm):
         pays = MPI.Query_thread() == MPI.THREAD_MULTIPLE and self.size > 1 and not (alone and crowded)
         return all(self.allgather_object(pays))
 
-    def start(
-        self, running: Running, kind: str = "transfer", label: str = "", record: Record | None = None
-    ) -> Handle:
+    def start(self, running: Running, kind: str, label: str, record: Record | None = None) -> Handle:
+        """Start a transfer, and push it until it is complete; `record`: that of the collective."""
         transfer = Transfer(running, self.meter, kind, label, record)
         if transfer.test():
             transfer.wait()  # nothing to wait for, but an error would come out
@@ -91,6 +82,7 @@ class MPIComm(MessageComm):
         self._progress.push()
 
     def poke_progress(self) -> None:
+        """Let the library send messages that it has buffered, though their requests are complete."""
         self._control.Iprobe()
 
     # -------------------------------------------------------------------------------------- on arrays
@@ -100,7 +92,7 @@ class MPIComm(MessageComm):
 
         def running() -> Running:
             kind, requests = mpi_type(full), []
-            for chunk in partition.cut(self._most):
+            for chunk in partition.cut(self.most):
                 send = MPI.IN_PLACE if shard is None else [shard[chunk.of_slice(partition, self.rank)], kind]
                 receive = [full[chunk.start : chunk.stop], chunk.counts, chunk.offsets, kind]
                 requests.append(self._parameters.Iallgatherv(send, receive))
@@ -108,27 +100,16 @@ class MPIComm(MessageComm):
 
         return self.start(running(), "allgather", label)
 
-    def reduce_scatter(
-        self,
-        full: Array,
-        out: Array,
-        partition: Partition,
-        *,
-        contributors: int | None = None,
-        accumulate: bool = False,
-        label: str = "",
-    ) -> Handle:
-        contributors = self.size if contributors is None else contributors
-        if self.rank < contributors or not self.exact:
-            self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
-        asked = ReduceScatter(full, out, partition, contributors, accumulate, label)
+    def _reduce(self, asked: ReduceScatter) -> Handle:
+        if self.rank < asked.contributors or not self.exact:
+            self.meter.sent_bytes += asked.partition.outside(self.rank) * asked.full.itemsize
         running = self._exact_reduce(asked) if self.exact else self._fast_reduce(asked)
-        return self.start(running, "reduce_scatter", label)
+        return self.start(running, "reduce_scatter", asked.label)
 
     def _exact_reduce(self, asked: ReduceScatter) -> Running:
         """Reduce in rounds: post the next chunk, wait for the oldest, add its slices in rank order."""
         full, partition, contributors = asked.full, asked.partition, asked.contributors
-        tag, size = next(self._tags) % TAGS, self._exact_chunk
+        tag, size = next(self._tags) % TAGS, self.exact_chunk
         starts = range(0, max(partition.counts), size)
         free = self._scratch[contributors, full.dtype]  # buffers for a chunk from each contributor
         slots = [
@@ -170,7 +151,7 @@ class MPIComm(MessageComm):
 
     def _fast_reduce(self, asked: ReduceScatter) -> Running:
         full, kind, requests, received = asked.full, mpi_type(asked.full), [], []
-        for chunk in asked.partition.cut(self._fast_chunk):
+        for chunk in asked.partition.cut(self.fast_chunk):
             target = asked.out[chunk.of_slice(asked.partition, self.rank)]
             arrives = empty(target.size, full.dtype) if asked.accumulate else target
             send = [full[chunk.start : chunk.stop], kind]
@@ -185,7 +166,7 @@ class MPIComm(MessageComm):
         self.meter.sent_bytes += array.nbytes if self.size > 1 else 0
 
         def running() -> Running:
-            kind, step = mpi_type(array), self._fast_chunk
+            kind, step = mpi_type(array), self.fast_chunk
             yield [
                 self._gradients.Iallreduce(MPI.IN_PLACE, [array[start : start + step], kind], MPI.SUM)
                 for start in range(0, array.size, step)
@@ -198,18 +179,18 @@ class MPIComm(MessageComm):
 
         def running() -> Running:
             yield [
-                self._parameters.Ibcast([flat[start : start + self._most], kind], root)
-                for start in range(0, flat.size, self._most)
+                self._parameters.Ibcast([flat[start : start + self.most], kind], root)
+                for start in range(0, flat.size, self.most)
             ]
 
         return self.start(running(), "broadcast", label)
 
     def gather(
-        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
+        self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        assert piece.stop - piece.start <= self._most, "cut the buffer smaller"
+        assert chunk.stop - chunk.start <= self.most, "cut the buffer smaller"
         send = None if part is None else [part, mpi_type(part)]
-        receive = None if room is None else [room, piece.counts, piece.offsets, mpi_type(room)]
+        receive = None if buffer is None else [buffer, chunk.counts, chunk.offsets, mpi_type(buffer)]
         self._finish(self._parameters.Igatherv(send, receive, root), "gather", label)
 
     # ------------------------------------------------------------------------------------- on objects
@@ -246,11 +227,8 @@ class MPIComm(MessageComm):
 
     # ------------------------------------------------------------------------------- other transports
 
-    def with_comm(self, comm: Any) -> MPIComm:
-        return MPIComm(comm, threaded=False)
-
     def background(self) -> Comm:
-        return MPIComm(self._control, exact=self.exact, threaded=False, most=self._most, patient=True)
+        return MPIComm(self._control, exact=self.exact, threaded=False, patient=True)
 
     def split(self, group: int) -> Comm:
         ranks = self._control.Split(group, self.rank)

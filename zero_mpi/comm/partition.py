@@ -15,28 +15,26 @@ class Partition:
     """A flat buffer of `length` elements dealt out to `parts` ranks in contiguous slices.
 
     Boundaries lie on multiples of `quantum`; lengths are as even as that allows, longer ones first, unless
-    `ends` says where each slice ends. A rank may own nothing, and `idle` ranks after the others do.
+    `ends` says where each slice ends. A rank may own nothing.
     """
 
     length: int
     parts: int
     quantum: int = 1
-    idle: int = 0
     ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("length", 0), ("parts", 1), ("quantum", 1), ("idle", 0)):
+        for name, least in (("length", 0), ("parts", 1), ("quantum", 1)):
             whole(f"Partition: {name}", getattr(self, name), least)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """parts + idle + 1 offsets: rank r owns [bounds[r], bounds[r + 1])."""
+        """parts + 1 offsets: rank r owns [bounds[r], bounds[r + 1])."""
         if self.ends:
-            return (0, *self.ends) + self.ends[-1:] * self.idle
+            return (0, *self.ends)
         share, longer = divmod(-(-self.length // self.quantum), self.parts)
         offsets = (rank * share + min(rank, longer) for rank in range(self.parts + 1))
-        bounds = tuple(min(offset * self.quantum, self.length) for offset in offsets)
-        return bounds + bounds[-1:] * self.idle
+        return tuple(min(offset * self.quantum, self.length) for offset in offsets)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

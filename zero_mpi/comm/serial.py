@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_mpi import device
-from zero_mpi.comm.base import DONE, Comm, Handle, ModuleMemory
+from zero_mpi.comm.base import DONE, Comm, Handle, ModuleMemory, ReduceScatter
 from zero_mpi.comm.kinds import SERIAL
 from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.device.arrays import BufferPool, address
@@ -31,18 +31,9 @@ class SerialComm(Comm):
             full[...] = shard
         return DONE
 
-    def reduce_scatter(
-        self,
-        full: Array,
-        out: Array,
-        partition: Partition,
-        *,
-        contributors: int | None = None,
-        accumulate: bool = False,
-        label: str = "",
-    ) -> Handle:
-        if address(full) != address(out):
-            ordered_sum(out, [full] if contributors != 0 else [], accumulate)
+    def _reduce(self, asked: ReduceScatter) -> Handle:
+        if address(asked.full) != address(asked.out):
+            ordered_sum(asked.out, [asked.full] if asked.contributors else [], asked.accumulate)
         return DONE
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
@@ -52,10 +43,10 @@ class SerialComm(Comm):
         return DONE
 
     def gather(
-        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
+        self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        assert room is not None, "the root needs room for the piece"
-        room[...] = part
+        assert buffer is not None, "the root needs a buffer for the chunk"
+        buffer[...] = part
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
         return [value]

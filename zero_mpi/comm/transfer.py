@@ -4,22 +4,19 @@ A generator yields what it needs next: a list of MPI requests that must be compl
 whether something has come about (a counter in shared memory has risen). So a reduction in chunks, or one that
 goes on from node to node, moves by a thread, by a test between layers, or in the wait of its owner.
 
-Neither MPICH nor Open MPI moves a nonblocking collective unless somebody calls into the library. Where a core
-is free one thread tests what is in progress and sleeps between rounds (`ProgressEngine`); where ranks fill
-the cores such a thread would only take time from the computation, and the runtime tests between layers
-instead.
+Where a core is free one thread tests what is in progress and sleeps between rounds (`ProgressEngine`); where
+ranks fill the cores it would only take time from the computation.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zero_mpi.comm.base import Comm, Handle
+from zero_mpi.comm.base import Handle
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.telemetry import spans
@@ -51,17 +48,12 @@ def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
 class Transfer(Handle):
     """Runner of a generator that yields what it needs next; `test` and `wait` drive it.
 
-    The lock lets the progress thread and the owner push the same transfer. `record`: that of the collective
-        which this is a part of, for the timeline.
+    The lock lets the progress thread and the owner push the same transfer. `record`: the record of the
+    collective that the transfer is part of, for the timeline.
     """
 
     def __init__(
-        self,
-        running: Running,
-        meter: Meter,
-        kind: str = "transfer",
-        label: str = "",
-        record: spans.OpenTransfer | None = None,
+        self, running: Running, meter: Meter, kind: str, label: str, record: spans.OpenTransfer | None
     ) -> None:
         self.kind, self.label = kind, label
         self._record = meter.transfer(kind, label) if record is None else record
@@ -161,25 +153,3 @@ class ProgressEngine:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-
-class MessageComm(Comm):
-    """A transport of messages, on which those of nodes are built."""
-
-    @abstractmethod
-    def with_comm(self, comm: Any) -> MessageComm:
-        """Return a transport over another communicator, such as that of a node; whoever waits pushes it."""
-
-    @abstractmethod
-    def start(
-        self,
-        running: Running,
-        kind: str = "transfer",
-        label: str = "",
-        record: spans.OpenTransfer | None = None,
-    ) -> Handle:
-        """Start a transfer, and push it until it is complete; `record`: that of the collective."""
-
-    @abstractmethod
-    def poke_progress(self) -> None:
-        """Let the library send messages that it has buffered, though their requests are complete."""

@@ -11,7 +11,7 @@ from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.device.types import Array
 
 if TYPE_CHECKING:
-    from zero_mpi.comm.transfer import MessageComm
+    from zero_mpi.comm.mpi import MPIComm
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
@@ -60,28 +60,10 @@ class CommWrapper(Comm):
         self.on_collective("allgather", label, full, partition, where)
         return self.wrapped(self._inner.allgather(shard, full, partition, label))
 
-    def reduce_scatter(
-        self,
-        full: Array,
-        out: Array,
-        partition: Partition,
-        *,
-        contributors: int | None = None,
-        accumulate: bool = False,
-        label: str = "",
-    ) -> Handle:
-        contributors = self.all_contributors if contributors is None else contributors
-        how = "added to what is there" if accumulate else "from zero"
-        self.on_collective("reduce_scatter", label, full, partition, f"{contributors} contributors", how)
-        return self._reduce(ReduceScatter(full, out, partition, contributors, accumulate, label))
-
-    @property
-    def all_contributors(self) -> int:
-        """The number of ranks that a reduction sums over where a call does not say it."""
-        return self.size
-
     def _reduce(self, asked: ReduceScatter) -> Handle:
-        """Start a reduction: `reduce_scatter` with all arguments given."""
+        ranks = f"{asked.contributors} contributors"
+        how = "added to what is there" if asked.accumulate else "from zero"
+        self.on_collective("reduce_scatter", asked.label, asked.full, asked.partition, ranks, how)
         return self.wrapped(self._inner.reduce_scatter(**vars(asked)))
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
@@ -93,10 +75,10 @@ class CommWrapper(Comm):
         return self.wrapped(self._inner.broadcast(array, root, label))
 
     def gather(
-        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
+        self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        self.on_collective("gather", label, f"elements {piece.start} to {piece.stop}", f"root {root}")
-        self._inner.gather(part, room, piece, root, label)
+        self.on_collective("gather", label, f"elements {chunk.start} to {chunk.stop}", f"root {root}")
+        self._inner.gather(part, buffer, chunk, root, label)
 
     # ------------------------------------------------------------------------------------ on anything
 
@@ -143,7 +125,7 @@ class CommWrapper(Comm):
 class ProgressingWrapper(CommWrapper):
     """Wrapper over messages that pushes all transfers while it waits: another rank may need them."""
 
-    def __init__(self, inner: MessageComm, ranks_here: int) -> None:
+    def __init__(self, inner: MPIComm, ranks_here: int) -> None:
         super().__init__(inner)
         self._library = inner
         self._crowded = ranks_here > environment.node_cores()

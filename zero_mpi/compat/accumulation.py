@@ -12,7 +12,7 @@ from zero_mpi.compat.module import ShardedModule
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.loss import HeadLoss
-from zero_mpi.sharding.grad_accum import Accumulator, Criterion, Rounds
+from zero_mpi.sharding.rounds import Accumulator, Criterion, Rounds
 
 
 class GradAccum(Accumulator):

@@ -20,7 +20,7 @@ from zero_mpi.nn.loss import loss_with
 from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding import module as engine
 from zero_mpi.sharding.actions import GATHERING, Actions, Turn, without
-from zero_mpi.sharding.layout import BUCKET_MB, LayoutConfig, check_patterns
+from zero_mpi.sharding.layout import BUCKET_MB, LayoutConfig, check_patterns, is_trainable
 from zero_mpi.sharding.parameters import ReadBytes, State
 from zero_mpi.sharding.passes import MicroBatch
 from zero_mpi.sharding.precision import FP32, FP64, Precision
@@ -365,7 +365,7 @@ class ExternalGradients(MicroBatch):
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)
-        self._external, self._added = gradients or {}, set[int]()
+        self._external, self._added, self.is_idle = gradients or {}, set[int](), False
 
     def backward(self, stage: int) -> None:
         """Add the gradients of all units that the stage uses; a unit is reduced after its last stage."""
@@ -419,7 +419,7 @@ def check_stored(config: LayoutConfig, params: Mapping[str, Param]) -> None:
         raise ValueError("ShardedModule: stored: expected parameters on CPUs, in units that are no rows")
     for name, kind in config.stored.items():
         instance(f"ShardedModule: stored: {name}", kind, BlockKind, "a BlockKind")
-        if name not in params or config.is_trainable(name):
+        if name not in params or is_trainable(name, config.frozen):
             raise ValueError(f"ShardedModule: stored: {came(name)}: expected the name of a frozen parameter")
         if params[name].size % kind.elements:
             raise ValueError(f"ShardedModule: stored: {name}: expected blocks of {kind.elements} elements")

@@ -15,10 +15,9 @@ from zero_mpi.compat.module import ShardedModule
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.optim import optimizer as engine
-from zero_mpi.optim.optimizer import States, StepResult, bytes_of, clip_factor
-from zero_mpi.optim.rates import check_scales
+from zero_mpi.optim.optimizer import States, StepResult, bytes_of, check_scales, clip_factor
 from zero_mpi.optim.rule import AdamW, MatrixRule, Part, Rule
-from zero_mpi.sharding.host_masters import NONE
+from zero_mpi.sharding.parameters import NONE
 
 Key = str | int  # key of a user's array: its name, or its index in a list
 Arrays = Mapping[str, Array] | Sequence[Array]

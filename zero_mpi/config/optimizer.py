@@ -15,8 +15,7 @@ from zero_mpi.models.lora import projections
 from zero_mpi.nn.balance import BALANCE, Z
 from zero_mpi.ops.elementary import cosine
 from zero_mpi.optim.muon import Muon
-from zero_mpi.optim.rounded import Rounded
-from zero_mpi.optim.rule import AdamW, Rule
+from zero_mpi.optim.rule import AdamW, Rounded, Rule
 from zero_mpi.sharding.unit import Unit
 
 BALANCE_LOSS = 0.001  # router_aux_loss_coef of transformers

@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import environment
-from zero_mpi.device.cuda import Cuda, CudaMark, CudaStopwatch, gpus, import_cupy, libraries, why_no_gpu
+from zero_mpi.device.cuda import Cuda, CudaMark, gpus, import_cupy, libraries, why_no_gpu
 from zero_mpi.device.host import HOST, Done, Host, HostStopwatch
-from zero_mpi.device.types import ALIGNMENT, Array
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-__all__ = ["ALIGNMENT", "HOST", "Array", "Cuda", "CudaMark", "CudaStopwatch", "Done", "Host", "HostStopwatch"]
-__all__ += ["gpus", "import_cupy", "libraries", "why_no_gpu"]
+__all__ = ["HOST", "Cuda", "CudaMark", "Done", "Host", "HostStopwatch", "gpus", "import_cupy", "libraries"]
 
 Device = Host | Cuda
 _in_use: Device = HOST
@@ -41,9 +40,8 @@ def in_use() -> Device:
 def use(name: str, on_node: int = 0) -> Device:
     """Choose the device of this process: "cpu", "cuda", or "auto", a GPU where CuPy finds one.
 
-    Of several GPUs a rank takes the one of its number on the node, over again where ranks are more; `on_node`
-    is that number where the launcher does not tell it. Raises UsageError where a GPU is asked for and there
-    is none.
+    A rank takes the GPU with its number on the node, modulo the number of GPUs; `on_node` is that number if
+    the launcher does not give it. Raises UsageError if a GPU is asked for and there is none.
     """
     count = 0 if name == "cpu" else gpus()
     if name == "cuda" and not count:
@@ -53,17 +51,16 @@ def use(name: str, on_node: int = 0) -> Device:
 
 
 def claim(name: str) -> None:
-    """Take this rank's GPU before MPI starts, where the launcher tells which it is.
+    """Take this rank's GPU before MPI starts, if the launcher gives the rank's number on the node.
 
-    MPI libraries look for the GPU of the thread that starts them. Errors are not reported here: `use`
-    meets them again, when all ranks can agree on them.
+    Errors are not reported here: `use` meets them again, when all ranks can agree on them.
     """
     number, count = environment.local_rank(), 0 if name == "cpu" else gpus()
     if number is not None and count:
         cuda = import_cupy().cuda
         with contextlib.suppress(cuda.runtime.CUDARuntimeError):
             cuda.Device(number % count).use()
-            cuda.runtime.free(0)  # nothing but that there is a context now
+            cuda.runtime.free(0)  # only makes the context
 
 
 def adopt(chosen: Device) -> Device:

@@ -19,12 +19,11 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.device import HOST, Device
+from zero_mpi.device.types import Array
 
-ALIGNMENT = device.ALIGNMENT
-Array = device.Array
 Scalar = Any  # a float; on a GPU an array without dimensions, so that nobody has to wait for it
 namespace = device.namespace
-empty, zeros = HOST.empty, HOST.zeros  # in the host's memory, whatever the device is
+empty = HOST.empty  # in the host's memory, whatever the device is
 
 
 def read_only(whole: Array) -> Array:
@@ -64,14 +63,13 @@ def side_by_side(parts: tuple[Array, ...]) -> Array | None:
 
 
 class BufferPool:
-    """Flat buffers that are lent and given back. It grows when it must and never shrinks.
+    """Flat float32 buffers that are lent and given back. It grows when it must and never shrinks.
 
     `take` returns a buffer of at least the wanted size, so that a caller who needs less cuts it. They lie
     on the device in use unless another is given.
     """
 
-    def __init__(self, dtype: Any = np.float32, where: Device | None = None) -> None:
-        self.dtype = np.dtype(dtype)
+    def __init__(self, where: Device | None = None) -> None:
         self._device = device.in_use() if where is None else where
         self._free: list[Array] = []
         self._lent: dict[int, Array] = {}
@@ -84,7 +82,7 @@ class BufferPool:
             buffer = min(fitting, key=lambda candidate: int(candidate.size))
             self._free = [other for other in self._free if other is not buffer]
         else:
-            buffer = self._device.empty(size, self.dtype)
+            buffer = self._device.empty(size)
         self._lent[id(buffer)] = buffer
         self.peak_lent = max(self.peak_lent, len(self._lent))
         return buffer
@@ -179,9 +177,7 @@ class Recycler:
         size = class_of(shape, dtype)
         if not size:
             return self._device.small(shape, dtype)
-        home = self._free.get(size)
-        if home is None:
-            home = self._free.setdefault(size, [])
+        home = self._free.setdefault(size, [])
         try:
             block = home.pop()
         except IndexError:

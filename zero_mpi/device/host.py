@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import resource
 import time
 from typing import Any
 
@@ -56,7 +55,7 @@ class Host:
         and a step walks through all of its activations.
         """
         memory = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(AttributeError, OSError):  # no Linux, or a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
         raw = np.frombuffer(memory, np.uint8)
         skip = -raw.ctypes.data % HUGE_PAGE
@@ -104,11 +103,8 @@ class Host:
 
     def memory_in_use(self) -> int:
         """Return the bytes of this process in the host's memory, what it shares with others included."""
-        try:
-            with open("/proc/self/statm") as file:
-                return int(file.read().split()[1]) * mmap.PAGESIZE
-        except OSError:  # no Linux: the most so far, which is in KiB there
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
 
     def stopwatch(self) -> HostStopwatch:
         return HostStopwatch()

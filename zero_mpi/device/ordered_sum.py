@@ -1,6 +1,6 @@
 """Sums in a given order, on the host and, by small kernels with the same bits, on a GPU.
 
-The transports have this sum of their own, because they add pieces as these arrive, on a stream beside the
+The transports have this sum of their own, because they add chunks as these arrive, on a stream beside the
 one that computes, and because `comm` does not know the operations.
 """
 
@@ -60,15 +60,13 @@ def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
     if is_cupy(out):
         ordered_sum_on_gpu(out, parts, accumulate, in_use().stream)
         return
-    if not accumulate:
-        if not parts:
-            out.fill(0)
-        elif len(parts) == 1 or parts[0].dtype != out.dtype:
-            out[...] = parts[0]
-        else:
-            np.add(parts[0], parts[1], out=out)
-    wide = bool(parts) and not accumulate and parts[0].dtype != out.dtype
-    for part in parts if accumulate else parts[1 if wide else 2 :]:
+    if not accumulate and len(parts) > 1 and parts[0].dtype == out.dtype:
+        np.add(parts[0], parts[1], out=out)
+        parts = parts[2:]
+    elif not accumulate:
+        out[...] = parts[0] if parts else 0
+        parts = parts[1:]
+    for part in parts:
         np.add(out, part, out=out)
 
 

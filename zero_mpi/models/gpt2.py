@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
 from zero_mpi.errors import UsageError
-from zero_mpi.models.model_config import (
-    HEAD_STD,
-    Metadata,
-    ModelConfig,
-    ModelKeys,
-    Read,
-    check_sizes,
-    common_sizes,
-    head_stages,
-    sizes_in,
-)
+from zero_mpi.models.model_config import HEAD_STD, ModelConfig, ModelKeys, Read, head_stages
 from zero_mpi.nn import (
     GELU,
     CausalAttention,
@@ -45,39 +35,28 @@ class GPT2(ModelConfig):
     norm_epsilon: float = float(np.float32(1e-5))
 
     @classmethod
-    def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
-        sizes = check_sizes(sizes)
-        common = common_sizes(sizes)
-        kv_heads = sizes.get("kv_heads")
-        if kv_heads not in (None, common["head_count"]):
+    def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        kv_heads, heads, tied = sizes["kv_heads"], sizes["heads"], sizes["tied"]
+        if kv_heads not in (None, heads):
             raise UsageError(
-                f"--kv-heads {kv_heads}: gpt2 has as many key/value heads as --heads "
-                f"({common['head_count']}); leave the flag out or use --arch llama"
+                f"--kv-heads {kv_heads}: gpt2 has as many key/value heads as --heads ({heads}); leave the "
+                "flag out or use --arch llama"
             )
-        tied = sizes.get("tied")
-        return cls(
-            **common,
-            **cls.experts_from_flags(sizes),
-            tied=True if tied is None else bool(tied),
-            feed_forward_length=sizes.get("ffn") or 4 * sizes["dim"],
-        )
+        width = sizes["ffn"] or 4 * sizes["dim"]
+        return {"tied": True if tied is None else bool(tied), "feed_forward_length": width}
 
     @classmethod
-    def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
-        keys = ModelKeys(cls.arch, metadata)
-        tensors = set(tensors)
-        keys.refuse_non_causal()
+    def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
         width, heads = keys.size("embedding_length"), keys.size("attention.head_count")
         if width % heads:
             raise UsageError(
                 f"the GGUF key {cls.arch}.attention.head_count = {heads} does not divide {width}"
             )
-        return cls(
-            **sizes_in(metadata, keys, tensors),
-            feed_forward_length=keys.size("feed_forward_length"),
-            head_count=heads,
-            norm_epsilon=keys.number("attention.layer_norm_epsilon"),
-        )
+        return {
+            "feed_forward_length": keys.size("feed_forward_length"),
+            "head_count": heads,
+            "norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        }
 
     def metadata(self) -> dict[str, Any]:
         epsilon = {f"{self.arch}.attention.layer_norm_epsilon": np.float32(self.norm_epsilon)}

@@ -48,6 +48,22 @@ class ModelConfig:
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
         """Return the configuration that command-line flags describe; raise UsageError on invalid sizes."""
+        sizes = check_sizes(sizes)
+        dim, heads = sizes["dim"], sizes["heads"]
+        uneven = f"--heads {heads} does not divide --dim {dim}"
+        require_divides(dim, heads, uneven, "every head gets dim / heads columns")
+        common = {
+            "vocab_size": sizes["vocab_size"],
+            "context_length": sizes["context"],
+            "embedding_length": dim,
+            "block_count": sizes["layers"],
+            "head_count": heads,
+        }
+        return cls(**common | cls.flag_fields(sizes) | cls.experts_from_flags(sizes))
+
+    @classmethod
+    def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the other fields that checked flags describe."""
         raise NotImplementedError
 
     @classmethod
@@ -74,6 +90,22 @@ class ModelConfig:
 
         `read` reads parts of the configuration that are stored in tensors. Raise UsageError.
         """
+        tensors = tensors if isinstance(tensors, Mapping) else set(tensors)
+        keys = ModelKeys(cls.arch, metadata)
+        if keys.keys.flag(f"{cls.arch}.attention.causal") is False:
+            raise UsageError(f"the GGUF key {cls.arch}.attention.causal = False is not supported")
+        return cls(
+            vocab_size=len(keys.keys.texts(TOKENS) or ()) or keys.size("vocab_size"),  # the tokenizer counts
+            context_length=keys.size("context_length"),
+            embedding_length=keys.size("embedding_length"),
+            block_count=keys.blocks(tensors),
+            tied="output.weight" not in tensors,
+            **cls.file_fields(keys, tensors, read),
+        )
+
+    @classmethod
+    def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+        """Return the other fields that a file describes."""
         raise NotImplementedError
 
     def layers(self) -> list[Stage]:
@@ -179,11 +211,6 @@ class ModelKeys:
             )
         return count
 
-    def refuse_non_causal(self) -> None:
-        """Raise for a model whose positions attend to later ones."""
-        if self.keys.flag(f"{self.arch}.attention.causal") is False:
-            raise UsageError(f"the GGUF key {self.arch}.attention.causal = False is not supported")
-
     def require(self, name: str, only: float) -> None:
         """Raise unless the number at ARCH.NAME is absent or `only`, the supported value."""
         value = self.number(name, only, least=-math.inf)
@@ -199,17 +226,6 @@ class ModelKeys:
             if value is True or isinstance(value, np.ndarray | list) or value not in NEUTRAL:
                 found = described(value)
                 raise UsageError(f"the GGUF key {self.arch}.{name} = {found} is not supported")
-
-
-def sizes_in(metadata: Metadata, keys: ModelKeys, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the fields that every architecture reads alike; the tokenizer counts the tokens, if any."""
-    return {
-        "vocab_size": len(GGUFKeys(metadata).texts(TOKENS) or ()) or keys.size("vocab_size"),
-        "context_length": keys.size("context_length"),
-        "embedding_length": keys.size("embedding_length"),
-        "block_count": keys.blocks(tensors),
-        "tied": "output.weight" not in tensors,
-    }
 
 
 def require_divides(whole: int, part: int, what: str, why: str) -> None:
@@ -244,21 +260,6 @@ def check_sizes(flags: Any) -> dict[str, Any]:
 def spelled(name: str) -> str:
     """Return the flag of a size."""
     return f"--{name.replace('_', '-')}"
-
-
-def common_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes that every architecture takes from checked flags."""
-    dim, heads = flags["dim"], flags["heads"]
-    require_divides(
-        dim, heads, f"--heads {heads} does not divide --dim {dim}", "every head gets dim / heads columns"
-    )
-    return {
-        "vocab_size": flags["vocab_size"],
-        "context_length": flags["context"],
-        "embedding_length": dim,
-        "block_count": flags["layers"],
-        "head_count": heads,
-    }
 
 
 def head_stages(norm: Layer, width: int, vocabulary_size: int, tied: bool) -> list[Stage]:

@@ -15,8 +15,8 @@ a window have their own base, which is never scaled.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -61,15 +61,15 @@ class Granite(Llama):
     logit_scale: float = 8.0  # divides the logits
 
     @classmethod
-    def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
-        found = super().from_flags(sizes)
-        return replace(found, attention_scale=float(np.float32(1 / found.key_length)))
+    def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().flag_fields(sizes)
+        return found | {"attention_scale": float(np.float32(1 / found["key_length"]))}
 
     @classmethod
-    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+    def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
         if keys.keys.flag(f"{cls.arch}.rope.scaling.finetuned") is False:
             raise UsageError(f"the GGUF key {cls.arch}.rope.scaling.finetuned = False is not supported")
-        return {
+        return super().file_fields(keys, tensors, read) | {
             name: keys.number(key, default if cls.needs_experts and name != "logit_scale" else None)
             or default
             for name, (key, default) in MULTIPLIERS.items()
@@ -104,9 +104,9 @@ class GraniteMoE(Granite):
     expert_shared_feed_forward_length: int = 0
 
     @classmethod
-    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+    def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
         shared = keys.keys.integer(f"{cls.arch}.{SHARED}", 0, MOST_SIZE) or 0
-        return super().own_fields(keys, tensors, read) | {SHARED: shared}
+        return super().file_fields(keys, tensors, read) | {SHARED: shared}
 
     def metadata(self) -> dict[str, Any]:
         width = np.uint32(self.expert_shared_feed_forward_length)
@@ -140,7 +140,7 @@ class Phi3(RotaryModel):
     rope_magnitude: float = 1.0  # factor by which rotated q and k are multiplied
 
     @classmethod
-    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+    def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
         width = cls.read_heads(keys, keys.size("embedding_length")).key_width
         count = keys.size("rope.dimension_count", width) // 2
         names = {"long_factors": LONG, "short_factors": SHORT}
@@ -148,10 +148,10 @@ class Phi3(RotaryModel):
         factors = {field: read_factors(tensors, read, count, name) for field, name in there.items()}
         context = keys.size("context_length")
         original = keys.size(ORIGINAL, context)
-        return factors | {
-            "original_context": 0 if original == context else original,
-            "rope_magnitude": keys.number(MAGNITUDE, 1.0) or 1.0,
-        }
+        found = super().file_fields(keys, tensors, read) | factors
+        found["original_context"] = 0 if original == context else original
+        found["rope_magnitude"] = keys.number(MAGNITUDE, 1.0) or 1.0
+        return found
 
     def metadata(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
@@ -199,10 +199,11 @@ class Gemma3(RotaryModel):
     sliding_window: int = 1024
 
     @classmethod
-    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+    def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
         keys.require(PATTERN, PERIOD)
         keys.require(BASE, LOCAL_BASE)
-        return {"sliding_window": keys.keys.integer(f"{cls.arch}.{WINDOW}", 0, MOST_SIZE) or 0}
+        window = keys.keys.integer(f"{cls.arch}.{WINDOW}", 0, MOST_SIZE) or 0
+        return super().file_fields(keys, tensors, read) | {"sliding_window": window}
 
     def metadata(self) -> dict[str, Any]:
         return super().metadata() | {f"{self.arch}.{WINDOW}": np.uint32(self.sliding_window)}
@@ -219,7 +220,7 @@ class Gemma3(RotaryModel):
     def turn(self, block: int) -> list[Layer]:
         if self.window(block) is None:
             return super().turn(block)
-        return [RoPE(LOCAL_BASE, interleaved=self.interleaved, in_place=True, width=self.turned_width)]
+        return [RoPE(LOCAL_BASE, interleaved=self.interleaved, width=self.turned_width)]
 
     def embedding(self) -> Layer:
         return Chain(super().embedding(), Multiply(float(np.float32(self.embedding_length) ** 0.5)))

@@ -7,7 +7,7 @@ because subclasses in other modules inherit them in their signatures.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -16,18 +16,7 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import MOST_SIZE
-from zero_mpi.models.model_config import (
-    HEAD_STD,
-    Metadata,
-    ModelConfig,
-    ModelKeys,
-    Read,
-    check_sizes,
-    common_sizes,
-    head_stages,
-    require_divides,
-    sizes_in,
-)
+from zero_mpi.models.model_config import HEAD_STD, ModelConfig, ModelKeys, Read, head_stages, require_divides
 from zero_mpi.nn import (
     CausalAttention,
     Chain,
@@ -192,54 +181,45 @@ class RotaryModel(ModelConfig):
     expert_used_count: int = 0
 
     @classmethod
-    def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
-        sizes = check_sizes(sizes)
-        common = common_sizes(sizes)
+    def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
         dim, heads = sizes["dim"], sizes["heads"]
-        if sizes.get("tied") and not cls.may_tie:
+        if sizes["tied"] and not cls.may_tie:
             raise UsageError(f"--tied: {cls.arch} models have an untied head; leave the flag out")
-        kv_heads = heads if sizes.get("kv_heads") is None else sizes["kv_heads"]
+        kv_heads = heads if sizes["kv_heads"] is None else sizes["kv_heads"]
         uneven = f"--kv-heads {kv_heads} does not divide --heads {heads}"
         require_divides(heads, kv_heads, uneven, "each key/value head serves the same number of query heads")
         odd = f"--dim {dim} / --heads {heads} = {dim // heads} is odd"
         why = "rotary positions rotate pairs of columns, so the head width must be even"
         require_divides(dim // heads, 2, odd, why)
-        width = {"feed_forward_length": sizes.get("ffn") or -(-8 * dim // 3 // 32) * 32}
-        return cls(
-            **common,
-            tied=bool(sizes.get("tied")),
-            head_count_kv=kv_heads,
-            key_length=dim // heads,
-            value_length=dim // heads,
-            **width | cls.experts_from_flags(sizes),
-        )
+        return {
+            "tied": bool(sizes["tied"]),
+            "head_count_kv": kv_heads,
+            "key_length": dim // heads,
+            "value_length": dim // heads,
+            "feed_forward_length": sizes["ffn"] or -(-8 * dim // 3 // 32) * 32,
+        }
 
     @classmethod
-    def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
-        tensors = tensors if isinstance(tensors, Mapping) else set(tensors)
-        keys = ModelKeys(cls.arch, metadata)
-        keys.refuse_non_causal()
+    def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
         keys.refuse(cls.refused)
         if not cls.may_tie and "output.weight" not in tensors:
             raise UsageError(f"output.weight is missing: {cls.arch} models have an untied head")
         heads = cls.read_heads(keys, keys.size("embedding_length"))
         turned = keys.size("rope.dimension_count", heads.key_width)
         factors = cls.takes_rope_factors and ROPE_FREQS in tensors
-        return cls(
-            **sizes_in(metadata, keys, tensors),
-            head_count=heads.query,
-            head_count_kv=heads.kv,
-            key_length=heads.key_width,
-            value_length=heads.value_width,
-            rms_epsilon=keys.number("attention.layer_norm_rms_epsilon"),
-            rope_freq_base=keys.number("rope.freq_base", 10000.0, least=1.0),
-            biases=frozenset(name for name in cls.possible_biases if f"blk.0.{name}.bias" in tensors),
-            rope_factors=read_factors(tensors, read, turned // 2) if factors else (),
-            rope_scaling=RopeScaling.from_gguf(keys),
-            rope_dimension_count=turned % heads.key_width,
+        return {
+            "head_count": heads.query,
+            "head_count_kv": heads.kv,
+            "key_length": heads.key_width,
+            "value_length": heads.value_width,
+            "rms_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
+            "rope_freq_base": keys.number("rope.freq_base", 10000.0, least=1.0),
+            "biases": frozenset(name for name in cls.possible_biases if f"blk.0.{name}.bias" in tensors),
+            "rope_factors": read_factors(tensors, read, turned // 2) if factors else (),
+            "rope_scaling": RopeScaling.from_gguf(keys),
+            "rope_dimension_count": turned % heads.key_width,
             **cls.read_experts(keys, tensors),
-            **cls.own_fields(keys, tensors, read),
-        )
+        }
 
     @classmethod
     def read_experts(cls, keys: ModelKeys, tensors: Collection[str]) -> dict[str, Any]:
@@ -258,11 +238,6 @@ class RotaryModel(ModelConfig):
             )
         width = keys.size(cls.expert_width, width // used)
         return {"feed_forward_length": width, "expert_count": count, "expert_used_count": used}
-
-    @classmethod
-    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
-        """Return the fields that only this architecture has, read from a file."""
-        return {}
 
     @classmethod
     def read_heads(cls, keys: ModelKeys, width: int) -> Heads:
@@ -359,7 +334,6 @@ class RotaryModel(ModelConfig):
                 factors=self.divisors,
                 magnitude=self.magnitude,
                 width=self.turned_width,
-                in_place=True,
             )
         ]
 

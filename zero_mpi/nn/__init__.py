@@ -16,8 +16,7 @@ from zero_mpi.nn.batch import Packed, batch_of
 from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
 from zero_mpi.nn.experts import Experts
-from zero_mpi.nn.generation import Cache
-from zero_mpi.nn.layer import Layer, Param, Stage, Tally, stage_params
+from zero_mpi.nn.layer import Cache, Layer, Param, Stage, Tally, stage_params
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.loss import CrossEntropy, cross_entropy
 from zero_mpi.nn.norm import LayerNorm, RMSNorm

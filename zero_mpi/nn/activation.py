@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.nn.fusions import AddsInForward
-from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
+from zero_mpi.nn.layer import AddsInForward, Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear, Rows, rows_of
 
 
@@ -44,6 +43,8 @@ class SwiGLU(Composite):
     `suffix` ends both names.
     """
 
+    join, split = staticmethod(ops.swiglu), staticmethod(ops.swiglu_backward)
+
     def __init__(
         self, prefix: str, inputs: int, outputs: int, *, bias: bool = False, suffix: str = ""
     ) -> None:
@@ -58,19 +59,12 @@ class SwiGLU(Composite):
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         (gate, kept_gate), (up, kept_up) = self.gate.forward(p, x), self.up.forward(p, x)
-        return self._join(gate, up), (gate, up, kept_gate, kept_up)
+        return self.join(gate, up), (gate, up, kept_gate, kept_up)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         gate, up, kept_gate, kept_up = saved
-        dgate, dup = self._split(dy, gate, up)
+        dgate, dup = self.split(dy, gate, up)
         return self.up.backward(p, kept_up, dup, g, self.gate.backward(p, kept_gate, dgate, g))
-
-    def _join(self, gate: Any, up: Any) -> Any:
-        return ops.swiglu(gate, up)
-
-    def _split(self, dy: Any, gate: Any, up: Any) -> tuple[Any, Any]:
-        dgate, dup = ops.swiglu_backward(dy, gate, up)
-        return dgate, dup
 
 
 class JointSwiGLU(SwiGLU):
@@ -85,9 +79,4 @@ class JointSwiGLU(SwiGLU):
 class GeGLU(SwiGLU):
     """gelu(gate(x)) * up(x), with the parameter names of SwiGLU."""
 
-    def _join(self, gate: Any, up: Any) -> Any:
-        return ops.geglu(gate, up)
-
-    def _split(self, dy: Any, gate: Any, up: Any) -> tuple[Any, Any]:
-        dgate, dup = ops.geglu_backward(dy, gate, up)
-        return dgate, dup
+    join, split = staticmethod(ops.geglu), staticmethod(ops.geglu_backward)

@@ -13,7 +13,7 @@ ADDED = ".added"  # ending of the parameter's name, behind that of the matrix
 
 
 class AddedRows:
-    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C). It takes an adapter's place."""
+    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C); used like an adapter."""
 
     kind = None
 
@@ -36,10 +36,6 @@ class AddedRows:
         joined[..., :size] = y
         joined[..., size:] = via.linear(x, p[self.name])
         return joined
-
-    def first_columns(self, dy: Any) -> Any:
-        """Return the columns of dy (..., O) that belong to the frozen matrix."""
-        return copied(dy[..., : -self.rows])
 
     def backward(
         self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops

@@ -9,6 +9,7 @@ heads, D and E the widths of a key and of a value.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,8 +19,7 @@ import numpy as np
 from zero_mpi import device, ops
 from zero_mpi.device.arrays import namespace, side_by_side
 from zero_mpi.nn.batch import batch_of, first_in_window
-from zero_mpi.nn.generation import Cache
-from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
+from zero_mpi.nn.layer import Cache, Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear, Rows, rows_of
 from zero_mpi.nn.norm import RMSNorm
 from zero_mpi.ops.elementary import cosines, power, sines
@@ -91,20 +91,11 @@ class JointQKV(ProjectQKV):
         self.linears = rows_of(self.whole[0], heads.widths)
 
 
-class FusedQKV(Composite):
-    """x (B, T, C) -> (q, k, v) by one matrix `PREFIX.attn_qkv`, whose rows are q's, then k's, then v's."""
-
-    keeps_results = False
-
-    def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
-        self.heads = heads
-        self.linear = Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias, fused=heads.widths)
-
-    def parts(self) -> Sequence[Layer]:
-        return [self.linear]
+class FusedQKV(JointQKV):
+    """`JointQKV` by one product with the full matrix; q, k and v are columns of its result."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        qkv, saved = self.linear.forward(p, x)
+        qkv, saved = self.whole[0].forward(p, x)
         a, b, _ = self.heads.widths
         return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), saved
 
@@ -112,7 +103,7 @@ class FusedQKV(Composite):
         joined = side_by_side(dy)  # attention's backward returns them concatenated
         if joined is None:
             joined = namespace(saved[0]).concatenate([merge(d) for d in dy], axis=-1)
-        return self.linear.backward(p, saved, joined, g)
+        return self.whole[0].backward(p, saved, joined, g)
 
 
 class QKNorm(Composite):
@@ -161,31 +152,23 @@ class JointQKNorm(QKNorm):
         return a.reshape(dq.shape), b.reshape(dk.shape), dv
 
 
-@dataclass(frozen=True)
-class Frequencies:
-    """base^(-2 j / W) / factors[j] for pair j of W / 2; without factors the division is left out.
-
-    Rotated elements are multiplied by `magnitude` as well.
-    """
-
-    base: float
-    factors: tuple[float, ...] = ()
-    magnitude: float = 1.0
-
-    def of(self, width: int) -> Any:
-        """Return the frequencies (width / 2,) of heads of a width."""
-        found = power(self.base, -np.arange(0, width, 2, dtype=np.float64) / width)
-        return found / self.factors if self.factors else found
+Scaling = tuple[float, tuple[float, ...], float]  # base and divisors of the frequencies; magnitude
 
 
 @lru_cache(maxsize=32)
 def rope_table(
-    positions: int, width: int, frequencies: Frequencies, sign: int, dtype: str, on_gpu: bool
+    positions: int, width: int, scaling: Scaling, sign: int, dtype: str, on_gpu: bool
 ) -> tuple[Any, Any]:
-    """Return magnitude times cosines and sines (positions, width / 2) of sign * position * frequency."""
-    place, much = device.in_use() if on_gpu else device.HOST, frequencies.magnitude
-    angles = sign * np.outer(np.arange(positions), frequencies.of(width))
-    cos, sin = (place.from_host((much * turn(angles)).astype(dtype)) for turn in (cosines, sines))
+    """Return magnitude times cosines and sines (positions, width / 2) of sign * position * frequency.
+
+    The frequency of pair j is base^(-2 j / width) / factors[j]; without factors the division is left out.
+    """
+    base, factors, magnitude = scaling
+    frequencies = power(base, -np.arange(0, width, 2, dtype=np.float64) / width)
+    frequencies = frequencies / factors if factors else frequencies
+    angles = sign * np.outer(np.arange(positions), frequencies)
+    place = device.in_use() if on_gpu else device.HOST
+    cos, sin = (place.from_host((magnitude * turn(angles)).astype(dtype)) for turn in (cosines, sines))
     return cos, sin
 
 
@@ -195,10 +178,10 @@ class RoPE(Layer):
     `factors` (one per pair, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
     multiplies rotated elements by a `magnitude` as well (Peng et al., 2023). `width`: number of elements of a
     head that are rotated, the first ones; None: all.
-    `in_place`: overwrite the inputs, see `Layer`.
     """
 
     backward_reads_params = False
+    overwrites = False
 
     def __init__(
         self,
@@ -207,19 +190,22 @@ class RoPE(Layer):
         interleaved: bool,
         factors: tuple[float, ...] = (),
         magnitude: float = 1.0,
-        in_place: bool = False,
         width: int | None = None,
     ) -> None:
-        self.width = width
-        self.frequencies = Frequencies(base, factors, magnitude)
-        self.interleaved, self.overwrites = interleaved, in_place
+        self.width, self.scaling = width, (base, factors, magnitude)
+        self.interleaved = interleaved
+
+    def overwriting(self) -> RoPE:
+        found = copy(self)
+        found.overwrites = True
+        return found
 
     def table(self, stop: int, q: Any, sign: int = 1) -> tuple[Any, Any]:
         """Return cosines and sines (positions, W / 2) for at least `stop` positions of q (..., D)."""
         rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never low
         on_gpu = device.is_cupy(q)
-        return rope_table(rounded, self.width or q.shape[-1], self.frequencies, sign, kind, on_gpu)
+        return rope_table(rounded, self.width or q.shape[-1], self.scaling, sign, kind, on_gpu)
 
     def _turn(self, p: Weights, qkv: Any, start: int, sign: int) -> Any:
         q, k, v = qkv

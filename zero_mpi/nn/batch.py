@@ -1,8 +1,8 @@
 """Facts of a micro-batch that layers share: its documents, factors of losses, sums of what layers report.
 
 Nearly all layers treat each position independently and need only weights and input. The others ask
-`batch_of(p)`: attention for the documents of its rows, of which an input that is `Packed` tells, a layer
-with an auxiliary loss for its factor and for the sums over all such layers. Attention reaches back to a
+`batch_of(p)`: attention for the documents of its rows, which a `Packed` input gives, and a layer with an
+auxiliary loss for its factor and for the sums over all layers with that loss. Attention reaches back to a
 document's start at most, and positions are counted from there. Shapes are those of rows without documents.
 """
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.device.arrays import Scalar
-from zero_mpi.nn.fusions import (
+from zero_mpi.nn.layer import (
     AddsInBackward,
     AddsInForward,
-    backward_onto,
-    forward_onto,
-    loss_alone,
-    loss_and_backward,
+    Cache,
+    Composite,
+    Gradients,
+    Layer,
+    Stack,
+    Weights,
 )
-from zero_mpi.nn.generation import Cache, infer
-from zero_mpi.nn.layer import Composite, Gradients, Layer, Param, Stack, Weights, preserving
 
 
 class Chain(Composite, AddsInForward, AddsInBackward):
@@ -26,70 +25,49 @@ class Chain(Composite, AddsInForward, AddsInBackward):
     def __init__(self, *layers: Layer) -> None:
         if not layers:
             raise ValueError("a chain needs at least one layer")
-        for before, layer, after in zip((None, *layers), layers, (*layers[1:], None), strict=False):
-            if before is None or after is None or before.keeps_results or after.keeps_results:
-                preserving(layer)
-        self.layers = layers
+        keeps = [True, *(layer.keeps_results for layer in layers), True]  # what is around it may be kept
+        around = zip(keeps, layers, keeps[2:], strict=False)
+        self.layers = [x if before or after else x.overwriting() for before, x, after in around]
         self.backward_reads_params = any(layer.backward_reads_params for layer in layers)
-
-    @cached_property
-    def but_last(self) -> Chain | None:
-        """A chain of all layers before the last one, if there are any."""
-        return Chain(*self.layers[:-1]) if self.layers[1:] else None
 
     def parts(self) -> Sequence[Layer]:
         return self.layers
 
-    def params(self) -> dict[str, Param]:
-        found: dict[str, Param] = {}
-        for layer in self.layers:
-            for name, param in layer.params().items():
-                if found.setdefault(name, param).shape != param.shape:
-                    raise ValueError(
-                        f"parameter {name} comes twice in a chain, as {found[name].shape} and {param.shape}: "
-                        "give one of the layers another name"
-                    )
-        return found
-
-    def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
+    def _before_last(self, p: Weights, x: Any) -> tuple[Any, list[Any]]:
+        """Return the input of the last layer, and the saved values of the layers before it."""
         saved = []
-        for layer, onto in zip(self.layers, self._at_end(residual), strict=True):
-            x, kept = forward_onto(layer, p, x, onto)
+        for layer in self.layers[:-1]:
+            x, kept = layer.forward(p, x)
             saved.append(kept)
         return x, saved
 
+    def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
+        x, saved = self._before_last(p, x)
+        y, kept = self.layers[-1].forward_onto(p, x, residual)
+        return y, [*saved, kept]
+
     def saved(self, p: Weights, x: Any) -> Any:
-        found = []
-        for layer in self.layers[:-1]:
-            x, kept = layer.forward(p, x)
-            found.append(kept)
-        return [*found, self.layers[-1].saved(p, x)]
+        x, saved = self._before_last(p, x)
+        return [*saved, self.layers[-1].saved(p, x)]
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
-        for layer, kept, onto in zip(
-            reversed(self.layers), reversed(saved), self._at_end(residual), strict=True
-        ):
-            dy = backward_onto(layer, p, kept, dy, g, onto)
-        return dy
-
-    def _at_end(self, residual: Any) -> list[Any]:
-        """Return a list of residuals per layer: the layer that computes last adds the residual."""
-        return [None] * (len(self.layers) - 1) + [residual]
+        for layer, kept in zip(self.layers[:0:-1], saved[:0:-1], strict=True):
+            dy = layer.backward(p, kept, dy, g)
+        return self.layers[0].backward_onto(p, saved[0], dy, g, residual)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        if self.but_last is None:
-            return loss_and_backward(self.layers[-1], p, x, targets, scale, g)
-        y, saved = self.but_last.forward(p, x)
-        loss, dy = loss_and_backward(self.layers[-1], p, y, targets, scale, g)
-        return loss, self.but_last.backward(p, saved, dy, g)
+        x, saved = self._before_last(p, x)
+        loss, dx = self.layers[-1].loss(p, x, targets, scale, g)
+        for layer, kept in zip(reversed(self.layers[:-1]), reversed(saved), strict=True):
+            dx = layer.backward(p, kept, dx, g)
+        return loss, dx
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        y = x if self.but_last is None else self.but_last.forward(p, x)[0]
-        return loss_alone(self.layers[-1], p, y, targets, scale)
+        return self.layers[-1].evaluate(p, self._before_last(p, x)[0], targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         for layer in self.layers:
-            x = infer(layer, p, x, cache)
+            x = layer.infer(p, x, cache)
         return x
 
 
@@ -97,7 +75,7 @@ class Wrapper(Composite):
     """A layer around one other layer, with the parameters of that layer."""
 
     def __init__(self, inner: Layer) -> None:
-        self.inner = preserving(inner)
+        self.inner = inner
         self.backward_reads_params = inner.backward_reads_params
 
     def parts(self) -> Sequence[Layer]:
@@ -108,16 +86,16 @@ class Residual(Wrapper):
     """y = x + inner(x)."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        return forward_onto(self.inner, p, x, x)
+        return self.inner.forward_onto(p, x, x)
 
     def saved(self, p: Weights, x: Any) -> Any:
         return self.inner.saved(p, x)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        return backward_onto(self.inner, p, saved, dy, g, dy)
+        return self.inner.backward_onto(p, saved, dy, g, dy)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        return ops.add(x, infer(self.inner, p, x, cache))
+        return ops.add(x, self.inner.infer(p, x, cache))
 
 
 class Recompute(Wrapper):
@@ -140,11 +118,11 @@ class Recompute(Wrapper):
         return self.inner.backward(p, self.inner.saved(p, saved), dy, g)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """Return (loss, dx) without recomputing, as backward follows at once; see `fusions.Head.loss`."""
-        return loss_and_backward(self.inner, p, x, targets, scale, g)
+        """Return (loss, dx) without recomputing, as backward follows at once."""
+        return self.inner.loss(p, x, targets, scale, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        return loss_alone(self.inner, p, x, targets, scale)
+        return self.inner.evaluate(p, x, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        return infer(self.inner, p, x, cache)
+        return self.inner.infer(p, x, cache)

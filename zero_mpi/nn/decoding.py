@@ -29,9 +29,8 @@ from zero_mpi.nn.attention import (
 )
 from zero_mpi.nn.compose import Chain, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
-from zero_mpi.nn.generation import Cache, infer
-from zero_mpi.nn.layer import Layer, Stage, Weights
-from zero_mpi.nn.linear import ALL, Linear, Rows, rows_of
+from zero_mpi.nn.layer import Cache, Layer, Stage, Weights
+from zero_mpi.nn.linear import ALL, Linear, Rows
 from zero_mpi.nn.low_rank import LowRank
 from zero_mpi.nn.norm import LayerNorm, RMSNorm
 from zero_mpi.ops.packed_matrix import PackedMatrix
@@ -52,7 +51,7 @@ class Decoder:
         if program is None:
             y: Any = ids[None]
             for stage in self.stages:
-                y = infer(stage.layer, self.p, y, self.cache)
+                y = stage.layer.infer(self.p, y, self.cache)
             y = y[0]
         else:
             y = program.run(ids, np.array([self.cache.position])).copy()
@@ -223,12 +222,10 @@ def gated(to: Program, layer: SwiGLU, x: Array) -> Array:
     return to.combine(to.code.GEGLU if isinstance(layer, GeGLU) else to.code.SWIGLU, gate, up)
 
 
-def heads(to: Program, layer: ProjectQKV | FusedQKV, x: Array) -> Any:
+def heads(to: Program, layer: ProjectQKV, x: Array) -> Any:
     """Record the projections of q, k and v; return them as (B, heads, width)."""
-    of = layer.heads
-    linears = rows_of(layer.linear, of.widths) if isinstance(layer, FusedQKV) else layer.linears
-    q, k, v = (y[:, None] for y in to.project(linears, x))
-    return tuple(y[:, 0] for y in of.split(q, k, v))
+    q, k, v = (y[:, None] for y in to.project(layer.linears, x))
+    return tuple(y[:, 0] for y in layer.heads.split(q, k, v))
 
 
 def head_norms(to: Program, layer: QKNorm, x: Any) -> Any:

@@ -8,8 +8,7 @@ from zero_mpi import ops
 from zero_mpi.arguments import WHOLE, array
 from zero_mpi.nn.added_rows import AddedRows, parted
 from zero_mpi.nn.batch import batch_of
-from zero_mpi.nn.generation import Cache
-from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
+from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
 from zero_mpi.ops.packed_matrix import PackedMatrix
 
 
@@ -78,5 +77,4 @@ class LearnedPositions(Layer):
         return dy
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """Return y of the positions after `cache`; see `generation.infer`."""
         return ops.positions(x, p[self.weight][cache.position : cache.position + x.shape[1]])

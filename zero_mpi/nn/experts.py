@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from zero_mpi import ops
 from zero_mpi.nn.balance import RouterLosses
 from zero_mpi.nn.batch import batch_of, turns
-from zero_mpi.nn.fusions import AddsInForward, backward_onto, forward_onto
-from zero_mpi.nn.layer import Composite, Gradients, Layer, Stack, Tally, Weights
+from zero_mpi.nn.layer import AddsInForward, Composite, Gradients, Layer, Stack, Tally, Weights
 from zero_mpi.nn.linear import OBSERVERS, Linear
 
 
@@ -107,7 +106,7 @@ class Experts(Composite, AddsInForward):
             inner = ops.weighted_swiglu(gate, up, routing.weights[part])
             rows = placed(rows, part, self.down.forward(weights, inner, via=via)[0])
         if self.shared is not None:
-            y, of_shared = forward_onto(self.shared, p, x, residual)
+            y, of_shared = self.shared.forward_onto(p, x, residual)
         else:
             y = ops.scale(x, 0.0) if residual is None else ops.scale(residual, 1.0)
         ops.embedding_backward(routing.tokens, rows, y.reshape(flat.shape))
@@ -134,7 +133,7 @@ class Experts(Composite, AddsInForward):
         dx = self._backward_of_choice(p, flat, routing, of_weights, g)
         ops.embedding_backward(routing.tokens, rows, dx)
         dx = dx.reshape(x.shape)
-        return dx if self.shared is None else backward_onto(self.shared, p, of_shared, dy, g, dx)
+        return dx if self.shared is None else self.shared.backward_onto(p, of_shared, dy, g, dx)
 
     def _backward_of_choice(
         self, p: Weights, x: Any, routing: Routing, of_weights: list[tuple[slice, Any]], g: Gradients

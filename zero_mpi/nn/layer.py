@@ -1,5 +1,8 @@
 """Definition of a layer: it names its parameters, has a forward and a backward, and holds no arrays.
 
+Every other method has a default that works for all layers; a layer overrides the methods that it can do in
+fewer passes or with less memory.
+
 Weights are an argument of `forward` and `backward`, so the runtime may free them after forward and
 gather them again for backward. Backward *adds* into the gradients it is given: accumulation, tied
 weights and flat gradient buffers then need no more code. Parameter names are GGUF's own.
@@ -7,11 +10,14 @@ weights and flat gradient buffers then need no more code. Parameter names are GG
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
+from zero_mpi import ops
 from zero_mpi.arguments import came, instance, number, whole
+from zero_mpi.device.arrays import Scalar, namespace
 from zero_mpi.device.types import Array
 
 Weights = Mapping[str, Array]
@@ -34,10 +40,7 @@ class Param:
     @property
     def size(self) -> int:
         """The number of its elements."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return prod(self.shape)
 
     @property
     def decays(self) -> bool:
@@ -68,17 +71,35 @@ class Stack(NamedTuple):
     again: int = 0
 
 
+@dataclass
+class Cache:
+    """State of generation between calls: the number of positions done, and keys and values per layer."""
+
+    position: int = 0
+    entries: dict[int, Any] = field(default_factory=dict)
+
+    def extend(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
+        """Return arrays for `stop` keys and values of a layer like k and v (B, T, ...), with those stored."""
+        stored = self.entries.get(id(layer))
+        if stored is None or stored[0].shape[1] < stop:
+            grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
+            if stored is not None:
+                for new, old in zip(grown, stored, strict=True):
+                    new[:, : old.shape[1]] = old
+            stored = self.entries[id(layer)] = grown
+        return stored
+
+
 class Layer:
     """Base of all layers.
 
     `saved` is any value that backward needs from forward; it must not hold arrays of `p`. A parameter that
     is missing in `g` is frozen: its gradient is not computed.
 
-    A layer that overwrites its x and dy saves memory and a pass. Only a `Chain` takes it, between two layers
-    that keep neither the y of their forward nor the dx of their backward.
+    A layer that overwrites its x and dy saves memory and a pass. A `Chain` lets a layer do so (`overwriting`)
+    between two layers that keep neither the y of their forward nor the dx of their backward.
     """
 
-    overwrites = False
     keeps_results = True
     backward_reads_params = True  # False: a sharded unit need not be gathered for this layer's backward
 
@@ -97,6 +118,10 @@ class Layer:
     def update(self, buffers: MutableMapping[str, Array], sums: Mapping[str, Array]) -> None:
         """Set this layer's buffers (on the host) after a step, by the sums of tallies: alike on all ranks."""
 
+    def overwriting(self) -> Layer:
+        """Return a copy of the layer that overwrites its x and dy, or the layer if it never does."""
+        return self
+
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         """Return (y, saved): the output, and the values that backward needs."""
         raise NotImplementedError
@@ -109,6 +134,59 @@ class Layer:
         """Return dx; add the parameters' gradients into g. x and dy are not changed."""
         raise NotImplementedError
 
+    def forward_onto(self, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
+        """Return (residual + y, saved); None: no residual."""
+        y, saved = self.forward(p, x)
+        return y if residual is None else ops.add(residual, y), saved
+
+    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any) -> Any:
+        """Return residual + dx; None: no residual."""
+        dx = self.backward(p, saved, dy, g)
+        return dx if residual is None else ops.add(residual, dx)
+
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
+        """Return (loss, dx) of a last stage: forward, cross-entropy of y as logits, and backward, in one.
+
+        The loss is `scale` times the sum over targets of -log softmax.
+        """
+        y, saved = self.forward(p, x)
+        loss, dy = ops.cross_entropy(y, targets, scale)
+        return loss, self.backward(p, saved, dy, g)
+
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
+        """Return the loss alone; at scale 0 the number of targets that are not the argmax."""
+        y = self.forward(p, x)[0]
+        return ops.cross_entropy(y, targets, scale)[0] if scale else (y.argmax(-1) != targets).sum()
+
+    def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        """Return y of the positions after those in `cache`.
+
+        A layer has its own if its result at a position depends on other positions or on its number.
+        """
+        return self.forward(p, x)[0]
+
+
+class AddsInForward(Layer):
+    """A layer whose forward adds `residual` where it writes y, in the same pass."""
+
+    def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
+        """Return (y, saved), or (residual + y, saved)."""
+        raise NotImplementedError
+
+    def forward_onto(self, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
+        return self.forward(p, x, residual)
+
+
+class AddsInBackward(Layer):
+    """A layer whose backward adds `residual` where it writes dx, in the same pass."""
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
+        """Return dx, or residual + dx; add the parameters' gradients into g."""
+        raise NotImplementedError
+
+    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any) -> Any:
+        return self.backward(p, saved, dy, g, residual)
+
 
 class Composite(Layer):
     """A layer made of others, with the parameters of those layers."""
@@ -118,7 +196,7 @@ class Composite(Layer):
         raise NotImplementedError
 
     def params(self) -> dict[str, Param]:
-        return {name: param for part in self.parts() for name, param in part.params().items()}
+        return params_of(self.parts())
 
     def stacks(self) -> list[Stack]:
         return [stack for part in self.parts() for stack in part.stacks()]
@@ -131,16 +209,6 @@ class Composite(Layer):
             part.update(buffers, sums)
 
 
-def preserving(layer: Layer) -> Layer:
-    """Return the layer; raise ValueError if it overwrites its input, which others may need."""
-    if getattr(layer, "overwrites", False):
-        raise ValueError(
-            f"{type(layer).__name__} overwrites its input: expected it in a Chain, between two layers whose "
-            "keeps_results is False"
-        )
-    return layer
-
-
 @dataclass(frozen=True)
 class Stage:
     """One step of a model: a layer, and the scope (name prefix) whose parameters are gathered together."""
@@ -148,18 +216,26 @@ class Stage:
     scope: str
     layer: Layer
 
-    def __post_init__(self) -> None:
-        preserving(self.layer)
-
 
 def stage_params(stages: list[Stage]) -> dict[str, Param]:
-    """Return all parameters of a model in order; a tied one only at its first place. Raise ValueError."""
+    """Return all parameters of a model in order; raise ValueError for invalid ones."""
+    params = params_of(stage.layer for stage in stages)
+    for name, param in params.items():
+        check_param(name, param)
+    return params
+
+
+def params_of(layers: Iterable[Layer]) -> dict[str, Param]:
+    """Return the parameters of layers in order, a tied one only at its first place.
+
+    Raise ValueError if a name comes with two shapes: one of the layers needs another name.
+    """
     params: dict[str, Param] = {}
-    for stage in stages:
-        for name, param in stage.layer.params().items():
-            check_param(name, param)
-            if params.setdefault(name, param).shape != param.shape:
-                raise ValueError(f"parameter {name} has the shapes {params[name].shape} and {param.shape}")
+    for layer in layers:
+        for name, param in layer.params().items():
+            first = params.setdefault(name, param)
+            if first is not param and first.shape != param.shape:
+                raise ValueError(f"parameter {name} has the shapes {first.shape} and {param.shape}")
     return params
 
 

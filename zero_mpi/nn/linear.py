@@ -9,9 +9,8 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.device.arrays import Scalar
-from zero_mpi.nn.added_rows import AddedRows
-from zero_mpi.nn.fusions import AddsInForward
-from zero_mpi.nn.layer import Gradients, Param, Weights
+from zero_mpi.nn.added_rows import AddedRows, copied
+from zero_mpi.nn.layer import AddsInForward, Gradients, Param, Weights
 from zero_mpi.nn.low_rank import FIRST, SECOND, LowRank
 from zero_mpi.ops.packed_matrix import PackedMatrix
 from zero_mpi.ops.reference import chunk_rows
@@ -118,7 +117,7 @@ class Linear(AddsInForward):
     ) -> Any:
         """Return dx of a part of the rows; if several share an input, add it to `into` and return that."""
         adapter = self.adapter
-        own = adapter.first_columns(dy) if isinstance(adapter, AddedRows) else dy
+        own = copied(dy[..., : -adapter.rows]) if isinstance(adapter, AddedRows) else dy
         if self.weight in g:
             via.linear_backward_w(own, saved[0], some(g[self.weight], part))
         if self.bias and self.bias in g:
@@ -126,34 +125,25 @@ class Linear(AddsInForward):
         dx = via.linear_backward_x(own, self._matrix(p, part), into)
         return dx if adapter is None else adapter.backward(p, saved, dy, g, dx, part, via)
 
-    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """Return (loss, dx), with logits computed in chunks; see `fusions.Head.loss`."""
-        if self.adapter is not None:
-            return self._adapted_loss(p, x, targets, scale, g)
-        b, db = (p[self.bias], g.get(self.bias)) if self.bias else (None, None)
-        loss, dx = ops.linear_cross_entropy(x, p[self.weight], b, targets, scale, g.get(self.weight), db)
-        return loss, dx
-
-    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        if self.adapter is not None:
-            return self._adapted_loss(p, x, targets, scale, None)[0]
-        bias = p[self.bias] if self.bias else None
-        return ops.linear_cross_entropy(x, p[self.weight], bias, targets, scale, need_dx=False)[0]
-
-    def _adapted_loss(
-        self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients | None
-    ) -> tuple[Scalar, Any]:
-        """Return (loss, dx) with an adapter, which the fused operation lacks; dx is None without `g`."""
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients | None) -> tuple[Scalar, Any]:
+        """Return (loss, dx); chunks of logits exist one after the other; dx is None without `g`."""
+        if self.adapter is None:
+            b, db = (p[self.bias], (g or {}).get(self.bias)) if self.bias else (None, None)
+            dw, need_dx = (g or {}).get(self.weight), g is not None
+            return ops.linear_cross_entropy(x, p[self.weight], b, targets, scale, dw, db, need_dx)
         dx: Any = None if g is None else ops.scale(x, 0.0)
         loss, flat, ids = 0.0, x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         step = chunk_rows(len(flat), self._params[self.weight].shape[0])
         for part in (slice(start, start + step) for start in range(0, len(flat), step)):
-            y, saved = self.forward(p, flat[part])
+            y, saved = self.forward(p, flat[part])  # the fused operation has no adapters
             added, dy = ops.cross_entropy(y, ids[part], scale)
             loss = loss + added
             if g is not None:
                 self.backward(p, saved, dy, g, dx.reshape(flat.shape)[part])
         return loss, dx
+
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
+        return self.loss(p, x, targets, scale, None)[0] if scale else super().evaluate(p, x, targets, scale)
 
 
 class Rows:

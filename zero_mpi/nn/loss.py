@@ -17,7 +17,6 @@ from zero_mpi.arguments import FLOATING, UNCOUNTED, WHOLE, array, number
 from zero_mpi.device import is_cupy
 from zero_mpi.device.arrays import Scalar, pool_of, to_device_of
 from zero_mpi.device.types import Array
-from zero_mpi.nn.fusions import loss_alone, loss_and_backward
 from zero_mpi.nn.layer import Gradients, Layer, Weights
 
 ROW_STEPS = 8  # numbers of rows that a last stage may be given
@@ -88,7 +87,7 @@ class CrossEntropy(HeadLoss):
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
         x_rows, targets, rows = self._given(x)
-        loss, dy = loss_and_backward(head, p, x_rows, targets, self.scale * factor, g)
+        loss, dy = head.loss(p, x_rows, targets, self.scale * factor, g)
         if rows is not None and dy is not None:
             dx = zeros_of(x, dy.dtype)
             ops.embedding_backward(rows, dy, dx.reshape(-1, x.shape[-1]))
@@ -96,7 +95,7 @@ class CrossEntropy(HeadLoss):
         return loss / factor, dy
 
     def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
-        return [loss_alone(head, p, *self._given(x)[:2], self.scale)]
+        return [head.evaluate(p, *self._given(x)[:2], self.scale)]
 
     def _given(self, x: Any) -> tuple[Any, Any, Any]:
         """Return the rows that the last stage is given, their targets, and their indices; None: all."""
@@ -121,15 +120,15 @@ class PartLosses(HeadLoss):
 
     def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
         targets = device.in_use().from_host(self.targets)
-        return [loss_alone(head, p, x[part], targets[part], self.scale) for part in self.parts]
+        return [head.evaluate(p, x[part], targets[part], self.scale) for part in self.parts]
 
 
 class Segment:
     """Consecutive positions of a row, whose targets' log-probabilities are summed.
 
-    It begins with the first target that counts and ends with the last, and is computed with so many positions
-    more that their number is a power of two or a multiple of an eighth of the row: few shapes mean few sizes
-    of memory. These do not count.
+    It begins with the first target that counts and ends with the last. It is computed with more positions, up
+    to a power of two or a multiple of an eighth of the row, so that few shapes and sizes of memory occur; the
+    added positions do not count.
     """
 
     def __init__(self, row: int, span: slice, targets: Array) -> None:
@@ -167,12 +166,12 @@ class SequenceLoss(HeadLoss):
         dx = zeros_of(x, x.dtype)
         for each, slope in zip(self._segments, slopes, strict=True):
             if slope:
-                dy = loss_and_backward(head, p, x[each.part], each.targets, -slope * factor, g)[1]
+                dy = head.loss(p, x[each.part], each.targets, -slope * factor, g)[1]
                 dx[each.part] += dy
         return loss, dx
 
     def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
-        return [loss_alone(head, p, x[each.part], each.targets, 1.0) for each in self._segments]
+        return [head.evaluate(p, x[each.part], each.targets, 1.0) for each in self._segments]
 
 
 def loss_with(targets: Any, scale: float) -> HeadLoss | None:
@@ -190,8 +189,8 @@ def zeros_of(x: Any, dtype: Any) -> Any:
 def rows_that_count(targets: Any) -> Any:
     """Return the rows (K,) that a last stage is given: those whose targets count, and some others.
 
-    K is a multiple of an eighth of all: few shapes mean few sizes of memory. None: all rows, as where targets
-    lie on a GPU already.
+    K is a multiple of an eighth of all, so that few shapes and sizes of memory occur. None: all rows, also if
+    the targets are on a GPU already.
     """
     if type(targets) is not np.ndarray:
         return None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.nn.fusions import AddsInBackward
-from zero_mpi.nn.layer import Gradients, Param, Weights
+from zero_mpi.nn.layer import AddsInBackward, Gradients, Param, Weights
 
 
 class RMSNorm(AddsInBackward):

@@ -29,7 +29,6 @@ _INSTEAD = {  # reason why operations are not compiled -> whether it applies
 }
 _compiles = not any(_INSTEAD.values())
 GENERATION = "generation"  # kernels that training does not need
-_gpu_prepared = False
 
 
 def backend() -> str:
@@ -51,9 +50,7 @@ def products(kind: Any) -> tuple[str, str]:
 
     The result is ("", "") on a GPU, and for float32 if BLAS multiplies it.
     """
-    if device.in_use() is not device.HOST:
-        return "", ""
-    if kind == np.float64:  # NumPy's products, by the reference
+    if device.in_use() is not device.HOST or kind == np.float64:  # which NumPy multiplies, by the reference
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
         return "", "kernels of a specific CPU are disabled"
@@ -84,8 +81,9 @@ def compiled_for() -> str:
     return jit.target()
 
 
+@cache
 def prepare_gpu() -> None:
-    """Compile the kernels of the GPU in use, or load them from CuPy's cache; one call is enough."""
+    """Compile the kernels of the GPU in use, or load them from CuPy's cache."""
     from zero_mpi.ops import gpu
 
     register(gpu.launch.ARRAY)
@@ -99,11 +97,8 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
     ranks start at once, let one of each node go first: the others then find the cache filled. Kernels that
     were not prepared, such as the host's if a GPU is in use, are compiled by the first call of each.
     """
-    global _gpu_prepared
     if device.in_use().name == "cuda":
-        if not _gpu_prepared:
-            _gpu_prepared = True
-            prepare_gpu()
+        prepare_gpu()
     elif _compiles:
         prepare_cpu()
         for name in ("float32", "bfloat16")[: 1 + (kind == low_precision.BFLOAT16)]:
@@ -112,12 +107,19 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
 
 def fill_cache(kind: str, say: Callable[[str], object] | None = None) -> None:
     """Compile the kernels of a type, or those that only generation needs, if the cache lacks them."""
-    if not code_cache.is_complete(kind):
-        if say is not None:
-            of = f" of {kind}" if kind == GENERATION else ""
-            say(f"compiling kernels{of} for this CPU (once, cached in {code_cache.folder()})")
-        compile_all(kind)
-        code_cache.mark_complete(kind)
+    if code_cache.is_complete(kind):
+        return
+    if say is not None:
+        of = f" of {kind}" if kind == GENERATION else ""
+        say(f"compiling kernels{of} for this CPU (once, cached in {code_cache.folder()})")
+    from zero_mpi.ops.cpu import jit, products
+
+    if kind == "bfloat16":
+        products.load()
+    if kind == GENERATION:
+        from zero_mpi.ops.cpu import decode  # noqa: F401
+    jit.compile_all("bfloat16" if kind == "bfloat16" else "float32")
+    code_cache.mark_complete(kind)
 
 
 def use_threads(count: int | None = None) -> int:
@@ -141,17 +143,6 @@ def prepare_cpu() -> None:
     for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # no kernel: the reference computes
         OPERATIONS[name].register(np.ndarray, OPERATIONS[name].dispatch(object))
     register(np.ndarray)
-
-
-def compile_all(kind: str) -> None:
-    """Compile the kernels of a type, or those of generation too, that the cache lacks."""
-    from zero_mpi.ops.cpu import jit, products
-
-    if kind == "bfloat16":
-        products.load()
-    if kind == GENERATION:
-        from zero_mpi.ops.cpu import decode  # noqa: F401
-    jit.compile_all("bfloat16" if kind == "bfloat16" else "float32")
 
 
 def _on_first_use(name: str) -> Callable[..., Any]:

@@ -52,14 +52,10 @@ def add_roles(definition: Callable[..., Any], expected: Signature) -> None:
     ROLES[definition.__name__] = Roles(place, low if len(expected.results) > 1 else None, written)
 
 
-def is_low(x: Any) -> bool:
-    """Return whether `x` is an array of a low type."""
-    return hasattr(x, "dtype") and x.dtype.itemsize == 2 and x.dtype in LOW
-
-
 def widened(x: Any) -> Any:
     """Return a float32 copy of a low array; any other value unchanged."""
-    return x.astype(np.float32) if is_low(x) else x
+    is_low = hasattr(x, "dtype") and x.dtype.itemsize == 2 and x.dtype in LOW
+    return x.astype(np.float32) if is_low else x
 
 
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
@@ -94,23 +90,12 @@ def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) 
             given[name][...] = narrowed(wide[name], given[name].dtype)
             if result is wide[name]:
                 return given[name]
-    return rounded(result, roles.rounded, kind)
-
-
-def rounded(result: Any, places: tuple[int, ...] | None, kind: Any) -> Any:
-    """Return the results with those at `places` in the low type; None stays None."""
-    if places is None:
-        return None if result is None else narrowed(result, kind)
-    return tuple(narrowed(item, kind) if place in places else item for place, item in enumerate(result))
+    if roles.rounded is None:
+        return narrowed(result, kind)
+    return tuple(narrowed(x, kind) if place in roles.rounded else x for place, x in enumerate(result))
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x` rounded to nearest, ties to even; overflow gives infinity, which the gradient norm shows."""
+    """Return `x`, if any, rounded to nearest, ties to even; overflow gives infinity, which the norm shows."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)
-
-
-def on_copies(operation: Callable[..., Any], *given: Any) -> Any:
-    """Run an operation of float32 on low arrays by `run_low`."""
-    names = signature(operation).parameters
-    return run_low(operation, ROLES[operation.__name__], dict(zip(names, given, strict=False)))

@@ -15,7 +15,7 @@ from zero_mpi.device import Cuda
 from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.sharding.host_masters import CHOICES, NONE, STATE, gpu_to_spare, pinned_zeros
+from zero_mpi.sharding.parameters import CHOICES, NONE, STATE, gpu_to_spare, pinned_zeros
 
 CHUNK_ELEMENTS = 4 << 20  # elements of each state in a chunk: 16 MiB
 BUFFER_SETS = 3  # sets of buffers: one is filled, one updated, one emptied
@@ -33,27 +33,26 @@ class HostState(Mapping[str, Array]):
     """
 
     def __init__(self, where: Cuda, size: int, quantum: int, names: Sequence[str]) -> None:
-        self.size, self.chunk, self.names = size, chunk_of(quantum), names
-        self._all = pinned_zeros(where, len(names) * size)
+        self.size, self.chunk = size, chunk_of(quantum)
+        arrays = pinned_zeros(where, len(names) * size).reshape(len(names), size)
+        self._arrays = dict(zip(names, arrays, strict=True))
         self.stored = where.cupy.cuda.Event(block=True, disable_timing=True)  # end of the last copy to host
 
     def __getitem__(self, name: str) -> Array:
-        first = self.names.index(name) * self.size
         self.stored.synchronize()
-        return self._all[first : first + self.size]
+        return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self._arrays)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self._arrays)
 
     def chunks(self) -> Iterator[tuple[slice, list[Array]]]:
         """Yield (part, that part of each state), without waiting for copies."""
         for start in range(0, self.size, self.chunk):
-            stop = min(start + self.chunk, self.size)
-            firsts = range(0, len(self.names) * self.size, self.size)
-            yield slice(start, stop), [self._all[first + start : first + stop] for first in firsts]
+            part = slice(start, min(start + self.chunk, self.size))
+            yield part, [array[part] for array in self._arrays.values()]
 
 
 class GpuBuffers:

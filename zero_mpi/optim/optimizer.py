@@ -9,21 +9,26 @@ This class trusts its callers; `zero_mpi.compat.ShardedOptimizer`, which scripts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any, TypeVar
+
+import numpy as np
 
 from zero_mpi import device, ops
-from zero_mpi.arguments import instance
+from zero_mpi.arguments import instance, number
 from zero_mpi.comm import AllOf, Handle
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.types import Array
 from zero_mpi.optim.offload import HostState, Offload, make_offload
-from zero_mpi.optim.rates import matched, unit_rates
 from zero_mpi.optim.rule import MatrixRule, Part, Rule
 from zero_mpi.sharding.module import ShardedModule, ShardedUnit
 from zero_mpi.telemetry import spans
 
+T = TypeVar("T")
+Segment = tuple[slice, float, Rule]  # adjacent elements, the factor of their rate, and their rule
 States = Mapping[str, Array]  # name -> flat float32 array of one unit's part or one user's array, writable
 
 
@@ -80,8 +85,7 @@ class ShardedOptimizer:
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
         self.check_units()
-        wanted = self.rate_factor, scales["decay_scale"], self.rule_of
-        self._rates = {unit.name: unit_rates(unit, *wanted) for unit in self.units}
+        self._rates = {unit.name: self._rates_of(unit, scales["decay_scale"]) for unit in self.units}
         self.states = self._make_states()
         self.ema, zeros = ema, device.in_use().zeros
         self.average: dict[str, Array] = {}  # of what the rank updates, by unit; zeros until `averages`
@@ -113,6 +117,25 @@ class ShardedOptimizer:
     def _is_directed(self, unit: ShardedUnit) -> bool:
         """Return whether owners turn a unit's gradients into directions: its rules need full matrices."""
         return isinstance(self.rule_of(next(iter(unit.unit.params))), MatrixRule)
+
+    def _rates_of(self, unit: ShardedUnit, scales: Mapping[str, float]) -> tuple[Array, list[Segment]]:
+        """Return the factor of the decay of each updated chunk, (chunks,) float64, and segments of one rate.
+
+        Rates differ rarely, so a unit is cut into segments. The cuts do not change the update of an element.
+        """
+        part, full = unit.updated[2], unit.unit
+        here = slice(part.start // full.quantum, -(-part.stop // full.quantum))
+        decays, updates = list[float](), list[tuple[float, Rule]]()
+        for name, param in full.params.items():
+            count = full.chunks(name)
+            decays += [matched(scales, name, float(param.decays))] * count
+            updates += [(self.rate_factor(name), self.rule_of(name))] * count
+        segments, start = list[Segment](), 0
+        for (factor, rule), same in groupby(updates[here]):
+            stop = start + full.quantum * sum(1 for _ in same)
+            segments.append((slice(start, stop), factor, rule))
+            start = stop
+        return device.in_use().from_host(np.array(decays[here], np.float64)), segments
 
     def averages(self) -> Mapping[str, Array]:
         """Return the moving averages by unit (not copies); before any update these are the parameters."""
@@ -210,10 +233,13 @@ class ShardedOptimizer:
     def _parts(self, unit: ShardedUnit, lr: float) -> Iterator[tuple[Part, float, Rule]]:
         """Yield (part, rate, rule) of each part of a unit that has a single rule and rate."""
         parameters, gradients, _ = unit.updated
-        rates, quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.low
-        decay = self.weight_decay * rates.decays
+        (decays, segments), quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.low
+        decay = self.weight_decay * decays
         for part, p, states in self._chunks(unit, parameters):
-            for here, factor, rule in rates.within(part):
+            for segment, factor, rule in segments:
+                here = slice(max(segment.start, part.start), min(segment.stop, part.stop))
+                if here.start >= here.stop:
+                    continue
                 own = slice(here.start - part.start, here.stop - part.start)
                 runs = slice(here.start // quantum, -(-here.stop // quantum))
                 rounded = None if low is None else low[here]
@@ -242,3 +268,20 @@ class ShardedOptimizer:
 def bytes_of(states: States) -> int:
     """Return the bytes of the states of a unit or an array."""
     return int(sum(state.nbytes for state in states.values()))
+
+
+def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
+    """Return the value of the last pattern that matches a name."""
+    found = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
+    return found[-1] if found else otherwise
+
+
+def check_scales(what: str, scales: Any, trained: Collection[str]) -> dict[str, float]:
+    """Return factors by pattern; raise ValueError for other values and for patterns without a match."""
+    instance(what, scales, Mapping, "a mapping of name patterns to numbers")
+    for pattern in scales:
+        instance(what, pattern, str, "name patterns")
+        if not any(fnmatchcase(name, pattern) for name in trained):
+            few = ", ".join(list(trained)[:3])
+            raise ValueError(f"{what}: {pattern!r} matches no trained parameter; names are like {few}")
+    return {pattern: number(f"{what}: {pattern}", x, least=0) for pattern, x in scales.items()}

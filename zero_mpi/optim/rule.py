@@ -1,14 +1,17 @@
-"""Update rules of an optimizer: the interface `Rule`, and AdamW."""
+"""Update rules of an optimizer: the interface `Rule`, AdamW, and quantization-aware training."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zero_mpi import ops
 from zero_mpi.device.types import Array
+from zero_mpi.ops.rounding import round_to
+
+MASTER = "master"  # state of `Rounded`
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,39 @@ class AdamW(Rule):
             step=step,
             low=part.low,
         )
+
+
+@dataclass(frozen=True)
+class Rounded(Rule):
+    """Rule that updates float32 masters by another rule; parameters are the masters rounded to a type.
+
+    After each update they have the values of a quantized file, at which gradients are taken. Shards end at
+    multiples of 1024 elements or of a row, and rows fill blocks, so no block is cut.
+    """
+
+    rule: Rule
+    kind: str
+
+    @property
+    def type(self) -> str:  # type: ignore[override]
+        return self.rule.type
+
+    @property
+    def states(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.rule.states, MASTER)
+
+    def begin(self, part: Part) -> None:
+        """Copy the initial parameters to the masters, then round the parameters."""
+        part.states[MASTER][...] = part.parameters
+        self._round(part)
+
+    def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
+        """Update the masters, then round them into the parameters."""
+        taken = replace(part, parameters=part.states[MASTER], low=None)
+        self.rule.update(taken, lr, grad_scale, step)
+        self._round(part)
+
+    def _round(self, part: Part) -> None:
+        round_to(self.kind, part.states[MASTER], part.parameters)
+        if part.low is not None:
+            part.low[...] = part.parameters

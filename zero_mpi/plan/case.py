@@ -15,14 +15,14 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.nn.layer import stage_params
 from zero_mpi.nn.preference import Preference
 from zero_mpi.optim.rule import AdamW
-from zero_mpi.sharding import Strategy, strategy_named
-from zero_mpi.sharding.grad_accum import Rounds
 from zero_mpi.sharding.gradients import accumulates_locally
-from zero_mpi.sharding.host_masters import NONE, STATE
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, LayoutConfig, lay_out
 from zero_mpi.sharding.module import check_reduction
 from zero_mpi.sharding.norm import SquaresSum, runs_of
+from zero_mpi.sharding.parameters import NONE, STATE
 from zero_mpi.sharding.precision import Precision, precision_named
+from zero_mpi.sharding.rounds import Rounds
+from zero_mpi.sharding.strategy import Strategy, strategy_named
 from zero_mpi.sharding.unit import Unit
 
 SAME = (  # fields with the same name in a case and among the flags of a run

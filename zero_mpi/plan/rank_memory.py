@@ -25,7 +25,7 @@ from zero_mpi.models.model_config import elements
 from zero_mpi.optim.offload import BUFFER_SETS, chunk_of
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.simulate import KERNELS, simulate
-from zero_mpi.sharding.host_masters import NONE, STATE
+from zero_mpi.sharding.parameters import NONE, STATE
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
 
@@ -132,7 +132,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     # Per chunk: two sums of squares (in slices), and whether it decays (in the updated elements).
     numbers = 2 * -(-own // quantum) + -(-updated // quantum)
     return {
-        "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
+        "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.partition(1).length),
         "masters": BYTES * updated * (case.precision.is_low and unit.kept_bytes(kind) < BYTES),
         "gradients": wide * summed * trained,
         "moments": wide * (states + averages * updated) * trained,

@@ -11,7 +11,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import RATES, Machine, bandwidth
 from zero_mpi.plan.plan import MOST, Largest, Plan, Point
 from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Resident, keeps_slices, titles
-from zero_mpi.sharding.host_masters import STATE
+from zero_mpi.sharding.parameters import STATE
 
 TITLE, COLUMN = 34, 16  # widths of columns
 Column = TypeVar("Column")

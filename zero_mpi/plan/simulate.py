@@ -17,7 +17,7 @@ import numpy as np
 
 from zero_mpi import device, ops
 from zero_mpi.comm import Handle, Partition
-from zero_mpi.comm.base import ModuleMemory
+from zero_mpi.comm.base import ModuleMemory, ReduceScatter
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 from zero_mpi.nn import CrossEntropy, Packed
@@ -27,8 +27,8 @@ from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on f
 from zero_mpi.plan.case import Case, SimulatedComm
 from zero_mpi.plan.fake_ops import FakeMemory, without_memory
 from zero_mpi.plan.workspaces import Compiled, OnGPU
-from zero_mpi.sharding import ShardedModule
-from zero_mpi.sharding.host_masters import NONE
+from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.sharding.parameters import NONE
 
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, SUMS, NORM, UPDATE = "gather sums", "sums", "norm", "update"
@@ -118,10 +118,8 @@ class ScriptedComm(SimulatedComm):
         kind = GATHER_SUMS if what == "gradients" else GATHER
         return SimulatedTransfer(self.script, kind, self.numbers[name])
 
-    def reduce_scatter(
-        self, full: Array, out: Array, partition: Partition, *, label: str = "", **how: Any
-    ) -> Handle:
-        return SimulatedTransfer(self.script, REDUCE, self.numbers[label.partition(" ")[2]])
+    def _reduce(self, asked: ReduceScatter) -> Handle:
+        return SimulatedTransfer(self.script, REDUCE, self.numbers[asked.label.partition(" ")[2]])
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
         return SimulatedTransfer(self.script, ALLREDUCE, self.numbers[label.partition(" ")[2]])

@@ -2,9 +2,8 @@
 
 `layout` cuts a model into units, `schedule` makes the lists of actions, and `actions.run` follows them. A
 unit at run time has parameters (`parameters`) and gradients (`gradients`), each with one class for every way
-to keep them. `module` joins all of it, `passes` takes a micro-batch through the stages, `grad_accum` deals
-micro-batches out to ranks, `evaluation` without gradients. Scripts use these by `zero_mpi.compat`, which
-checks arguments.
+to keep them. `module` joins all of it, `passes` takes a micro-batch through the stages, `rounds` deals
+micro-batches out to ranks. Scripts use these by `zero_mpi.compat`, which checks arguments.
 
 Units. A unit is the parameters of one scope (`token_embd`, `blk.3`, `output`) in one flat buffer, or under
 `no-shard` a bucket of bytes filled in reverse order. Frozen parameters of a scope form a separate unit, which
@@ -15,27 +14,3 @@ slices in rank order (`device.ordered_sum`), and the squares of the norm are add
 allreduce adds nothing but zeros to what a rank sends. Losses travel in the same way; they are divided by the
 tokens of the whole step before backward, so nothing is divided by the number of ranks.
 """
-
-from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.sharding.strategy import (
-    FULL_SHARD,
-    HYBRID_SHARD,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    STRATEGIES,
-    Strategy,
-    strategy_named,
-)
-from zero_mpi.sharding.unit import Unit
-
-__all__ = [
-    "FULL_SHARD",
-    "HYBRID_SHARD",
-    "NO_SHARD",
-    "SHARD_GRAD_OP",
-    "STRATEGIES",
-    "ShardedModule",
-    "Strategy",
-    "Unit",
-    "strategy_named",
-]

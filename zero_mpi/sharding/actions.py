@@ -38,12 +38,13 @@ class UnitAction(Action):
 
 @dataclass(frozen=True)
 class StageAction(Action):
-    """Action of whoever takes a micro-batch through the stages."""
+    """Action of a micro-batch at a stage; a rank without a micro-batch does nothing."""
 
     stage: int
 
     def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
-        getattr(work, self.method)(self.stage)
+        if not work.is_idle:
+            getattr(work, self.method)(self.stage)
 
 
 class Gather(UnitAction):

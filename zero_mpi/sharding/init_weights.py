@@ -24,19 +24,11 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
     if param.init == "ones":
         values.fill(1)
     elif param.init == "normal":
+        key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
         for begin in range(start - start % DRAW_BLOCK, stop, DRAW_BLOCK):
             first, last = max(start, begin), min(stop, begin + DRAW_BLOCK)
-            drawn = draw_block(name, seed, begin // DRAW_BLOCK, last - begin)[first - begin :]
-            np.multiply(drawn, np.float32(param.std), out=values[first - start : last - start])
-    elif param.init != "zeros":
-        raise ValueError(
-            f"parameter {name}: init {param.init!r} is not known; expected normal, ones or zeros"
-        )
+            count, counter = last - begin, [0, 0, 0, begin // DRAW_BLOCK]
+            generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
+            drawn = normals(generator, count + count % 2)  # some ways to draw give pairs
+            values[first - start : last - start] = drawn[first - begin : count] * np.float32(param.std)
     return values
-
-
-def draw_block(name: str, seed: int, block: int, count: int) -> Array:
-    """Return the first standard normal numbers (count,) of a parameter's block, whatever its others are."""
-    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
-    generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, block]))
-    return normals(generator, count + count % 2)[:count]  # some ways to draw give pairs

@@ -1,7 +1,7 @@
 """Layout of a model: its units, when they travel, and what memory they take, all known beforehand.
 
-It is worked out from the stages alone, without an array: a transport that shares memory is asked for its
-buffers before the model is there, and every rank's steps must find the same ones.
+It follows from the stages alone, without arrays: a transport that shares memory reserves its buffers before
+the model exists, and all ranks must find buffers of the same sizes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,7 @@ from zero_mpi.device import Host
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param, Stack, Stage, stage_params
-from zero_mpi.sharding.actions import (
-    Actions,
-    Backward,
-    Gather,
-    Loss,
-    Reduce,
-    Release,
-    Turn,
-    Wait,
-    WaitReduce,
-)
+from zero_mpi.sharding.actions import Actions, Backward, Gather, Loss, Reduce, Release, Turn, Wait, WaitReduce
 from zero_mpi.sharding.precision import FP32, Precision, floats
 from zero_mpi.sharding.schedule import Indices, Parts, Schedule, make_schedule
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
@@ -76,12 +66,9 @@ class LayoutConfig:
     stored: Stored = field(default_factory=dict)
     whole: Sequence[str] = ()
 
-    def is_trainable(self, name: str) -> bool:
-        return is_trainable(name, self.frozen)
-
     def kind_of(self, name: str, param: Param) -> str:
         """Return the kind of buffer that a parameter needs: TRAINED, WHOLE or FROZEN."""
-        if param.buffer or not self.is_trainable(name):
+        if param.buffer or not is_trainable(name, self.frozen):
             return FROZEN
         return WHOLE if any(fnmatchcase(name, pattern) for pattern in self.whole) else TRAINED
 
@@ -106,7 +93,7 @@ def check_patterns(what: str, patterns: Sequence[str], names: Collection[str]) -
 
 @dataclass(frozen=True)
 class Layout:
-    """The units of a model, which of them each stage uses, their schedule, and what is lent at once.
+    """The units of a model, which of them each stage uses, their schedule, and the sizes of buffers.
 
     parts     stage -> its stacked parameters, where several units have them
     buffers   of gradients, gathers   of parameters that are gathered: lengths of float32 arrays, which have
@@ -235,8 +222,9 @@ class Lending:
     def __init__(self, units: Sequence[Unit], uses: Sequence[Indices], precision: Precision) -> None:
         self._units, self._uses, self._precision = units, uses, precision
         self.parameters, self.gradients = (BufferPool(where=LengthOnly()) for _ in range(2))
-        self._full, self._sums = dict[int, Array](), dict[int, Array]()  # unit -> its borrowed buffer
-        self._unpacked, self._added = set[int](), set[int]()  # `_added`: gradients not on their way yet
+        self._full: dict[int, Array | None] = {}  # unit -> its borrowed buffer; None once it is unpacked
+        self._sums = dict[int, Array]()
+        self._added = set[int]()  # units whose gradients are not on their way yet
 
     def follow(self, actions: Actions, idle: bool) -> None:
         """Borrow and give back as the actions do; idle: without a micro-batch, so that backward adds nothing.
@@ -246,15 +234,13 @@ class Lending:
         kind = self._precision.compute
         for action in actions:
             match action:
-                case Gather(unit) if unit not in self._full and unit not in self._unpacked:
+                case Gather(unit) if unit not in self._full:
                     self._full[unit] = self.parameters.take(self._units[unit].gathered_size(kind))
-                case Wait(unit) if unit in self._full and self._units[unit].unpacked_size(kind):
-                    self.parameters.give(self._full.pop(unit))
-                    self._unpacked.add(unit)
-                case Release(unit) if unit in self._full:
-                    self.parameters.give(self._full.pop(unit))
-                case Release(unit):
-                    self._unpacked.discard(unit)
+                case Wait(unit) if self._units[unit].unpacked_size(kind) and self._full.get(unit) is not None:
+                    self.parameters.give(self._full[unit])
+                    self._full[unit] = None
+                case Release(unit) if (buffer := self._full.pop(unit, None)) is not None:
+                    self.parameters.give(buffer)
                 case Backward(stage) | Loss(stage) if not idle:
                     self._add(self._uses[stage])
                 case Turn(adds=units) if not idle:

@@ -30,18 +30,10 @@ from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.actions import Actions, run
 from zero_mpi.sharding.gradients import accumulates_locally, make_gradients
 from zero_mpi.sharding.graphs import graphs_for
-from zero_mpi.sharding.host_masters import masters_on_host
 from zero_mpi.sharding.init_weights import initial_values
-from zero_mpi.sharding.layout import Layout, LayoutConfig, lay_out, layout_facts
+from zero_mpi.sharding.layout import Layout, LayoutConfig, is_trainable, lay_out, layout_facts
 from zero_mpi.sharding.norm import SquaresSum, runs_of
-from zero_mpi.sharding.parameters import (
-    BlockParameters,
-    Context,
-    ReadBytes,
-    Views,
-    joined,
-    make_parameters,
-)
+from zero_mpi.sharding.parameters import BlockParameters, Context, ReadBytes, make_parameters, masters_on_host
 from zero_mpi.sharding.passes import MicroBatch
 from zero_mpi.sharding.precision import FLOAT32, FP64, LossScale, Precision
 from zero_mpi.sharding.schedule import Schedule
@@ -145,7 +137,7 @@ class ShardedModule:
         return list(stages), config
 
     def is_trainable(self, name: str) -> bool:
-        return self.config.is_trainable(name) and not self.params[name].buffer
+        return is_trainable(name, self.config.frozen) and not self.params[name].buffer
 
     # ---------------------------------------------------------------------------------- a micro-batch
 
@@ -175,13 +167,7 @@ class ShardedModule:
         return micro_batch.dy
 
     def forward_backward(
-        self,
-        x: Any,
-        targets: Any,
-        scale: float = 1.0,
-        *,
-        contributors: int | None = None,
-        last: bool = True,
+        self, x: Any, targets: Any, scale: float = 1.0, *, contributors: int | None = None, last: bool = True
     ) -> Scalar | None:
         """Run forward, loss and backward of a micro-batch; return its loss.
 
@@ -226,13 +212,6 @@ class ShardedModule:
         self.tallies.rounds.append(micro_batch.batch.sums)
         spans.lap(spans.BETWEEN, "after")
         self._synced = False
-
-    def weights_of(self, stage: int) -> Views:
-        return joined([self.units[unit].weights() for unit in self.uses[stage]])
-
-    def gradients_of(self, stage: int) -> Views:
-        """Return the gradients that a stage's backward adds to, by name; none of what is frozen."""
-        return joined([self.units[unit].gradients() for unit in self.uses[stage]])
 
     # ------------------------------------------------------------------------------------ around a step
 
@@ -296,7 +275,7 @@ class ShardedModule:
     def update_buffers(self) -> None:
         """Let layers update their buffers by the sums of the step, except frozen ones. Collective."""
         buffers = {name: param for name, param in self.params.items() if param.buffer}
-        names = [name for name in buffers if self.config.is_trainable(name)]
+        names = [name for name in buffers if is_trainable(name, self.config.frozen)]
         if names:
             sums, values = self.tallies.sums(self.comm), self._values_of(buffers)
             for layer in {id(stage.layer): stage.layer for stage in self.stages}.values():

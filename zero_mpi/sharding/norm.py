@@ -2,8 +2,8 @@
 
 The values are float64 sums over chunks of each parameter, in the model's order, and they are added as NumPy's
 `sum` adds a vector. It cuts a vector in halves down to leaves of at most LEAF values. A rank that has all
-values of a leaf sends their sum. Of a leaf that several ranks share, the values themselves travel. That is
-about one number for 100,000 parameters.
+values of a leaf sends their sum. If several ranks share a leaf, they send its values. That is about
+one number for 100,000 parameters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
 
 
 class SquaresSum:
-    """The sum of all values, of which rank `rank` has those of its runs."""
+    """The sum of all values; rank `rank` has the values of its runs."""
 
     def __init__(self, runs: Array, rank: int) -> None:
         cuts = np.unique(np.append(runs[:2], 0))
@@ -82,7 +82,7 @@ class SquaresSum:
         self._segments = device.in_use().from_host(np.stack(segments))
 
     def part(self, values: Sequence[Array]) -> Array:
-        """Return what this rank sends, of its values in the order of units: zeros in the places of others."""
+        """Return the vector that this rank sends, from its values in the order of units; zeros elsewhere."""
         sent = np.zeros(self.size)
         if self._places.size:
             joined = namespace(values[0]).concatenate(values)
@@ -90,7 +90,7 @@ class SquaresSum:
         return sent
 
     def total(self, sent: Array) -> float:
-        """Return the sum of all values, by the sum over ranks of what they send."""
+        """Return the sum of all values, from the sum over ranks of the vectors that they send."""
         end = self._dealt.size
         sent[:end][self._dealt] = pairwise_sums(sent[end:], self._rest)
         below = sent[:0]

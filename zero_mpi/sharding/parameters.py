@@ -10,19 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 
 from zero_mpi import device, ops
 from zero_mpi.comm import Comm, Handle
+from zero_mpi.device import Cuda
 from zero_mpi.device.arrays import BufferPool, read_only
 from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
 from zero_mpi.ops.packed_matrix import PackedStack
-from zero_mpi.sharding.precision import FP32, Precision, as_kind, floats
+from zero_mpi.sharding.precision import FLOAT32, FP32, Precision, as_kind, floats
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import BlockUnit, Unit
 
+NONE, MOMENTS, STATE = CHOICES = ("none", "moments", "state")  # values of --offload
 Views = dict[str, Array]
 ReadBytes = Callable[[str, int, Array], object]  # (name, start, out): fill out (bytes,) from there on
 
@@ -172,7 +176,7 @@ class Parameters:
     @property
     def nbytes_whole(self) -> int:
         """Bytes that would be kept without sharding."""
-        return self.unit.dealt[0] * self.unit.kept_bytes(self.context.precision.master)
+        return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
         """Round `master` into `low`, after anything but the optimizer has written it."""
@@ -335,3 +339,33 @@ def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Param
     if memory is not None and context.strategy.shards_moments:
         return NodeSharedParameters(unit, context, memory)
     return (Parameters if context.strategy.shards_parameters else ReplicatedParameters)(unit, context)
+
+
+# ---------------------------------------- float32 parameters in pinned memory, which the GPU copies by itself
+
+
+def gpu_to_spare(name: str) -> Cuda:
+    """Return the GPU in use; raises UsageError if there is none."""
+    where = device.in_use()
+    if not isinstance(where, Cuda):
+        raise UsageError(f"--offload {name}: expected a GPU, got the CPU; leave it out")
+    return where
+
+
+def masters_on_host(precision: Precision) -> Callable[[int], Array]:
+    """Return a function that makes zeros of a size in pinned memory, for parameters in float32.
+
+    Raises UsageError without a GPU, and where layers read the very parameters that are updated.
+    """
+    where = gpu_to_spare(STATE)
+    if not precision.is_low:
+        none = f"with --precision {precision.name} there are no separate fp32 weights"
+        raise UsageError(f"--offload {STATE}: {none}; use --offload {MOMENTS}, or bf16")
+    return partial(pinned_zeros, where)
+
+
+def pinned_zeros(where: Cuda, size: int) -> Array:
+    """Return flat zeros, float32, in pinned memory of the host."""
+    array = where.pinned(size * FLOAT32.itemsize).view(FLOAT32)
+    array.fill(0)
+    return array

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -50,12 +50,19 @@ class MicroBatch:
         self.losses: list[Scalar] = []
         self.rest: Iterator[Action] = iter(())  # which `run` has not done; a stage does it up to its turn
 
+    def _weights(self, units: Iterable[int]) -> dict[str, Any]:
+        weights = joined([self.module.units[unit].weights() for unit in units])
+        return weights if self.adapted else without_adapters(weights)
+
+    def _gradients(self, units: Iterable[int]) -> Gradients:
+        """Return the gradients that backward adds to, by name; none of what is frozen."""
+        return joined([self.module.units[unit].gradients() for unit in units])
+
     def _stage_weights(self, stage: int, reads: bool = True) -> StageWeights:
         """Return the weights and micro-batch of a stage's layer; no weights if none are gathered."""
         self.batch.stage = stage
-        weights = self.module.weights_of(stage) if reads else {}
         turns = partial(self._turns, stage) if stage in self.module.parts else None
-        return StageWeights(weights if self.adapted else without_adapters(weights), self.batch, turns)
+        return StageWeights(self._weights(self.module.uses[stage]) if reads else {}, self.batch, turns)
 
     def turn(self, turn: Turn) -> None: ...
 
@@ -69,24 +76,19 @@ class MicroBatch:
 
     def _turns(self, stage: int, p: StageWeights, g: Gradients) -> Iterator[tuple[slice, Weights, Gradients]]:
         """Yield the parts of a stage's stacked parameters, each after the actions before its turn."""
-        parts, units, label = self.module.parts[stage], self.module.units, self.module.stages[stage].scope
+        parts, label = self.module.parts[stage], self.module.stages[stage].scope
         for _ in parts.members:
             spans.lap(spans.COMPUTE, "part", label)
             turn = self._next_turn()
             spans.lap(spans.BETWEEN, "before", label)
             members = parts.members[turn.number]
-            here = [units[unit] for unit in parts.units[turn.number]]
             weights = p | {name: p[name][members] for name in parts.names if name in p}
-            weights |= joined([unit.weights() for unit in here])
             gradients = {name: g[name][members] for name in parts.names if name in g}
-            if turn.adds:
-                gradients |= joined([unit.gradients() for unit in here])
-            yield members, weights if self.adapted else without_adapters(weights), gradients
+            gradients |= self._gradients(turn.adds)
+            yield members, weights | self._weights(parts.units[turn.number]), gradients
 
     def forward(self, stage: int) -> None:
         """Compute x of the next stage."""
-        if self.is_idle:
-            return
         layer, weights = self.module.stages[stage].layer, self._stage_weights(stage)
         with spans.computing("forward", self.module.stages[stage].scope):
             self.x, saved = layer.forward(weights, self.x)
@@ -95,10 +97,8 @@ class MicroBatch:
 
     def loss_and_backward(self, stage: int) -> None:
         """Compute the loss and dy of the stage before; losses are scaled while gradients are low."""
-        if self.is_idle:
-            return
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
-        weights, gradients = self._stage_weights(stage), self.module.gradients_of(stage)
+        weights, gradients = self._stage_weights(stage), self._gradients(self.module.uses[stage])
         assert self.loss_of is not None, "a micro-batch has a loss"
         with spans.computing("loss", self.module.stages[stage].scope):
             self.loss, self.dy = self.loss_of.train(layer, weights, self.x, gradients, factor)
@@ -106,8 +106,6 @@ class MicroBatch:
 
     def evaluate(self, stage: int) -> None:
         """Compute the loss of each part alone; rows that no part has are never made into logits."""
-        if self.is_idle:
-            return
         layer, weights = self.module.stages[stage].layer, self._stage_weights(stage)
         assert self.loss_of is not None, "a micro-batch has a loss"
         with spans.computing("loss", self.module.stages[stage].scope):
@@ -115,11 +113,9 @@ class MicroBatch:
 
     def backward(self, stage: int) -> None:
         """Compute dy of the stage before; what was saved goes as soon as it is used."""
-        if self.is_idle:
-            return
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
         weights = self._stage_weights(stage, layer.backward_reads_params)
-        gradients = self.module.gradients_of(stage)
+        gradients = self._gradients(self.module.uses[stage])
         with spans.computing("backward", self.module.stages[stage].scope):
             self.dy = layer.backward(weights, saved, self.dy, gradients)
 

@@ -1,4 +1,4 @@
-"""Sums of what layers report of micro-batches: auxiliary losses, and what buffers are updated by.
+"""Sums of the values that layers report for each micro-batch: auxiliary losses, and inputs of buffer updates.
 
 Each micro-batch has a row in a table that all ranks fill, and rows are added in their order: the sums do not
 depend on the number of ranks.

@@ -40,7 +40,7 @@ class Segment:
 class Unit:
     """Names and shapes of the parameters of a flat buffer, and where each starts.
 
-    whole: no parameter is cut; ends: then, where each rank's slice ends (`dealt_whole`).
+    whole: no parameter is cut; ends: where each rank's slice ends in that case (`dealt_whole`).
     firsts: offset of the unit's part in each parameter that lies in several units.
     """
 
@@ -78,17 +78,11 @@ class Unit:
         """Return the number of quanta that the parameter takes."""
         return -(-self.params[name].size // self.quantum)
 
-    @property
-    def dealt(self) -> tuple[int, int]:
-        """Number of elements that are cut into slices, and the quantum that divides each slice."""
-        return self.length, self.quantum
-
     def partition(self, ranks: int) -> Partition:
         """Return the partition of the buffer among ranks."""
-        length, quantum = self.dealt
         if self.ends:
-            return Partition(length, ranks, quantum, ends=self.ends)
-        return dealt_out(length, ranks, quantum)
+            return Partition(self.length, ranks, self.quantum, ends=self.ends)
+        return dealt_out(self.length, ranks, self.quantum)
 
     def gathered_size(self, compute: Any) -> int:
         """Return the float32 elements that gathered parameters take, for this type of computing."""
@@ -245,9 +239,8 @@ class BlockUnit(Unit):
     def unpacked_size(self, compute: Any) -> int:
         return 0 if self.stacks else floats(self.length, compute)
 
-    @property
-    def dealt(self) -> tuple[int, int]:
-        return self.words.length, WORDS
+    def partition(self, ranks: int) -> Partition:
+        return self.words.partition(ranks)
 
     def gathered_split(self, ranks: int, compute: Any) -> Partition:
         return self.partition(ranks)

@@ -26,8 +26,8 @@ from zero_mpi.nn import Packed
 from zero_mpi.nn.distilled import Distilled
 from zero_mpi.nn.loss import CrossEntropy, HeadLoss, Segment, SequenceLoss
 from zero_mpi.nn.preference import Preference, log_odds, log_sigmoid
-from zero_mpi.sharding import ShardedModule
-from zero_mpi.sharding.evaluation import dealt_out, evaluate
+from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.sharding.rounds import dealt_out, evaluate
 
 Figures = dict[str, float]
 Floats = NDArray[np.float64]

@@ -36,10 +36,11 @@ from zero_mpi.nn.low_rank import FIRST
 from zero_mpi.ops import ggml
 from zero_mpi.ops.rounding import round_to
 from zero_mpi.optim.optimizer import ShardedOptimizer
-from zero_mpi.sharding import ShardedModule, strategy_named
-from zero_mpi.sharding.host_masters import STATE
 from zero_mpi.sharding.layout import LayoutConfig, lay_out
+from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.sharding.parameters import STATE
 from zero_mpi.sharding.precision import BFLOAT16, precision_named
+from zero_mpi.sharding.strategy import strategy_named
 from zero_mpi.telemetry import log
 from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObjective
 from zero_mpi.train.resolve import RunSpec, make_loaders
@@ -89,11 +90,10 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
 
     if config.transport == kinds.MPI.flag:
         return TransportChoice(MPIComm(exact=exact))
-    strategy = strategy_named(config.strategy)
     layout = lay_out(model.stages(config.recompute), layout_config(config, model))
 
     def on_nodes_of(ranks: int) -> Needs:
-        if strategy.within_nodes or not strategy.shards_moments:
+        if layout.config.strategy.within_nodes or not layout.config.strategy.shards_moments:
             return Needs(full=layout.full(ranks), buffers=layout.buffers)
         return Needs(buffers=layout.buffers, gathers=layout.gathers)
 

@@ -13,23 +13,18 @@ from zero_mpi.comm.mpi import MPIComm as Messages
 from zero_mpi.comm.nodes.sums import NodeSums
 from zero_mpi.comm.shared.comm import SharingWrapper
 from zero_mpi.comm.topology import find_topology, node_communicator
-from zero_mpi.comm.transfer import MessageComm
 from zero_mpi.errors import UsageError
 
 
 class ShardGroup(SharingWrapper):
-    """The ranks of a node; `contributors` of a reduction counts ranks of the whole job."""
+    """The ranks of a node; `contributors` of a reduction, always given, counts ranks of the whole job."""
 
-    def __init__(self, flat: MessageComm, sums: NodeSums) -> None:
-        super().__init__(flat.with_comm(sums.node), sums.topology.ranks_per_node, sums.memory)
+    def __init__(self, flat: Messages, sums: NodeSums) -> None:
+        super().__init__(Messages(sums.node, threaded=False), sums.topology.ranks_per_node, sums.memory)
         self.meter = self._inner.meter = flat.meter
         self.kind = MPI if sums.memory is None else NODES
         self.exact = True  # also where `fast` would do
         self._flat, self._sums = flat, sums
-
-    @property
-    def all_contributors(self) -> int:
-        return self._flat.size
 
     def progress(self) -> None:
         self._flat.progress()

@@ -21,11 +21,12 @@ import numpy as np
 
 from zero_mpi.comm.base import AllOf, Handle, ReduceScatter
 from zero_mpi.comm.kinds import CHAIN_DEPTH, ENTRIES, POSTED, SUMMED, chain_chunk
+from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.partition import Partition, others
 from zero_mpi.comm.shared.memory import NodeMemory, SharedGradientPool
 from zero_mpi.comm.start_mpi import mpi_type
 from zero_mpi.comm.topology import Topology
-from zero_mpi.comm.transfer import MessageComm, Running, borrowed
+from zero_mpi.comm.transfer import Running, borrowed
 from zero_mpi.comm.wrapper import ProgressingWrapper
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
@@ -85,7 +86,7 @@ class NodeSums:
     """
 
     def __init__(
-        self, flat: MessageComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
+        self, flat: MPIComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
     ) -> None:
         self.flat, self.topology, self.lane, self.node, self.memory = flat, topology, lane, node, memory
         self.chunk = chain_chunk(topology.nodes)
@@ -315,12 +316,12 @@ class GradientsByMessages:
 
     def __init__(self, node: Any, local: int, givers: list[int], total: Sum, chunk: int) -> None:
         self.node, self.local, self.givers, self.total, self.chunk = node, local, givers, total, chunk
-        self.buffers: dict[tuple[int, int], Array] = {}  # by room and rank: where a rank's part arrives
+        self.buffers: dict[tuple[int, int], Array] = {}  # by slot and rank: where a rank's part arrives
 
     def ready(self) -> bool:
         return True
 
-    def _room(self, number: int, rank: int, span: slice) -> Array:
+    def _buffer(self, number: int, rank: int, span: slice) -> Array:
         if (number, rank) not in self.buffers:
             self.buffers[number, rank] = empty(self.chunk, self.total.asked.full.dtype)
         return self.buffers[number, rank][: span.stop - span.start]
@@ -328,14 +329,14 @@ class GradientsByMessages:
     def post(self, span: slice, slot: int) -> list[Any]:
         kind, tag = mpi_type(self.total.asked.full), self.total.number % TAGS
         return [
-            self.node.Irecv([self._room(slot, rank, span), kind], rank, tag)
+            self.node.Irecv([self._buffer(slot, rank, span), kind], rank, tag)
             for rank in self.givers
             if rank != self.local
         ]
 
     def parts(self, span: slice, slot: int) -> list[Array]:
         own = self.total.asked.full[span]
-        return [own if rank == self.local else self._room(slot, rank, span) for rank in self.givers]
+        return [own if rank == self.local else self._buffer(slot, rank, span) for rank in self.givers]
 
 
 Source = GradientsInSharedMemory | GradientsByMessages

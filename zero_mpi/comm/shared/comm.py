@@ -1,6 +1,6 @@
 """Ranks of one node that share memory: parameters lie there once, gradients are added where they lie.
 
-*Wholes.* A buffer whose slices the ranks own is one array for all of them. To gather it is to know that the
+*Full arrays.* A buffer whose slices the ranks own is one array for all of them. A gather waits until the
 owners have written: each counts its writes (`signal_written`), and a reader waits until all have counted as
 far as itself (`wait_written`). Before slices are written again no rank may read them any more
 (`barrier_readers`).
@@ -28,7 +28,6 @@ from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.shared.memory import NodeMemory, NodesApart, SharedGradientPool
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
-from zero_mpi.comm.transfer import MessageComm
 from zero_mpi.comm.wrapper import ProgressingHandle, ProgressingWrapper
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.telemetry import spans
@@ -87,7 +86,7 @@ class OverMPI(ProgressingHandle):
 class SharingWrapper(ProgressingWrapper):
     """Wrapper over messages whose ranks keep the arrays of modules in the memory of their node, if any."""
 
-    def __init__(self, inner: MessageComm, ranks_here: int, node_memory: NodeMemory | None) -> None:
+    def __init__(self, inner: MPIComm, ranks_here: int, node_memory: NodeMemory | None) -> None:
         super().__init__(inner, ranks_here)
         self.node_memory = node_memory
 

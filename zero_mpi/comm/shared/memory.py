@@ -2,7 +2,7 @@
 
 *Windows.* An MPI shared window is made only where there is room for it. The libraries back a window with a
 file in /dev/shm that has its length but not its pages; a page for which there is no room ends the process
-with SIGBUS, hours later. So the room is looked for first, and each rank brings its own pages in as soon as
+with SIGBUS, hours later. So free space is checked first, and each rank brings its own pages in as soon as
 the window is there, which also puts them next to its cores. A failure is raised on all ranks. The file has no
 name once the window is made, so nothing is left behind.
 

@@ -37,9 +37,8 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.nn.linear import observing
 from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.ops.reference import chunk_rows
-from zero_mpi.sharding import ShardedModule
-from zero_mpi.sharding.evaluation import PartedBatch, dealt_out, part_losses
-from zero_mpi.sharding.grad_accum import ordered_total
+from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.sharding.rounds import PartedBatch, dealt_out, ordered_total, part_losses
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.setup import choose_transport, layout_config

@@ -15,7 +15,7 @@ from zero_mpi.commands.evaluate.choices import CORE, TEXT, EncodedChoices
 from zero_mpi.commands.evaluate.measure import grouped
 from zero_mpi.device.types import Array
 from zero_mpi.files.foreign import shown
-from zero_mpi.sharding.grad_accum import ordered_total
+from zero_mpi.sharding.rounds import ordered_total
 
 BY = ("log_likelihood", "per_token", "per_byte")  # how answers are compared
 ACC = ("acc", "acc_norm", "acc_bytes")  # shares of right answers, by lm-evaluation-harness's rules

@@ -173,13 +173,13 @@ def backward_of(
 ) -> None:
     """Write results dq, dk, dv of one share, of views dy, q, k and v.
 
-    rooms: buffers for scores, their gradients, weights (all, if `keep`) and sums of rows
+    buffers: for scores, their gradients, weights (all, if `keep`) and sums of rows
     """
-    (dy, q, k, v), (dq, dk, dv), (scores_room, slopes_room, kept, sums) = views, results, buffers
+    (dy, q, k, v), (dq, dk, dv), (score_buffer, slope_buffer, kept, sums) = views, results, buffers
     found = tuple(tile.within(begins) for tile in tiles_for(q, k)[0])
     to_keys, to_values = KeySums(dk, found), KeySums(dv, found)
     for tile in found:
-        scores, ds, dys = tile.cut(scores_room), tile.cut(slopes_room), tile.of_queries(dy)
+        scores, ds, dys = tile.cut(score_buffer), tile.cut(slope_buffer), tile.of_queries(dy)
         weights = tile.cut(kept, tile.weights if keep else 0)
         if not keep:
             multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)

@@ -39,7 +39,7 @@ from zero_mpi.ops.cpu.jit import (
 )
 from zero_mpi.ops.cpu.onednn import OneDNN
 from zero_mpi.ops.flat_reference import LANES
-from zero_mpi.ops.low_precision import on_copies
+from zero_mpi.ops.low_precision import accept_low
 from zero_mpi.ops.reference import rows
 from zero_mpi.ops.registry import defined, implements
 from zero_mpi.ops.threads import EVEN_ROWS, cut_product, equal_parts, in_parts, shared, with_sums
@@ -133,7 +133,7 @@ def by_tiles() -> Callable[..., Array] | None:
 def otherwise(operation: Callable[..., Any], *given: Any) -> Any:
     """Compute an operation without a product of its type: bfloat16 on float32 copies, else by reference."""
     if given[0].dtype == BFLOAT16:
-        return on_copies(operation, *given)
+        return accept_low(operation.__name__, operation)(*given)
     return getattr(reference, operation.__name__)(*given)
 
 
