@@ -5,17 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_blocks
 from test_plan import SLOW
 
 from zero_mpi.cli.text import size
 from zero_mpi.commands.plan.command import read
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
-from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
+from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.plan import largest, stored_alike
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.step_time import step_time
 from zero_mpi.plan.traffic import plan_traffic
@@ -59,17 +57,6 @@ def test_the_work_of_unpacking_is_in_the_time_of_a_step():
     floats = replace(stored, model=FLOATS)
     assert step_time(stored, SLOW).flop == step_time(floats, SLOW).flop
     assert step_time(stored, SLOW).computation > step_time(floats, SLOW).computation
-
-
-def test_larger_models_of_the_same_blocks():
-    case = Case(tiny_blocks.base(False)[0], ranks=2, context=11, frozen=FROZEN)
-    deep, small = (stored_alike(replace(case.model, block_count=count), case.model) for count in (5, 1))
-    assert deep.stored["blk.3.ffn_up.weight"] == case.model.stored["blk.1.ffn_up.weight"]
-    assert list(deep.stored) == [name for name in deep.params() if not is_adapter(name)]
-    assert not any(name.startswith("blk.1.") for name in small.stored)
-    found = largest(case, 8 * plan_memory(case).total)
-    assert found.layers > case.model.block_count
-    assert found.width > case.model.embedding_length
 
 
 @pytest.mark.parametrize(
