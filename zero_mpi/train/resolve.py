@@ -37,9 +37,10 @@ from zero_mpi.launch.consistency import SAME_FILES, SAME_FLAGS, check, check_pin
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.plan import rank_memory
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log, trackers
-from zero_mpi.train import description, memory_check, resume
+from zero_mpi.train import description, resume
 from zero_mpi.train.objective import check_teacher
 
 
@@ -160,10 +161,10 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
     Memory for the run is checked before the text is read, and again if the text makes windows
     longer.
     """
-    nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
+    nodes, on_root = rank_memory.nodes_of(world), list[RunSpec]()
 
     def memory_problem(config: Config) -> str:
-        problem = memory_check.find_problem(nodes, config, spec.model, world.size)
+        problem = rank_memory.find_problem(nodes, config, spec.model, world.size)
         if problem and not config.dry_run:
             raise UsageError(problem)
         return problem
