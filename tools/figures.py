@@ -151,7 +151,8 @@ def kept() -> str:
         top = 96 + 126 * row
         picture.text(MARGIN, top + 14, name, "ink bold")
         memory = plan_memory(of)
-        picture.text(MARGIN, top + 36, f"{memory.state / MIB:.1f} MiB a rank", "ink")
+        state = memory.parameters + memory.masters + memory.gradients + memory.moments
+        picture.text(MARGIN, top + 36, f"{state / MIB:.1f} MiB a rank", "ink")
         picture.text(MARGIN, top + 54, state_in_words(memory), "dim small")
         for rank in range(RANKS):
             x = 290 + 166 * rank

@@ -128,7 +128,7 @@ def sound(random: Random, folder: Path) -> list[str]:
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"
-# A size of which few fit on a node, because the plan looks for the largest that fits.
+# A few micro-batches of this model fit into a node: the plan searches for the largest.
 MODEL = ["--layers", "8", "--dim", "4096", "--heads", "8", "--context", "1024", "--vocab-size", "300"]
 
 

@@ -18,7 +18,7 @@ from test_shared_fallback import MOUNT, why_no_mount
 from zero_mpi.config.settings import Config
 from zero_mpi.environment.limits import Limits
 from zero_mpi.models import Llama
-from zero_mpi.train import memory_check
+from zero_mpi.plan import rank_memory
 
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "context": 32, "vocab_size": 258}
 TINY = ["--layers", "1", "--dim", "8", "--heads", "1", "--context", "8", "--steps", "1"]
@@ -76,9 +76,9 @@ def test_a_model_of_too_many_blocks_is_refused_at_once(command, tmp_path):
 
 
 def node(memory=8 << 30, **other):
-    settings = {"group_memory": None, "group_free": None, "group_cores": None, "address_space": None}
-    settings |= {"data": None, "locked": None, "files": 1024, "cores": 2}
-    return memory_check.NodeInfo("a", 2, Limits(**{"available": memory} | settings | other), 1 << 30, 1 << 28)
+    settings = {"group_memory": None, "group_free": None, "address_space": None}
+    settings |= {"data": None, "locked": None, "files": 1024}
+    return rank_memory.NodeInfo("a", 2, Limits(**{"available": memory} | settings | other), 1 << 30, 1 << 28)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def node(memory=8 << 30, **other):
         (node(1 << 20), "parameters, gradients and moments .* 2.9 MiB on a "),
         (node(6 << 20), r"arrays and text of 2 rank\(s\) .* \d+.\d MiB on a "),
         (node(group_free=6 << 20, group_memory=1 << 30), "arrays .* its control group has 6.0 MiB left of"),
-        (node(address_space=1 << 30), "a rank on a .* of address space, .*ulimit -v allows 1.0 GiB: "),
-        (node(data=1 << 28), "a rank on a .* of private memory, .*ulimit -d allows 256.0 MiB: "),
+        (node(address_space=1 << 30), "a rank on a .*ulimit -v allows 1.0 GiB: "),
+        (node(data=1 << 28), "a rank on a .*ulimit -d allows 256.0 MiB: "),
     ],
 )
 def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
     (tmp_path / "text").write_text("a" * 1000)
     config = Config(data=[str(tmp_path / "text")], **{k: v for k, v in SIZES.items() if k != "vocab_size"})
-    problem = memory_check.find_problem([found], config, Llama.from_flags(SIZES), 2)
+    problem = rank_memory.find_problem([found], config, Llama.from_flags(SIZES), 2)
     assert bool(problem) == bool(said)
     assert said is None or re.search(f": {said}", problem)
     assert "\n" not in problem

@@ -133,7 +133,7 @@ MOVES = """
 if (rank, done) == (0, 2):
     writing.wait()
     os.rename("out", "elsewhere")
-    while not self.outcome.folder.lost:
+    while not self.world.comm.lost():
         time.sleep(0.01)
 """
 

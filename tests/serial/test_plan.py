@@ -21,7 +21,7 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine, machine_of
-from zero_mpi.plan.plan import MOST, largest, limits, most, sweep
+from zero_mpi.plan.plan import MOST, largest_micro_batch, limits, sweep
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, simulate
 from zero_mpi.plan.step_time import Player
@@ -190,27 +190,18 @@ def test_offloaded_moments_are_on_the_host():
     assert offloaded.total == kept.total - kept.moments + offloaded.rooms
 
 
-def test_the_largest_fits_and_one_more_does_not():
+def test_the_largest_micro_batch_fits_and_one_more_does_not():
     case = Case(MODELS["llama"], ranks=4, batch_size=8, micro_batch=2, context=64, transport_wanted="mpi")
     limit = 40 << 20
-    found = largest(case, limit)
 
-    def fits(**changes):
-        return plan_memory(replace(case, **changes)).total <= limit
+    def fits(rows):
+        return plan_memory(replace(case, micro_batch=rows, batch_size=4 * rows)).total <= limit
 
-    rows = found.micro_batch
-    assert fits(micro_batch=rows, batch_size=4 * rows)
-    assert not fits(micro_batch=rows + 1, batch_size=4 * (rows + 1))
-    assert fits(model=replace(case.model, block_count=found.layers))
-    assert not fits(model=replace(case.model, block_count=found.layers + 1))
-    assert found.width % 32 == 0
-    assert found.width > case.model.embedding_length
-    assert min(found.layers, rows) > 4
-    nothing = largest(case, 1000)
-    assert (nothing.micro_batch, nothing.layers, nothing.width, nothing.width_parameters) == (0, 0, 0, 0)
-    for limit in (0, 1, 9, 10, 99, 1000, 10**9):
-        assert most(lambda count: count, limit) == min(limit, MOST)
-        assert most(lambda count: count**2, limit) == min(int(limit**0.5), MOST)
+    rows = largest_micro_batch(case, limit)
+    assert rows > 4
+    assert (fits(rows), fits(rows + 1)) == (True, False)
+    assert largest_micro_batch(case, 1000) == 0
+    assert largest_micro_batch(case, 1 << 60) == MOST
 
 
 def test_a_sweep_names_what_ends_the_scaling():

@@ -5,16 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_blocks
 
 from zero_mpi.cli.text import size
 from zero_mpi.commands.plan.command import read
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
-from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
+from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.plan import largest, stored_alike
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.traffic import plan_traffic
 
@@ -49,17 +47,6 @@ def test_what_travels_is_a_sixth():
     sent = [plan_traffic(case) for case in (stored, floats)]
     assert (sent[0].gradients_inside == sent[1].gradients_inside).all()
     assert (6 * sent[0].parameters_inside < sent[1].parameters_inside).all()
-
-
-def test_larger_models_of_the_same_blocks():
-    case = Case(tiny_blocks.base(False)[0], ranks=2, context=11, frozen=FROZEN)
-    deep, small = (stored_alike(replace(case.model, block_count=count), case.model) for count in (5, 1))
-    assert deep.stored["blk.3.ffn_up.weight"] == case.model.stored["blk.1.ffn_up.weight"]
-    assert list(deep.stored) == [name for name in deep.params() if not is_adapter(name)]
-    assert not any(name.startswith("blk.1.") for name in small.stored)
-    found = largest(case, 8 * plan_memory(case).total)
-    assert found.layers > case.model.block_count
-    assert found.width > case.model.embedding_length
 
 
 @pytest.mark.parametrize(

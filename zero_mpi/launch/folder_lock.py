@@ -19,7 +19,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -41,8 +41,8 @@ NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
 POLL = 0.2  # seconds between looks at a file that another job holds
 SLOW = 2.0  # seconds for a look: if it takes longer the file system hangs, and the holder may wait for it too
-PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine is dead
-SETTLE = 5.0  # seconds without a sign of life after which a refused lock still counts as held
+PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine counts as dead
+SETTLE = 5.0  # seconds after which a refused lock counts as held even without a sign of life
 LEAVE = 60.0  # seconds for a holder of the same batch job (requeued, or its previous step) to end
 GRACE = 3.0  # seconds that a job has to end by itself once its folder is lost
 SIZE = 1024  # bytes of a record: always the same number, so that a renewal needs no space on a full disk
@@ -73,22 +73,19 @@ class Record:
 
     def __str__(self) -> str:
         job = f" ({shown(self.job, 80)})" if self.job else ""
-        return f"process {self.pid} on {shown(self.host, 80)}{job}, since {shown(self.since, 40)}"
+        return f"process {shown(self.pid, 20)} on {shown(self.host, 80)}{job}, since {shown(self.since, 40)}"
 
     def packed(self) -> bytes:
         return json.dumps(asdict(self)).encode().ljust(SIZE - 1) + b"\n"
 
 
 def unpacked(raw: bytes) -> Record | None:
-    """Return the record in a file; None for anything else."""
-    try:
-        record = Record(**parse_json(raw))
-    except (TypeError, ValueError):
-        return None
-    fits = all(
-        type(each) is (int if name in ("pid", "beat") else str) for name, each in asdict(record).items()
-    )
-    return record if fits else None
+    """Return the record in a file, whose values are only shown and compared; None for anything else."""
+    with contextlib.suppress(ValueError):
+        found = parse_json(raw)
+        if isinstance(found, dict) and found.keys() == {each.name for each in fields(Record)}:
+            return Record(**found)
+    return None
 
 
 def find(path: Path, links: int = 1) -> int:
@@ -112,17 +109,22 @@ def write(handle: int, record: Record) -> None:
     write_all(handle, record.packed())
 
 
-def is_held_here(path: Path) -> bool:
-    """Return whether a process of this machine holds the folder of a lock file."""
+@contextlib.contextmanager
+def opened(path: Path, links: int = 1) -> Iterator[int]:
+    """Open a file for a moment; raises as `find`."""
+    handle = find(path, links)
     try:
-        handle = find(path)
-    except (OSError, UsageError):
-        return False
-    try:
-        record = unpacked(read(handle))
-        return record is not None and record.machine == machine() and lock(handle) is False
+        yield handle
     finally:
         os.close(handle)
+
+
+def is_held_here(path: Path) -> bool:
+    """Return whether a process of this machine holds the folder of a lock file."""
+    with contextlib.suppress(OSError, UsageError), opened(path) as handle:
+        record = unpacked(read(handle))
+        return record is not None and record.machine == machine() and lock(handle) is False
+    return False
 
 
 def lock(handle: int) -> bool | None:
@@ -218,7 +220,7 @@ def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | No
         holder = unpacked(raw)
         if not is_at(handle, path):
             return None
-        if holder and (holder.token == record.token or (locked and holder.machine == record.machine)):
+        if holder and locked and holder.machine == record.machine:
             write(handle, record)
             closing.pop_all()
             return handle
@@ -240,7 +242,7 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
 
 
 class RunLock:
-    """Folder that is ours from `take` to `release`. lost: why no longer; at_loss: called after GRACE."""
+    """Folder that is ours from `take` to `release`. lost: why no longer; at_loss: called GRACE s later."""
 
     def __init__(self, path: Path, record: Record, handle: int) -> None:
         self._path, self._own_record = path, record
@@ -248,7 +250,6 @@ class RunLock:
         self._handles = [handle, os.open(path.parent, os.O_DIRECTORY)]
         self._folder, self.lost = os.fstat(self._handles[1]), ""
         self.at_loss: Callable[[], object] = lambda: None
-        os.register_at_fork(after_in_child=self._forget)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="zero_mpi lock", daemon=True)
         self._thread.start()
@@ -266,22 +267,14 @@ class RunLock:
         with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
             if record is not None and record.token == self._own_record.token:
                 os.unlink(self._path)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Close file and folder; also in a child, which would keep the lock after this process's death."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            os.close(handle)
+        while self._handles:  # none is left at a second call
+            os.close(self._handles.pop())
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[tuple[int, Record | None]]:
         """Open the file again: on a network file system this shows writes of others and sends ours."""
-        handle = find(self._path, ANY)
-        try:
+        with opened(self._path, ANY) as handle:
             yield handle, unpacked(read(handle))
-        finally:
-            os.close(handle)
 
     def _renew(self) -> None:
         while not self._over.wait(EVERY):
@@ -314,7 +307,7 @@ class RunLock:
                 if record is not None and record.token != self._own_record.token:
                     self.lost = f"the run folder {self._path.parent} was taken over by {record}"
                 elif record is not None:
-                    self._own_record = replace(self._own_record, beat=record.beat + 1)
+                    self._own_record = replace(self._own_record, beat=self._own_record.beat + 1)
                     write(handle, self._own_record)
         except FileNotFoundError:
             new = create(self._path, self._own_record)
@@ -323,31 +316,11 @@ class RunLock:
                 self._handles[0] = new
 
 
-class Hold:
-    """Run folder of a job, on each rank; rank 0 holds its lock.
-
-    lost: why the folder is no longer ours, as this rank knows, or empty; why_lost: the same, checked now.
-    """
-
-    def __init__(self, world: World, lock: RunLock | None) -> None:
-        self._world, self._lock = world, lock
-        self.why_lost: Callable[[], str] = lock.why_lost if lock is not None else str
-
-    @property
-    def lost(self) -> str:
-        return self._lock.lost if self._lock is not None else ""
-
-    def check(self, problem: str = "") -> None:
-        """Raise JobError on all ranks if the folder is lost, or rank 0 has a problem with it. Collective."""
-        said = self._world.comm.broadcast_object(self.why_lost() or problem)
-        if said:
-            raise JobError(said)
-
-
-def take_folder(world: World, out: Path) -> Hold:
+def take_folder(world: World, out: Path) -> None:
     """Make the run folder and lock it for this job until its end. Collective.
 
-    Raise UsageError on all ranks if another job uses it, or the folder cannot be written to.
+    Raise UsageError on all ranks if another job uses it, or the folder cannot be written to. From now on
+    `world.comm.lost()` says on rank 0 why the folder is no longer the job's.
     """
     lock: RunLock | None = world.on_root(lambda: make_and_take(out))
     if lock is not None:
@@ -355,7 +328,6 @@ def take_folder(world: World, out: Path) -> Hold:
         world.comm.lost = lock.why_lost
         text = "zero_mpi: {}; ending the job".format
         lock.at_loss = lambda: end_surely(lambda code: world.end(code, lock.lost, text(lock.lost)), FAILED)
-    return Hold(world, lock)
 
 
 def make_and_take(out: Path) -> RunLock:

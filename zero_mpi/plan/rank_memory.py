@@ -5,11 +5,16 @@ rank with a GPU is listed separately. In addition a process needs memory for its
 (some 100 MB; a CUDA context and the kernels of libraries), the tokens of the corpus, and the MPI library.
 """
 
+import mmap
+import platform
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
-from zero_mpi import ops
+from zero_mpi import device, ops
+from zero_mpi.cli.text import size
+from zero_mpi.comm import kinds
 from zero_mpi.comm.kinds import RANK_BYTES, Reductions, padded, window_bytes
 from zero_mpi.config.optimizer import state_count
 from zero_mpi.config.settings import Config
@@ -19,11 +24,13 @@ from zero_mpi.data.documents import MOST_HELD
 from zero_mpi.data.encoded_cache import LEAST, folder
 from zero_mpi.data.text_files import library_files
 from zero_mpi.data.token_formats import token_files
+from zero_mpi.environment.limits import Limits, read_limits
 from zero_mpi.launch.dev_shm import WITH_UCX
+from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.model_config import elements
 from zero_mpi.optim.offload import BUFFER_SETS, chunk_of
-from zero_mpi.plan.case import Case
+from zero_mpi.plan.case import Case, check_sums, make_case
 from zero_mpi.plan.simulate import KERNELS, simulate
 from zero_mpi.sharding.parameters import NONE, STATE
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
@@ -69,10 +76,6 @@ class Memory:
     @property
     def total(self) -> int:
         return int(sum(count for name, count in asdict(self).items() if name not in ELSEWHERE))
-
-    @property
-    def state(self) -> int:
-        return self.parameters + self.masters + self.gradients + self.moments
 
 
 TITLES = titles(Memory)
@@ -242,3 +245,85 @@ def text_bytes(config: Config, model: ModelConfig) -> int:
 def text_of(corpus: Corpus) -> int:
     """Return the bytes of tokens of a corpus that has been read."""
     return sum(part.stream.nbytes for part in (*corpus.parts, *corpus.held_out))
+
+
+# ------------------------------------------------------------------------------------------- is there enough?
+# A run that exceeds a limit of its node is killed without a message, minutes later: by a control group, by a
+# limit of a process, for lack of free memory. So the plan is compared with them before anything large is
+# allocated. Space in /dev/shm is checked where it is taken (`comm.shared.memory`).
+
+REMEDIES = "more nodes, a smaller model or --micro-batch, --recompute or --strategy full-shard"
+ASK = "request more (Slurm: --mem, containers: --memory)"
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """Memory of a host. limits: of all its ranks and of each."""
+
+    name: str
+    ranks: int
+    limits: Limits
+    mapped: int  # bytes of address space that a rank uses now
+    written: int  # bytes of data that a rank can write to now
+
+
+def nodes_of(world: World) -> list[NodeInfo]:
+    """Return the memory of all nodes, on all ranks. Collective."""
+    host = None
+    if world.node.rank == 0:
+        sizes = [int(pages) * mmap.PAGESIZE for pages in Path("/proc/self/statm").read_text().split()]
+        host = NodeInfo(platform.node(), world.node.size, read_limits(), mapped=sizes[0], written=sizes[5])
+    return [node for node in world.comm.allgather_object(host) if node is not None]
+
+
+def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, ranks: int) -> str:
+    """Return why some node lacks memory for the run, or an empty text."""
+    if device.in_use().name != "cpu":
+        return ""  # the planned memory lies on the GPU, which reports itself when it is full
+    least = 4 * BYTES * elements(model) // len(nodes)  # bytes on a node, however it is sharded
+    for node in nodes:
+        if not config.frozen and least > node.limits.memory:
+            return refusal(node, model, "parameters, gradients and moments", least)
+    # As many ranks on each node as the fullest node has.
+    whole = len(nodes) if ranks % len(nodes) == 0 else 1
+    case = make_case(replace(config, device="cpu"), model, ranks, whole)
+    case = replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
+    check_sums(case)
+    memory, text = plan_memory(case), text_bytes(config, model)  # computed once: nodes may be thousands
+    for node in nodes:
+        problem = node_problem(node, model, private(case, memory), text, memory.node_shared)
+        if problem:
+            return problem
+    return ""
+
+
+def node_problem(node: NodeInfo, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
+    """Return why this node lacks memory, or an empty text.
+
+    arrays and text: bytes that each rank is still to allocate; shared: further bytes of its node
+    """
+    needed = node.ranks * (arrays + text) + shared
+    if needed > node.limits.memory:
+        return refusal(node, model, f"arrays and text of {node.ranks} rank(s)", needed)
+    for option, limit, each in (
+        ("-v", node.limits.address_space, node.mapped + arrays + text + shared),
+        ("-d", node.limits.data, node.written + arrays + text),
+    ):
+        if limit is not None and each > limit:
+            return (
+                f"not enough memory: a rank on {node.name} needs about {size(each)}, but ulimit {option} "
+                f"allows {size(limit)}: put ulimit {option} unlimited into the job script, or use {REMEDIES}"
+            )
+    return ""
+
+
+def refusal(node: NodeInfo, model: ModelConfig, what: str, needed: int) -> str:
+    """Return one line: what is planned, what is allowed, and the remedy."""
+    limits = node.limits
+    by_group = limits.group_free is not None and limits.group_free <= limits.available
+    by = f"its control group has {size(limits.memory)} left of {size(limits.group_memory or 0)}"
+    allowed = by if by_group else f"{size(limits.memory)} are free"
+    return (
+        f"not enough memory: {what} need about {size(needed)} on {node.name} ({elements(model):,} "
+        f"parameters), but {allowed}: {ASK}, or use {REMEDIES}"
+    )

@@ -2,41 +2,30 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import TypeVar
 
 from zero_mpi.cli.text import gibibytes, seconds, size
 from zero_mpi.files.foreign import shown
 from zero_mpi.models.model_config import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import RATES, Machine, bandwidth
-from zero_mpi.plan.plan import MOST, Largest, Plan, Point
+from zero_mpi.plan.plan import MOST, Plan, Point
 from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Resident, keeps_slices, titles
 from zero_mpi.sharding.parameters import STATE
 
 TITLE, COLUMN = 34, 16  # widths of columns
-Column = TypeVar("Column")
-Rows = Iterable[tuple[str, Callable[[Column], str]]]  # title, and the function that fills a column
-TRAFFIC: Rows[Plan] = (
+Rows = Iterable[tuple[str, Callable[[Plan], str]]]  # title, and the function that fills a column
+TRAFFIC: Rows = (
     ("transport", lambda plan: plan.case.transport.name),
     ("per rank, inside its node", lambda plan: size(plan.traffic.inside.max())),
     ("per rank, to other nodes", lambda plan: size(plan.traffic.between.max())),
     ("rank 0 (sent_bytes)", lambda plan: f"{plan.traffic.sent[0]:,}"),
-    ("all ranks, inside nodes", lambda plan: size(plan.traffic.inside.sum())),
-    ("all ranks, between nodes", lambda plan: size(plan.traffic.between.sum())),
 )
-TIME: Rows[Plan] = (
+TIME: Rows = (
     ("computation", lambda plan: seconds(plan.time.computation)),
     ("communication", lambda plan: seconds(plan.time.communication)),
     ("exposed", lambda plan: seconds(plan.time.exposed)),
     ("step", lambda plan: seconds(plan.time.seconds)),
     ("tokens per second, all ranks", lambda plan: f"{plan.tokens_per_second:,.0f}"),
-)
-LARGEST: Rows[Largest] = (
-    ("micro-batch", lambda found: counted(found.micro_batch)),
-    ("layers", lambda found: counted(found.layers)),
-    ("  parameters then", lambda found: f"{found.layers_parameters:,}"),
-    ("width", lambda found: f"{found.width:,}" if found.width else "none"),
-    ("  parameters then", lambda found: f"{found.width_parameters:,}"),
 )
 
 
@@ -45,9 +34,9 @@ def row(title: str, values: Iterable[str]) -> str:
     return f"  {title:{TITLE}}" + "".join(f"{value:>{COLUMN}}" for value in values)
 
 
-def rows(found: Sequence[Column], titles: Rows[Column]) -> Iterator[str]:
-    """Yield the lines of a table, with a column for each of `found`."""
-    return (row(title, map(text, found)) for title, text in titles)
+def rows(plans: Sequence[Plan], titles: Rows) -> Iterator[str]:
+    """Yield the lines of a table, with a column for each plan."""
+    return (row(title, map(text, plans)) for title, text in titles)
 
 
 def head(title: str, plans: Sequence[Plan]) -> str:
@@ -63,8 +52,12 @@ def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Ite
     if machine.disk is not None:
         yield row("saving a checkpoint", [seconds(plan.save) for plan in plans if plan.save is not None])
     if machine.memory is not None:
-        found = [plan.fits for plan in plans if plan.fits is not None]
-        yield from ("", head(f"largest that fits into {size(machine.memory)}", plans), *rows(found, LARGEST))
+        fitting = [counted(plan.largest) for plan in plans if plan.largest is not None]
+        yield from (
+            "",
+            head(f"largest that fits into {size(machine.memory)}", plans),
+            row("micro-batch", fitting),
+        )
 
 
 def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator[str]:
@@ -134,7 +127,7 @@ def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
 
 
 def counted(count: int) -> str:
-    """Return the largest number that fits as text: also "none", or "or more" at the search limit."""
+    """Return a micro-batch that fits as text, "none" for 0, "or more" at the search limit."""
     return "none" if count == 0 else f"{count:,}{' or more' if count >= MOST else ''}"
 
 

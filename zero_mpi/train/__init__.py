@@ -6,7 +6,6 @@ it. `steps` makes the steps by an `objective`, and `observers` follow them. `tra
 writes the checkpoints and stops early. `resume` finds the checkpoint to resume from, and `description` holds
 what decides a run's bits and refuses ranks that differ.
 
-`summary` prints what a run reports at its start and measures the machine's peak, and `memory_check` compares
-the planned with the available memory. `text_model` computes in one process, and `timeline` merges the
-recordings of all ranks into one file.
+`summary` prints what a run reports at its start and measures the machine's peak. `text_model` computes in one
+process, and `timeline` merges the recordings of all ranks into one file.
 """

@@ -18,7 +18,7 @@ from pathlib import Path
 from zero_mpi import device, environment
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.state import read_progress
-from zero_mpi.cli.text import plural, size, write
+from zero_mpi.cli.text import size, write
 from zero_mpi.comm import kinds
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
@@ -49,7 +49,6 @@ from zero_mpi.train.summary import Outcome, data_rows
 from zero_mpi.train.trainer import Trainer, is_over, say_over
 
 
-@signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
     """Do the full run on this rank. Return the exit status, 75 if the run was asked to stop."""
     check_installation(world)
@@ -58,33 +57,27 @@ def command(world: World, arguments: Sequence[str]) -> int:
         signals.enter(PREPARING)
         return show(world, config)
     log.install(world.rank, world.size, config.log_level)
-    phase = log.Phases()
     watchdog, outcome = stand_guard(world, config)
     session = build(world, resolve(world, config))
-    if session.resumed:
-        session.notes.append(f"resuming from {session.resumed} at step {session.progress.step}")
-    phase("the run is prepared")
     outcome.status.steps = session.config.steps  # with --epochs it was not known before
     outcome.at(session.progress.step)
     if is_over(session):
         world.on_root(lambda: say_over(session))
         return 0
-    session.notes += world.on_root(lambda: check_disk(session.config, session.model)) or ()
+    notes = [*session.notes, *(world.on_root(lambda: check_disk(session.config, session.model)) or ())]
+    if session.resumed:
+        notes.append(f"resuming from {session.resumed} at step {session.progress.step}")
     world.on_root(lambda: saving.point_best(session))
     world.on_root(lambda: write_config(session.out, session.config))
-    sizes = [size for rank in world.comm.allgather_object(dev_shm.removed) for size in rank]
-    if sizes:
-        files, size = plural(len(sizes), "file"), sum(sizes) / 2**20
-        session.notes.append(f"removed {files} ({size:.1f} MiB) of killed jobs in {dev_shm.PLACE}")
-    return Trainer(world, session, watchdog, outcome).run()
+    return Trainer(world, replace(session, notes=tuple(notes)), watchdog, outcome).run()
 
 
 def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     """Start the watchdog of a job and the writer of its status, and return both. Collective."""
     out = Path(config.out)
-    folder = take_folder(world, out)
+    take_folder(world, out)
     watchdog = Watchdog(world.rank, config.timeout, world.kill)
-    outcome = Outcome(out, world, config.steps or 0, folder)
+    outcome = Outcome(out, world, config.steps or 0)
     watchdog.gather(out, world.comm, at_end=outcome.end)
     world.closing.append(watchdog.stop)
     world.at_end.append(lambda status, reason: watchdog.clear())

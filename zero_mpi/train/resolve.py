@@ -37,13 +37,14 @@ from zero_mpi.launch.consistency import SAME_FILES, SAME_FLAGS, check, check_pin
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.plan import rank_memory
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log, trackers
-from zero_mpi.train import description, memory_check, resume
+from zero_mpi.train import description, resume
 from zero_mpi.train.objective import check_teacher
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """Specification of a run, the same on all ranks except for the text, which rank 0 has."""
 
@@ -60,6 +61,11 @@ class RunSpec:
     loader: StepLoader | None = None  # loader of the steps, on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
     memory_problem: str = ""  # why memory does not suffice, which a dry run prints at its end; on rank 0
+
+    @property
+    def resumed(self) -> Path | None:
+        """Folder of the checkpoint to resume from."""
+        return None if self.checkpoint is None else self.checkpoint.folder
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
@@ -82,10 +88,9 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     their results: ranks with different flags would diverge, all ranks read a checkpoint together, text is too
     large for a second reader, and one rank of a node compiles the operations for the others.
     """
-    phase, notes = log.Phases(), list[str]()
+    notes = list[str]()
     check(world.comm, description.settings(config), SAME_FLAGS)
     checkpoint = resume.find_checkpoint(world, config, Path(config.out), notes)
-    phase("checkpoints looked at")
     number = world.node.rank
     if checkpoint is not None:
         begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
@@ -93,19 +98,16 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
     spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # all have read the same model
     notes += spec.notes
-    phase("model and tokenizer")
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
         notes += map(log.Caution, bounds.cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
         said = [*spec.corpus.notes, *spec.loader.windows.notes()]
         notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
     notes += map(log.Caution, inputs.passed_over(spec.init))
-    phase("data")
     if checkpoint is not None or not config.dry_run:  # a plan does not depend on bits
         machine = try_operations(world, spec.config, spec.threads, notes)
         described = replace(spec.description, machine={**machine, **spec.description.machine})
         spec = replace(spec, description=described)
-    phase("operations")
     if checkpoint is not None:
         notes += resume.changes_since(checkpoint, spec.description)
         notes += resume.jumps_of_rate(checkpoint, spec.config)
@@ -140,15 +142,15 @@ def read_inputs(
     day = resume.settled_day(config, tokenizer, checkpoint)
     config = replace(config, bos=resume.settled_bos(config, tokenizer, checkpoint), template_date=day)
     found = RunSpec(
-        config,
-        threads,
-        init,
-        tokenizer,
-        model,
-        checkpoint,
-        description.describe(config, model, tokenizer, init),
-        adapter,
-        unsaid,
+        config=config,
+        threads=threads,
+        init=init,
+        tokenizer=tokenizer,
+        model=model,
+        checkpoint=checkpoint,
+        description=description.describe(config, model, tokenizer, init),
+        adapter=adapter,
+        unsaid=unsaid,
         notes=tuple(remarks),
     )
     return found, {name: short_digest(value) for name, value in facts.items()}
@@ -160,10 +162,10 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
     Memory for the run is checked before the text is read, and again if the text makes windows
     longer.
     """
-    nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
+    nodes, on_root = rank_memory.nodes_of(world), list[RunSpec]()
 
     def memory_problem(config: Config) -> str:
-        problem = memory_check.find_problem(nodes, config, spec.model, world.size)
+        problem = rank_memory.find_problem(nodes, config, spec.model, world.size)
         if problem and not config.dry_run:
             raise UsageError(problem)
         return problem

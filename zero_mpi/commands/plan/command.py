@@ -82,7 +82,8 @@ def make_parser() -> Parser:
     added.add_argument(
         "--base", choices=(*FILE_TYPES, *MIXES), help="type of the frozen base for --lora, without --init"
     )
-    added.add_argument("--memory", metavar="SIZE", help="memory per rank, e.g. 64G: print what fits")
+    fitting = "memory per rank, e.g. 64G: print the largest micro-batch that fits"
+    added.add_argument("--memory", metavar="SIZE", help=fitting)
     added.add_argument("--doctor", metavar="FILE", help="speeds measured by zero-mpi doctor --json")
     added.add_argument("--machine", metavar="FILE", help="TOML description of another machine")
     for name, (_, text, *_) in RATES.items():

@@ -93,7 +93,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Ending:
-    """End of an attempt, and what it means for the next."""
+    """End of an attempt: its status, its reason, and whether the run is over."""
 
     status: int  # exit status of the launcher, as a shell reports it
     said: Mapping[str, Any]  # status.json of the run; empty if this start has written none
@@ -139,7 +139,7 @@ class Ending:
 
 
 class StopRequest:
-    """Signals that came. signal_name: name of the first; at_once: stop now, after a second Ctrl-C."""
+    """Stop signals received so far. signal_name: the first one; at_once: stop now, after a second Ctrl-C."""
 
     def __init__(self) -> None:
         self.signal_name, self.at_once = "", False
