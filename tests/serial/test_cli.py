@@ -11,7 +11,7 @@ from test_command_bits import needs_mpiexec
 
 from zero_mpi import __version__
 from zero_mpi.cli import parser
-from zero_mpi.commands import completion, main
+from zero_mpi.commands import completion, main, old_form
 from zero_mpi.config.command_line import EVERY, FIRST, make_parser, parse
 from zero_mpi.config.settings import spelled
 from zero_mpi.data import ByteTokenizer
@@ -179,7 +179,7 @@ def test_learning_rate_is_another_name_of_lr(tmp_path):
     assert parse(["--config", str(tmp_path / "run.toml")]).lr == 0.5
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "train"])
+@pytest.mark.parametrize("name", [*old_form.MOVED, "plan"])
 def test_the_old_form_of_a_command_goes_on_working_and_names_the_new_one(name):
     status, printed, errors = python("-m", f"zero_mpi.{name}", "--version")
     assert (status, printed.splitlines()[0]) == (0, f"zero_mpi {__version__}")
