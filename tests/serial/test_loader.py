@@ -73,18 +73,6 @@ def test_micro_batches_change_the_cut_and_not_the_samples():
         assert np.array_equal(getattr(whole, name), np.concatenate(parts))
 
 
-@pytest.mark.parametrize("value", [0, -3])
-def test_sizes_below_one_name_their_flag(value):
-    for flag, make in {
-        "context": lambda: Windows(np.zeros(5, np.uint16), value),
-        "batch-size": lambda: loader_of(batch_size=value),
-        "micro-batch": lambda: loader_of(micro_batch=value),
-        "-micro-batch": lambda: EvalLoader(windows_of(3), value),
-    }.items():
-        with pytest.raises(UsageError, match=f"-{flag} must be at least 1, not {value}"):
-            make()
-
-
 def test_a_stream_without_a_window_is_refused():
     with pytest.raises(UsageError, match="no window of 5 tokens"):
         loader_of(windows=0)
