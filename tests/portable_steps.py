@@ -12,7 +12,8 @@ import architectures
 import numpy as np
 
 from zero_mpi import FULL_SHARD, GradAccum, SerialComm, ShardedAdamW, ShardedModule, nn
-from zero_mpi.config.optimizer import make_schedule
+from zero_mpi.config.optimizer import schedule_of
+from zero_mpi.config.settings import Config
 from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.ops import elementary, trial
@@ -32,7 +33,7 @@ def trained(arch):
     module = ShardedModule(architectures.build(arch, SIZES).stages(), SerialComm(), FULL_SHARD)
     module.initialize(seed=3)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)
-    rate = make_schedule("cosine", lr=1e-2, min_lr=1e-3, warmup=3, steps=STEPS)
+    rate = schedule_of(Config(lr=1e-2, min_lr=1e-3, warmup=3, steps=STEPS))
     found = hashlib.sha256()
     for step in range(STEPS):
         for index in accumulator:

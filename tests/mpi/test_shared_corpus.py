@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from corpora import load_corpus
 
-from zero_mpi.data import documents, load_corpus
+from zero_mpi.data import documents
 from zero_mpi.data.documents import TokenSpans
 from zero_mpi.train import setup
 from zero_mpi.train.setup import share_corpus

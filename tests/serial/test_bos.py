@@ -11,6 +11,7 @@ import bpe_files
 import numpy as np
 import pytest
 import sentencepiece_files
+from corpora import load_corpus
 from jobs import run_job
 from test_command_bits import needs_mpiexec, train
 from test_evaluate import surprises
@@ -23,7 +24,6 @@ from zero_mpi.data import (
     ByteTokenizer,
     PackedWindows,
     Windows,
-    load_corpus,
     tokenizer_from_metadata,
     windows_over,
 )

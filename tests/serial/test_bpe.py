@@ -6,6 +6,7 @@ import sys
 import bpe_files
 import numpy as np
 import pytest
+from corpora import load_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from zero_mpi.data import (
     BPETokenizer,
     ByteTokenizer,
     document_reader,
-    load_corpus,
     tokenizer_from_json,
     tokenizer_from_metadata,
 )

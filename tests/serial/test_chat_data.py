@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from chat_templates import CHATML, ZEPHYR, chat_tokenizer
+from corpora import load_corpus
 from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_evaluate import surprises
@@ -15,7 +16,7 @@ from test_generate import LLAMA, write_model
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.config.inputs import check_kind_of_data
 from zero_mpi.config.settings import Config
-from zero_mpi.data import ByteTokenizer, load_corpus
+from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import TEMPLATE

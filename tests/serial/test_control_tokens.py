@@ -7,6 +7,7 @@ from pathlib import Path
 import bpe_files
 import numpy as np
 import pytest
+from corpora import load_corpus
 from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
@@ -14,7 +15,7 @@ from test_resume import refused
 from zero_mpi.checkpoint.sound import CheckpointFiles
 from zero_mpi.commands.plan import command as plan_flags
 from zero_mpi.config.settings import Config
-from zero_mpi.data import ByteTokenizer, load_corpus, tokenizer_from_json
+from zero_mpi.data import ByteTokenizer, tokenizer_from_json
 from zero_mpi.data.tokenizers.byte import PARSE, PLAIN, READINGS
 from zero_mpi.errors import UsageError
 from zero_mpi.train import resume

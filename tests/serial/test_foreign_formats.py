@@ -10,9 +10,10 @@ import hf_models
 import numpy as np
 import pytest
 import wild
+from corpora import load_corpus
 
 from zero_mpi.checkpoint.weights import open_weights
-from zero_mpi.data import load_corpus, tokenizer_from_json
+from zero_mpi.data import tokenizer_from_json
 from zero_mpi.errors import UsageError
 
 LITTLE = 8 << 20  # bytes of Python's memory: a configuration, headers, JSON's own

@@ -145,7 +145,7 @@ def test_any_range_is_the_slice_of_the_whole(
             np.testing.assert_array_equal(buffer[start:stop], whole[start:stop])
     with pytest.raises(ValueError, match="is not inside"):
         source.read("token_embd.weight", 0, 1 << 30)
-    with pytest.raises(UsageError, match="the folder has no tensor 'z'"):
+    with pytest.raises(UsageError, match="'z'"):
         source.read("z")
 
 

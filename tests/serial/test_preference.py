@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tiny
 from chat_templates import CHATML, chat_tokenizer
+from corpora import load_corpus
 
 from zero_mpi import FULL_SHARD, SerialComm, ShardedModule
 from zero_mpi.arguments import UNCOUNTED
-from zero_mpi.data import load_corpus
 from zero_mpi.data.conversations.formats import BadRows, one_pair
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document, stream_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from architectures import ROWS
 
-from zero_mpi.config.optimizer import make_schedule
+from zero_mpi.config.optimizer import schedule_of
 from zero_mpi.config.settings import Config
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.optim.optimizer import clip_factor
@@ -33,9 +33,9 @@ def test_the_defaults_are_the_flags():
 
 
 def test_the_rates_of_the_defaults():
-    config, text = Config(), section("Learning rate")
+    text = section("Learning rate")
     high = float(re.search(r"l = ([0-9.]+) and the other defaults", text)[1])
-    rate = make_schedule(config.schedule, lr=high, min_lr=high / 10, warmup=config.warmup, steps=config.steps)
+    rate = schedule_of(Config(lr=high))
     table = [(int(step), float(value)) for step, value in rows(text) if step.isdigit()]
     assert len(table) == 5
     for step, value in table:
@@ -53,7 +53,7 @@ FORMULAS = {
 @pytest.mark.parametrize("warmup", [0, 3, 50])
 def test_the_formula_of_the_rate(name, f, warmup):
     high, low, steps = 0.3, 0.01, 20
-    rate = make_schedule(name, lr=high, min_lr=low, warmup=warmup, steps=steps)
+    rate = schedule_of(Config(schedule=name, lr=high, min_lr=low, warmup=warmup, steps=steps))
     for s in range(steps):
         x = (s - warmup) / max(1, steps - warmup)
         expected = high * (s + 1) / warmup if s < warmup else low + (high - low) * f(x)
@@ -64,7 +64,8 @@ def test_the_formula_of_the_rate(name, f, warmup):
 def test_the_formula_of_wsd(warmup, steps, last):
     assert "D = max(W, S - N)" in section("Learning rate")
     high, low, begin = 0.3, 0.01, max(warmup, steps - last)
-    rate = make_schedule("wsd", lr=high, min_lr=low, warmup=warmup, steps=steps, decay_steps=last)
+    flags = {"schedule": "wsd", "warmup": warmup, "steps": steps, "decay_steps": last}
+    rate = schedule_of(Config(lr=high, min_lr=low, **flags))
     for s in range(steps):
         x = (s - begin) / max(1, steps - begin)
         after = high if s < begin else low + (high - low) * (1 - x)

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from corpora import load_corpus
 from jobs import clean_environment, end, hands_sigterm_on, launcher, run_job
 from patched import train_with
 from test_command_bits import assert_same_run, fields, files, needs_mpiexec, tensors, train, write_text
 
-from zero_mpi.data import StepLoader, Windows, load_corpus
+from zero_mpi.data import StepLoader, Windows
 from zero_mpi.data.tokenizers.byte import ByteTokenizer
 from zero_mpi.nn import cross_entropy
 from zero_mpi.train.text_model import TextModel

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from corpora import load_corpus
 from test_command_bits import needs_mpiexec, tensors, train
 
-from zero_mpi.data import load_corpus
 from zero_mpi.data.documents import TokenSpans
 from zero_mpi.data.text_files import collect_files
 from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files

@@ -10,6 +10,7 @@ import random
 import numpy as np
 import pytest
 from bpe_files import trained_json, write_json
+from corpora import load_corpus
 
 from zero_mpi import __version__
 from zero_mpi.commands.tokenize import encode_parts
@@ -17,7 +18,7 @@ from zero_mpi.commands.tokenize.command import command, found_files
 from zero_mpi.commands.tokenize.encode_parts import JSON_LINES, InputFile, Reading, cut_parts, dealt
 from zero_mpi.config.inputs import choose_tokenizer
 from zero_mpi.config.settings import Config
-from zero_mpi.data import ByteTokenizer, library_files, load_corpus
+from zero_mpi.data import ByteTokenizer, library_files
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.launch.folder_lock import RunLock
 from zero_mpi.launch.stopping import START, signals

@@ -18,6 +18,7 @@ import re
 import shutil
 from pathlib import Path
 
+from zero_mpi.errors import naming
 from zero_mpi.files.open import exists
 
 MODEL, ADAPTER, OPTIMIZER = "model.gguf", "adapter.gguf", "optimizer.gguf"
@@ -225,9 +226,7 @@ def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk. Raise OSError with the folder's name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(handle)
-    except OSError as error:
-        error.filename = str(folder)  # for a handle, the system's error has no file name
-        raise
+        with naming(folder):
+            os.fsync(handle)
     finally:
         os.close(handle)

@@ -162,7 +162,7 @@ def fitting(kind: Kind, width: int) -> Kind:
 def mixed(
     metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], wanted: str, weighted: bool
 ) -> dict[str, Kind]:
-    """Return the type that a mix gives each matrix, whatever its rows."""
+    """Return the type that a mix gives each matrix; its rows may not fill the blocks of that type."""
     keys, mix = GGUFKeys(metadata), MIXES[wanted]
     arch = keys.text("general.architecture") or ""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,7 +88,7 @@ def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None)
     """Return, for each rank, the rank that writes its slices: the first of its group. `nodes`: node of each.
 
     `a_node`: the most writers per node; None: as many as suit the file system. If hosts may not write one
-    file at the same time, rank 0 writes for all, whatever `a_node` is.
+    file at the same time, rank 0 writes for all, even if `a_node` is given.
     """
     several = len(set(nodes)) > 1
     if several and not found.hosts and (found.known or a_node is None):
@@ -115,17 +114,13 @@ class JoinedSlices(Partition):
         return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
 
     def segments(self, chunk: Chunk) -> list[tuple[int, slice]]:
-        """Return the segments of a piece: (start in the buffer, part of it); adjacent slices are one."""
+        """Return the segments of a chunk: (start in the unit's buffer, part of the chunk) of each slice."""
         found, at = list[tuple[int, slice]](), 0
         for number, part in enumerate(self.slices):
             inside = chunk.of_slice(self, number)
-            start, stop = part.start + inside.start, at + inside.stop - inside.start
-            if stop > at:
-                if found and found[-1][0] + at - found[-1][1].start == start:
-                    start, joined = found.pop()
-                    at = joined.start
-                found.append((start, slice(at, stop)))
-            at = stop
+            size = inside.stop - inside.start
+            found.append((part.start + inside.start, slice(at, at + size)))
+            at += size
         return found
 
 
@@ -135,7 +130,7 @@ def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
     return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
 
 
-CHUNK_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
+CHUNK_ELEMENTS = 1 << 21  # elements of a chunk: 8 MiB, large for a disk and small for memory
 BLANK = "0" * 64  # placeholder of a digest
 READ_AT_ONCE = 1 << 22  # bytes read at a time
 DISK_BYTES = 16 << 20  # bytes after which the system is asked to write to disk, long before close
@@ -171,8 +166,7 @@ class OutputFile:
     def __init__(self, path: Path, new: bool = True) -> None:
         self.path = path
         self._handle = open_in_place(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC) * new)
-        self._since = 0  # bytes written since the last `_start_disk`, and the range that they lie in
-        self._first, self._last = sys.maxsize, 0
+        self._since = 0  # bytes written since the system was last asked to write to disk
 
     def resize(self, nbytes: int) -> None:
         """Set the file's length; bytes that no rank writes are zeros."""
@@ -191,21 +185,13 @@ class OutputFile:
                 if written:
                     left[0] = left[0][written:]
         self._since += offset - first
-        self._first, self._last = min(self._first, first), max(self._last, offset)
         if self._since >= DISK_BYTES:
-            self._start_disk()
-
-    def _start_disk(self) -> None:
-        """Ask the system to start writing data to disk, without waiting for it.
-
-        Otherwise it would start only at the end, when no other work overlaps it. The advice that the bytes
-        are not needed any more starts the write, and drops no bytes that are not on disk.
-        """
-        first, count = self._first, self._last - self._first
-        self._since, self._first, self._last = 0, sys.maxsize, 0
-        if hasattr(os, "posix_fadvise"):  # advice: a file system that refuses it is none the worse
+            # The advice that the file's bytes are not needed any more makes the system write them to disk
+            # now, while other work goes on, and not only at the end. Bytes that are not on disk stay in
+            # memory. A file system may refuse the advice.
+            self._since = 0
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self._handle, first, count, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Flush all bytes that this host's processes wrote to disk."""
@@ -296,7 +282,7 @@ class Output:
 
 
 class ChunkPipeline:
-    """Pipeline of a file's chunks: one is written while the next is prepared."""
+    """Pipeline of a file's chunks: a thread writes one while the next is gathered and digested."""
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread

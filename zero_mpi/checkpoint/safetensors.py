@@ -16,7 +16,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from zero_mpi.checkpoint.tensor_file import Floats, Readable, StoredFile, TensorSpec
@@ -104,19 +103,6 @@ class SafetensorsModel(Readable):
     def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
         entry = self.tensors[spec.name]
         self.parts[entry.part].values(entry.offset, spec, start, out)
-
-    def block(self, name: str, top: int, bottom: int, left: int, right: int) -> Floats:
-        """Return rows [top, bottom) and columns [left, right) of a matrix, float32."""
-        entry, spec = self.tensors[name], self.spec(name)
-        width = spec.shape[1]
-        if right - left == width:
-            return self.read(name, top * width, bottom * width).reshape(bottom - top, width)
-        out = np.empty((bottom - top, right - left), np.float32)
-        part = self.parts[entry.part]
-        with part.opened() as file:
-            for row, line in enumerate(out, top):
-                part.values_from(file, entry.offset, spec, row * width + left, line)
-        return out
 
     def spec(self, name: str) -> TensorSpec:
         """Return a tensor's shape and type of weights; FileError for another dtype than F32, F16 and BF16.

@@ -45,6 +45,7 @@ from zero_mpi.checkpoint.state import (
     TrainingProgress,
     averages_of,
     check_tensors,
+    expect_tensors,
     load_state,
     model_tensors,
     parameters_of,
@@ -52,12 +53,10 @@ from zero_mpi.checkpoint.state import (
     state_tensors,
     states_of,
 )
-from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.errors import JobError, UsageError, explain
 from zero_mpi.files.open import exists, is_folder
-from zero_mpi.nn.layer import Param
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.precision import FP64
@@ -335,8 +334,7 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     def opened() -> tuple[CheckpointFiles, Facts]:
         check("load", folder, module, optimizer)
         files = open_checkpoint(Path(folder))
-        for file in files.weights.values():
-            check_model(file, dict(module.params))
+        expect_tensors(files.model, {name: param.shape for name, param in module.params.items()})
         check_tensors(files, optimizer)
         return files, {"the checkpoint": files.state.metadata[ID]}
 
@@ -364,18 +362,3 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
         raise UsageError(f"{what}: ema: files hold averages in float32: make it without ema in FP64")
     if any(isinstance(unit.unit, BlockUnit) for unit in module.units):
         raise ValueError(f"{what}: expected float parameters, got quantized ones (stored)")
-
-
-def check_model(model: WeightSource, params: dict[str, Param]) -> None:
-    """Raise UsageError unless the file holds the module's parameters in their shapes, and nothing else."""
-    missing = [name for name in params if name not in model.tensors]
-    surplus = [name for name in model.tensors if name not in params]
-    if missing or surplus:
-        raise UsageError(
-            f"{model.path}: expected the parameters of the module; missing {some(missing)}; surplus "
-            f"{some(surplus)}; create the module as it was saved"
-        )
-    for name, param in params.items():
-        found = tuple(model.tensors[name].shape)
-        if found != param.shape:
-            raise UsageError(f"{model.path}: {name}: expected shape {param.shape}, found {found}")

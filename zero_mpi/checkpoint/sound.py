@@ -106,7 +106,7 @@ def average_of(state: GGUFFile) -> GGUFFile | None:
 
 
 def check_files(files: CheckpointFiles) -> None:
-    """Raise UsageError unless the files belong to one checkpoint and their keys are unchanged."""
+    """Raise UsageError unless the files belong to one checkpoint and all their keys are unchanged."""
     state, version = files.state, keys_of(files.state).integer("optimizer.file_version")
     if version != FORMAT_VERSION:
         raise UsageError(
@@ -120,7 +120,16 @@ def check_files(files: CheckpointFiles) -> None:
                 f"{state.path.parent}: {file.path.name} and {folders.OPTIMIZER} belong to different "
                 f"checkpoints (ids {show(str(found))} and {show(str(own))})"
             )
-    check_signature(files)
+    if signature(*(file.metadata for file in (*files.weights.values(), state))) != state.metadata[ID]:
+        names = ", ".join(file.path.name for file in files.weights.values())
+        raise UsageError(
+            f"{state.path.parent}: {names} or {folders.OPTIMIZER} has a key that was changed after it was "
+            "written"
+        )
+    for role, file in files.weights.items():
+        recorded = from_lines(keys_of(state).texts(DIGESTS[role]))
+        if from_lines(keys_of(file).texts(TENSOR_DIGESTS)) != recorded:
+            raise UsageError(f"{file.path}: the key {TENSOR_DIGESTS} was changed after it was written")
 
 
 def signature(*files: Mapping[str, Any]) -> str:
@@ -130,21 +139,6 @@ def signature(*files: Mapping[str, Any]) -> str:
         for key in sorted(keys.keys() - {ID, ARCHITECTURE_KEY}):
             total.update(pack_key(key, keys[key]))
     return total.hexdigest()[:32]
-
-
-def check_signature(files: CheckpointFiles) -> None:
-    """Raise UsageError unless all files' keys are unchanged: sizes, tokenizer, progress, settings, ..."""
-    state, weights = files.state, files.weights
-    if signature(*(file.metadata for file in (*weights.values(), state))) != state.metadata[ID]:
-        names = ", ".join(file.path.name for file in weights.values())
-        raise UsageError(
-            f"{state.path.parent}: {names} or {folders.OPTIMIZER} has a key that was changed after it was "
-            "written"
-        )
-    for role, file in weights.items():
-        recorded = from_lines(keys_of(state).texts(DIGESTS[role]))
-        if from_lines(keys_of(file).texts(TENSOR_DIGESTS)) != recorded:
-            raise UsageError(f"{file.path}: the key {TENSOR_DIGESTS} was changed after it was written")
 
 
 def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from zero_mpi import device
+from zero_mpi.arguments import some
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import (
@@ -35,7 +36,7 @@ from zero_mpi.checkpoint.sound import (
     signature,
 )
 from zero_mpi.checkpoint.tensor_file import CHUNK
-from zero_mpi.checkpoint.weights import keys_of
+from zero_mpi.checkpoint.weights import WeightSource, keys_of
 from zero_mpi.comm import Comm, Partition
 from zero_mpi.device import Done
 from zero_mpi.device.types import Array
@@ -317,25 +318,37 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
 
 
 def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
-    """Raise UsageError unless the files hold exactly the states of all trained parameters, and their averages
-    if the optimizer keeps them."""
-    state, average, module = files.state, files.average, optimizer.module
+    """Raise UsageError unless the files hold the states of all trained parameters, and averages if the
+    optimizer keeps them."""
+    state, average = files.state, files.average
     if (average is None) != (optimizer.ema is None):
         found = "no moving average, expected one" if average is None else "a moving average, expected none"
         raise UsageError(f"{state.path.parent}: found {found}: use the ema setting of the saved run")
-    kinds = {name: kind for name, _, kind in state_tensors(optimizer)}
-    expected = {name: shape for name, shape, _ in state_tensors(optimizer)}
-    trained = [(name, param.shape) for name, param in module.params.items() if module.is_trainable(name)]
-    wanted: list[tuple[GGUFFile, str, tuple[int, ...]]] = [(state, *each) for each in expected.items()]
-    wanted += [(average, *each) for each in trained] if average is not None else []
-    for file, name, shape in wanted:
-        info = file.tensors.get(name)
-        if info is None or info.shape != shape or info.type != kinds.get(name, info.type):
-            found = "missing" if info is None else f"of shape {info.shape}, {info.type.name}"
-            raise UsageError(f"{file.path}: {name} is {found}, expected shape {shape}")
-    surplus = [name for name in state.tensors if name not in expected]
-    if surplus:
-        raise UsageError(f"{state.path}: unexpected tensor {surplus[0]}: this run does not train it")
+    expected = state_tensors(optimizer)
+    expect_tensors(state, {name: shape for name, shape, _ in expected}, {kind for *_, kind in expected})
+    if average is not None:
+        expect_tensors(average, {name: spec.shape for name, spec in files.model.tensors.items()})
+
+
+def expect_tensors(
+    file: WeightSource, shapes: Mapping[str, tuple[int, ...]], kinds: Collection[GGMLQuantizationType] = ()
+) -> None:
+    """Raise UsageError unless a file holds tensors of these names and shapes, and nothing else.
+
+    `kinds`: the types that they may have; empty: any type.
+    """
+    missing = [name for name in shapes if name not in file.tensors]
+    surplus = [name for name in file.tensors if name not in shapes]
+    if missing or surplus:
+        raise UsageError(
+            f"{file.path}: expected the tensors of this module; missing {some(missing)}; surplus "
+            f"{some(surplus)}; create the module as it was saved"
+        )
+    for name, shape in shapes.items():
+        found = file.tensors[name]
+        if found.shape != shape or found.type not in (kinds or [found.type]):
+            what = f"found {found.shape} of type {found.type.name}"
+            raise UsageError(f"{file.path}: {name}: expected shape {shape}, {what}")
 
 
 Read = Callable[[str, int, int], Array]

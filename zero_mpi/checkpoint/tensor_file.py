@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -26,7 +26,11 @@ from gguf.quants import dequantize
 
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
-from zero_mpi.files.open import open_file
+from zero_mpi.files.open import fill, open_file, refusing
+
+Metadata = dict[str, Any]
+"""Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the
+key's width, a 1-D array of such or of bool (read-only as read), or `list[str]`."""
 
 Floats = npt.NDArray[np.float32]
 CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small whatever the tensor
@@ -77,15 +81,9 @@ class StoredFile:
             raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
 
     def fill(self, file: FileIO, offset: int, out: memoryview) -> None:
-        """Fill `out` (bytes) from `offset` on; the system may return the bytes in parts."""
-        at = 0
-        try:
-            file.seek(offset)
-            while at < len(out) and (got := file.readinto(out[at:])):
-                at += got
-        except OSError as error:
-            raise FileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
-        self.expect(len(out), at)
+        """Fill `out` (bytes) from `offset` on."""
+        with refusing("", self.path, "cannot be read"):
+            self.expect(len(out), fill(file.fileno(), out, offset))
 
     def take(self, file: FileIO, offset: int, count: int) -> npt.NDArray[np.uint8]:
         """Return `count` bytes from `offset` on."""
@@ -107,26 +105,22 @@ class StoredFile:
 
     def values(self, offset: int, spec: TensorSpec, start: int, out: Floats) -> None:
         """Fill `out` (1-D) with elements of the tensor at byte `offset`, from element `start` on."""
-        with self.opened() as file:
-            self.values_from(file, offset, spec, start, out)
-
-    def values_from(self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: Floats) -> None:
-        """Fill `out` as `values` does, from a file that is open already."""
         if spec.type == GGMLQuantizationType.F32:
-            if out.size:
-                self.fill(file, offset + 4 * start, out.data.cast("B"))
+            self.bytes_at(offset + 4 * start, out.view(np.uint8))
             return
         block, width = GGML_QUANT_SIZES[spec.type]
-        for at in range(0, out.size, CHUNK):
-            here = out[at : at + CHUNK]
-            first, last = (start + at) // block, -(-(start + at + here.size) // block)  # blocks, read in full
-            raw = self.take(file, offset + first * width, (last - first) * width)
-            try:
-                values = decode(raw, spec.type)
-            except NotImplementedError:
-                known = f"expected F32, F16, BF16 or a quantized type, found {spec.type.name}"
-                raise FileError(f"{self.path}: tensor {show(spec.name)}: {known}") from None
-            here[:] = values[start + at - first * block :][: here.size]
+        with self.opened() as file:
+            for at in range(0, out.size, CHUNK):
+                here = out[at : at + CHUNK]
+                # Blocks that the range cuts are read in full.
+                first, last = (start + at) // block, -(-(start + at + here.size) // block)
+                raw = self.take(file, offset + first * width, (last - first) * width)
+                try:
+                    values = decode(raw, spec.type)
+                except NotImplementedError:
+                    known = f"expected F32, F16, BF16 or a quantized type, found {spec.type.name}"
+                    raise FileError(f"{self.path}: tensor {show(spec.name)}: {known}") from None
+                here[:] = values[start + at - first * block :][: here.size]
 
 
 def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.floating]:
@@ -140,16 +134,6 @@ def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArra
     with np.errstate(all="ignore"):
         values: Floats = dequantize(raw, kind)
     return values
-
-
-def output(size: int, out: Floats | None) -> Floats:
-    """Return a new array of `size` float32, or `out` made flat; raise ValueError if `out` does not fit."""
-    if out is None:
-        return np.empty(size, np.float32)
-    if out.dtype != np.float32 or out.size != size or not (out.flags.c_contiguous and out.flags.writeable):
-        found = f"{out.dtype} {out.shape}, strides {out.strides}, writeable {out.flags.writeable}"
-        raise ValueError(f"out: expected a writeable contiguous float32 array of {size}, got {found}")
-    return out.reshape(-1)
 
 
 class Readable(ABC):
@@ -167,17 +151,34 @@ class Readable(ABC):
         """Return elements [start, stop) of the flattened tensor, (stop - start,) float32; in `out` if given.
 
         Blocks cut by the range are read in full, no other bytes are read. Raise UsageError for an unknown
-        name, a type that holds no weights or a file that changed; ValueError for a range outside the tensor
-        or an `out` that does not fit.
+        name, a type that holds no weights or a file that changed; ValueError for a range outside the tensor.
         """
         spec = self.spec(name)
         stop = spec.size if stop is None else stop
         if not 0 <= start <= stop <= spec.size:
             raise ValueError(f"tensor {name!r}: range [{start}, {stop}) is not inside [0, {spec.size})")
-        out = output(stop - start, out)
+        out = np.empty(stop - start, np.float32) if out is None else out.reshape(-1)
+        assert out.size == stop - start, "an array of the range's size"
         self.fill(spec, start, out)
         return out
 
     def tensor(self, name: str) -> Floats:
         """Return the full tensor in its shape, float32. Errors are those of `read`."""
         return self.read(name).reshape(self.spec(name).shape)
+
+
+class WeightSource(Readable):
+    """Index of weights by GGUF's names, keys and orders. Subclasses have these three as fields.
+
+    path       the file or folder
+    metadata   the model's keys, as in a GGUF
+    """
+
+    path: Path
+    metadata: Metadata
+    tensors: Mapping[str, TensorSpec]
+
+    def spec(self, name: str) -> TensorSpec:
+        if name not in self.tensors:
+            raise FileError(f"{self.path}: expected a tensor {show(name)}, found none of that name")
+        return self.tensors[name]

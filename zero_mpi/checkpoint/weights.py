@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.folders import ADAPTER, LATEST, MODEL
-from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import (
     ALPHA,
@@ -28,7 +27,8 @@ from zero_mpi.checkpoint.huggingface.folder import (
     PeftFolder,
 )
 from zero_mpi.checkpoint.mixes import QAT
-from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, Readable, TensorSpec
+from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, Metadata, TensorSpec
+from zero_mpi.checkpoint.tensor_file import WeightSource as WeightSource
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.added_tokens import with_tokens
 from zero_mpi.errors import FileError, UsageError
@@ -38,28 +38,6 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import LoRA
 from zero_mpi.nn.added_rows import ADDED
 from zero_mpi.nn.low_rank import FIRST, SECOND, product
-
-
-class WeightSource(Protocol):
-    """An index of weights by GGUF's names, keys and orders, whose data is read on demand."""
-
-    @property
-    def path(self) -> Path:
-        """The file or folder."""
-
-    @property
-    def metadata(self) -> Metadata:
-        """The model's keys, as in a GGUF."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """Name -> shape and type."""
-
-    def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
-        """Return elements [start, stop) of the flattened tensor; see `Readable.read`."""
-
-    def tensor(self, name: str) -> Floats:
-        """Return the full tensor in its shape, float32."""
 
 
 def keys_of(file: WeightSource) -> GGUFKeys:
@@ -165,7 +143,7 @@ def weights_digest(source: WeightSource) -> str:
     return total.hexdigest()[:32]
 
 
-class GrownWeights(Readable):
+class GrownWeights(WeightSource):
     """The weights and keys of `base` with `tokens` from id `first` on, which have rows in embedding and head.
 
     Rows of new tokens begin as the mean of the rows before them. `trained`, an adapter's checkpoint, replaces
@@ -239,7 +217,7 @@ def tokens_of(source: Any) -> list[str]:
     return source.tokens if isinstance(source, GrownWeights) else []
 
 
-class MergedWeights(Readable):
+class MergedWeights(WeightSource):
     """A `WeightSource` of the base's weights; those that the adapter changes are merged, in float32.
 
     Raises UsageError for an adapter of another base.
@@ -272,9 +250,6 @@ class MergedWeights(Readable):
                 f"{self._base.path} has {found}: use the model that it was trained on"
             )
         return TensorSpec(name, spec.shape, GGMLQuantizationType.F32)
-
-    def spec(self, name: str) -> TensorSpec:
-        return self.tensors[name]
 
     def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
         name, stop = spec.name, start + out.size

@@ -93,16 +93,8 @@ class Help(argparse.HelpFormatter):
         super().__init__(prog, **{"max_help_position": COLUMN, **options})
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        filled: list[str] = []
-        loose: list[str] = []
-        for line in [*text.splitlines(), ""]:
-            if line and not line[0].isspace():
-                loose.append(line)
-                continue
-            filled += textwrap.wrap(" ".join(loose), width) if loose else []
-            loose.clear()
-            filled.append(line)
-        return "\n".join(indent + line if line else line for line in filled).rstrip()
+        lines = text.splitlines()
+        return "\n".join(line if line[:1].isspace() else textwrap.fill(line, width) for line in lines)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -180,18 +172,10 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"unexpected {show(surplus[0])}: it does not belong to a flag; see --help")
         return found
 
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        try:
-            return super()._get_value(action, arg_string)
-        except argparse.ArgumentError as error:
-            error.message = error.message.replace(repr(arg_string), show(arg_string))
-            raise
-
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message = error.message.replace(repr(value), show(str(value)))
             error.message += nearest(str(value), map(str, action.choices or ()))
             raise
 

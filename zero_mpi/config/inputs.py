@@ -1,7 +1,6 @@
 """Inputs of a run: a model (`--init`) or sizes from flags, and the tokenizer of its text."""
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import os
@@ -374,7 +373,7 @@ def settled(config: Config, model: ModelConfig) -> Config:
                 f"{as_flag(name, flag)}: the model of --init {config.init} has {as_flag(name, size)}; leave "
                 "it out, or train a new model without --init"
             )
-    return dataclasses.replace(config, **{name: sizes[name] for name in SIZES if name != "vocab_size"})
+    return replace(config, **{name: sizes[name] for name in SIZES if name != "vocab_size"})
 
 
 def as_flag(name: str, value: Any) -> str:

@@ -79,25 +79,11 @@ Schedule = Callable[[int], float]
 
 
 def schedule_of(config: Config) -> Schedule:
-    """Return the schedule of the flags; their number of steps must be known."""
-    return make_schedule(
-        config.schedule,
-        lr=config.lr,
-        min_lr=config.lr / 10 if config.min_lr is None else config.min_lr,
-        warmup=config.warmup,
-        steps=config.steps,
-        decay_steps=config.steps // 10 if config.decay_steps is None else config.decay_steps,
-    )
+    """Return a map step (from 0) -> learning rate: linear warm-up to `lr`, then a decay down to `min_lr`.
 
-
-def make_schedule(
-    name: str, *, lr: float, min_lr: float, warmup: int, steps: int, decay_steps: int = 0
-) -> Schedule:
-    """Return a map step (from 0) -> learning rate: linear warm-up to `lr`, then `name` down to `min_lr`.
-
-    Names: "cosine" (Loshchilov and Hutter, "SGDR", 2017), "linear", "constant", and "wsd" (warm-up, stable,
-    decay: Hu et al., "MiniCPM", 2024), which stays at `lr` until the last `decay_steps` and falls linearly
-    in these. Raises UsageError for another name.
+    Schedules: "cosine" (Loshchilov and Hutter, "SGDR", 2017), "linear", "constant", and "wsd" (warm-up,
+    stable, decay: Hu et al., "MiniCPM", 2024), which stays at `lr` until the last `decay_steps` and falls
+    linearly in these. The number of steps must be known.
     """
     shapes: dict[str, Callable[[float], float]] = {
         "cosine": lambda done: 0.5 * (1.0 + cosine(math.pi * done)),
@@ -105,9 +91,10 @@ def make_schedule(
         "constant": lambda done: 1.0,
         "wsd": lambda done: 1.0 - done,
     }
-    if name not in shapes:
-        raise UsageError(f"schedule {name!r} is not known; expected one of {', '.join(shapes)}")
-    begin = max(warmup, steps - decay_steps) if name == "wsd" else warmup
+    shape, lr, warmup, steps = shapes[config.schedule], config.lr, config.warmup, config.steps
+    min_lr = lr / 10 if config.min_lr is None else config.min_lr
+    decay_steps = steps // 10 if config.decay_steps is None else config.decay_steps
+    begin = max(warmup, steps - decay_steps) if config.schedule == "wsd" else warmup
 
     def rate(step: int) -> float:
         if step < warmup:
@@ -115,6 +102,6 @@ def make_schedule(
         if step < begin:
             return lr
         done = min(1.0, (step - begin) / max(1, steps - begin))
-        return min_lr + (lr - min_lr) * shapes[name](done)
+        return min_lr + (lr - min_lr) * shape(done)
 
     return rate

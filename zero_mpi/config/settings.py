@@ -37,7 +37,7 @@ FEW_WINDOWS = 214  # with fewer windows a batch is smaller, down to 4, so that t
 
 
 def batch_size(windows: int) -> int:
-    """Return the default batch size for `windows` windows of conversations, whatever the number of ranks."""
+    """Return the default batch size for `windows` windows of conversations, at any number of ranks."""
     return 16 if windows >= FEW_WINDOWS else 8 if 2 * windows >= FEW_WINDOWS else 4
 
 

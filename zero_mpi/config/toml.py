@@ -1,9 +1,8 @@
 """Settings in a TOML file, with one key for each flag."""
 
-import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def write_toml(config: Config) -> str:
     """Return the configuration as TOML text that `--config` reads back."""
     import tomli_w
 
-    settings: Mapping[str, Any] = dataclasses.asdict(config)
+    settings: Mapping[str, Any] = asdict(config)
     return tomli_w.dumps({name: value for name, value in settings.items() if value is not None})
 
 

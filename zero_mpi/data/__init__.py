@@ -6,7 +6,7 @@ so every rank computes its own share and no two ranks can disagree.
 
 from collections.abc import Mapping
 
-from zero_mpi.data.corpus import Corpus, files_of, holds_token_files, load_corpus, sources_of, unigram_entropy
+from zero_mpi.data.corpus import Corpus, files_of, holds_token_files, sources_of, unigram_entropy
 from zero_mpi.data.loader import (
     Batch,
     EvalLoader,
@@ -43,7 +43,6 @@ __all__ = [
     "Corpus",
     "EvalLoader",
     "HeldOut",
-    "MergeTokenizer",
     "MixedWindows",
     "PackedWindows",
     "SampleOrder",
@@ -56,7 +55,6 @@ __all__ = [
     "files_of",
     "holds_token_files",
     "library_files",
-    "load_corpus",
     "named",
     "sources_of",
     "tokenizer_config",

@@ -20,16 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.conversations.chat_template import NO_INPUTS, TemplateInputs
-from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.document_reader import DocumentReader
 from zero_mpi.data.documents import Document, Stream, stream_of
-from zero_mpi.data.encoded_cache import Batches
 from zero_mpi.data.loader import permutation
 from zero_mpi.data.text_files import MANIFEST, TOKENIZER, collect_files
 from zero_mpi.data.token_formats import are_tokens
-from zero_mpi.data.tokenizers.byte import TextReader, Tokenizer
-from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_file, is_folder
@@ -122,11 +117,10 @@ class Corpus:
 
     parts: tuple[Part, ...]  # to train on
     held_out: tuple[Part, ...]  # may be empty, and `notes` say why
-    sha256: str  # sha256 over names and bytes of all documents in order, whatever the split, and over shares
+    sha256: str  # sha256 over names and bytes of all documents in order and over shares, not over the split
     documents: int
     val_documents: int  # held out in full; 0 if the tail of a single document is held out
     notes: tuple[str, ...]  # notes for the user: data left out and why, and remarks on the data read
-    vocab_size: int
 
     @property
     def train(self) -> Stream:
@@ -149,74 +143,45 @@ _Documents = list[Document]
 
 
 class _Split(NamedTuple):
-    """Documents of a source on both sides, notes on them, and the digest that identifies them."""
+    """A source's parts on both sides, at most one on each; notes on its documents, and their digest."""
 
-    source: DataSource
-    train: _Documents
-    val: _Documents
+    train: list[Part]
+    val: list[Part]
     notes: list[str]
     digest: str
-    bos: int | None
     counts: tuple[int, int]  # number of documents: all, and those held out in full
 
 
 def load_corpus(
     paths: Sequence[str],
-    *,
+    reader: DocumentReader,
     val_fraction: float,
     context: int,
     seed: int,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
-    any_bytes: bool = False,
-    skip_bad: bool = False,
-    control_tokens: str | None = None,
-    bos: int | None = None,
-    loss_on: str = ANSWERS,
-    packs: bool = False,
     val_paths: Sequence[str] = (),
-    batches: Batches | None = None,
-    inputs: TemplateInputs = NO_INPUTS,
-    preferences: str = "",
 ) -> Corpus:
     """Return the corpus of `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    `paths`: with `PATH=SHARE` for each, every path is a source. `val_paths`: data to hold out instead.
-    `any_bytes`, `skip_bad`, `control_tokens`, `loss_on`, `inputs`, `preferences`: see `DocumentReader`. Token
-    files need no tokenizer. `bos`: the id that begins each window of text and each conversation. `packs`:
-    windows hold whole documents, which may be shorter than `context`. Token files and large encoded text stay
-    on disk. Raises UsageError for invalid values.
+    `paths`: with `PATH=SHARE` for each, every path is a source. `val_paths`: data to hold out instead. Token
+    files and large encoded text stay on disk.
     """
-    if not 0 <= val_fraction < 1:
-        raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
-    batches = batches or Batches()
-    text = None if tokenizer is None else TextReader(run_by(tokenizer, batches), control_tokens)
-    flags = text, vocab_size, any_bytes, loss_on, packs, batches, bos, inputs, skip_bad, preferences
-    reader = DocumentReader(*flags)
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, context, fraction, seed) for source in sources_of(paths)]
     if val_paths:
         splits.append(_split(reader, DataSource("", list(val_paths)), context, flag="--val-data"))
-    return _joined(splits, vocab_size)
+    return _joined(splits)
 
 
-def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
+def _joined(splits: Sequence[_Split]) -> Corpus:
     digests = [each.digest for each in splits]
     of_all = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Corpus(
-        parts=tuple(
-            Part(each.source.name, stream_of(each.train), each.source.share, each.bos)
-            for each in splits
-            if each.train
-        ),
-        held_out=tuple(
-            Part(each.source.name, stream_of(each.val), bos=each.bos) for each in splits if each.val
-        ),
+        parts=tuple(part for each in splits for part in each.train),
+        held_out=tuple(part for each in splits for part in each.val),
         sha256=digests[0] if len(digests) == 1 else of_all,
         documents=sum(each.counts[0] for each in splits),
         val_documents=sum(each.counts[1] for each in splits),
         notes=tuple(note for each in splits for note in each.notes),
-        vocab_size=vocab_size,
     )
 
 
@@ -253,7 +218,9 @@ def _split(
     )
     is_cut = len(documents) == 1 and len(train) == len(val) == 1 and not documents[0].is_divisible
     counts = in_train + in_val - is_cut, in_val - is_cut
-    return _Split(source, train, val, said, digest, reader.bos_of(source.paths), counts)
+    share, bos = source.share, reader.bos_of(source.paths)
+    parts, held = ([Part(source.name, stream_of(side), share, bos)] if side else [] for side in (train, val))
+    return _Split(parts, held, said, digest, counts)
 
 
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
@@ -275,8 +242,8 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
     """Draw documents in an order set by `seed` until they hold `fraction` of all tokens; one always stays.
 
-    A document that would bring them to more than twice that is skipped, and the smallest skipped one is taken
-    only if the others do not reach it. Otherwise a huge first document would hold out nearly all.
+    A document that would bring them to more than twice that share is skipped; the smallest skipped one is
+    taken only if the others do not reach the share. Else a huge first document would hold out nearly all.
     """
     goal, tokens = fraction * sum(sizes), 0
     order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()

@@ -8,7 +8,8 @@ it.
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -17,12 +18,13 @@ from zero_mpi.data.conversations.formats import BadRows, are_conversations, hold
 from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, Totals
 from zero_mpi.data.documents import Document, Remark, in_groups
 from zero_mpi.data.encoded_cache import Batches, Encode, Files, Reading, through
-from zero_mpi.data.text_files import HEAD, TextFilter, collect_files, library_files, named, unreadable
+from zero_mpi.data.text_files import HEAD, TextFilter, collect_files, library_files, named
 from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
 from zero_mpi.data.tokenizers.byte import PARSE, TextReader, Tokenizer
+from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, shown
-from zero_mpi.files.open import is_folder
+from zero_mpi.files.open import is_folder, refusing
 
 Text = tuple[str, bytes]
 """Name and bytes of a text."""
@@ -53,19 +55,30 @@ def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Docume
             yield Document(name, closed, hashlib.sha256(data).digest() + mark)
 
 
-class DocumentReader(NamedTuple):
+@dataclass(frozen=True)
+class DocumentReader:
     """Reads documents by the flags that say how to read files."""
 
-    text: TextReader | None
-    vocab: int
-    any_bytes: bool  # named files are read unchanged, text or not
-    loss_on: str  # "answers" or "all" tokens of conversations
-    packs: bool
-    batches: Batches
-    bos: int | None = None
+    tokenizer: Tokenizer | None  # token files need none
+    vocab_size: int
+    any_bytes: bool = False  # named files are read unchanged, text or not
+    control_tokens: str | None = None  # see `TextReader`
+    bos: int | None = None  # id that begins each window of text and each conversation
+    loss_on: str = ANSWERS  # "answers" or "all" tokens of conversations
+    packs: bool = False  # windows hold whole documents, which may be shorter than the context
+    skip_bad: bool = False  # leaves out bad rows of conversations, with a note
     inputs: TemplateInputs = NO_INPUTS
-    skips_bad: bool = False  # leaves out bad rows of conversations, with a note
     preferences: str = ""  # the loss that needs pairs
+    batches: Batches = field(default_factory=Batches)
+
+    @cached_property
+    def text(self) -> TextReader:
+        """Reader of texts; raises UsageError without a tokenizer that fits."""
+        if self.tokenizer is None:
+            raise UsageError("text needs a tokenizer: use token files for --data")
+        if self.vocab_size < (size := self.tokenizer.vocab_size):
+            raise UsageError(f"the tokenizer has {size} tokens, but the model's vocabulary {self.vocab_size}")
+        return TextReader(run_by(self.tokenizer, self.batches), self.control_tokens)
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
         """Return every document that is not empty; raises UsageError if there is none."""
@@ -86,13 +99,8 @@ class DocumentReader(NamedTuple):
         tokens = token_files(files)
         if tokens:
             return self._tokens(tokens), []
-        if self.text is None:
-            raise UsageError("text needs a tokenizer: use token files for --data")
-        if self.vocab < self.text.tokenizer.vocab_size:
-            size = self.text.tokenizer.vocab_size
-            raise UsageError(f"the tokenizer has {size} tokens, but the model's vocabulary {self.vocab}")
-        encode, settings = self._encode(files, paths, self.text), self._settings(paths, self.text)
-        return through(files, settings, self.vocab, encode, self.batches)
+        encode = self._encode(files, paths)
+        return through(files, self._settings(paths), self.vocab_size, encode, self.batches)
 
     def _check_pairs(self, files: Files) -> None:
         """Raise UsageError for pairs without a preference loss, and for other data with one."""
@@ -111,7 +119,7 @@ class DocumentReader(NamedTuple):
 
     def _tokens(self, files: Files) -> list[Document]:
         """Return the documents of token files, none of which is read into memory."""
-        documents = [read_tokens(name, path, self.vocab) for name, path in files]
+        documents = [read_tokens(name, path, self.vocab_size) for name, path in files]
         silent = [each.name for each in documents if each.ends is None]
         if self.packs and silent:
             raise UsageError(
@@ -120,24 +128,25 @@ class DocumentReader(NamedTuple):
             )
         return documents
 
-    def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
+    def _encode(self, files: Files, paths: Sequence[str]) -> Encode:
         """Return the function that encodes these files, which hold conversations or text."""
         if self.preferences or are_conversations(files):
             loss_on = ANSWERS if self.preferences else self.loss_on
-            reader = ConversationReader(text.tokenizer, loss_on, self.bos, self.inputs)
+            reader = ConversationReader(self.text.tokenizer, loss_on, self.bos, self.inputs)
             return lambda notes: _conversations(files, reader, self, notes)
+        text = self.text
         return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
 
-    def _settings(self, paths: Sequence[str], text: TextReader) -> dict[str, object]:
+    def _settings(self, paths: Sequence[str]) -> dict[str, object]:
         """Return all settings that determine the ids, besides the files."""
         named = sorted(os.path.realpath(path) for path in paths if not is_folder(path))
-        return text.tokenizer.metadata() | {
+        return self.text.tokenizer.metadata() | {
             "any bytes": self.any_bytes,
-            "control tokens": text.asked,
+            "control tokens": self.control_tokens,
             "loss on": self.loss_on,
             "bos": self.bos,
             "template": (dict(self.inputs.variables), *self.inputs[1:]),
-            "skip bad": self.skips_bad,
+            "skip bad": self.skip_bad,
             "preferences": self.preferences,
             "named": named,
         }
@@ -150,7 +159,7 @@ def _conversations(
 
     Conversations in which nothing counts, and pairs with a side that has no answer, are skipped.
     """
-    totals, bad = Totals(), BadRows() if flags.skips_bad else None
+    totals, bad = Totals(), BadRows() if flags.skip_bad else None
     if flags.preferences:
         rows = reader.read_pairs(files, bad, flags.preferences == "kto")
     else:
@@ -179,14 +188,11 @@ def _text_documents(
 
     def texts() -> Iterator[Text]:
         for name, path in files:
-            try:
-                with path.open("rb") as file:
-                    head = file.read(HEAD)
-                    if not text_filter.takes(name, path, head):
-                        continue
-                    data = head + file.read()
-            except OSError as error:
-                unreadable(error)
+            with refusing("--data", path, "cannot be read"), path.open("rb") as file:
+                head = file.read(HEAD)
+                if not text_filter.takes(name, path, head):
+                    continue
+                data = head + file.read()
             text_filter.read(name, data)
             yield name, data
 

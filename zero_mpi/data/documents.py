@@ -109,7 +109,7 @@ class TokenSpans:
 
     @property
     def stays(self) -> bool:
-        """True if there are so many ids that they stay in the files."""
+        """True if the ids take more than `MOST_HELD` bytes, so they stay in the files."""
         return self.size * self.dtype.itemsize > MOST_HELD
 
     def __len__(self) -> int:

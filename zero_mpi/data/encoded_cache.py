@@ -28,7 +28,7 @@ from zero_mpi.data.documents import Document, FileSpan, Remark, TokenSpans
 from zero_mpi.data.text_files import unreadable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_whole
-from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file
+from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file, refusing
 from zero_mpi.files.parse import parse_json
 
 LEAST = 4 << 20  # bytes of text; smaller texts are encoded in about a second
@@ -127,10 +127,8 @@ def name_of(files: Files, settings: Mapping[str, object], beat: Beat) -> str:
         total.update(f"{name} = ".encode())
         total.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
     for name, path in files:
-        try:
+        with refusing("--data", path, "cannot be read"):
             total.update(f"{name!r} {digest_of(path, beat)}".encode())
-        except OSError as error:
-            unreadable(error)
     return total.hexdigest()[:32]
 
 
@@ -194,9 +192,8 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
                 counted.write(np.ascontiguousarray(document.counted).data)
             ends = None if document.ends is None else document.ends.tolist()
             documents.append((document.name, document.tokens.size, document.digest.hex(), ends))
-        has_counts = counted.tell() > 0
-    about = {"dtype": kind.str, "counted": has_counts, "notes": notes, "documents": documents}
-    about["remarks"] = [isinstance(note, Remark) for note in notes]
+    about: dict[str, Any] = {"dtype": kind.str, "documents": documents}
+    about["notes"] = [(note, isinstance(note, Remark)) for note in notes]
     about["sha256"] = {name: digest_of(scratch / name, beat) for name in (IDS, COUNTED)}
     (scratch / ABOUT).write_text(json.dumps(sealed(about)))
     for name in (IDS, COUNTED, ABOUT):
@@ -220,12 +217,11 @@ def load_entry(entry: Path, vocab: int, beat: Beat) -> Reading | None:
         if not isinstance(about, dict) or sealed(about) != about:
             return None
         kind, listed = np.dtype(about["dtype"]), about["documents"]
+        if any(digest_of(entry / name, beat) != was for name, was in about["sha256"].items()):
+            return None
         total = sum(size for _, size, *_ in listed)
-        is_longer = any((entry / name).stat().st_size > total * kind.itemsize for name in (IDS, COUNTED))
-        if is_longer or any(digest_of(entry / name, beat) != was for name, was in about["sha256"].items()):
-            return None  # files that have grown to gigabytes are not read
         ids = TokenSpans([FileSpan(str(entry / IDS), 0, total, kind, total * kind.itemsize)], vocab)
-        counted = np.fromfile(entry / COUNTED, np.bool_) if about["counted"] else None
+        counted = np.fromfile(entry / COUNTED, np.bool_)  # empty for text
         os.utime(entry)  # marks it as used
     except (OSError, ValueError):
         return None
@@ -233,8 +229,7 @@ def load_entry(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     for name, size, digest, ends in listed:
         part = slice(at, at + size)
         at += size
-        counts = None if counted is None else counted[part]
+        counts = counted[part] if counted.size else None
         borders = None if ends is None else np.array(ends, np.int64)
         documents.append(Document(name, ids[part], bytes.fromhex(digest), counts, borders))
-    pairs = zip(about["notes"], about["remarks"], strict=True)
-    return documents, [Remark(note) if is_remark else note for note, is_remark in pairs]
+    return documents, [Remark(note) if is_remark else note for note, is_remark in about["notes"]]

@@ -218,9 +218,9 @@ class Windows(WindowSource):
         stride: int | None = None,
         bos: int | None = None,
     ) -> None:
-        self.context = _at_least_one("--context", context)
+        self.context = context
         self.kind = f"window of {context + 1} tokens: use a smaller --context"
-        self.stride = _at_least_one("--stride", context if stride is None else stride)
+        self.stride = context if stride is None else stride
         if self.stride > context:
             raise UsageError(f"--stride {stride}: expected at most the context, {context}")
         self._bos = [] if bos is None else [bos]
@@ -296,17 +296,11 @@ class MixedWindows(WindowSource):
         return [note for part in self.parts for note in part.notes()]
 
 
-def _at_least_one(flag: str, value: int) -> int:
-    if value < 1:
-        raise UsageError(f"{flag} must be at least 1, not {value}")
-    return value
-
-
 class StepLoader:
     """Training batches: B = `batch_size` samples per step, cut into M micro-batches of `micro_batch` samples.
 
     The last micro-batch of a step may be shorter. `order`: order of the samples, if windows
-    are of several sources. Raises UsageError for sizes below 1 and for a corpus without a window.
+    are of several sources. Raises UsageError for a corpus without a window.
     """
 
     def __init__(
@@ -320,8 +314,7 @@ class StepLoader:
     ) -> None:
         if not len(windows):
             raise UsageError(f"the data contains no {windows.kind}")
-        self.batch_size = _at_least_one("--batch-size", batch_size)
-        self.micro_batch = _at_least_one("--micro-batch", micro_batch)
+        self.batch_size, self.micro_batch = batch_size, micro_batch
         self.micro_batches = -(-batch_size // micro_batch)
         self.positions_per_step = batch_size * windows.context
         self.windows = windows
@@ -351,12 +344,11 @@ class StepLoader:
 class EvalLoader:
     """Held-out batches: at most `limit` windows (None: all), evenly spread over the text and always the same.
 
-    Without a window (nothing held out) it has no micro-batches. Raises UsageError for a micro-batch below 1.
+    Without a window (nothing held out) it has no micro-batches.
     """
 
     def __init__(self, windows: WindowSource, micro_batch: int, limit: int | None = None) -> None:
-        self.micro_batch = _at_least_one("--micro-batch", micro_batch)
-        total = len(windows)
+        self.micro_batch, total = micro_batch, len(windows)
         taken = total if limit is None else min(limit, total)
         self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of windows
         self.windows = windows

@@ -100,18 +100,11 @@ LINES = (".jsonl", ".ndjson")
 
 
 class Kind(NamedTuple):
-    """Kind of a file, and advice on what to do about it."""
+    """Kind of a file, and its remedy. `data` at byte `at`, and `inside` anywhere in the head identify it."""
 
     name: str
     remedy: str
-
-
-class Beginning(NamedTuple):
-    """Bytes at a place of the head, and others anywhere in it, that identify a kind."""
-
-    data: bytes
-    name: str
-    remedy: str
+    data: bytes = b""
     at: int = 0
     inside: bytes = b""
 
@@ -122,27 +115,27 @@ MODEL = "use --init for a model"
 ICONV = "convert it first: iconv -f {} -t UTF-8 FILE > NEW.txt"
 ZIP = b"PK\x03\x04"
 BEGINNINGS = (
-    Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (as .parquet); {TABLES}"),
-    Beginning(b"ARROW1\0", "an Arrow file", f"extract its texts first, say with pyarrow; {TABLES}"),
-    Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", f"extract its texts first; {TABLES}"),
-    Beginning(b"\x1f\x8b", "gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (as .gz)"),
-    Beginning(b"\x28\xb5\x2f\xfd", "zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (as .zst)"),
-    Beginning(b"\xfd7zXZ\0", "xz", "unpack it first: unxz -k FILE"),
-    Beginning(b"BZh", "bzip2", "unpack it first: bunzip2 -k FILE"),
-    Beginning(b"\x04\x22\x4d\x18", "lz4", "unpack it first: lz4 -d FILE"),
-    Beginning(b"ustar", "a tar archive", "unpack it first: tar -xf FILE", 257),
-    Beginning(ZIP, "NumPy arrays (.npz)", "save the ids as a 1-D .npy of uint16 or uint32", inside=b".npy"),
-    Beginning(ZIP, "a PyTorch file", "use --init for a model (GGUF or safetensors)", inside=b"data.pkl"),
-    Beginning(ZIP, "a zip archive", "unpack it first: unzip FILE"),
-    Beginning(b"GGUF", "a GGUF model", MODEL),
-    Beginning(b"\x93NUMPY", "a NumPy array", "rename a token file to .npy"),
-    Beginning(b"%PDF-", "a PDF document", "convert it to text first: pdftotext FILE"),
-    Beginning(b"version https://git-lfs.github.com/", "a pointer of Git LFS", "fetch it first: git lfs pull"),
+    Kind("a Parquet file", f"{TOKENIZE} (as .parquet); {TABLES}", b"PAR1"),
+    Kind("an Arrow file", f"extract its texts first, say with pyarrow; {TABLES}", b"ARROW1\0"),
+    Kind("an Arrow stream", f"extract its texts first; {TABLES}", b"\xff\xff\xff\xff\x10"),
+    Kind("gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (as .gz)", b"\x1f\x8b"),
+    Kind("zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (as .zst)", b"\x28\xb5\x2f\xfd"),
+    Kind("xz", "unpack it first: unxz -k FILE", b"\xfd7zXZ\0"),
+    Kind("bzip2", "unpack it first: bunzip2 -k FILE", b"BZh"),
+    Kind("lz4", "unpack it first: lz4 -d FILE", b"\x04\x22\x4d\x18"),
+    Kind("a tar archive", "unpack it first: tar -xf FILE", b"ustar", 257),
+    Kind("NumPy arrays (.npz)", "save the ids as a 1-D .npy of uint16 or uint32", ZIP, inside=b".npy"),
+    Kind("a PyTorch file", "use --init for a model (GGUF or safetensors)", ZIP, inside=b"data.pkl"),
+    Kind("a zip archive", "unpack it first: unzip FILE", ZIP),
+    Kind("a GGUF model", MODEL, b"GGUF"),
+    Kind("a NumPy array", "rename a token file to .npy", b"\x93NUMPY"),
+    Kind("a PDF document", "convert it to text first: pdftotext FILE", b"%PDF-"),
+    Kind("a pointer of Git LFS", "fetch it first: git lfs pull", b"version https://git-lfs.github.com/"),
     # Longer marks first: UTF-32 begins like UTF-16.
-    Beginning(codecs.BOM_UTF32_LE, "text in UTF-32", ICONV.format("UTF-32")),
-    Beginning(codecs.BOM_UTF32_BE, "text in UTF-32", ICONV.format("UTF-32")),
-    Beginning(codecs.BOM_UTF16_LE, "text in UTF-16", ICONV.format("UTF-16")),
-    Beginning(codecs.BOM_UTF16_BE, "text in UTF-16", ICONV.format("UTF-16")),
+    Kind("text in UTF-32", ICONV.format("UTF-32"), codecs.BOM_UTF32_LE),
+    Kind("text in UTF-32", ICONV.format("UTF-32"), codecs.BOM_UTF32_BE),
+    Kind("text in UTF-16", ICONV.format("UTF-16"), codecs.BOM_UTF16_LE),
+    Kind("text in UTF-16", ICONV.format("UTF-16"), codecs.BOM_UTF16_BE),
 )
 LINES_REMEDY = (
     f"{TOKENIZE} (as .jsonl), or extract the text field, e.g. jq -r .text FILE > NEW.txt; a .jsonl of "
@@ -167,7 +160,7 @@ def kind_of(head: bytes, name: str) -> Kind | None:
         surely = len(begin.data) > 4 and not begin.at
         is_so = head[begin.at :].startswith(begin.data) and begin.inside in head
         if is_so and (surely or is_wrong or b"\0" in head):
-            return Kind(begin.name, begin.remedy)
+            return begin
     if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":  # the length of a JSON object
         return Kind("a safetensors model", MODEL)
     if b"\0" in head or (is_wrong and sum(byte in CONTROLS for byte in head) > 0.05 * len(head)):
@@ -240,7 +233,7 @@ class TextFilter:
             self.odd.append(shown(name, 60))
 
     def notes(self) -> Iterator[str]:
-        """Yield a line for each of these lists that is not empty: the number of files, and the first ones."""
+        """Yield a line for each of the three lists that has files: their number, and the first names."""
         for found, text in (
             (self.out, "skipped files that are not text: {}"),
             (self.taken, "files that are not text, read as raw bytes (--tokenizer byte): {}"),

@@ -59,7 +59,7 @@ def process_age(process: int | str = "self") -> float:
     try:
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):  # no such file system, no such clock
+    except (OSError, ValueError, IndexError, AttributeError):  # /proc or the clock is missing
         return time.monotonic() - _imported
 
 

@@ -43,12 +43,9 @@ def pins() -> dict[str, str]:
 
 def numpy_version() -> tuple[int, ...]:
     """Return the first two numbers of NumPy's version without importing NumPy."""
-    from importlib.metadata import PackageNotFoundError, version  # slow to import and rarely needed
+    from importlib.metadata import version  # slow to import and rarely needed
 
-    try:
-        return tuple(int(part) for part in version("numpy").split(".")[:2])
-    except (PackageNotFoundError, ValueError):
-        return ()
+    return tuple(int(part) for part in version("numpy").split(".")[:2])
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:

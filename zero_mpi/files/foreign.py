@@ -22,7 +22,7 @@ def shown(value: object, most: int = LONGEST) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text of at most so many letters, the middle of a longer one left out."""
+    """Return a text of at most `most` letters; dots replace the middle of a longer one."""
     if len(text) <= most:
         return text
     half = (most - 3) // 2

@@ -142,13 +142,11 @@ def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str
     with open_file(path, expected) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
-        try:
-            parts, left = [], most + 1
+        parts, left = list[bytes](), most + 1
+        with refusing("", path, "cannot be read"):
             while left and (part := file.read(min(left, READ_AT_ONCE))):
                 parts.append(part)
                 left -= len(part)
-        except OSError as error:
-            raise FileError(f"{shown(path)}: cannot be read: {error.strerror}") from None
     if not left:
         raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
     return b"".join(parts)
@@ -162,11 +160,9 @@ def read_lines(
     A line of MOST_LINE bytes is skipped, because a crash may have left a run of zeros; very long ones, or a
     file that cannot be read, raise FileError. Millions of other lines, empty ones too, take no time.
     """
-    with open_file(path, expected) as file:
+    with open_file(path, expected) as file, refusing("", path, "cannot be read"):
         try:
             yield from _lines(file, holding)
-        except OSError as error:
-            raise FileError(f"{shown(path)}: cannot be read: {error.strerror}") from None
         except ValueError:
             raise FileError(
                 f"{shown(path)}: expected {expected} of at most {MOST_LINE} bytes each, found longer ones"

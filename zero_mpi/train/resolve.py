@@ -26,7 +26,8 @@ from zero_mpi.config import bounds, inputs
 from zero_mpi.config.settings import BYTE, EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, Config, batch_size
 from zero_mpi.data import Corpus, EvalLoader, HeldOut, SampleOrder, StepLoader, Tokenizer, WindowSource
 from zero_mpi.data.conversations.tokenized import ANSWERS
-from zero_mpi.data.corpus import Part
+from zero_mpi.data.corpus import Part, load_corpus
+from zero_mpi.data.document_reader import DocumentReader
 from zero_mpi.data.documents import Remark, Stream
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import DOCUMENTS, NONE
@@ -233,13 +234,9 @@ def set_threads(config: Config) -> int:
 
 def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None, batches: Batches) -> Corpus:
     """Return the data of the flags."""
-    return data.load_corpus(
-        config.data,
-        val_fraction=config.val_fraction,
-        context=config.context,
-        seed=config.seed,
-        tokenizer=tokenizer,
-        vocab_size=model.vocab_size,
+    reader = DocumentReader(
+        tokenizer,
+        model.vocab_size,
         any_bytes=config.tokenizer == BYTE,
         skip_bad=config.skip_bad,
         control_tokens=config.control_tokens,
@@ -247,10 +244,11 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
         loss_on=config.loss_on or ANSWERS,
         inputs=inputs.template_inputs(config, tokenizer),
         packs=config.packing == DOCUMENTS,
-        val_paths=config.val_data,
         batches=batches,
         preferences="" if config.preference is None else config.loss,
     )
+    held_out = config.val_fraction, config.context, config.seed, config.val_data
+    return load_corpus(config.data, reader, *held_out)
 
 
 def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:

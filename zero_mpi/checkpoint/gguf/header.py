@@ -23,7 +23,7 @@ from zero_mpi.checkpoint.gguf.index import (
     MAX_NAME_BYTES,
     NUMBERS,
     GGUFError,
-    alignment_is_sane,
+    is_alignment,
     padded,
 )
 from zero_mpi.checkpoint.tensor_file import TensorSpec
@@ -75,7 +75,7 @@ def pack_file(
 def alignment_of(metadata: Mapping[str, Any]) -> int:
     """Return the alignment that the keys ask for; raise GGUFError for one that no loader takes."""
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
-    if not isinstance(value, int | np.uint32) or not alignment_is_sane(int(value)):
+    if not is_alignment(value):
         found = f"{type(value).__name__} {show(str(value))}"
         raise GGUFError(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {found}")
     return int(value)

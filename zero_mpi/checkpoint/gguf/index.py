@@ -15,13 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
+from zero_mpi.checkpoint.tensor_file import Metadata as Metadata
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
-
-Metadata = dict[str, Any]
-"""Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the
-key's width, a 1-D array of such or of bool (read-only as read), or `list[str]`."""
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # one layout; 3 only added big-endian files, which llama.cpp refuses, as we do
@@ -35,8 +32,6 @@ MAX_INDEX_BYTES = 128 << 20  # six times the largest known; bounds time and memo
 # Several times the largest known; each key and tensor takes some 500 bytes of memory, each text about 60.
 MAX_KEYS, MAX_TENSORS, MAX_ITEMS = 1 << 19, 1 << 15, 1 << 21
 BLOCK = 1 << 18  # bytes of strings that are read at once
-SMALLEST_KEY = 8 + 1 + 4 + 1  # bytes: name of one byte, type, a value of one byte
-SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # bytes: name of one byte, dims, one dim, type, offset
 
 _NUMBERS = "UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FLOAT32 FLOAT64 BOOL"
 NUMBERS = {
@@ -59,128 +54,116 @@ class TensorInfo(TensorSpec):
 
 
 class Index:
-    """Forward reader of the index; every error names the byte offset `at`.
+    """Forward reader of the index. Errors name the byte offset `at` and the key or tensor that is being read.
 
-    Each read has a label in which {} stands for `subject`, the key or tensor that is being read. A name is
-    escaped only when an error shows it, which saves time with hundreds of thousands of keys.
+    A name is escaped only when an error shows it, which saves time with hundreds of thousands of keys.
     """
 
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self.file, self.path, self.size = file, path, size
         self.at, self.end = 0, min(size, MAX_INDEX_BYTES)
-        self.subject = ("key", "")
+        self.kind = self.name = ""  # "key" or "tensor", and its name as soon as it is read
         self.items = 0  # items of arrays read so far
 
     def fault(self, what: str, at: int | None = None) -> GGUFError:
-        return GGUFError(f"{self.path}: at byte {self.at if at is None else at}: {what}")
+        subject = f"{self.kind} {show(self.name)}: " if self.kind else ""
+        return GGUFError(f"{self.path}: at byte {self.at if at is None else at}: {subject}{what}")
 
-    def named(self, what: str) -> str:
-        return what.replace("{}", f"{self.subject[0]} {show(self.subject[1])}")
-
-    def need(self, count: int, what: str) -> None:
+    def need(self, count: int) -> None:
         left = self.end - self.at
         if count > left:
             rest = "" if self.end == self.size else f" of the {self.end} that an index may have"
-            raise self.fault(f"{self.named(what)}: expected {count} bytes, found only {left} left{rest}")
+            raise self.fault(f"expected {count} bytes, found only {left} left{rest}")
 
-    def take(self, count: int, what: str) -> bytes:
-        if count > self.end - self.at:
-            self.need(count, what)
+    def take(self, count: int) -> bytes:
+        self.need(count)
         data = self.file.read(count)
         if len(data) != count:
             raise self.fault(SHORTER)
         self.at += count
         return data
 
-    def unsigned(self, width: int, what: str) -> int:
-        return int.from_bytes(self.take(width, what), "little")
+    def unsigned(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
 
-    def string(self, what: str, least: int = 0, most: int = MAX_INDEX_BYTES) -> str:
-        length = int.from_bytes(self.take(8, what), "little")
-        if not least <= length <= most:
-            place = self.named(what)
-            raise self.fault(f"{place}: expected {least} to {most} bytes, found {length}", self.at - 8)
-        return self.decoded(self.take(length, what), what)
+    def named(self, kind: str, most: int) -> str:
+        """Read the name of the next key or tensor, of at most `most` bytes."""
+        self.kind, self.name = kind, ""
+        length = self.unsigned(8)
+        if not 1 <= length <= most:
+            raise self.fault(f"expected a name of 1 to {most} bytes, found {length}", self.at - 8)
+        self.name = self.decoded(self.take(length))
+        return self.name
 
-    def decoded(self, raw: bytes, what: str) -> str:
+    def string(self) -> str:
+        return self.decoded(self.take(self.unsigned(8)))
+
+    def decoded(self, raw: bytes) -> str:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
             at, found = self.at - len(raw) + error.start, raw[error.start]
-            raise self.fault(f"{self.named(what)}: expected UTF-8, found byte {found:#04x}", at) from None
+            raise self.fault(f"expected UTF-8, found byte {found:#04x}", at) from None
 
     def strings(self, count: int) -> list[str]:
         """Read a vocabulary, block by block: 300 000 calls of `string` would take a second."""
-        self.need(8 * count, f"{count} strings of {{}}")
+        self.need(8 * count)
         out: list[str] = []
         while len(out) < count:
             self.at += unpack_strings(self.file.read(min(self.end - self.at, BLOCK)), count, out)
             self.file.seek(self.at)
             if len(out) < count:  # longer than what is left of the block, or wrong
-                length = self.unsigned(8, f"string {len(out)} of {{}}")
-                if length > self.end - self.at:
-                    what = self.named(f"string {len(out)} of {{}}")
-                    raise self.fault(f"{what}: its length of {length} passes the end", self.at - 8)
-                out.append(self.decoded(self.take(length, "{}"), "{}"))
+                out.append(self.string())
         return out
 
     def numbers(self, kind: int, count: int) -> npt.NDArray[Any]:
         dtype = NUMBERS.get(kind)
         if dtype is None:
-            found = f"expected a value type from 0 to 12, found {kind}"
-            raise self.fault(f"{self.named('{}')}: {found}", self.at)
-        raw = self.take(count * dtype.itemsize, "{}")
+            raise self.fault(f"expected a value type from 0 to 12, found {kind}")
+        raw = self.take(count * dtype.itemsize)
         if kind == GGUFValueType.BOOL and raw.strip(b"\0\1"):
-            found = "expected bools of 0 or 1, found another byte"
-            raise self.fault(f"{self.named('{}')}: {found}", self.at - len(raw))
+            raise self.fault("expected bools of 0 or 1, found another byte", self.at - len(raw))
         return np.frombuffer(raw, dtype)
 
     def array(self) -> npt.NDArray[Any] | list[str]:
-        kind = self.unsigned(4, "item type of {}")
+        kind = self.unsigned(4)
         if kind == GGUFValueType.ARRAY:
-            found = "expected an array of numbers, bools or strings, found nested arrays"
-            raise self.fault(f"{self.named('{}')}: {found}")
-        count = self.unsigned(8, "number of items of {}")
+            raise self.fault("expected an array of numbers, bools or strings, found nested arrays")
+        count = self.unsigned(8)
         self.items += count
         if count <= self.end - self.at and self.items > MAX_ITEMS:
-            what = self.named("{}")
-            raise self.fault(f"{what}: expected at most {MAX_ITEMS} items in all arrays, found {self.items}")
+            raise self.fault(f"expected at most {MAX_ITEMS} items in all arrays, found {self.items}")
         return self.strings(count) if kind == GGUFValueType.STRING else self.numbers(kind, count)
 
     def value(self) -> Any:
-        kind = self.unsigned(4, "type of {}")
+        kind = self.unsigned(4)
         if kind == GGUFValueType.STRING:
-            return self.string("{}")
+            return self.string()
         if kind == GGUFValueType.ARRAY:
             return self.array()
         number = self.numbers(kind, 1)[0]
         return bool(number) if kind == GGUFValueType.BOOL else number
 
     def shape(self) -> tuple[int, ...]:
-        dims = self.unsigned(4, "number of dims of {}")
-        what = self.named("{}")
+        dims = self.unsigned(4)
         if not 1 <= dims <= MAX_DIMS:
-            raise self.fault(f"{what}: expected 1 to {MAX_DIMS} dims, found {dims}", self.at - 4)
-        shape = tuple(self.unsigned(8, "dims of {}") for _ in range(dims))[::-1]
+            raise self.fault(f"expected 1 to {MAX_DIMS} dims, found {dims}", self.at - 4)
+        shape = tuple(self.unsigned(8) for _ in range(dims))[::-1]
         if 0 in shape:
-            raise self.fault(f"{what}: expected dims of at least 1, found shape {shape}", self.at - 8 * dims)
+            raise self.fault(f"expected dims of at least 1, found shape {shape}", self.at - 8 * dims)
         return shape
 
     def tensor(self, expected: int) -> TensorInfo:
         """Read one line of the table; its offset, still relative to the data, must be `expected`."""
-        name = self.string("name of a tensor", 1, MAX_NAME_BYTES)
-        self.subject = ("tensor", name)
-        what = self.named("{}")
-        shape = self.shape()
-        kind = self.unsigned(4, "type of {}")
+        name, shape, kind = self.named("tensor", MAX_NAME_BYTES), self.shape(), self.unsigned(4)
         if kind not in GGML_QUANT_SIZES:
-            raise self.fault(f"{what}: expected a known tensor type, found {kind}", self.at - 4)
+            raise self.fault(f"expected a known tensor type, found {kind}", self.at - 4)
         block, _ = GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
-            raise self.fault(f"{what}: expected rows of a multiple of {block} elements, found {shape[-1]}")
-        offset = self.unsigned(8, "offset of {}")
+            raise self.fault(f"expected rows of a multiple of {block} elements, found {shape[-1]}")
+        offset = self.unsigned(8)
         if offset != expected:
-            raise self.fault(f"{what}: expected offset {expected}, found {offset}", self.at - 8)
+            raise self.fault(f"expected offset {expected}, found {offset}", self.at - 8)
         return TensorInfo(name, shape, GGMLQuantizationType(kind), offset)
 
 
@@ -207,21 +190,19 @@ def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
     n_tensors, n_keys = _read_header(index)
     metadata: Metadata = {}
     for _ in range(n_keys):
-        key = index.string("name of a key", 1, MAX_KEY_BYTES)
+        key = index.named("key", MAX_KEY_BYTES)
         if key in metadata:
-            raise index.fault(f"key {show(key)}: expected once, found twice")
-        index.subject = ("key", key)
+            raise index.fault("expected once, found twice")
         metadata[key] = index.value()
-    value = metadata.get(ALIGNMENT_KEY, np.uint32(DEFAULT_ALIGNMENT))
-    if not isinstance(value, np.uint32) or not alignment_is_sane(int(value)):
-        found = str(value) if isinstance(value, np.uint32) else type(value).__name__
-        raise index.fault(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {found}")
-    alignment, offset = int(value), 0
+        if key == ALIGNMENT_KEY and not is_alignment(metadata[key]):
+            found = f"{type(metadata[key]).__name__} {show(str(metadata[key]))}"
+            raise index.fault(f"expected UINT32, a power of two in 8..2^20, found {found}")
+    alignment, offset = int(metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)), 0
     tensors: dict[str, TensorInfo] = {}
     for _ in range(n_tensors):
         info = index.tensor(offset)
         if info.name in tensors:
-            raise index.fault(f"tensor {show(info.name)}: expected once, found twice")
+            raise index.fault("expected once, found twice")
         tensors[info.name] = info
         offset += padded(info.nbytes, alignment)
     return metadata, _placed(index, tensors, alignment, CHECKPOINT_ID in metadata)
@@ -229,19 +210,18 @@ def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
 
 def _read_header(index: Index) -> tuple[int, int]:
     """Return (number of tensors, number of keys), after checking magic and version."""
-    magic = index.take(4, "magic")
+    magic = index.take(4)
     if magic != MAGIC:
         raise index.fault(f"expected a GGUF file that starts with {MAGIC!r}, found {magic!r}", 0)
-    version = index.unsigned(4, "version")
+    version = index.unsigned(4)
     if version and version % 65536 == 0:
         raise index.fault("expected a little-endian file, found a big-endian one: convert it first", 4)
     if version not in VERSIONS:
         raise index.fault(f"expected GGUF version 2 or 3, found {version}", 4)
-    n_tensors, n_keys = index.unsigned(8, "number of tensors"), index.unsigned(8, "number of keys")
-    index.need(n_tensors * SMALLEST_TENSOR + n_keys * SMALLEST_KEY, f"{n_keys} keys and {n_tensors} tensors")
+    n_tensors, n_keys = index.unsigned(8), index.unsigned(8)
     if n_keys > MAX_KEYS or n_tensors > MAX_TENSORS:
         most = f"at most {MAX_KEYS} keys and {MAX_TENSORS} tensors"
-        raise index.fault(f"expected {most}, found {n_keys} and {n_tensors}")
+        raise index.fault(f"expected {most}, found {n_keys} keys and {n_tensors} tensors")
     return n_tensors, n_keys
 
 
@@ -255,10 +235,10 @@ def _placed(
     start, end = padded(index.at, alignment), index.at
     for name, info in tensors.items():
         tensors[name] = placed = replace(info, offset=start + info.offset)
-        end = placed.offset + info.nbytes
+        end, index.name = placed.offset + info.nbytes, name
         if end > index.size:
             found = f"expected data up to byte {end}, found the end of the file at byte {index.size}"
-            raise index.fault(f"tensor {show(name)}: {found}", placed.offset)
+            raise index.fault(found, placed.offset)
     surplus = index.size - padded(end, alignment)
     if surplus > 0 and whole:
         raise index.fault(f"expected the end of the file, found {surplus} more bytes", index.size - surplus)
@@ -270,6 +250,7 @@ def padded(count: int, alignment: int) -> int:
     return -(-count // alignment) * alignment
 
 
-def alignment_is_sane(value: int) -> bool:
-    """Return whether `value` is a power of two from 8 (the format's minimum) to 1 MiB (wastes no disk)."""
-    return 8 <= value <= 1 << 20 and value & (value - 1) == 0
+def is_alignment(value: Any) -> bool:
+    """Return whether `value` is UINT32 or an int: a power of two from 8 (the format's minimum) to 1 MiB."""
+    number = int(value) if isinstance(value, int | np.uint32) else 0
+    return 8 <= number <= 1 << 20 and number & (number - 1) == 0

@@ -27,7 +27,7 @@ from zero_mpi.checkpoint.gguf.index import (
     padded,
     read_index,
 )
-from zero_mpi.checkpoint.tensor_file import Readable, StoredFile
+from zero_mpi.checkpoint.tensor_file import StoredFile, WeightSource
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import open_file
@@ -38,8 +38,8 @@ PART_NAME = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class GGUFFile(Readable):
-    """The index of a GGUF model; the data is read on demand.
+class GGUFFile(WeightSource):
+    """The index of a GGUF model; the data is read on demand. `path`: the file, or the first of several.
 
     It holds no open file, so it can be sent to other processes that see the same path. `tensors` is in file
     order, over all parts. `metadata` has no `split.*` keys, which describe the files and not the model:
@@ -47,6 +47,7 @@ class GGUFFile(Readable):
     checkpoint does not read another checkpoint's data later.
     """
 
+    path: Path
     parts: tuple[StoredFile, ...]
     metadata: Metadata
     tensors: dict[str, TensorInfo]
@@ -72,12 +73,7 @@ class GGUFFile(Readable):
                 part.expect(TOTAL, np.int32, len(tensors), "the tensors in all parts")
         own = {key: value for key, value in first.metadata.items() if not key.startswith(SPLIT)}
         split = {key: value for key, value in first.metadata.items() if key.startswith(SPLIT)}
-        return cls(tuple(part.file for part in parts), own, tensors, split)
-
-    @property
-    def path(self) -> Path:
-        """The file, or the first of several."""
-        return self.parts[0].path
+        return cls(first.file.path, tuple(part.file for part in parts), own, tensors, split)
 
     @property
     def nbytes(self) -> int:
@@ -94,9 +90,7 @@ class GGUFFile(Readable):
     def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
         """Fill out (n,) with the stored bytes [start, start + n) of a tensor; errors as in `read`."""
         info = self.spec(name)
-        if not 0 <= start <= start + out.size <= info.nbytes:
-            found = f"bytes [{start}, {start + out.size}) are not inside [0, {info.nbytes})"
-            raise ValueError(f"tensor {name!r}: {found}")
+        assert 0 <= start <= start + out.size <= info.nbytes, "a range inside the tensor"
         self.parts[info.part].bytes_at(info.offset + start, out)
 
     def raw_chunks(self, name: str, size: int) -> Iterator[memoryview]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass, Settings
 from zero_mpi.checkpoint.huggingface.names import FAMILIES, GGUF_NAMES
 from zero_mpi.checkpoint.huggingface.rope import (
@@ -25,6 +24,7 @@ from zero_mpi.checkpoint.huggingface.rope import (
     scaling_keys,
     turned_width,
 )
+from zero_mpi.checkpoint.tensor_file import Metadata
 
 SIZES = {  # GGUF key -> name in config.json
     "context_length": "max_position_embeddings",

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, Settings
 from zero_mpi.checkpoint.huggingface.config import DROPOUTS, DROPOUTS_ROTARY, architecture, biases_of, keys_of
 from zero_mpi.checkpoint.huggingface.names import (
@@ -33,7 +32,7 @@ from zero_mpi.checkpoint.huggingface.names import (
 )
 from zero_mpi.checkpoint.huggingface.rope import head_width, of_one_kind, rope_factors
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
-from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, Readable, TensorSpec
+from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, Metadata, TensorSpec, WeightSource
 from zero_mpi.errors import FileError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.gguf_keys import ARCHITECTURE, GGUFKeys
@@ -61,7 +60,7 @@ class HuggingFaceTensor(TensorSpec):
 
 
 @dataclass(frozen=True)
-class HuggingFaceFolder(Readable):
+class HuggingFaceFolder(WeightSource):
     """The index of a folder; the data is read on demand. Holds no open file. `path` is the folder.
 
     `metadata` has the keys of the architecture but none of the tokenizer, whose files lie in the folder.
@@ -104,11 +103,6 @@ class HuggingFaceFolder(Readable):
         asked = {name: self.config.get(name, default) for name, default in usual.items()}
         return ", ".join(f"{name} {shown(value)}" for name, value in asked.items() if value)
 
-    def spec(self, name: str) -> TensorSpec:
-        if name not in self.tensors:
-            raise FileError(f"{self.path}: the folder has no tensor {show(name)}")
-        return self.tensors[name]
-
     def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
         if isinstance(spec, HuggingFaceTensor):
             fill(self.weights, spec, start, out)
@@ -121,24 +115,21 @@ F32 = GGMLQuantizationType.F32
 
 def fill(weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: Floats) -> None:
     """Fill `out` with the elements from `start` on of a tensor, in GGUF's order."""
-    if spec.parts:
-        size = spec.size // len(spec.parts)
+    read, width = partial(weights.read, spec.source), spec.size // spec.shape[0]
+    if spec.order == Order.HALVES:
+        interleaved(read, spec.head, width, start, out)
+    elif spec.order == Order.TRANSPOSED:
+        transposed(read, spec.shape[0], width, start, out)
+    else:
+        parts = spec.parts or ((spec.source, 0),)
+        size = spec.size // len(parts)
         for number in range(start // size, -(-(start + out.size) // size)):
-            source, first = spec.parts[number]
+            source, first = parts[number]
             a, b = max(start, number * size), min(start + out.size, (number + 1) * size)
             at = first - number * size
             weights.read(source, a + at, b + at, out[a - start : b - start])
-    elif spec.order == Order.SAME:
-        weights.read(spec.source, start, start + out.size, out)
-    elif spec.order == Order.HALVES:
-        width = spec.size // spec.shape[0]
-        interleaved(partial(weights.read, spec.source), spec.head, width, start, out)
-    elif spec.order == Order.LESS_ONE:
-        weights.read(spec.source, start, start + out.size, out)
-        out += 1
-    else:
-        height, width = spec.shape
-        transposed(partial(weights.block, spec.source), height, width, start, out)
+        if spec.order == Order.LESS_ONE:
+            out += 1
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -243,7 +234,7 @@ PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others ch
 
 
 @dataclass(frozen=True)
-class PeftFolder(Readable):
+class PeftFolder(WeightSource):
     """Index of a PEFT folder; the data is read on demand. `metadata` has the keys of an adapter's GGUF."""
 
     path: Path
@@ -270,9 +261,6 @@ class PeftFolder(Readable):
             tensors = dict(_factor(weights, source, arch, keys) for source in weights.tensors)
         metadata = {ARCHITECTURE: arch, TYPE: "adapter", KIND: "lora", ALPHA: np.float32(alpha)}
         return cls(folder, metadata, tensors, weights)
-
-    def spec(self, name: str) -> HuggingFaceTensor:
-        return self.tensors[name]
 
     def fill(self, spec: HuggingFaceTensor, start: int, out: Floats) -> None:
         fill(self.weights, spec, start, out)

@@ -21,8 +21,6 @@ from zero_mpi.files.foreign import show
 
 Read = Callable[[int, int], Floats]
 """Elements [start, stop) of a stored, flattened tensor."""
-ReadBlock = Callable[[int, int, int, int], Floats]
-"""Rows [a, b) and columns [c, d) of a stored matrix, (b - a, d - c)."""
 
 
 def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
@@ -47,7 +45,7 @@ def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> N
     for a, b, c, d in rows_of(start, start + out.size, width):
         block = out[at : at + (b - a) * (d - c)].reshape(b - a, d - c)
         for first in range(a - a % head, b, head):
-            for half in (0, 1):  # within a head, GGUF's rows of even place lie together, and those of odd
+            for half in (0, 1):  # the folder has the rows of even place in GGUF first, then the odd ones
                 row, end = max(a, first), min(b, first + head)
                 row += (row + half) % 2
                 stored = row - row % head + row % 2 * (head // 2) + row % head // 2
@@ -63,19 +61,17 @@ def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
         part[:] = read(start + at * width, start + at * width + part.size).reshape(part.shape)
 
 
-def transposed(read: ReadBlock, height: int, width: int, start: int, out: Floats) -> None:
+def transposed(read: Read, height: int, width: int, start: int, out: Floats) -> None:
     """Fill `out` with the elements from `start` on of the transpose of a stored matrix (width, height).
 
-    If a range needs at least a quarter of each stored row, bands of full rows are read: they are contiguous.
+    It reads small bands of full stored rows, which are contiguous.
     """
-    at = 0
+    at, step = 0, max(1, CHUNK // 16 // height)
     for a, b, c, d in rows_of(start, start + out.size, width):
         block = out[at : at + (b - a) * (d - c)].reshape(b - a, d - c)
-        left, right = (0, height) if 4 * (b - a) >= height else (a, b)
-        step = max(1, CHUNK // (right - left))
         for i in range(c, d, step):
-            band = read(i, min(d, i + step), left, right)[:, a - left : b - left]
-            block[:, i - c : i - c + len(band)] = band.T
+            band = read(i * height, min(d, i + step) * height).reshape(-1, height)
+            block[:, i - c : i - c + len(band)] = band[:, a:b].T
         at += block.size
 
 

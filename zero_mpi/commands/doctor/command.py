@@ -29,10 +29,10 @@ from zero_mpi.launch.world import World, run
 
 MOST_MB, QUICK_MB = 16.0, 1.0
 FIGURES = """\
-The --json file holds all rows and these values: ranks, nodes, ranks_per_node, memory_bytes_per_rank,
-flops_per_second_per_rank (fp32, median of all ranks at once), bf16_flops_per_second_per_rank (0 if bf16
-is not faster than fp32), and links.node and links.between (null if there is none) with
-alpha_seconds and beta_seconds_per_byte: a message of n bytes takes alpha + beta * n, while all ranks send
+The --json file holds all rows and these values: ranks, nodes, ranks_per_node, memory_bytes_per_rank, \
+flops_per_second_per_rank (fp32, median of all ranks at once), bf16_flops_per_second_per_rank (0 if bf16 \
+is not faster than fp32), and links.node and links.between (null if there is none) with \
+alpha_seconds and beta_seconds_per_byte: a message of n bytes takes alpha + beta * n, while all ranks send \
 (links.node) or the ranks of a node share its link (links.between)."""
 
 # All checks, the quick ones first. Every check is collective.

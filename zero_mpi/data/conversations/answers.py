@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any
 
 from zero_mpi.data.conversations.chat_template import ChatTemplate, Message, RenderedText
-from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation
+from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, common
 
 Span = tuple[int, int]  # start and stop, in letters
 Spans = dict[int, Span | None]  # keyed by message number
@@ -187,9 +187,3 @@ def segments(rendered: RenderedText) -> dict[int, Span]:
     if starts != sorted(starts) or 1 == len(set(starts)) < len(starts):
         return {}
     return dict(zip(begins, zip(starts, [*starts[1:], len(rendered.text)], strict=False), strict=True))
-
-
-def common(one: str, other: str) -> int:
-    """Return how many letters the common prefix of two texts has."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -247,8 +247,13 @@ def _prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], l
 
 def _first_difference(a: Any, b: Any) -> int:
     """Return the first place where two texts or lists differ; the last common one if none does."""
-    least = min(len(a), len(b))
-    return next((place for place in range(least) if a[place] != b[place]), max(0, least - 1))
+    return min(common(a, b), max(0, min(len(a), len(b)) - 1))
+
+
+def common(a: Any, b: Any) -> int:
+    """Return the length of the common beginning of two texts or lists."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def _row(value: Any, expected: str) -> Message:
@@ -354,7 +359,7 @@ def _messages(key: str, value: Any) -> list[Message]:
 
 
 def _message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
-    """Return a message; one that calls tools may lack content. ValueError, with these names, for others."""
+    """Return a message, which may lack content if it calls tools; ValueError, with these names, otherwise."""
     if not isinstance(value, dict) or "role" not in value:
         raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
     name, content = str(value["role"]).lower(), value.get("content")

@@ -185,7 +185,7 @@ class ConversationReader:
             ids, lengths = with_bos(ids, self._bos), np.insert(lengths, 0, 0)
             counted = np.insert(counted, 0, self._all)
         turns = np.flatnonzero(counted & ~np.append(False, counted[:-1]))
-        turns = turns[:1] if self._all else turns  # a row is one segment, whatever is silent in it
+        turns = turns[:1] if self._all else turns  # a row is one segment, even with silent turns
         ended = np.add.reduceat(self._is_end[ids] & counted, turns) if turns.size else turns
         bos = int(ids[:1].tolist() == [self._tokenizer.bos])
         each.facts.update({"tokens": len(ids), "counted": int(counted.sum())}, bos=bos, turns=turns.size)

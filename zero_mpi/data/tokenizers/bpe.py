@@ -42,14 +42,12 @@ class BPETokenizer(gguf.GGUFTokenizer):
         keys = GGUFKeys(metadata, place)
         self.rules = Rules(keys)
         self.pre = self.rules.splitting(pre_tokenizer(keys.text(gguf.KEY + "pre"), place))
+        self.usually_adds_bos = self.pre.add_bos
         super().__init__(metadata, place)
         self.merges = _merges(self._keys, self.ids)
         both = self.ids_in_text().items() if self.rules.cut else ()
         self._normalized = {asked: self.rules.spellings(ids, normalized=True) for asked, ids in both}
         tokenizers()  # fail now, not when only rank 0 encodes
-
-    def adds_bos(self) -> bool:
-        return self.pre.add_bos
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
         return self.rules.spellings(ids, normalized=False) if self.rules.cut else super().spellings(ids)
@@ -64,9 +62,8 @@ class BPETokenizer(gguf.GGUFTokenizer):
         return [part for part in spelt if part != ""]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        if not self.rules.cut:  # each token stands for as many bytes as its spelling has
-            found = self.encode_batch(documents, special=True)
-            return [(ids, self.widths[ids]) for ids in found]
+        if not self.rules.cut:
+            return super().encode_with_lengths(documents)
         texts = [gguf.as_text(data) for data in documents]  # the library knows which bytes became which ids
         encodings = self.library.encode_batch(texts, add_special_tokens=False)
         return [self._aligned(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
@@ -134,8 +131,8 @@ class BPETokenizer(gguf.GGUFTokenizer):
 
         Merges join the pair of the least rank first, and of equal ones the leftmost. So a row of tokens
         encodes a word if each pair of neighbours, encoded by itself, stays unchanged. A window begins at a
-        token of the previous one. If both agree on tokens and words for a while from there on, the tokens of
-        the first up to there and all of the second form such a row; otherwise a larger window is taken.
+        token of the previous one. If both have the same tokens and words for a while after that, the first
+        window's tokens up to there and all tokens of the second form such a row; else a larger one is taken.
         """
         start, size, window = 0, _WINDOW, list[NDArray[np.integer[Any]]]()
         while True:

@@ -190,12 +190,10 @@ class TextReader:
     """Encodes texts with their control tokens read as `asked`: PARSE, PLAIN or None (not set).
 
     None reads as PLAIN and counts the spelt tokens in `spelt`, for `notes`. Text by a template is read with
-    PARSE. Raises UsageError for another word.
+    PARSE.
     """
 
     def __init__(self, tokenizer: Tokenizer, asked: str | None = None) -> None:
-        if asked is not None and asked not in READINGS:
-            raise UsageError(f"--control-tokens {shown(asked)}: expected one of {', '.join(READINGS)}")
         self.tokenizer, self.asked, self.parses = tokenizer, asked, asked == PARSE
         self.spelt = Counter[str]()
 

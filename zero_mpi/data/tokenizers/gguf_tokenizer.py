@@ -48,6 +48,7 @@ class GGUFTokenizer(Tokenizer):
     """
 
     usual_ids: ClassVar[Mapping[str, int]] = {}  # special tokens where the file names none
+    usually_adds_bos = False  # whether a prompt begins with bos if the file does not say
     longest: ClassVar = LONGEST
     run_batch = Batches()
 
@@ -62,16 +63,12 @@ class GGUFTokenizer(Tokenizer):
         self.types = [CONTROL if token in _ENDS else kind for token, kind in given]
         self.bos, self.eos = self.special_id("bos"), self.special_id("eos")
         asked = self._keys.flag(KEY + "add_bos_token")
-        self.add_bos = self.adds_bos() if asked is None else asked
+        self.add_bos = self.usually_adds_bos if asked is None else asked
         if self.add_bos and self.bos is None:
             raise UsageError(f"{place} asks for a bos token and names none: expected {KEY}bos_token_id")
         named = [self.eos, self.special_id("eot"), self.special_id("eom")]
         known = [self.ids[token] for token in _ENDS if token in self.ids]
         self.ends = frozenset(known + [i for i in named if i is not None])
-
-    @abstractmethod
-    def adds_bos(self) -> bool:
-        """Return whether a prompt begins with bos if the file does not say."""
 
     @abstractmethod
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:

@@ -81,7 +81,7 @@ def merge_word(
     ranks: NDArray[np.int64],
     chain: tuple[NDArray[np.int64], NDArray[np.int64], int],
 ) -> None:
-    """Apply `merge` to the symbols from the place that is last in `chain`; update the links of `chain`."""
+    """Apply `merge` to one word. `chain`: links to the symbols before and after each, and the first place."""
     before, after, start = chain
     heap = [np.int64(0)]
     heap.pop()

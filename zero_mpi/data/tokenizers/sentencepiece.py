@@ -38,7 +38,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
     """Base of both kinds. Raises UsageError for keys that do not fit together."""
 
     longest = 512  # SentencePiece trains no longer tokens
-    usually_adds_space: ClassVar[bool] = False  # default, if the file does not say
+    usually_adds_space = False  # default, if the file does not say
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
@@ -123,7 +123,7 @@ class MergeTokenizer(SentencePieceTokenizer):
     """
 
     usual_ids: ClassVar = {"bos": 1, "eos": 2, "unknown": 0}
-    usually_adds_space: ClassVar = True
+    usually_adds_bos = usually_adds_space = True
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
@@ -131,9 +131,6 @@ class MergeTokenizer(SentencePieceTokenizer):
         # llama.cpp recognises this family only by its name, so the name is part of the tokenizer.
         if any(family in name.lower() for family in ("phi-3", "phi3")):
             self._metadata[NAME] = name
-
-    def adds_bos(self) -> bool:
-        return True
 
     def stripping(self) -> frozenset[str]:
         if NAME not in self._metadata:
@@ -219,9 +216,6 @@ class UnigramTokenizer(SentencePieceTokenizer):
             longest = np.diff(np.flatnonzero(self._spellings == 0), prepend=-1).max(initial=0) - 1
             if longest > MOST_SPELT:
                 raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
-
-    def adds_bos(self) -> bool:
-        return False
 
     def prepared(self, text: str) -> str:
         """Return a text as the charsmap spells it, spaces replaced, removed and added as the file says."""

@@ -13,7 +13,6 @@ from heapq import heapify, heappop, heappush
 
 from zero_mpi.data.tokenizers.pair_table import BITS, trie
 
-MOST_LENGTHS = 1 << 8  # sum of the lengths that are looked up at a place
 _WHITE = frozenset(" \t\n\v\f\r")  # white space of ASCII
 Span = tuple[int, int, str]  # begin and end of a token, with white space that is left out
 
@@ -45,37 +44,10 @@ class Spellings:
 
     def spans(self, text: str) -> list[Span]:
         """Return where the tokens to cut out are spelt, in the order of the text."""
-        if self._lengths:
-            return list(self._apart(text))
         places = defaultdict[int, list[int]](list)
         for start, rank in self.longest(text):
             places[rank].append(start)
         return sorted(self._taken(text, places)) if places else []
-
-    def _apart(self, text: str) -> Iterator[Span]:
-        """Yield the spans of tokens that cannot overlap, except that one may be the end of another."""
-        stop = 0
-        for found in self._begin.finditer(text):
-            start = found.start()
-            if start >= stop:
-                here = (text[start : start + length] for length in self._lengths)
-                token = next((each for each in here if each in self._ids), "")
-                if token:
-                    stop = start + len(token)
-                    yield start, stop, token
-
-    @cached_property
-    def _lengths(self) -> list[int]:
-        """Lengths of tokens, longest first; none if tokens overlap or strip, or have many lengths."""
-        lengths = sorted({len(token) for token in self.tokens}, reverse=True)
-        _, fails, _ = self._automaton  # a node whose longest proper suffix begins no token fails to the root
-        return [] if self._stripping or any(fails) or sum(lengths) > MOST_LENGTHS else lengths
-
-    @cached_property
-    def _begin(self) -> re.Pattern[str]:
-        """Pattern of places where a token may begin, by its first two letters."""
-        longer = [token for token in self.tokens if len(token) > 1]
-        return _letters({t for t in self._ids if len(t) == 1}, {t[0] for t in longer}, {t[1] for t in longer})
 
     def longest(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield each place where a token begins and the rank of the longest one, from the end of the text."""
@@ -158,12 +130,7 @@ class Spellings:
     def _end(self) -> re.Pattern[str]:
         """Pattern of places where a token may end, in a reversed text, by the token's last two letters."""
         longer = [token for token in self._ids if len(token) > 1]
-        return _letters(
-            {t for t in self._ids if len(t) == 1}, {t[-1] for t in longer}, {t[-2] for t in longer}
-        )
-
-
-def _letters(*sets: set[str]) -> re.Pattern[str]:
-    """Return the pattern of a letter of the first set, or of the second before one of the third."""
-    alone, first, second = (f"[{re.escape(''.join(each))}]" if each else "(?!)" for each in sets)
-    return re.compile(f"{first}(?={second})|{alone}")
+        alone = {token for token in self._ids if len(token) == 1}
+        letters = alone, {token[-1] for token in longer}, {token[-2] for token in longer}
+        only, last, before = (f"[{re.escape(''.join(each))}]" if each else "(?!)" for each in letters)
+        return re.compile(f"{last}(?={before})|{only}")
