@@ -169,8 +169,8 @@ def keys_of(tokens, merges, *, pre="gpt-2", types=None, **more):
     }
 
 
-def write_model(path: Path, keys: dict[str, Any]) -> Path:
-    config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]))
+def write_model(path: Path, keys: dict[str, Any], **sizes: int) -> Path:
+    config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]), **sizes)
     rng = np.random.default_rng(0)
     weights = {
         name: rng.standard_normal(param.shape).astype(np.float32) for name, param in config.params().items()
