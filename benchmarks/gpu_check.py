@@ -2,8 +2,8 @@
 
     python3 benchmarks/gpu_check.py --out REPORT --venv /tmp/zero_mpi --torch-python python3
 
-Parts run one after the other in programs of their own, the most important first, each with a limit of time,
-so that none can end the rest; after each the report (`report.md`, `report.json`) is written again, and
+Parts run one after the other in programs of their own, in the order of what is learnt, each with a limit of
+time, so that none can end the rest; after each the report (`report.md`, `report.json`) is written again, and
 `programs.log` has all that was said. Exit status: 0 if everything is as it should be, 1 if not (also where
 something was not run), 2 with one line where there is no GPU or something is missing. `--pretend` tries
 the script itself on the CuPy of tests/pretend.
@@ -12,61 +12,404 @@ the script itself on the CuPy of tests/pretend.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import shutil
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # wherever it is started from
 
-import gpu_parts
-import gpu_speed
-from gpu_parts import Check
-from gpu_report import Report, Section
-from gpu_setup import NotReady, Ready, make_pretend, make_ready
+from gpu_jobs import Job, Outcome, Report, Section, run
+from gpu_setup import ATTEMPTS, ROOT, NotReady, Ready, aware, launcher, make_pretend, make_ready, unpack
+from workloads import ALL, PEAK
 
 LIMIT = 570.0  # seconds in all
 LEAST = 5.0  # seconds without which a part is not begun
 BAD_USAGE = 2
+FIRST_SECONDS, RANKS_SECONDS = 100, 45  # of all experiments; for each number of ranks
+TESTS_SECONDS = {1: 180.0, 2: 90.0}  # by ranks
+SUMMARY = re.compile(r"=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s")
+FP32_BOUND = 1e-5  # of any step
+BF16_BOUNDS = 1e-3, 5e-2  # of the median step and of any: W2 is unstable at step 14, where precisions part
+SHARDED = ["W3:fp32", "W3:bf16", "W1:bf16"]
+CPU_THREADS = "8"
+TURNS, STEPS = 3, 10  # so 30 steps of each
+START_SECONDS, TURN_SECONDS = 150, 40  # compiling is part of the start
+AHEAD = 1.1  # of torch's tokens a second
+TARGETS = {"gpt2-124m": ("compile", 500_000.0), "llama-1b": ("fsdp2", 50_000.0)}
+TUNED = ("gpt2-124m",)  # also with the quickest algorithms, for which there is memory beside the others
+FASTEST = 600  # TFLOP/s
+MOST_IDLE = 0.05
+MEASURED, DRAWN = 20, 3  # steps
 
 
-@dataclass(frozen=True)
-class Part:
-    """A name, what does it, and whether it makes sense without a GPU."""
+@dataclass
+class Check:
+    """Facts that all parts share. background: jobs that were started earlier, by name."""
+
+    ready: Ready
+    out: Path
+    scratch: Path
+    deadline: float  # of time.monotonic()
+    pretend: bool
+    tests: Sequence[str]
+    ranks: Sequence[int]
+    mpi_root: Path | None
+    torch_python: str | None
+    background: dict[str, Job] = field(default_factory=dict)
+
+    def left(self, most: float) -> float:
+        """Return the seconds for something that may take `most`."""
+        return max(0.0, min(most, self.deadline - time.monotonic()))
+
+    def script(self, name: str, *flags: str) -> list[str]:
+        """Return the command of one of the scripts beside this one."""
+        return [self.ready.python, str(ROOT / "benchmarks" / name), *flags]
+
+    def run(
+        self, section: Section, command: Sequence[str], limit: float, env: Mapping[str, str] | None = None
+    ) -> Outcome:
+        """Run a program; what it says goes to the log, and to the section if it fails."""
+        outcome = run(command, self.ready.env if env is None else env, ROOT, self.left(limit))
+        self.log(command, outcome)
+        if outcome.status:
+            section.problems.append(f"{shown(command)}\n{outcome.problem}")
+        return outcome
+
+    def log(self, command: Sequence[str], outcome: Outcome) -> None:
+        """Append all that a program said to the log."""
+        with (self.out / "programs.log").open("a") as file:
+            file.write(f"\n$ {shown(command)}\n[status {outcome.status}, {outcome.seconds:.1f} s]\n")
+            file.write(f"{outcome.printed}{outcome.errors}")
+
+
+def shown(command: Sequence[str]) -> str:
+    """Return a command for people."""
+    return " ".join(part.removeprefix(f"{ROOT}/") for part in command)
+
+
+# --------------------------------------------------------------------------------------------------- first
+
+
+def first(check: Check, section: Section) -> None:
+    """The machine, what the package relies on, results, and times of operations and whole steps in bf16."""
+    flags = ["--seconds", str(FIRST_SECONDS), *(["--tiny"] if check.pretend else [])]
+    outcome = check.run(section, check.script("gpu_first.py", *flags), FIRST_SECONDS + 20)
+    found = {line.pop("what"): line for line in outcome.objects}
+    facts = found.pop("machine", {})
+    section.judge("a GPU that CuPy can use", "one", facts.get("device", "none"), "device" in facts)
+    problem = facts.get("problem", facts.get("error", "not tried"))
+    section.judge("a product on it", "right", problem or "right", problem is None)
+    packages = facts.pop("packages", {}).items()
+    section.tables["Facts"] = [{"what": name, "found": value} for name, value in facts.items()]
+    section.tables["Packages"] = [{"package": name, "version": version} for name, version in packages]
+    rates = {name: line for name, line in found.items() if "rate" in line}
+    section.tables["Rates in bf16"] = [{"what": name} | line for name, line in rates.items()]
+    rest = [{"what": name, "found": str(line)} for name, line in found.items() if name not in rates]
+    section.tables["The rest"] = rest
+    failed = [name for name, line in found.items() if "error" in line]
+    section.judge("experiments", "none fails", ", ".join(failed) or "none failed", bool(found) and not failed)
+    wishes = (("streams", "the stream of computing", "stays the current one"),)
+    wishes += (("lent arrays", "memory of activations", "comes back with the last view"),)
+    for name, what, wish in wishes:
+        seen = {key: value for key, value in found.get(name, {}).items() if isinstance(value, bool)}
+        section.judge(what, wish, str(seen), bool(seen) and all(seen.values()))
+    refused = found.get("right: products", {}).get("refused", ["not tried"])
+    section.judge("shapes that cuBLASLt refuses", "none", str(refused), not refused)
+    if not check.pretend:
+        square = found.get("linear, square", {}).get("rate", 0)
+        text = f"{square:.0f} TFLOP/s" if square else "not measured"
+        wish = f"at least {FASTEST} TFLOP/s"
+        section.judge("a product of 8192 x 8192 matrices", wish, text, square >= FASTEST)
+
+
+# --------------------------------------------------------------------------------------------------- tests
+
+
+def tests(check: Check, section: Section) -> None:
+    """tests/gpu with the CuPy at hand, in one process and on two ranks."""
+    started = launcher(check.ready)
+    for ranks, limit in TESTS_SECONDS.items():
+        command = [check.ready.python, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--color=no"]
+        env = check.ready.env | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "ZERO_MPI_TEST_GPU": "1"}
+        command += ["-W", "default", *check.tests]  # of other versions of packages; CI has warnings as errors
+        if ranks > 1:
+            if started is None or ranks not in check.ranks:
+                continue
+            command = [*started, "-n", str(ranks), *command, "-p", "pytest_mpi", "--with-mpi"]
+        outcome = check.run(section, command, limit, env)
+        found = SUMMARY.findall(outcome.printed)
+        summary = found[-1] if found else f"no summary, status {outcome.status}"
+        passed = outcome.status == 0 and " passed" in f" {summary}" and not re.search("failed|error", summary)
+        what = f"tests/gpu on {ranks} rank{'s' if ranks > 1 else ''}"
+        section.judge(what, "all pass", summary, passed)
+        failed = [line for line in outcome.printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if failed:
+            section.tables[f"Failed on {ranks}"] = [{"test": line[:300]} for line in failed[:60]]
+
+
+# -------------------------------------------------------------------------------------------------- losses
+
+
+def losses_command(check: Check, *kinds: str) -> list[str]:
+    """Return the command that trains some steps of all workloads, the smallest first."""
+    names = ["tiny-gpt2", "tiny-llama"] if check.pretend else ["W3", "W1", "W2"]
+    runs = [f"{name}:{kind}" for name in names for kind in kinds]
+    steps = "3" if check.pretend else "20"
+    return check.script("gpu_train.py", "losses", "--steps", steps, "--run", *runs)
+
+
+def start_losses_of_cpu(check: Check) -> None:
+    """Start the CPU's losses, which take a minute or two, beside which the GPU has other things to do."""
+    threads = "1" if check.pretend else CPU_THREADS
+    command = [*losses_command(check, "fp32"), "--device", "cpu", "--threads", threads]
+    check.background["losses"] = Job(command, check.ready.env, ROOT)
+
+
+def losses(check: Check, section: Section) -> None:
+    """Losses of the workloads on the GPU beside the CPU's."""
+    command = [*losses_command(check, "fp32", "bf16"), "--device", "cuda"]
+    computed = {line["run"]: line["losses"] for line in check.run(section, command, 120).objects}
+    job = check.background.pop("losses")
+    on_cpu = job.wait(check.left(120))
+    check.log(job.command, on_cpu)
+    if on_cpu.status:
+        section.problems.append(f"on the CPU: {on_cpu.problem}")
+    wanted = {found["run"].partition(":")[0]: found["losses"] for found in on_cpu.objects}
+    for run_name in (word for word in command if ":" in word):
+        name, _, kind = run_name.partition(":")
+        median, most = BF16_BOUNDS if kind == "bf16" else (FP32_BOUND, FP32_BOUND)
+        wish = f"median within {median:g}, all within {most:g} of the CPU's"
+        ours = computed.get(run_name)
+        if ours is None or name not in wanted:
+            section.judge(f"losses of {run_name}", wish, "not computed", False)
+            continue
+        middle, far = distances(ours, wanted[name])
+        found = f"{middle:.2g}, {far:.2g} over {len(ours)} steps, {ours[0]:.5f} to {ours[-1]:.5f}"
+        section.judge(f"losses of {run_name}", wish, found, middle <= median and far <= most)
+
+
+def distances(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the largest relative difference; infinite if one is no number or missing."""
+    if len(ours) != len(theirs) or not all(map(math.isfinite, [*ours, *theirs])):
+        return math.inf, math.inf
+    apart = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
+    return statistics.median(apart), max(apart)
+
+
+# --------------------------------------------------------------------------------------------------- ranks
+
+Lines = dict[str, dict[str, Any]]  # by run
+
+
+def ranks(check: Check, section: Section) -> None:
+    """1, 2 and 4 ranks on one GPU give the same bits, over host memory and over a CUDA-aware MPI."""
+    alone = sharded(check, section, [], None)
+    if not alone:
+        section.judge("one rank", "to train", "it does not", False)
+        return
+    kept = sharded(check, section, [], None, "--offload", "moments")
+    compare(section, "moments offloaded, one rank", alone, kept)
+    started = launcher(check.ready)
+    for count in (count for count in check.ranks if count > 1):
+        what = f"{count} ranks, staged"
+        if started is None:
+            section.judge(what, "as one rank", "no mpiexec", False)
+            continue
+        command = [*started, "-n", str(count)]
+        compare(section, what, alone, sharded(check, section, command, None, "--transport", "staged"))
+    if check.mpi_root is not None:
+        over_aware_mpi(check, section, check.mpi_root, alone)
+    elif not check.pretend:
+        section.judge("ranks over a CUDA-aware MPI", "as one rank", "not run: no --mpi-root", None)
+
+
+def sharded(
+    check: Check, section: Section, started: list[str], env: Mapping[str, str] | None, *flags: str
+) -> Lines:
+    """Return the lines of runs of four micro-batches a step, which any number of ranks share."""
+    runs = ["tiny-gpt2:fp32", "tiny-gpt2:bf16"] if check.pretend else SHARDED
+    own = ["--device", "cuda", "--micro-batches", "4", "--steps", "2" if check.pretend else "5", *flags]
+    command = [*started, *check.script("gpu_train.py", "losses", *own, "--run", *runs)]
+    return {line["run"]: line for line in check.run(section, command, RANKS_SECONDS, env).objects}
+
+
+def over_aware_mpi(check: Check, section: Section, given: Path, alone: Lines) -> None:
+    """Take the first way of moving device memory that works on two ranks for all. Raises NotReady."""
+    root, way = unpack(given, check.scratch), None
+    for count in (count for count in check.ranks if count > 1):
+        lines: Lines = {}
+        for attempt in ATTEMPTS if way is None else (way,):
+            tried = Section(section.name, section.about)  # an attempt that fails is told, but is no failure
+            started, env = aware(root, check.ready, attempt)
+            lines = sharded(check, tried, [*started, "-n", str(count)], env, "--transport", "mpi")
+            if lines and not tried.problems:
+                way = attempt
+                break
+            rows = section.tables.setdefault("Attempts over the CUDA-aware MPI that failed", [])
+            rows.append({"way": attempt, "ranks": count, "said": " ".join(tried.problems)[-600:]})
+        compare(section, f"{count} ranks, CUDA-aware MPI" + (f" ({way})" if way else ""), alone, lines)
+
+
+def compare(section: Section, what: str, alone: Lines, others: Lines) -> None:
+    """Judge whether losses, norms and the parameters' digest are equal, not close."""
+    keys = "losses", "norms", "digest"
+    pairs = [(line, others.get(name, {})) for name, line in alone.items()]
+    same = [line for line, other in pairs if all(other.get(key) == line[key] for key in keys)]
+    notes = sorted({note for line in others.values() for note in line.get("notes", ())})
+    found = f"{len(same)} of {len(alone)} runs equal{''.join(f'; {note}' for note in notes)}"
+    section.judge(what, "the bits of one rank", found, len(same) == len(alone))
+
+
+# --------------------------------------------------------------------------------------------------- speed
+
+
+@dataclass
+class Racer:
+    """A program that takes steps: what it told at the start, its steps, and what it told at the end."""
 
     name: str
-    do: Callable[[Check, Section], None]
-    pretends: bool = False
+    program: Job
+    start: dict[str, Any] | None = None
+    end: dict[str, Any] | None = None
+    ms: list[float] = field(default_factory=list)
+    problem: str = ""
+
+    def close(self, check: Check) -> None:
+        """End the program; nothing of it is left."""
+        self.end, outcome = self.program.close(check.left(20))
+        self.problem = outcome.problem
+        check.log(self.program.command, outcome)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate of the median step."""
+        assert self.start is not None
+        return 1e3 * self.start["tokens"] / statistics.median(self.ms)
 
 
-PARTS = (
-    Part("machine", gpu_parts.machine, True),
-    Part("first", gpu_speed.first, True),
-    Part("ranks", gpu_parts.ranks, True),
-    Part("gpt2", gpu_speed.gpt2),
-    Part("tests", gpu_parts.tests, True),
-    Part("llama", gpu_speed.llama),
-    Part("losses", gpu_parts.losses, True),
-    Part("overhead", gpu_speed.overhead),
-)
+def race(check: Check, section: Section, workload: str) -> list[Racer]:
+    """Take our steps and torch's in turn; the programs stay in memory together, so all meet the same GPU."""
+    mode, _ = TARGETS[workload]
+    flags, env = ["--workload", workload], check.ready.env
+    step = check.script("gpu_train.py", "steps", *flags)
+    racers = [Racer("ours", Job(step, env, ROOT))]
+    if workload in TUNED:
+        racers.append(Racer("ours, products tuned", Job(step, env | {"ZERO_MPI_GPU_TUNE": "1"}, ROOT)))
+    if check.torch_python is not None:  # in the environment that this script was started in
+        command = [check.torch_python, str(ROOT / "benchmarks/gpu_torch.py"), *flags, "--mode", mode]
+        racers.append(Racer(f"torch {mode}", Job(command, os.environ, ROOT)))
+    try:
+        for racer in racers:
+            racer.start = racer.program.answer(check.left(START_SECONDS))
+        for _ in range(TURNS):
+            for racer in racers:
+                answer = racer.program.ask(STEPS, check.left(TURN_SECONDS)) if racer.start else None
+                racer.ms += answer["ms"] if answer else []
+    finally:
+        for racer in racers:
+            racer.close(check)
+    for racer in racers:
+        if racer.problem or not racer.ms:
+            section.problems.append(f"{workload}, {racer.name}: {racer.problem or 'no steps'}")
+    return [racer for racer in racers if racer.ms]
+
+
+def speed(check: Check, section: Section, workload: str) -> None:
+    """Judge tokens a second, share of the peak and memory, beside torch's."""
+    _, wanted = TARGETS[workload]
+    racers = race(check, section, workload)
+    title = f"{workload}: {TURNS} turns of {STEPS} steps each"
+    section.tables[title] = [row(racer, workload) for racer in racers]
+    ours = next((racer for racer in racers if racer.name == "ours"), None)
+    peer = next((racer for racer in racers if racer.name.startswith("torch")), None)
+    found = "no steps" if ours is None else f"{ours.tokens_per_second:,.0f}"
+    fast = ours is not None and ours.tokens_per_second >= wanted
+    section.judge(f"{workload}, tokens per second", f"at least {wanted:,.0f}", found, fast)
+    if ours is None or peer is None:
+        ran = check.torch_python is not None
+        found = "not both ran" if ran else "not run: no --torch-python"
+        section.judge(f"{workload} beside torch", f"{AHEAD} x", found, False if ran else None)
+        return
+    ratio = ours.tokens_per_second / peer.tokens_per_second
+    section.judge(f"{workload} beside {peer.name}", f"at least {AHEAD} x", f"{ratio:.3f} x", ratio >= AHEAD)
+    own, theirs = ((racer.end or {}).get("pool_mb") for racer in (ours, peer))
+    fits = None if own is None or theirs is None else own <= theirs
+    what = f"{workload}, memory taken from the GPU"
+    section.judge(what, "not above torch's", f"{own} and {theirs} MiB", fits)
+
+
+def row(racer: Racer, workload: str) -> dict[str, Any]:
+    """Return one program's figures."""
+    assert racer.start is not None
+    tokens = racer.tokens_per_second
+    quarter = statistics.quantiles(racer.ms, n=4) if len(racer.ms) > 1 else racer.ms * 3
+    return {
+        "program": racer.name,
+        "steps": len(racer.ms),
+        "ms": statistics.median(racer.ms),
+        "quartiles": f"{quarter[0]:.1f} to {quarter[2]:.1f}",
+        "tokens/s": tokens,
+        "share of peak": tokens * ALL[workload].flop_of_a_token(racer.start["parameters"]) / PEAK,
+    } | {name: value for name, value in (racer.end or {}).items() if name.endswith("_mb")}
+
+
+def gpt2(check: Check, section: Section) -> None:
+    """GPT-2 124M at T 1024 in bf16, beside torch.compile, SDPA and fused AdamW."""
+    speed(check, section, "gpt2-124m")
+
+
+def llama(check: Check, section: Section) -> None:
+    """The shape of Llama-3.2-1B at T 2048 in bf16, beside torch's FSDP2 on one GPU."""
+    speed(check, section, "llama-1b")
+
+
+def overhead(check: Check, section: Section) -> None:
+    """The share of a step of 32k tokens in which no kernel runs, and a time line."""
+    path = check.out / "timeline.json"
+    program = Job(check.script("gpu_train.py", "steps", "--trace", str(path)), check.ready.env, ROOT)
+    start = program.answer(check.left(90))
+    found = program.ask(MEASURED, check.left(60)) if start else None
+    if found is not None:
+        program.ask(DRAWN, check.left(60))  # a time line that can be looked at
+    _, outcome = program.close(check.left(20))
+    check.log(program.command, outcome)
+    what, wish = "idle time of the GPU", f"under {MOST_IDLE:.0%}"
+    if found is None:
+        torch = "No module named 'torch'" in outcome.problem
+        section.judge(what, wish, "not seen", None if torch else False)
+        section.problems += [] if torch else [outcome.problem]
+        return
+    section.tables[f"{MEASURED} steps of GPT-2 124M; {path.name} has {DRAWN} more"] = [found]
+    text = f"{found['idle']:.1%}, {found['kernels'] / MEASURED:.0f} kernels per step"
+    section.judge(what, wish, text, found["idle"] < MOST_IDLE)
+
+
+# ------------------------------------------------------------------------------------------------- command
+
+PRETENDING = first, ranks, tests, losses  # parts that make sense without a GPU
+PARTS = {part.__name__: part for part in (first, ranks, gpt2, tests, llama, losses, overhead)}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=about, allow_abbrev=False)
-    names = [part.name for part in PARTS]
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder of the report ($OUT)")
     parser.add_argument("--venv", type=Path, help="make an environment there with what is missing here")
     parser.add_argument("--wheels", type=Path, help="install from this folder, not from a package index")
     parser.add_argument("--torch-python", help="interpreter that has torch, for the comparison")
     parser.add_argument("--mpi-root", type=Path, help="a CUDA-aware Open MPI: its folder, or an archive")
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, help="only these, in this order")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="only these, in order")
     parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="for the part of that name")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="for the part of that name")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds in all")
@@ -74,19 +417,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def carry_out(check: Check, report: Report, parts: Sequence[Part]) -> None:
-    """One part after the other; the report is written after each."""
-    if any(part.name == "losses" for part in parts):
-        gpu_parts.start_losses_of_cpu(check)
+def carry_out(check: Check, report: Report, parts: Sequence[Callable[[Check, Section], None]]) -> None:
+    """Run one part after the other; the report is written after each."""
+    if losses in parts:
+        start_losses_of_cpu(check)
     try:
         for part in parts:
-            section = Section(part.name, (part.do.__doc__ or "").strip())
+            section = Section(part.__name__, part.__doc__ or "")
             report.sections.append(section)
             begun = time.monotonic()
-            if check.left(LEAST) < LEAST:
-                section.not_run("no time was left")
-            else:
-                attempt(part, check, section)
+            try:
+                if check.left(LEAST) < LEAST:
+                    section.not_run("no time was left")
+                else:
+                    part(check, section)
+            except Exception as error:  # of this script itself: it ends no other part
+                section.problems.append(f"{type(error).__name__}: {error}")
             section.seconds = time.monotonic() - begun
             report.write(check.out)
             tell(section)
@@ -95,16 +441,8 @@ def carry_out(check: Check, report: Report, parts: Sequence[Part]) -> None:
             job.end()
 
 
-def attempt(part: Part, check: Check, section: Section) -> None:
-    """A part; what goes wrong in this script itself ends no other part."""
-    try:
-        part.do(check, section)
-    except Exception as error:
-        section.problems.append(f"{type(error).__name__}: {error}")
-
-
 def tell(section: Section) -> None:
-    """A part's verdicts, for who watches."""
+    """Print a part's verdicts."""
     print(f"[{section.name}] {section.state} ({section.seconds:.0f} s)", flush=True)
     for verdict in section.verdicts:
         mark = {True: "ok    ", False: "FAILED", None: "-     "}[verdict.ok]
@@ -114,7 +452,7 @@ def tell(section: Section) -> None:
 
 
 def prepare(options: argparse.Namespace, scratch: Path) -> Ready:
-    """The interpreter and its environment. Raises NotReady."""
+    """Return the interpreter and its environment. Raises NotReady."""
     if options.out is None:
         raise NotReady("--out DIR: where is the report to go?")
     try:
@@ -130,7 +468,7 @@ def prepare(options: argparse.Namespace, scratch: Path) -> Ready:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status."""
+    """Run the check; return the exit status."""
     options, begun = make_parser().parse_args(arguments), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="zero_mpi-gpu-") as scratch:
         try:
@@ -152,8 +490,8 @@ def main(arguments: Sequence[str]) -> int:
         title = f"GPU check of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
         report = Report(title, [f"made ready in {time.monotonic() - begun:.0f} s", *ready.notes])
         (check.out / "programs.log").write_text("")
-        chosen = {part.name: part for part in PARTS if part.pretends or not options.pretend}
-        carry_out(check, report, [chosen[name] for name in options.parts if name in chosen])
+        chosen = [PARTS[name] for name in options.parts]
+        carry_out(check, report, [part for part in chosen if part in PRETENDING or not options.pretend])
     print(f"{'everything is as it should be' if report.passed else 'not everything passed'}: {options.out}")
     return 0 if report.passed else 1
 

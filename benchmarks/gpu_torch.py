@@ -1,4 +1,4 @@
-"""PyTorch's training step on one GPU, asked and answering as `gpu_step.py`: the peer of ours.
+"""PyTorch's training step on one GPU, asked and answering as `gpu_train.py steps`: the peer of ours.
 
     echo 20 | python benchmarks/gpu_torch.py --workload gpt2-124m --mode compile
 
@@ -16,11 +16,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from gpu_workloads import ALL
 from torch import nn
 from torch.nn import functional
 from torch_models import Model
-from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, Workload
+from workloads import ALL, BATCHES, BETAS, CLIP, DECAY, EPS, LR, Workload
 
 MODES = ("compile", "eager", "fsdp2")
 WARM_UP = 6  # compiling among them
@@ -32,7 +31,7 @@ class GroupedAttention(nn.Module):
 
     def __init__(self, size: Workload) -> None:
         super().__init__()
-        self.heads, self.kv = size.heads, size.flags.get("kv_heads") or size.heads
+        self.heads, self.kv = size.heads, size.kv_heads or size.heads
         self.head = size.width // size.heads
         self.qkv = nn.Linear(size.width, (self.heads + 2 * self.kv) * self.head, bias=False)
         self.out = nn.Linear(size.width, size.width, bias=False)
@@ -42,13 +41,13 @@ class GroupedAttention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def turned(self, x: Any) -> Any:
-        """Rotary positions."""
+        """Return x with its positions."""
         a, b = x.chunk(2, dim=-1)
         turned = torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1)
         return turned.to(x.dtype)
 
     def forward(self, x: Any) -> Any:
-        """x (B, T, C) -> (B, T, C)."""
+        """Return attention of x (B, T, C)."""
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, -1, self.head).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv, self.kv], dim=1)
@@ -59,7 +58,7 @@ class GroupedAttention(nn.Module):
 
 
 def make_model(size: Workload) -> nn.Module:
-    """The workload's model, its weights in float32 on the GPU."""
+    """Return the workload's model, its weights in float32 on the GPU."""
     rounded = replace(size, vocabulary=-(-size.vocabulary // ROUNDED_TO) * ROUNDED_TO)
     with torch.device("cuda"):
         model = Model(rounded)
@@ -68,13 +67,13 @@ def make_model(size: Workload) -> nn.Module:
                 block.attention = GroupedAttention(size)
                 for parameter in block.attention.parameters():
                     nn.init.normal_(parameter, std=0.02)
-        if size.flags.get("tied"):
+        if size.tied:
             model.head.weight = model.tokens.weight
     return model
 
 
 def distributed(model: nn.Module) -> nn.Module:
-    """FSDP2 over one rank, as torchtitan sets it up."""
+    """Return the model under FSDP2 over one rank, as torchtitan sets it up."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -108,13 +107,13 @@ class Stepper:
         self.done, self.loss = 0, torch.zeros(())
 
     def forward(self, ids: Any) -> Any:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         with torch.autocast("cuda", torch.bfloat16, enabled=self.autocasts):
             logits = self.model(ids[:, :-1])
             return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].reshape(-1))
 
     def step(self) -> None:
-        """One step; nothing waits for the GPU."""
+        """Do one step; nothing waits for the GPU."""
         loss = self.loss_of(self.data[self.done % BATCHES])
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -124,7 +123,7 @@ class Stepper:
         self.done += 1
 
     def timed(self, count: int) -> list[float]:
-        """Milliseconds of each of `count` steps, between events of the GPU."""
+        """Return the milliseconds of each of `count` steps, between events of the GPU."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
         for event in events[1:]:
@@ -135,7 +134,7 @@ class Stepper:
 
 
 def say(**found: Any) -> None:
-    """A line of JSON."""
+    """Print a line of JSON."""
     print(json.dumps(found), flush=True)
 
 

@@ -1,13 +1,17 @@
-"""The three training workloads that benchmarks share, as sizes, for our models and the peers'.
+"""The training workloads that benchmarks share, as sizes, for our models and the peers'.
 
-float32; AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) after clipping the global norm at 1;
-random tokens, another micro-batch for each rank and step. The batch is per rank (weak scaling).
+float32 on CPUs; AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) after clipping the global norm at
+1; random tokens, another micro-batch for each rank and step. The batch is per rank (weak scaling).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Any
 
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 BATCHES = 4  # different micro-batches of a rank, in turn
+PEAK = 989e12  # dense bf16 operations a second of an H100 or H200, by its data sheet
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,12 @@ class Workload:
     ffn: int
     context: int
     batch: int
+    kv_heads: int | None = None  # of a model with fewer of them
+    tied: bool | None = None  # None: as the architecture has it
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """The tokens of a micro-batch."""
         return self.batch * self.context
 
     @property
@@ -39,10 +45,18 @@ class Workload:
         """Floating-point operations of a micro-batch's products with weights: forward, dx and dw."""
         return 6 * self.matrix_elements * self.tokens
 
+    def flop_of_a_token(self, parameters: int) -> float:
+        """Operations of training on one token: 6 a parameter, and attention's products without the mask.
+
+        Chowdhery et al., "PaLM", 2022, appendix B, count them so, as do all shares of a peak.
+        """
+        return 6.0 * parameters + 12.0 * self.layers * self.width * self.context
+
     @property
-    def flags(self) -> dict[str, object]:
+    def flags(self) -> dict[str, Any]:
         """The same sizes as flags of zero_mpi.train."""
-        return {
+        chosen = {"kv_heads": self.kv_heads, "tied": self.tied}
+        return {name: value for name, value in chosen.items() if value is not None} | {
             "layers": self.layers,
             "dim": self.width,
             "heads": self.heads,
@@ -57,3 +71,10 @@ WORKLOADS = {
     "W2": Workload("gpt2", 50257, 12, 768, 12, 3072, 256, 2),
     "W3": Workload("gpt2", 256, 4, 128, 4, 512, 64, 4),
 }
+GPU_WORKLOADS = {  # beside them, on a GPU; the tiny ones show the scripts at work without one
+    "gpt2-124m": Workload("gpt2", 50257, 12, 768, 12, 3072, 1024, 32, tied=True),
+    "llama-1b": Workload("llama", 128256, 16, 2048, 32, 8192, 2048, 4, kv_heads=8, tied=True),
+    "tiny-gpt2": Workload("gpt2", 61, 1, 32, 2, 64, 8, 2, tied=True),
+    "tiny-llama": Workload("llama", 61, 1, 32, 2, 64, 8, 2, kv_heads=1, tied=False),
+}
+ALL = WORKLOADS | GPU_WORKLOADS

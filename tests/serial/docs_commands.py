@@ -235,6 +235,7 @@ ROWS: dict[str, How] = {
     "FLAGS=": PBS,
     # ------------------------------------------------------------------------------ benchmarks, examples
     "python3 benchmarks/gpu_check.py": of("serial/test_gpu_check", "the_parts_that_need_no_gpu"),
+    "python benchmarks/gpu_first.py": of("serial/test_gpu_check", "the_parts_that_need_no_gpu"),
     **dict.fromkeys(map("python benchmarks/{}.py".format, BY_HAND), SPEED),
     "python benchmarks/losses.py": of("serial/test_benchmarks", "losses_of_two_precisions_are_compared"),
     "python benchmarks/step.py": of("serial/test_benchmarks", "steps_are_timed_for_each_variant"),

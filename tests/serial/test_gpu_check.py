@@ -15,12 +15,11 @@ from test_command_bits import needs_mpiexec
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import gpu_check  # noqa: E402
 import gpu_jobs  # noqa: E402
-import gpu_parts  # noqa: E402
 import gpu_setup  # noqa: E402
-import gpu_speed  # noqa: E402
-import gpu_step  # noqa: E402
-from gpu_report import Report, Section  # noqa: E402
+import gpu_train  # noqa: E402
+from gpu_jobs import Report, Section  # noqa: E402
 
 CHECK = [sys.executable, BENCHMARKS / "gpu_check.py"]
 
@@ -54,16 +53,16 @@ def test_the_parts_that_need_no_gpu(tmp_path):
     assert (status, errors) == (0, ""), printed
     found = json.loads((tmp_path / "report" / "report.json").read_text())
     sections = {section["name"]: section for section in found["sections"]}
-    assert list(sections) == ["machine", "first", "ranks", "tests", "losses"]
+    assert list(sections) == ["first", "ranks", "tests", "losses"]
     assert {section["state"] for section in sections.values()} == {"passed"}
     whats = {verdict["what"] for section in sections.values() for verdict in section["verdicts"]}
     assert whats >= {
-        "a product on it", "tests/gpu on 1 rank", "losses of tiny-gpt2:fp32", "losses of tiny-llama:bf16",
-        "moments offloaded, one rank", "2 ranks, staged",
+        "a product on it", "memory of activations", "tests/gpu on 1 rank", "losses of tiny-gpt2:fp32",
+        "losses of tiny-llama:bf16", "moments offloaded, one rank", "2 ranks, staged",
     }  # fmt: skip
     text = (tmp_path / "report" / "report.md").read_text()
     assert all(f"| {name} |" in text and f"## {name}: passed" in text for name in sections)
-    assert "gpu_losses.py" in (tmp_path / "report" / "programs.log").read_text()
+    assert "gpu_train.py losses" in (tmp_path / "report" / "programs.log").read_text()
 
 
 def python(code, limit, tmp_path):
@@ -84,8 +83,8 @@ def test_a_program_past_its_time_is_ended_with_what_it_started(tmp_path):
 @needs_compiler
 def test_steps_are_timed_when_they_are_asked_for(tmp_path):
     ready = gpu_setup.make_pretend(tmp_path)
-    step = [str(BENCHMARKS / "gpu_step.py"), "--workload", "tiny-llama", "--offload", "moments"]
-    program = gpu_jobs.Answerer([ready.python, *step], ready.env, tmp_path)
+    step = [str(BENCHMARKS / "gpu_train.py"), "steps", "--workload", "tiny-llama", "--offload", "moments"]
+    program = gpu_jobs.Job([ready.python, *step], ready.env, tmp_path)
     start = program.answer(60)
     assert (start["ready"], start["tokens"]) == (True, 16)
     first, second = program.ask(3, 60), program.ask(2, 60)
@@ -106,7 +105,7 @@ def test_idle_time_is_what_no_kernel_fills():
         event("kernel", 0, 100), event("kernel", 900, 1100), event("gpu_memcpy", 1050, 1300),
         event("kernel", 1200, 1250), event("cpu_op", 1300, 1400), event("gpu_memset", 1700, 2000),
     ]  # fmt: skip
-    found = gpu_step.idle_share(events, 1e-3)
+    found = gpu_train.idle_share(events, 1e-3)
     assert found["kernels"] == 4
     assert found["busy_seconds"] == pytest.approx(600e-6)
     assert found["idle"] == pytest.approx(0.4)
@@ -114,9 +113,9 @@ def test_idle_time_is_what_no_kernel_fills():
 
 def test_figures_of_a_race():
     """GPT-2 124M at half a million tokens a second is at 43 % of the peak, as everybody counts it."""
-    racer = gpu_speed.Racer("ours", None, {"tokens": 32768, "parameters": 124_439_808}, {"pool_mb": 5.0})
+    racer = gpu_check.Racer("ours", None, {"tokens": 32768, "parameters": 124_439_808}, {"pool_mb": 5.0})
     racer.ms = [1e3 * 32768 / 500_000] * 20
-    found = gpu_speed.row(racer, "gpt2-124m")
+    found = gpu_check.row(racer, "gpt2-124m")
     assert found["tokens/s"] == pytest.approx(500_000)
     assert found["share of peak"] == pytest.approx(0.435, abs=0.001)
     assert (found["steps"], found["pool_mb"]) == (20, 5.0)
@@ -125,9 +124,9 @@ def test_figures_of_a_race():
 def test_bits_that_differ_are_no_pass():
     line = {"losses": [1.0], "norms": [2.0], "digest": "x"}
     section = Section("ranks", "")
-    gpu_parts.compare(section, "same", {"a": line}, {"a": {**line, "notes": ["transport: staged"]}})
-    gpu_parts.compare(section, "digest", {"a": line}, {"a": {**line, "digest": "y"}})
-    gpu_parts.compare(section, "none", {"a": line}, {})
+    gpu_check.compare(section, "same", {"a": line}, {"a": {**line, "notes": ["transport: staged"]}})
+    gpu_check.compare(section, "digest", {"a": line}, {"a": {**line, "digest": "y"}})
+    gpu_check.compare(section, "none", {"a": line}, {})
     assert [verdict.ok for verdict in section.verdicts] == [True, False, False]
     assert "transport: staged" in section.verdicts[0].found
 
