@@ -1,20 +1,17 @@
-"""A diverged run ends with 1 and says so; single steps that are not finite, and the search of fp16, pass."""
+"""A diverged run ends with status 1; single non-finite steps and the fp16 scale search do not."""
 
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from jobs import run_job
 from test_command_bits import fields, needs_mpiexec, write_text
+from test_failures import SMALL, outcome
 
 from zero_mpi.errors import JobError
 from zero_mpi.optim.optimizer import StepResult
-from zero_mpi.train.observers import MOST, Divergence, StepMade, check_recorded
+from zero_mpi.train.observers import MOST, Divergence, StepMade
 
-SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
-SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
 GOOD, SKIPPED, SEARCHED = (1.0, False, False), (1.0, True, False), (1.0, True, True)
 LOST = (math.nan, True, True)
 
@@ -59,20 +56,6 @@ def test_a_run_that_ends_so_is_not_done(made, reason):
     assert str(caught.value).startswith(reason)
 
 
-def test_what_is_recorded_is_remembered(tmp_path):
-    check_recorded(tmp_path, 2)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 1.5}\n')
-    check_recorded(tmp_path, 2)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": null}\n')
-    with pytest.raises(JobError, match=r"the last step \(3\)"):
-        check_recorded(tmp_path, 3)
-
-
-def outcome(out: Path) -> tuple[str, str]:
-    said = json.loads((out / "status.json").read_text())
-    return said["state"], said["reason"]
-
-
 @needs_mpiexec
 @pytest.mark.parametrize(
     ("total", "reason"), [(8, "the loss of the last step (8)"), (999, f"in {MOST} steps in a row")]
@@ -83,7 +66,7 @@ def test_a_run_whose_loss_is_nan_has_failed(total, reason, tmp_path):
         command = ["-m", "zero_mpi.train", *flags, "--steps", str(total)]
         status, printed, errors = run_job(2, command, timeout=30)
         assert status == 1, printed
-        (line,) = (said for said in errors.splitlines() if said.startswith("zero_mpi"))  # NumPy warns as well
+        (line,) = (said for said in errors.splitlines() if said.startswith("zero_mpi"))  # NumPy warns too
         assert "Traceback" not in errors
         assert reason in line
         assert outcome(tmp_path / "out") == ("failed", line.removeprefix("zero_mpi train: error: "))

@@ -1,11 +1,11 @@
-"""--patience: runs that get no better end, with the same bytes at any number of ranks and after a resume."""
+"""--patience ends a run at the same step and bytes at any number of ranks and after a resume."""
 
 import json
 import os
 import shutil
 
 import pytest
-from jobs import run_job
+from jobs import FAULTY, run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import refused
 
@@ -25,7 +25,7 @@ def losses(out):
 
 
 def expected_end(found, patience):
-    """(last step, best step) by the definition, from the losses of a run without patience."""
+    """Return (last step, best step) by definition, from the losses of a run without patience."""
     best, since = None, 0
     for step, loss in found.items():
         best, since = (step, 0) if best is None or loss < found[best] else (best, since + 1)
@@ -67,7 +67,7 @@ def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     assert best > 2, "the first one would show little"
     assert last < 40
     assert losses(out) == {step: loss for step, loss in endless.items() if step <= last}
-    assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # --keep 1, and the best
+    assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # the newest, and the best
     assert [os.readlink(out / name) for name in ("latest", "best")] == checkpoints(out)[::-1]
     assert best_of(out / "best") == Best(endless[best], best, 0)
     assert best_of(out / "latest") == Best(endless[best], best, 3)
@@ -90,28 +90,16 @@ def test_events_and_status_say_it(stopped, endless):
     assert WHY in status["reason"]
 
 
-STOPS = """
-from zero_mpi.launch.stopping import signals
-from zero_mpi.train import command, trainer
-
-step = trainer.Trainer.step
-
-def stopped_step(self):
-    signals.caught = "SIGTERM" if self.progress.step + 1 in {steps} else ""
-    return step(self)
-
-trainer.Trainer.step = stopped_step
-command.main()
-"""
+STOPS = "from zero_mpi.launch.stopping import signals; signals.caught = 'SIGTERM' if made + 1 in {} else ''"
 
 
 @needs_mpiexec
 def test_a_run_that_is_stopped_again_and_again_ends_the_same(stopped, endless, flags, tmp_path):
-    """Right after the best evaluation, between evaluations, and right before the last one; on other ranks."""
+    """The stops: after the best evaluation, between evaluations, before the last one."""
     last, best = expected_end(endless, 3)
     stops = [best, best + 1, last - 1]
     script = tmp_path / "stops.py"
-    script.write_text(STOPS.format(steps=stops))
+    script.write_text(FAULTY.format(fault=STOPS.format(stops)))
     command = [str(script), "--out", str(tmp_path / "out"), *flags, "--steps", "40", "--patience", "3"]
     for number, ranks in enumerate((3, 1, 2)):
         status, printed, errors = run_job(ranks, command, timeout=50)
@@ -140,7 +128,7 @@ def test_it_stays_as_it_is_until_more_patience_is_given(again, endless, flags):
 
 @needs_mpiexec
 def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
-    """One that starts over has none at first; one that goes back has the best until then."""
+    """A new run has no best at first; a run that goes back has the best until its step."""
     first = min(endless)
     said = train(2, tmp_path / "new", *flags, "--steps", str(first), "--patience", "3")
     assert f"{endless[first]:.4f} nats per token, of step {first}: " in said
@@ -171,13 +159,11 @@ def test_a_best_that_lies_elsewhere_is_not_taken_for_one_here(stopped, endless, 
     ("more", "named"),
     [
         ("--patience 0", "--patience 0"),
-        ("--patience 2 --val-fraction 0", "--val-fraction 0"),
-        ("--patience 2 --eval-every 0", "--eval-every 0"),
         ("--patience 2 --context 2000", "--patience 2"),
         ("--patience 2", "out/best "),
     ],
 )
 def test_bad_usage_is_one_line(more, named, flags, tmp_path):
-    if named == "out/best ":  # a folder in the place of the link
+    if named == "out/best ":  # a folder where the link should be
         (tmp_path / "out" / "best").mkdir(parents=True)
     assert named in refused(2, tmp_path / "out", *flags, *more.split())

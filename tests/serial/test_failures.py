@@ -1,7 +1,7 @@
-"""A rank that fails, leaves, is killed or stands still ends the job in seconds, with number and cause.
+"""A rank that fails, leaves, is killed or hangs ends the job in seconds, with its number and cause.
 
-Faults are put into the real command by small scripts, at a place and on a rank that the test knows. While one
-rank fails the others wait for it in a collective: without the runtime's care each of these jobs would hang.
+Small scripts add the faults to the real command. While one rank fails, the others wait in a collective, so
+each of these jobs would hang without a watchdog.
 """
 
 import json
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import TIMED_OUT, launcher_kind, run_job
+from jobs import FAULTY, TIMED_OUT, launcher_kind, run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 
 from zero_mpi.launch import watchdog
@@ -19,26 +19,10 @@ from zero_mpi.launch import watchdog
 pytestmark = needs_mpiexec
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
-AT_ONCE = 25.0  # seconds: start of python, failure and end of the job on a busy machine; a hang takes LIMIT
+AT_ONCE = 25.0  # seconds for start, failure and end of a job on a busy machine; a hang takes LIMIT
 LIMIT = 30.0
 
-# Runs `zero_mpi.train` with a fault at the beginning of a step.
-FAULTY = """
-import os, signal, sys, time
-from zero_mpi.train import command as train_command, trainer as train
-
-step = train.Trainer.step
-
-def faulty_step(self):
-    rank = self.world.rank
-    if self.progress.step == {step} and {where}:
-        {fault}
-    return step(self)
-
-train.Trainer.step = faulty_step
-train_command.main()
-"""
-# Runs a command of its own through the launcher's `run`: one rank fails, the others wait in a barrier.
+# A command run by `launch.world.run`: one rank fails, the others wait in a barrier.
 COMMAND = """
 import sys
 from zero_mpi.launch.world import run
@@ -94,7 +78,7 @@ def test_the_same_exception_in_all_ranks_is_told_once(tmp_path):
 
 def test_an_exception_in_the_middle_of_training_ends_the_job(flags, tmp_path):
     rank, fault = 2, 'raise RuntimeError("the fault")'
-    script = FAULTY.format(step=2, where=f"rank == {rank}", fault=fault)
+    script = FAULTY.format(fault=f"if (made, rank) == (2, {rank}): {fault}")
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5")
     assert status not in (0, 2, 75)
     assert tracebacks(errors) == 1
@@ -102,12 +86,15 @@ def test_an_exception_in_the_middle_of_training_ends_the_job(flags, tmp_path):
     assert f"zero_mpi: rank {rank} of 3 failed" in errors
     assert len(fields(tmp_path / "out")) == 2
     assert outcome(tmp_path / "out") == ("failed", f"rank {rank}: RuntimeError: the fault")
+    noted = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["step"]) for event in noted] == [("started", 0), ("failed", 2)]
+    assert noted[-1]["reason"] == f"rank {rank}: RuntimeError: the fault"
 
 
 def test_an_exception_after_a_long_wait_of_the_others_leaves_no_roll_call(flags, tmp_path):
     fault = 'time.sleep(2); raise RuntimeError("the fault")'
     sooner = "from zero_mpi.launch import watchdog\nwatchdog.CALL = 0.5\n"
-    script = sooner + FAULTY.format(step=2, where="rank == 1", fault=fault)
+    script = sooner + FAULTY.format(fault=f"if (made, rank) == (2, 1): {fault}")
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5")
     assert (status, tracebacks(errors)) == (1, 1)
     assert [path.name for path in (tmp_path / "out").glob(".ranks*")] == []
@@ -121,7 +108,7 @@ def test_an_interrupt_of_one_rank_ends_the_job(tmp_path):
 
 
 def test_bad_input_that_only_one_rank_knows_of_ends_the_job(tmp_path):
-    """Nobody has told the others: a rank that quietly left would keep them waiting."""
+    """The other ranks would wait for a rank that left quietly."""
     fault = 'from zero_mpi.errors import UsageError; raise UsageError("the fault")'
     status, errors = run_script(3, tmp_path, COMMAND.format(where="world.rank == 1", fault=fault))
     assert status not in (0, 75)
@@ -131,25 +118,25 @@ def test_bad_input_that_only_one_rank_knows_of_ends_the_job(tmp_path):
 
 @pytest.mark.parametrize("fault", ["sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_rank_that_leaves_in_the_middle_of_training_ends_the_job(fault, flags, tmp_path):
-    script = FAULTY.format(step=2, where="rank == 1", fault=fault)
+    script = FAULTY.format(fault=f"if (made, rank) == (2, 1): {fault}")
     status, _ = run_script(3, tmp_path, script, *flags, "--steps", "5")
     assert status not in (0, 2, 75)
 
 
 def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
-    """What was saved before is the state of an unbroken run; what was recorded after it is written again."""
+    """The resumed run equals an unbroken one; records after the checkpoint are replaced."""
     train(1, tmp_path / "whole", *flags[:-2], "--steps", "6")
-    script = FAULTY.format(step=5, where="rank == 2", fault="os.kill(os.getpid(), signal.SIGKILL)")
+    script = FAULTY.format(fault="if (made, rank) == (5, 2): os.kill(os.getpid(), signal.SIGKILL)")
     status, _ = run_script(4, tmp_path, script, *flags, "--steps", "6", "--save-every", "3")
     assert status != 0
     assert len(fields(tmp_path / "out")) == 5
-    assert outcome(tmp_path / "out") == ("running", ""), "nobody was left to say anything else; it grows old"
+    assert outcome(tmp_path / "out") == ("running", ""), "no rank was left to write another state"
     printed = train(3, tmp_path / "out", *flags[:-2], "--steps", "6")
     assert "at step 3" in printed
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
-# Makes one rank stand still while the others go on into the collectives of step 3.
+# One rank stops while the others enter the collectives of step 3.
 HANGING = """
 import os, signal, time
 import numpy as np
@@ -192,7 +179,7 @@ def hang(ranks: int, folder: Path, rank: int, fault: str, *flags: str, limit: st
 
 
 def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> None:
-    """The reason is said and recorded, with an age just past the limit, and the roll call is over."""
+    """Check that the reason is printed and recorded, and that no file of the roll call is left."""
     said = re.search(r"zero_mpi: no progress for (.+) s: (.+); ending the job", errors)
     assert said, errors
     assert limit <= float(said[1]) < limit + 2
@@ -200,7 +187,7 @@ def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> 
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["step"]) == ("failed", 2)
     assert status["reason"] == f"no progress for {said[1]} s: {said[2]}"
-    assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # of a job that was killed: taken over
+    assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # the lock of a killed job is taken over
 
 
 def forget_who_was_woken(out: Path, rank: int) -> None:
@@ -226,7 +213,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(transport, ranks, rank, f
 
 
 def test_a_rank_that_reads_for_ever_is_named_with_its_stack(flags, tmp_path):
-    """While it loads data it is in no collective; the first stack that is shown is its own."""
+    """A rank that loads data is in no collective; its stack is printed first."""
     rank, limit = 1, "self.session.config.timeout"
     errors = hang(2, tmp_path, rank, "read_for_ever", *flags, "--transport", "mpi", limit=limit)
     assert_told(errors, tmp_path / "out", f"rank {rank} in no collective (step 3", 2.5)
@@ -254,7 +241,7 @@ def test_a_rank_in_another_collective_is_named_long_before_the_limit(transport, 
 
 @pytest.mark.parametrize("transport", ["mpi", "shared"])
 def test_checked_collectives_name_the_first_difference(transport, flags, tmp_path):
-    """At once, instead of a wait for the limit: one line, the same for all ranks."""
+    """The difference is reported at once, in one line, without waiting for the limit."""
     script = HANGING.format(rank=1, fault="meet_alone", limit=60)
     checks = ["--check-collectives", "--transport", transport]
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5", *checks)
@@ -267,10 +254,10 @@ def test_checked_collectives_name_the_first_difference(transport, flags, tmp_pat
 
 
 def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
-    """Where nothing can be written, as where a file system hangs, the job ends all the same."""
+    """The job ends also if no file can be written, for example on a hanging file system."""
     in_the_way = f"open({str(tmp_path / 'out' / '.ranks')!r}, 'w').close()"
     sooner = "from zero_mpi.launch import watchdog; watchdog.GRACE = self.watchdog.limit = 0.5"
-    script = FAULTY.format(step=2, where="True", fault=f"{in_the_way}; {sooner}; time.sleep(99)")
+    script = FAULTY.format(fault=f"if made == 2: {in_the_way}; {sooner}; time.sleep(99)")
     status, errors = run_script(2, tmp_path, script, *flags, "--steps", "5")
     assert status == watchdog.STATUS
     assert re.search(r"zero_mpi: rank \d: no progress for .+ s: step 2, in no collective.*; ending", errors)
@@ -278,7 +265,7 @@ def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(flags, tmp_path):
-    """A batch system may stop all of its processes and let them go on later: nobody stands still."""
+    """A batch system may suspend a job and continue it later; this is no hang."""
     script = tmp_path / "suspended.py"
     suspend = "kill -STOP {pids}; sleep 5; kill -CONT {pids}"
     fault = (
@@ -286,14 +273,14 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(flags, tmp_path):
         f"rank == 0 and subprocess.Popen({suspend!r}.format(pids=pids), shell=True); "
         "self.watchdog.limit = 3.0; [time.sleep(0.1) for _ in range(10)]"
     )
-    script.write_text(FAULTY.format(step=2, where="True", fault=fault))
+    script.write_text(FAULTY.format(fault=f"if made == 2: {fault}"))
     train(2, tmp_path / "out", *flags[:-2], "--steps", "5", script=script)
     assert len(fields(tmp_path / "out")) == 5
 
 
 def test_the_watchdog_lets_a_slow_run_be(flags, tmp_path):
-    """Every step takes part of the limit; all together take longer than it."""
+    """Each step is shorter than the limit; all steps together are longer."""
     script = tmp_path / "slow.py"
-    script.write_text(FAULTY.format(step="self.progress.step", where="True", fault="time.sleep(1)"))
+    script.write_text(FAULTY.format(fault="time.sleep(1)"))
     train(2, tmp_path / "out", *flags[:-2], "--steps", "5", "--timeout", "4", script=script)
     assert len(fields(tmp_path / "out")) == 5

@@ -1,7 +1,7 @@
-"""A disk that is full or no longer writable ends the job with one line, and the checkpoint before it loads.
+"""A full or read-only disk ends the job with one line, and the checkpoint before it loads.
 
-Small file systems are mounted for it. While ranks save in the background they train on, so the error comes up
-at a later step, on all of them together.
+The tests mount small file systems. Ranks train on while a checkpoint is saved in the background, so all of
+them report the error at a later step.
 """
 
 import json
@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import run_command, run_job
-from test_command_bits import fields, needs_mpiexec, train, write_text
+from jobs import FAULTY, run_command, run_job
+from test_command_bits import fields, files, needs_mpiexec, train, write_text
+from test_failures import SMALL
 
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 
 pytestmark = needs_mpiexec
-SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
-SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
-SMALL += ["--keep", "0", "--save-every", "2"]
+KEPT = [*SMALL, "--keep", "0", "--save-every", "2"]
 SAVES = {
     "now": [],
     "async": ["--async-save"],
@@ -46,7 +45,7 @@ def mount() -> Iterator[Mount]:
         mounted.append(place)
 
     yield mount
-    for place in mounted:  # as often as something was mounted there
+    for place in mounted:  # several mounts may lie on one place
         while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
             pass
 
@@ -57,9 +56,17 @@ def small_disk(mount, tmp_path) -> Path:
     return tmp_path / "disk"
 
 
-@pytest.fixture
-def flags(tmp_path) -> list[str]:
-    return [*SMALL, "--data", *write_text(tmp_path)]
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    return [*KEPT, "--data", *write_text(tmp_path_factory.mktemp("text"))]
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory) -> Path:
+    """Return the folder of a run of four steps that nothing stopped."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    train(1, out, *flags, "--steps", "4")
+    return out
 
 
 def assert_one_line(errors: str, cause: str) -> None:
@@ -69,33 +76,29 @@ def assert_one_line(errors: str, cause: str) -> None:
     assert re.search(r"(model|optimizer)\.gguf|step-\d{8}", line), "the file"
 
 
-def assert_goes_on(out: Path, flags: list[str], tmp_path: Path) -> None:
-    """The checkpoint of step 2 is sound, and going on from it is the run that was never stopped."""
+def assert_goes_on(out: Path, flags: list[str], whole: Path, on: Path) -> None:
+    """Check that the checkpoint of step 2 is sound and that a resume equals the unbroken run."""
     assert (out / "latest").readlink() == Path("step-00000002")
     check_digests(open_checkpoint(out / "latest"))
     assert not list(out.glob(".step-*")), "a partial folder was left"
     assert [path.name for path in out.glob("step-*")] == ["step-00000002"]
-    train(1, tmp_path / "whole", *flags, "--steps", "4")
-    printed = train(2, tmp_path / "on", *flags, "--steps", "4", "--resume", str(out / "latest"))
-    assert "at step 2" in printed
-    assert fields(tmp_path / "on") == fields(tmp_path / "whole")[2:]
-    for name in ("model.gguf", "optimizer.gguf"):
-        found, expected = (tmp_path / run / "latest" / name for run in ("on", "whole"))
-        assert found.read_bytes() == expected.read_bytes()
+    assert "at step 2" in train(2, on, *flags, "--steps", "4", "--resume", str(out / "latest"))
+    assert fields(on) == fields(whole)[2:]
+    assert files(on) == files(whole)
 
 
 @pytest.mark.parametrize("how", SAVES)
-def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk, flags, tmp_path):
+def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk, flags, whole, tmp_path):
     out = small_disk / "out"
     job = ["-m", "zero_mpi.train", *flags, "--out", str(out), "--steps", "9", *SAVES[how]]
     status, _, errors = run_job(3, job, timeout=30)
     assert status == 1, errors
     assert_one_line(errors, "No space left on device")
     done = len(fields(out))
-    assert done == 4 if "--async-save" not in SAVES[how] else 4 <= done <= 6, "at 6 it is waited for"
+    assert done == 4 if "--async-save" not in SAVES[how] else 4 <= done <= 6, "step 6 waits for the save"
     state = json.loads((out / "status.json").read_text())
     assert (state["state"], state["reason"] in errors) == ("failed", True)
-    assert_goes_on(out, flags, tmp_path)
+    assert_goes_on(out, flags, whole, tmp_path / "on")
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_first_step(mount, flags, tmp_path):
@@ -109,28 +112,17 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_first_step(mou
     assert not list((tmp_path / "disk").rglob("metrics.jsonl"))
 
 
-# Runs `zero_mpi.train`; after some steps rank 0 may write no file as large as a checkpoint's.
-SMALL_FILES = """
-import resource
-from zero_mpi.train import command as train_command, trainer as train
-
-step = train.Trainer.step
-
-def step_on(self):
-    if self.world.rank == 0 and self.progress.step == 45:
+# After 45 steps rank 0 cannot write files as large as a checkpoint.
+SMALL_FILES = """if (made, rank) == (45, 0):
         self.saving.saver.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))
-    return step(self)
-
-train.Trainer.step = step_on
-train_command.main()
 """
 
 
 def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_path):
-    """All ranks hear of it at one of the next steps: training on for hours would be for nothing."""
+    """All ranks end at one of the next steps instead of training on for nothing."""
     script, out = tmp_path / "script.py", tmp_path / "out"
-    script.write_text(SMALL_FILES)
+    script.write_text(FAULTY.format(fault=SMALL_FILES))
     flags = [*flags, "--out", str(out), "--steps", "121", "--async-save", "--save-every", "40"]
     status, _, errors = run_job(3, [str(script), *flags], timeout=30)
     assert status == 1, errors
@@ -140,45 +132,34 @@ def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_p
     check_digests(open_checkpoint(out / "latest"))
 
 
-# Runs `zero_mpi.train`; before step 4 the folder of the run becomes read-only: a mount of it on itself does
-# that to whatever is opened from then on, and leaves the records alone, which are open.
-READ_ONLY = """
-import subprocess
-from zero_mpi.train import command as train_command, trainer as train
-
-step = train.Trainer.step
-
-def step_on(self):
-    if self.progress.step == 3:
+# Before step 4 the folder of the run is mounted read-only. Files that are open already, the records, stay
+# writable.
+READ_ONLY = """if made == 3:
         self.saving.saver.wait()  # for the checkpoint of step 2, where it is saved in the background
-        if self.world.rank == 0:
+        if rank == 0:
             out = str(self.session.out)
             subprocess.run(["mount", "--bind", out, out], check=True)
             subprocess.run(["mount", "-o", "remount,bind,ro", out], check=True)
         self.session.comm.barrier()
-    return step(self)
-
-train.Trainer.step = step_on
-train_command.main()
 """
 
 
 @pytest.mark.parametrize("how", SAVES)
-def test_a_folder_that_is_no_longer_writable_is_named(how, mount, flags, tmp_path):
-    """Permissions would not do: root may write anywhere."""
+def test_a_folder_that_is_no_longer_writable_is_named(how, mount, flags, whole, tmp_path):
+    """Permissions do not stop root, so the folder is mounted read-only."""
     out = tmp_path / "out"
     out.mkdir()
-    mount(out, "--bind", str(out))  # skips where mounting is refused, and unmounts in the end
+    mount(out, "--bind", str(out))  # skips the test if mounting is refused
     script = tmp_path / "script.py"
-    script.write_text(READ_ONLY)
+    script.write_text(FAULTY.format(fault=READ_ONLY))
     job = [str(script), *flags, "--out", str(out), "--steps", "9", *SAVES[how]]
     status, _, errors = run_job(3, job, timeout=30)
     assert status == 1, errors
     assert_one_line(errors, "Read-only file system")
-    assert_goes_on(out, flags, tmp_path)
+    assert_goes_on(out, flags, whole, tmp_path / "on")
 
 
-# Runs `zero_mpi.train` where a quota ends what may be written, which the file system does not tell.
+# Runs `zero_mpi.train` under a quota that the file system does not report.
 QUOTA = """
 import shutil
 from zero_mpi.train import command
@@ -190,7 +171,7 @@ command.main()
 
 @pytest.mark.parametrize("pages", [0, 2])
 def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags, tmp_path):
-    """With room for nothing, for less than the settings, and for less than the first steps' records."""
+    """The disk has room for nothing, or for less than the first records."""
     (tmp_path / "script.py").write_text(QUOTA)
     out, filler = small_disk / "out", small_disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096 * pages))
@@ -209,7 +190,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags, 
     assert pages == 0 or json.loads(left["status.json"])["state"] == "failed"
 
 
-# Runs a command that cannot close a file it has written, as where a network file system writes only then.
+# Runs a command that cannot close a written file; a network file system may fail only then.
 FAILING = """
 import builtins, errno, fcntl, io, os, runpy, sys
 
@@ -245,7 +226,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 TRAINED = ["zero_mpi.train", "--out", "out", "--steps", "3", "--data", "text-0-0.txt"]
 EXPORTED = ["zero_mpi", "export", "model.gguf"]
-CLOSED = [  # the file that cannot be closed, the command, the status, and the name in the line
+CLOSED = [  # (file that cannot be closed, command, status, name in the line)
     ("model.gguf", TRAINED, 1, "model.gguf"),
     ("optimizer.gguf", TRAINED, 1, "optimizer.gguf"),
     ("metrics.jsonl", TRAINED, 1, "metrics.jsonl"),
@@ -264,7 +245,7 @@ CLOSED = [  # the file that cannot be closed, the command, the status, and the n
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("closed")
     write_text(folder)
-    flags = [*SMALL, "--data", str(folder / "text-0-0.txt"), "--steps", "2"]
+    flags = [*KEPT, "--data", str(folder / "text-0-0.txt"), "--steps", "2"]
     train(1, folder / "run", *flags)
     (folder / "failing.py").write_text(FAILING)
     shutil.copy(folder / "run" / "latest" / "model.gguf", folder)
@@ -274,7 +255,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize(("name", "command", "expected", "named"), CLOSED)
 def test_a_file_that_cannot_be_closed_is_one_line(name, command, expected, named, trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    more = SMALL if command is TRAINED else []
+    more = KEPT if command is TRAINED else []
     start = [sys.executable, "failing.py", name, *command, *more]
     status, _, errors = run_command(start, timeout=60, cwd=tmp_path)
     errors = re.sub("(?m)^Abort.*\n", "", errors)

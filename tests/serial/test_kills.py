@@ -1,4 +1,4 @@
-"""The real job, killed at random moments, or told to end while it saves: what was complete is never lost."""
+"""Complete checkpoints survive kills at random moments and signals during a save."""
 
 import sys
 import time
@@ -6,18 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import run_command, run_job
+from jobs import FAULTY, run_command, run_job
 from random_kills import newest, sound_step
 from test_command_bits import needs_mpiexec, write_text
+from test_failures import SMALL
 from test_shared_fallback import MOUNT, why_no_mount
 
 pytestmark = needs_mpiexec
-# Saving takes most of a step here: 180 000 parameters, and two rounds of micro-batches.
 
 
 @pytest.mark.timeout_seconds(400)
 def test_random_kills_of_ranks_launcher_and_job_lose_nothing(tmp_path, quick):
-    """In a /dev/shm of its own, which holds no more at the end; by hand `random_kills.py` does a hundred."""
+    """The jobs run in a private /dev/shm, which must be empty in the end."""
     driver = Path(__file__).parent.parent / "random_kills.py"
     job = [sys.executable, driver, "--count", "5" if quick else "30", "--seed", "20", "--out", tmp_path]
     job += ["--data", *write_text(tmp_path)]
@@ -29,10 +29,9 @@ def test_random_kills_of_ranks_launcher_and_job_lose_nothing(tmp_path, quick):
     assert status == 0, said + errors
 
 
-# Runs `zero_mpi.train` on a disk that takes a while for each write, and signals itself before a step.
+# Slows each write to disk.
 SLOW = """
-import os, signal, time
-from zero_mpi.train import command as train_command, trainer as train
+import time
 from zero_mpi.checkpoint.parallel_write import OutputFile
 
 write_at = OutputFile.write_at
@@ -42,19 +41,8 @@ def write_slowly(self, offset, *data):
     write_at(self, offset, *data)
 
 OutputFile.write_at = write_slowly
-
-step = train.Trainer.step
-
-def signalled_step(self):
-    if (self.world.rank, self.progress.step) == (1, {signalled}):
-        os.kill(os.getpid(), signal.SIGTERM)
-    return step(self)
-
-train.Trainer.step = signalled_step
-train_command.main()
 """
-SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
-SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
+SIGNALLED = "if (made, rank) == ({}, 1): os.kill(os.getpid(), signal.SIGTERM)"
 Start = Callable[..., tuple[int, str, str]]
 
 
@@ -62,7 +50,7 @@ Start = Callable[..., tuple[int, str, str]]
 def slow_run(tmp_path) -> Start:
     def start(signalled: int, *more: str) -> tuple[int, str, str]:
         script = tmp_path / "slow.py"
-        script.write_text(SLOW.format(signalled=signalled))
+        script.write_text(SLOW + FAULTY.format(fault=SIGNALLED.format(signalled)))
         flags = [*SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--async-save"]
         return run_job(3, [str(script), *flags, "--steps", "4", *more], timeout=40, cwd=tmp_path)
 
@@ -83,7 +71,7 @@ def test_a_run_ends_when_its_last_checkpoint_is_complete(io, signalled, expected
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(slow_run, tmp_path):
-    """Step 4 is done before the checkpoint of step 3 is."""
+    """Step 4 ends before the checkpoint of step 3 is complete."""
     status, printed, errors = slow_run(-1, "--save-every", "3", "--log-every", "1")
     assert (status, errors) == (0, ""), printed
     lines = [line.split(" in ")[0] for line in printed.splitlines()]
