@@ -1,4 +1,4 @@
-"""Every CUDA kernel compiles for the GPUs of today, without one, and takes what the launch table says."""
+"""Every CUDA kernel compiles without a GPU and has the parameters of the launch table."""
 
 from __future__ import annotations
 
@@ -8,17 +8,31 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from zero_mpi.device import ordered_sum
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = [*(pytest.param(name, marks=pytest.mark.long) for name in ("sm_80", "sm_90")), "sm_100"]
 PTX_TYPES = {"P": ("u64", "b64"), "L": ("u64", "b64", "s64"), "F": ("f32", "b32"), "D": ("f64", "b64")}
-CUPY_ADDS = "-ftz=true"  # to whatever it compiles
-ONE_AT_A_TIME = ("add_losses", "add_partials", "attention_", "by_", "counts_", "digit_", "token_keys")
+CUPY_ADDS = "-ftz=true"  # to the options of all kernels
+SUMS = ordered_sum.SOURCE.name
+ONE_AT_A_TIME = (
+    "add_losses",
+    "add_partials",
+    "attention_",
+    "by_",
+    "counts_",
+    "digit_",
+    "pairwise_",
+    "token_keys",
+)
 TELL = """
 import json
 from zero_mpi.ops import gpu
@@ -31,7 +45,7 @@ print(json.dumps([table, texts, launch.OPTIONS]))
 
 @lru_cache
 def told() -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
-    """The launch table, the sources and the options, from a process whose CuPy is the pretend one."""
+    """Return the launch table, sources and options, from a process with the simulated CuPy."""
     path = os.pathsep.join([str(ROOT / "tests" / "pretend"), str(ROOT)])
     command, env = [sys.executable, "-W", "error", "-c", TELL], os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -64,7 +78,7 @@ class Program:
         self.call("CreateProgram", ctypes.byref(self.handle), *given, owned=False)
 
     def call(self, name: str, *arguments: object, owned: bool = True) -> int:
-        """nvrtcNAME of the program; what went wrong is an error, but for compiling."""
+        """Call nvrtcNAME on the program; a failure of any call but CompileProgram is an error."""
         status = nvrtc()[f"nvrtc{name}"](*([self.handle] if owned else []), *arguments)
         assert status == 0 or name == "CompileProgram", f"nvrtc{name}: status {status}"
         return int(status)
@@ -87,64 +101,85 @@ class Program:
         self.call("DestroyProgram", ctypes.byref(self.handle), owned=False)
 
 
-def test_the_table_names_every_source():
-    assert {source for source, _ in told()[0].values()} == set(sources())
+class Compiled(NamedTuple):
+    log: str
+    cubin: bytes
+    ptx: str
+
+    def bodies(self) -> dict[str, str]:
+        """Return the PTX of each kernel."""
+        return {part.split("(")[0].strip(): part for part in self.ptx.split(".entry ")[1:]}
+
+
+def compiled(source: str, architecture: str) -> Compiled:
+    text, options = (
+        (ordered_sum.SOURCE.read_text(), ordered_sum.OPTIONS)
+        if source == SUMS
+        else (told()[1][source], told()[2])
+    )
+    program = Program(text, source)
+    try:
+        log = program.compile(*options, CUPY_ADDS, f"--gpu-architecture={architecture}", "--ptxas-options=-v")
+        return Compiled(log, program.read("CUBIN"), program.read("PTX").decode())
+    finally:
+        program.close()
+
+
+@lru_cache
+def all_compiled(architecture: str) -> dict[str, Compiled]:
+    """Return every source's kernels; several are compiled at once."""
+    nvrtc(), told()
+    names = [*sources(), SUMS]
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(lambda name: compiled(name, architecture), names), strict=True))
 
 
 def kernels_of(source: str) -> set[str]:
+    if source == SUMS:
+        return {*(f"add_{kind}" for kind in ordered_sum.KINDS), ordered_sum.PAIRWISE}
     return {name for name, (where, _) in told()[0].items() if where == source}
 
 
 @pytest.mark.timeout_seconds(300)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_and_keep_their_registers(architecture):
-    nvrtc()
-    for source in sources():
-        program = Program(told()[1][source], source)
-        log = program.compile(
-            *told()[2], CUPY_ADDS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"
-        )
-        assert program.read("CUBIN")[1:4] == b"ELF"
-        program.close()
-        assert "warning" not in log, log
-        noted = re.findall(r"properties for (\w+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill", log)
-        assert {name for name, _, _ in noted} >= kernels_of(source), (
-            "the assembler says nothing of some kernels"
-        )
+    assert {source for source, _ in told()[0].values()} == set(sources())
+    for source, made in all_compiled(architecture).items():
+        assert made.cubin[1:4] == b"ELF"
+        assert "warning" not in made.log, made.log
+        noted = re.findall(r"properties for (\w+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill", made.log)
+        silent = kernels_of(source) - {name for name, _, _ in noted}
+        assert not silent, "the assembler says nothing of these kernels"
         assert not [name for name, stack, spilled in noted if int(stack) or int(spilled)], "spilled registers"
 
 
+@pytest.mark.timeout_seconds(300)
 def test_kernels_take_what_the_table_says():
-    nvrtc()
-    for source in sources():
-        program = Program(told()[1][source], source)
-        program.compile(*told()[2], "--gpu-architecture=compute_80")
-        ptx = program.read("PTX").decode()
-        program.close()
-        entries = dict(re.findall(r"\.entry (\w+)\s*\(([^)]*)\)", ptx))
+    for source, made in all_compiled("sm_100").items():
+        entries = dict(re.findall(r"\.entry (\w+)\s*\(([^)]*)\)", made.ptx))
         assert set(entries) == kernels_of(source)
-        bodies = {part.split("(")[0].strip(): part for part in ptx.split(".entry ")[1:]}
-        narrow = {name for name, body in bodies.items() if not re.search(r"ld\.global(\.\w+)*\.v4", body)}
-        assert not {name for name in narrow if not name.startswith(ONE_AT_A_TIME)}, "no loads of 16 bytes"
-        for name, parameters in entries.items():
+        narrow = [
+            name for name, body in made.bodies().items() if not re.search(r"ld\.global(\.\w+)*\.v4", body)
+        ]
+        assert not [name for name in narrow if not name.startswith(ONE_AT_A_TIME)], "no loads of 16 bytes"
+        for name, parameters in entries.items() if source != SUMS else ():
             found = re.findall(r"\.param \.(?:align \d+ \.)?(\w+)", parameters)
             wanted = told()[0][name][1]
             assert len(found) == len(wanted), name
-            assert all(kind in PTX_TYPES[letter] for kind, letter in zip(found, wanted, strict=True)), (
-                name,
-                found,
-            )
+            fits = (kind in PTX_TYPES[letter] for kind, letter in zip(found, wanted, strict=True))
+            assert all(fits), (name, found)
 
 
-def test_flat_buffers_keep_numbers_below_the_smallest_normal_one():
-    """AdamW has the bits of the host's, which flushes nothing."""
-    program = Program(told()[1]["flat.cu"], "flat.cu")
-    program.compile(*told()[2], CUPY_ADDS, "--gpu-architecture=compute_90")
-    bodies = {part.split("(")[0].strip(): part for part in program.read("PTX").decode().split(".entry ")[1:]}
-    program.close()
-    assert set(bodies) == kernels_of("flat.cu")
-    for name, body in bodies.items():
+@pytest.mark.timeout_seconds(300)
+def test_flat_buffers_and_sums_keep_numbers_below_the_smallest_normal_one():
+    """AdamW and the sums of transports have the host's bits, so denormals are kept."""
+    for name, body in all_compiled("sm_100")["flat.cu"].bodies().items():
         flushing = set(re.findall(r"\b\w+(?:\.\w+)*\.ftz(?:\.\w+)*", body))
-        assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # of 1 - lr times decay, which is near 1
+        assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # converts 1 - lr * decay, near 1
         if name.startswith("adamw_"):
             assert all(f"{step}.rn.f32" in body for step in ("add", "sub", "mul", "div", "sqrt"))
+    sums = all_compiled("sm_100")[SUMS].ptx
+    assert "add.rn.f32" in sums
+    assert not re.search(r"add(\.rn)?\.ftz", sums)
+    most = re.search(r"constexpr int MAX_PARTS = (\d+);", ordered_sum.SOURCE.read_text())
+    assert most[1] == str(ordered_sum.MAX_PARTS)
