@@ -1,13 +1,11 @@
-"""Losses that balance routers: the formula of transformers, its slope, and figures of load."""
+"""Tests of the balance and z losses of routers: formulas, gradients, load figures of a run."""
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import REFERENCE, run_job
-from test_command_bits import fields, needs_mpiexec
+from test_command_bits import fields, needs_mpiexec, train
 from test_resume import refused
 
 from zero_mpi import SerialComm, UsageError
@@ -18,12 +16,12 @@ from zero_mpi.nn.batch import BatchContext, Documents, Packed
 from zero_mpi.sharding.tallies import Tallies
 from zero_mpi.train.steps import load_figures
 
-LAYERS, TOKENS, EXPERTS, USED = 3, 1030, 5, 2  # more tokens than are computed at a time
+LAYERS, TOKENS, EXPERTS, USED = 3, 1030, 5, 2  # more tokens than one chunk
 FACTORS = {BALANCE: 0.7, Z: 0.2}
 
 
 def routed(logits):
-    """(softmax, chosen, starts) of a layer."""
+    """Return (softmax, chosen, starts) of a layer."""
     p = np.exp(logits)
     p /= p.sum(axis=-1, keepdims=True)
     chosen = np.argsort(-p, axis=-1)[:, :USED]
@@ -38,7 +36,7 @@ def reported(layers, factors, documents=None):
 
 
 def transformers(layers):
-    """`load_balancing_loss_func` of transformers 5.24, line by line in NumPy."""
+    """Compute `load_balancing_loss_func` of transformers 5.24, line by line in NumPy."""
     weights, chosen = (np.concatenate(each) for each in list(zip(*map(routed, layers), strict=True))[:2])
     mask = np.eye(EXPERTS)[chosen]  # (R, U, N)
     return (mask.mean(axis=0) * weights.mean(axis=0)).sum() * EXPERTS
@@ -64,7 +62,7 @@ def test_the_loss_is_that_of_transformers_over_all_layers_and_has_its_slope():
 
 
 def test_padding_does_not_count():
-    """Behind the last document of a row, also one of a single token, every position is alone and has id 0."""
+    """Padding behind the last document of a row has id 0, and each position is its own document."""
     begins = np.array([[0, 0, 0, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]])
     ids = np.array([[7, 0, 0, 5, 0], [9, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
     documents = Documents(Packed(ids, begins))
@@ -79,14 +77,6 @@ def test_padding_does_not_count():
     RouterLosses("blk.0", EXPERTS).add_gradient(alone, expected, logits[0][real], routed(logits[0][real])[0])
     np.testing.assert_allclose(found[real], expected, rtol=1e-12)
     assert not found[~real].any()
-
-
-def test_without_a_scale_only_loads_are_reported():
-    batch = reported(np.zeros((1, TOKENS, EXPERTS)), {})
-    assert list(batch.sums) == ["blk.0.expert_load"]
-    dlogits = np.ones((TOKENS, EXPERTS))
-    RouterLosses("blk.0", EXPERTS).add_gradient(batch, dlogits, dlogits, dlogits)
-    assert (dlogits == 1).all()
 
 
 def test_the_mean_over_micro_batches_is_told_with_the_loads_of_experts():
@@ -116,25 +106,22 @@ def test_the_mean_over_micro_batches_is_told_with_the_loads_of_experts():
     assert load_figures({}) == {}
 
 
-SCRIPT = Path(__file__).parents[1] / "routed_llama.py"
-FLAGS = (
-    "--arch routed-llama --layers 2 --dim 16 --heads 2 --context 16 --batch-size 6 --micro-batch 2 --lr 0.05"
+FLAGS = "--arch llama --experts 5 --experts-used 2 --expert-ffn 16 --layers 2 --dim 16 --heads 2 --context 16"
+FLAGS += (
+    " --batch-size 6 --micro-batch 2 --lr 0.05 --warmup 0 --schedule constant --sample 0 --val-fraction 0"
 )
-FLAGS += " --warmup 0 --schedule constant --sample 0 --val-fraction 0 --steps"
 NAMES = ("loss", "balance_loss", "z_loss", "load_least", "load_most", "load_entropy")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A function that trains into a folder; a text as data."""
+    """Return a function that trains into a folder and returns the folder."""
     folder = tmp_path_factory.mktemp("routed")
     (folder / "data.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
 
     def job(name, steps, *flags, ranks=1):
-        given = [*FLAGS.split(), str(steps), "--data", str(folder / "data.txt"), "--out", str(folder / name)]
-        command = [SCRIPT, *given, *flags]
-        status, printed, errors = run_job(ranks, command, timeout=50, env=REFERENCE, cwd=folder, warm=False)
-        assert (status, errors) == (0, ""), printed
+        given = [*FLAGS.split(), "--steps", str(steps), "--data", str(folder / "data.txt"), *flags]
+        train(ranks, folder / name, *given)
         return folder / name
 
     return job
