@@ -169,8 +169,8 @@ def keys_of(tokens, merges, *, pre="gpt-2", types=None, **more):
     }
 
 
-def write_model(path: Path, keys: dict[str, Any]) -> Path:
-    config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]))
+def write_model(path: Path, keys: dict[str, Any], **sizes: int) -> Path:
+    config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]), **sizes)
     params, rng = config.params(), np.random.default_rng(0)
     table = [(name, param.shape) for name, param in params.items()]
     with GGUFStream(path, config.arch, config.metadata() | keys, table) as stream:
