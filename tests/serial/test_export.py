@@ -1,4 +1,4 @@
-"""Exports hold the bits that they should, llama.cpp opens them, and nothing half done gets a name."""
+"""Exports have the right bits, llama.cpp opens them, and a partial export has no final name."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from jobs import run_command
 from oracles import greedy, open_server, tokenize
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.huggingface import names as tables
 from zero_mpi.checkpoint.mixes import FILE_TYPES
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.commands.export.command import command
@@ -121,7 +122,7 @@ def test_keys_are_carried_over_but_for_what_is_no_longer_true(tmp_path: Path, wa
 
 
 def test_what_has_the_type_already_is_copied(tmp_path: Path) -> None:
-    """Quantizing what was quantized would move bits."""
+    """Quantizing a tensor again would change bits."""
     export(write_model(tmp_path / "m.gguf", LLAMA), tmp_path / "once.gguf", "--type", "q4_0")
     export(tmp_path / "once.gguf", tmp_path / "twice.gguf", "--type", "q4_0")
     assert (tmp_path / "once.gguf").read_bytes() == (tmp_path / "twice.gguf").read_bytes()
@@ -130,28 +131,12 @@ def test_what_has_the_type_already_is_copied(tmp_path: Path) -> None:
         assert values == GGUFFile.open(tmp_path / "once.gguf").tensor(name).tobytes()
 
 
-def write_split(source: Path, each: int) -> Path:
-    file, count = GGUFFile.open(source), -(-len(GGUFFile.open(source).tensors) // each)
-    names, paths = list(file.tensors), []
-    for number in range(count):
-        keys = dict(file.metadata) if number == 0 else {}
-        keys |= {"split.no": np.uint16(number), "split.count": np.uint16(count)}
-        keys["split.tensors.count"] = np.int32(len(names))
-        paths.append(source.with_name(f"part-{number + 1:05d}-of-{count:05d}.gguf"))
-        own = names[number * each :][:each]
-        table = [(name, file.tensors[name].shape) for name in own]
-        with GGUFStream(paths[-1], "llama", keys, table) as stream:
-            for name in own:
-                stream.write(name, file.tensor(name))
-    return paths[0]
-
-
 @pytest.mark.parametrize(
     ("format", "wanted"),
     [("gguf", "f32"), ("gguf", "f16"), ("gguf", "q5_1"), ("safetensors", "f32"), ("safetensors", "bf16")],
 )
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, format: str, wanted: str) -> None:
-    """An embedding of 64 MiB: what is taken stays far below it."""
+    """Exporting an embedding of 64 MiB takes far less memory."""
     sizes = {"layers": 1, "dim": 64, "heads": 2, "context": 8, "vocab_size": 1 << 18, "tied": True}
     config = Llama.from_flags(sizes)
     table = [(name, param.shape) for name, param in config.params().items()]
@@ -167,7 +152,11 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, format: str, wanted
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_a_folder_becomes_a_gguf_and_a_folder_again(tmp_path: Path, name: str, shard: str) -> None:
+def test_a_folder_becomes_a_gguf_and_a_folder_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shard: str
+) -> None:
+    if shard == "20KB":
+        monkeypatch.setattr(tables, "CHUNK", 40)
     config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
     hf_models.write_folder(tmp_path / "hf", config, tensors)
     export(tmp_path / "hf", tmp_path / "m.gguf")
@@ -233,7 +222,7 @@ def test_rules_of_a_tokenizer_go_along_and_a_gguf_brings_a_warning(tmp_path: Pat
 
 
 def test_named_templates_of_a_folder_go_along(tmp_path: Path) -> None:
-    """Transformers takes of the copy what it takes of the folder; a GGUF between them keeps the names."""
+    """Transformers reads the same templates from the folder, a copy, and a copy made through GGUF."""
     transformers = pytest.importorskip("transformers")
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 320}
     hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
@@ -259,7 +248,7 @@ def test_named_templates_of_a_folder_go_along(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [308, 320, 300])
 def test_a_folder_may_have_more_rows_than_tokens_and_not_less(tmp_path: Path, rows: int) -> None:
-    """llama.cpp opens what comes of it; text never becomes the tokens of those rows."""
+    """llama.cpp opens the export; text is never encoded as a padding token."""
     pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
     config = hf_models.CONFIGS["llama"] | {"vocab_size": rows}
     hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
@@ -277,7 +266,7 @@ def test_a_folder_may_have_more_rows_than_tokens_and_not_less(tmp_path: Path, ro
     assert tokenize(open_server(tmp_path / "m.gguf"), "a b") == tokenizer.encode("a b").tolist()
 
 
-OWN = CHATML.replace("<|im_end|>", "<|user|>")  # ends a turn by a token that no reader knows by its text
+OWN = CHATML.replace("<|im_end|>", "<|user|>")  # its end-of-turn token is in no list of known names
 SPELT = CHATML.replace("<|im_end|>", "#END#")
 EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
 
@@ -297,7 +286,7 @@ EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
 def test_an_export_names_the_tokens_that_end_an_answer(
     tmp_path: Path, template: str | None, keys: dict[str, str], eot: str | None, eom: str | None
 ) -> None:
-    """As llama.cpp's list of stops by text has them, and the template; eos first."""
+    """The ends are those of the template and of llama.cpp's list, EOS first."""
     all_keys: Any = chat_keys(template)
     ids = {token: place for place, token in enumerate(all_keys["tokenizer.ggml.tokens"])}
     all_keys |= {name: np.uint32(ids[token]) for name, token in keys.items()}
@@ -314,7 +303,7 @@ def test_an_export_names_the_tokens_that_end_an_answer(
 
 @pytest.mark.parametrize("ends", [[903, 904], [904, 902, 903], 904, [904]])
 def test_all_ends_of_a_folder_come_back(tmp_path: Path, ends: Any) -> None:
-    """904 and 902 are known as ends by these settings alone, 903 by its text too."""
+    """Only these settings make 902 and 904 ends; 903 is one by its text."""
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 908, "eos_token_id": ends}
     hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
     bpe_files.write_json(tmp_path / "hf", bpe_files.trained_json("gpt-2"))
@@ -338,14 +327,13 @@ def test_llama_cpp_opens_every_type_and_generates(tmp_path: Path, wanted: str) -
         assert theirs == ours
 
 
-def test_llama_cpp_opens_the_parts_of_a_split_and_what_came_through_a_folder(tmp_path: Path) -> None:
+def test_llama_cpp_opens_what_came_through_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
     source = write_model(tmp_path / "m.gguf", LLAMA)
     export(source, tmp_path / "hf")
     export(tmp_path / "hf", tmp_path / "x.gguf")
     ours = bytes(TextModel(source).generate(list(b"def "), 12, temperature=0)).decode()
     assert greedy(open_server(tmp_path / "x.gguf"), "def ", 12) == ours
-    assert greedy(open_server(write_split(source, 4)), "def ", 12) == ours
 
 
 def digest(path: Path) -> str:
@@ -386,21 +374,12 @@ def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:
     ("arguments", "named"),
     [
         (["m.gguf", "x", "--type", "q4_0"], "--type q4_0: "),
-        (["m.gguf", "x.safetensors"], "x.safetensors: "),
         (["m.gguf", "none/x.gguf"], "none"),
         (["m.gguf", "x", "--shard-size", "5 bananas"], "--shard-size 5 bananas: "),
-        (["m.gguf", "x", "--shard-size", "0"], "--shard-size 0: "),
-        (["none.gguf", "x.gguf"], "none.gguf: "),
         (["m.gguf", "x.gguf", "--type", "q7_k"], "'q7_k'"),
         (["m.gguf", "x", "--split-size", "1GB"], "--split-size 1GB: "),
-        (["m.gguf", "x.gguf", "--split-size", "1XB"], "--split-size 1XB: "),
         (["m.gguf", "x.gguf", "--imatrix", "m.gguf"], "m.gguf: "),
-        (["m.gguf"], "target"),
-        ([".", "x.gguf"], "model.gguf"),
         (["state.gguf", "x.gguf"], "model.gguf"),
-        (["array.gguf", "x.gguf"], "general.architecture"),
-        (["mamba.gguf", "x"], "'mamba'"),
-        (["part.gguf", "x"], "llama.block_count is 2"),
     ],
 )
 def test_bad_usage_is_one_line_and_leaves_nothing(
@@ -408,14 +387,8 @@ def test_bad_usage_is_one_line_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "m.gguf", LLAMA)
-    for name, arch in {"state": "zero_mpi", "mamba": "mamba"}.items():
-        with GGUFStream(tmp_path / f"{name}.gguf", arch, {}, []):
-            pass
-    header = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little")
-    key = (20).to_bytes(8, "little") + b"general.architecture" + bytes([9, 0, 0, 0, 4, 0, 0, 0]) + bytes(8)
-    (tmp_path / "array.gguf").write_bytes(header + key)
-    with GGUFStream(tmp_path / "part.gguf", "llama", LLAMA.metadata(), [("blk.1.x.weight", (1,))]) as stream:
-        stream.write("blk.1.x.weight", np.ones(1, np.float32))
+    with GGUFStream(tmp_path / "state.gguf", "zero_mpi", {}, []):
+        pass
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(UsageError) as caught:
         export(*arguments)
@@ -428,10 +401,7 @@ def test_bad_usage_is_one_line_and_leaves_nothing(
     ("value", "wanted", "target"),
     [
         (1e6, "f16", "x.gguf"),
-        (1e6, "f16", "x"),
-        (1e30, "q8_0", "x.gguf"),
         (np.nan, "q4_0", "x.gguf"),
-        (np.inf, "f16", "x.gguf"),
         (np.inf, "f16", "x"),
     ],
 )

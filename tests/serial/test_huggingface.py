@@ -1,17 +1,11 @@
-"""A Hugging Face folder read by GGUF's names gives the same model, in any range, and nothing else passes.
-
-The proof is a forward in plain NumPy on the folder's own tensors (`hf_models`) beside ours on the converted.
-"""
+"""A Hugging Face folder gives the tensors of its model by GGUF's names; other models are refused."""
 
 from __future__ import annotations
 
-import json
-import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import gguf
 import hf_models
 import ml_dtypes
 import numpy as np
@@ -20,9 +14,8 @@ from gguf_files import GGUFStream
 
 from zero_mpi.checkpoint.huggingface import names as tables
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
-from zero_mpi.checkpoint.huggingface.rope import ROPE_SCALING
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
-from zero_mpi.commands.export.huggingface import config_json, outgoing, rope_scaling
+from zero_mpi.commands.export.huggingface import config_json
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
@@ -58,95 +51,21 @@ def our_logits(source: WeightSource, ids: np.ndarray) -> np.ndarray:
 IDS = np.random.default_rng(5).integers(0, 61, 30)
 
 
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_logits_are_those_of_the_folder_itself(tmp_path: Path, name: str) -> None:
-    source = open_weights(make(tmp_path, name))
-    config = hf_models.CONFIGS[name]
-    expected = hf_models.logits(config, hf_models.random_tensors(config), IDS)
-    assert np.ptp(expected, axis=-1).min() > 1, "logits are flat: agreement would say little"
-    np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=2e-5)
-
-
-KINDS = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "granitemoeshared": "granite_moe"}
-PERMUTED = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "smollm3",
-    "granite",
-    "granitemoeshared",
-)  # whose converter brings neighbours of q and k together
-
-
-def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The experts of each matrix in one array, and halves apart, under names that gguf's table has."""
-    experts = sorted(
-        {int(found[1]) for name in tensors if (found := re.search(r"experts\.([0-9]+)\.", name))}
-    )
-    found = {}
-    for name, array in tensors.items():
-        if "experts.0." in name:
-            of_each = [tensors[name.replace("experts.0.", f"experts.{e}.")] for e in experts]
-            found[name.replace("experts.0.", "experts.")] = np.stack(of_each)
-        elif "input_linear" in name:
-            kind = "exps" if array.ndim == 3 else "shexp"
-            for half, rows in zip(("gate", "up"), np.split(array, 2, axis=-2), strict=True):
-                found[f"blk.{name.split('.')[2]}.ffn_{half}_{kind}.weight"] = rows
-        elif "output_linear" in name:
-            kind = "exps" if array.ndim == 3 else "shexp"
-            found[f"blk.{name.split('.')[2]}.ffn_down_{kind}.weight"] = array
-        elif "experts." not in name:
-            found[name] = array
-    return found
-
-
-def expected_tensors(name: str) -> dict[str, np.ndarray]:
-    config = hf_models.CONFIGS[name]
-    kind = KINDS.get(config["model_type"], config["model_type"].removesuffix("_text"))
-    arch = getattr(gguf.MODEL_ARCH, kind.upper())
-    names, found = gguf.get_tensor_name_map(arch, 9), {}
-    for theirs, array in stacked(hf_models.random_tensors(config)).items():
-        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
-        if config["model_type"] in PERMUTED and ("q_proj" in theirs or "k_proj" in theirs):
-            heads = config["num_attention_heads" if "q_proj" in theirs else "num_key_value_heads"]
-            halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
-            array = halves.swapaxes(1, 2).reshape(array.shape)
-        if config["model_type"] == "gpt2" and array.ndim == 2 and ".c_" in theirs:
-            array = array.T
-        if hf_models.norms_less_one(config) and "norm" in theirs:
-            array = array + 1
-        found[ours] = np.ascontiguousarray(array)
-    return found
-
-
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_names_shapes_and_bits(tmp_path: Path, name: str) -> None:
-    source, expected = HuggingFaceFolder.open(make(tmp_path, name)), expected_tensors(name)
-    assert set(source.tensors) - set(source.constants) == set(expected)
-    for key, array in expected.items():
-        assert source.tensors[key].shape == array.shape
-        assert source.tensor(key).tobytes() == array.tobytes(), key
-
-
-@pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
-@pytest.mark.parametrize("name", ["llama, wide heads", "llama, biases", "gpt2"])
+@pytest.mark.parametrize("chunk", [1, 50])
+@pytest.mark.parametrize("name", ["llama, wide heads", "llama, biases", "gpt2", "qwen3moe", "granitemoe"])
 def test_any_range_is_the_slice_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(tables, "CHUNK", chunk)
     source, rng = HuggingFaceFolder.open(make(tmp_path, name)), np.random.default_rng(0)
-    for key, array in expected_tensors(name).items():
-        whole = array.ravel()
+    tensors = {key: source.tensor(key).ravel() for key in source.tensors}
+    monkeypatch.setattr(tables, "CHUNK", chunk)
+    for key, whole in tensors.items():
         cuts = np.sort(rng.integers(0, whole.size + 1, (12, 2)), axis=1).tolist()
         near = [(0, 1), (whole.size - 1, whole.size), (whole.size // 2, whole.size // 2)]
         buffer = np.zeros(whole.size, np.float32)
         for start, stop in [*cuts, *near]:
             source.read(key, start, stop, out=buffer[start:stop])
             np.testing.assert_array_equal(buffer[start:stop], whole[start:stop])
-    with pytest.raises(ValueError, match="is not inside"):
-        source.read("token_embd.weight", 0, 1 << 30)
-    with pytest.raises(UsageError, match="the folder has no tensor 'z'"):
-        source.read("z")
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -164,7 +83,7 @@ def test_half_precision_is_read_exactly(tmp_path: Path, dtype: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, name: str) -> None:
-    """Rows of q in another order, and a transposed matrix; 64 MiB each."""
+    """The rows of q are reordered, and a matrix of gpt2 is transposed; each has 64 MiB."""
     shape = (4096, 4096)
     big = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
     q = "model.layers.{}.self_attn.q_proj.weight"
@@ -203,22 +122,6 @@ def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path
         np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "edits",
-    [
-        {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
-        {"rope_scaling": None, "sliding_window": 4096, "use_sliding_window": False},
-        {"rope_scaling": {"type": "default"}, "layer_types": ["full_attention"] * 2},
-        {"attention_bias": None, "quantization_config": None, "pretraining_tp": 1},
-    ],
-)
-def test_other_spellings_of_the_same(tmp_path: Path, edits: Edit) -> None:
-    usual = open_weights(make(tmp_path / "a", "llama"))
-    other = open_weights(make(tmp_path / "b", "llama", edits))
-    assert usual.metadata == other.metadata
-    assert set(usual.tensors) == set(other.tensors)
-
-
 def test_a_copy_of_a_tied_head_is_dropped(tmp_path: Path) -> None:
     embedding = hf_models.random_tensors(hf_models.CONFIGS["llama, tied"])["model.embed_tokens.weight"]
     source = open_weights(make(tmp_path / "same", "llama, tied", lm_head__weight=embedding))
@@ -228,7 +131,7 @@ def test_a_copy_of_a_tied_head_is_dropped(tmp_path: Path) -> None:
 
 
 def test_llama_3_factors_are_those_of_transformers(tmp_path: Path) -> None:
-    """For Llama 3.1's own numbers: the quotients of frequencies that transformers 5.23 works out."""
+    """The factors of Llama 3.1 are those that transformers 5.23 computes."""
     scaling = hf_models.LLAMA3 | {"original_max_position_embeddings": 8192}
     edits = {"hidden_size": 24, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     edits |= {"rope_theta": 500000.0, "rope_scaling": scaling}
@@ -245,44 +148,28 @@ def test_llama_3_factors_are_those_of_transformers(tmp_path: Path) -> None:
 TWO_ROPES = {"full_attention": {}, "sliding_attention": {"rope_theta": 500.0}}
 REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", {"model_type": "mamba"}, "model_type: expected one of llama, .*found 'mamba'"),
-    ("llama", {"model_type": ...}, "model_type: expected one of .*found nothing"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act: expected silu or swish .*found 'gelu'"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: .*found 'dynamic'"),
-    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor: expected a number"),
     ("llama", {"rope_scaling": hf_models.YARN | {"attention_factor": 2}}, "attention_factor: .*1.13863"),
     ("llama", {"rope_scaling": hf_models.YARN | {"truncate": False}}, "truncate: expected True"),
-    ("llama", {"rope_scaling": hf_models.YARN | {"truncate": None}}, "truncate: expected True"),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: expected a number"),
     ("qwen2", {"rope_scaling": hf_models.LLAMA3}, "rope_type: .*'llama3'"),
-    ("llama", {"rope_scaling": "linear"}, "rope_scaling: expected an object"),
     ("llama", {"rope_parameters": {"full_attention": {}}}, "one setting for all layers"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: expected none"),
-    ("llama", {"num_hidden_layers": 2.5}, "num_hidden_layers: expected a whole number"),
-    ("llama", {"num_hidden_layers": ...}, "num_hidden_layers: expected a number above 0, found nothing"),
-    ("llama", {"hidden_size": "24"}, "hidden_size: expected a number"),
-    ("llama", {"vocab_size": True}, "vocab_size: expected a number"),
-    ("llama", {"rms_norm_eps": float("nan")}, "the number NaN is not finite"),
-    ("llama", {"rope_theta": 10**400}, "rope_theta: expected a number"),
     ("llama", {"head_dim": 5}, "head_dim: expected an even width"),
     ("llama", {"num_key_value_heads": 4}, "k_proj.weight': expected 24 rows by config.json, found 12"),
     ("llama", {"num_attention_heads": 2, "head_dim": 6}, "q_proj.weight': expected 12 rows"),
-    ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
     ("llama, tied", {"tie_word_embeddings": ...}, "lm_head.weight is missing, and tie_word_embeddings"),
     ("llama", {"attention_bias": True}, "sets a bias for attn_q, "),
     ("llama, biases", {"mlp_bias": False}, "sets no bias for ffn_gate, "),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window: expected False"),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected full"),
-    ("qwen2", {"num_key_value_heads": ...}, "num_key_value_heads: expected a number"),
     ("qwen3", {"attention_bias": True}, "attention_bias: expected False"),
     ("smollm3", {"attention_bias": True}, "attention_bias: expected False"),
     ("smollm3", {"no_rope_layer_interval": 3}, "no_rope_layer_interval: expected 4"),
     ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers: expected 1, 1, 1, 0"),
-    ("smollm3", {"no_rope_layers": 4}, "no_rope_layers: expected 1, 1, 1, 0"),
-    ("smollm3", {"num_key_value_heads": ...}, "num_key_value_heads: expected a number"),
     ("gemma3", {"layer_types": ["sliding_attention"] * 7}, "layer_types: expected full_attention"),
     ("gemma3", {"layer_types": ["full_attention"] * 6}, "layer_types: expected full_attention in every 6th"),
-    ("gemma3", {"layer_types": 7}, "layer_types: expected full_attention in every 6th"),
     ("gemma3", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar: expected 10"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: expected none"),
     ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation: expected gelu_pytorch_tanh"),
@@ -290,10 +177,8 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("gemma3", {"rope_parameters": TWO_ROPES}, "rope_theta: expected 10000"),
     ("mistral", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
     ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected an even part .*found 3"),
-    ("phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor: expected an even part .*found 12"),
     ("phi3", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
     ("phi3", {"rope_scaling": hf_models.LONGROPE | {"long_factor": [1.0]}}, "long_factor: .* 3"),
-    ("phi3", {"rope_scaling": hf_models.LONGROPE | {"short_factor": None}}, "short_factor: .* 3"),
     ("llama", {"rope_scaling": hf_models.LONGROPE}, "rope_type: expected default, linear, yarn, llama3"),
     ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type: .*longrope.*'linear'"),
     (
@@ -301,7 +186,12 @@ REFUSED: list[tuple[str, Edit, str]] = [
         {"rope_scaling": hf_models.LONGROPE | {"original_max_position_embeddings": 8}},
         "original_max_position_embeddings: expected .*8",
     ),
-    ("gemma3", {"rope_parameters": {"rope_theta": 500.0}}, "rope_parameters: expected an object for each"),
+    ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+    ("qwen3moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("qwen3moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("granitemoe", {"attention_bias": True}, "attention_bias"),
     ("gpt2", {"activation_function": "relu"}, "activation_function: expected gelu_new"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: expected True"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: expected False"),
@@ -321,12 +211,9 @@ def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str, edits
     ("tensors", "message"),
     [
         ({"score__weight": np.zeros((2, 24), np.float32)}, "tensor 'score.weight'"),
-        ({"model__layers__00__mlp__up_proj__weight": np.zeros(3, np.float32)}, "is not one of a llama model"),
         ({"norm__weight": np.zeros(24, np.float32)}, "expected once, found again"),
         ({"model__norm__weight": np.zeros(24)}, "model.norm.weight': expected F32, F16 or BF16, found F64"),
-        ({"model__norm__weight": np.zeros(24, np.int64)}, "expected F32, F16 or BF16, found I64"),
         ({"model__norm__weight": np.zeros(0, np.float32)}, "expected at least one element"),
-        ({"model__layers__0__self_attn__q_proj__weight": np.float32(1)}, "expected at least one element"),
     ],
 )
 def test_tensors_that_have_no_place_are_refused(tmp_path: Path, tensors: Edit, message: str) -> None:
@@ -341,104 +228,25 @@ def test_open_weights_takes_files_checkpoints_and_folders(tmp_path: Path) -> Non
     assert open_weights(tmp_path / "model.gguf").path == tmp_path / "model.gguf"
     assert open_weights(tmp_path).path == tmp_path / "model.gguf"
     make(tmp_path, "llama")
-    assert open_weights(tmp_path).path == tmp_path / "model.gguf", "a checkpoint goes first"
+    assert open_weights(tmp_path).path == tmp_path / "model.gguf", "model.gguf is preferred"
     (tmp_path / "model.gguf").unlink()
     assert open_weights(str(tmp_path)).path == tmp_path
-
-
-def test_open_weights_names_what_it_expected(tmp_path: Path) -> None:
-    def refused(found: str, name: str = "") -> None:
-        with pytest.raises(UsageError, match=found):
-            open_weights(tmp_path / name)
-
-    refused(r"model\.gguf, or config\.json")
-    (tmp_path / "latest").mkdir()
-    refused("/latest")
-    (tmp_path / "config.json").write_text(json.dumps(hf_models.CONFIGS["llama"]))
-    refused(r"model\.safetensors")
-    (tmp_path / "pytorch_model.bin").touch()
-    refused("safe_serialization=True")
-    refused("folder", "model.safetensors")
-    refused("none.gguf", "none.gguf")
-    (tmp_path / "config.json").write_text("[]")
-    refused(r"config\.json: expected a JSON object")
-
-
-@pytest.mark.parametrize("chunk", [40, 1 << 20])
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_the_way_back_gives_the_folder_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
-) -> None:
-    monkeypatch.setattr(tables, "CHUNK", chunk)
-    source = open_weights(make(tmp_path / "a", name))
-    found = {item.name: np.concatenate(list(item.pieces())).reshape(item.shape) for item in outgoing(source)}
-    expected = hf_models.random_tensors(hf_models.CONFIGS[name])
-    assert {key: array.tobytes() for key, array in found.items()} == {
-        key: array.tobytes() for key, array in expected.items()
-    }
-    again = open_weights(hf_models.write_folder(tmp_path / "b", config_json(source, "float32"), found))
-    assert again.metadata == source.metadata
-    assert {key: spec.shape for key, spec in again.tensors.items()} == {
-        key: spec.shape for key, spec in source.tensors.items()
-    }
-    for key in source.tensors:
-        np.testing.assert_allclose(again.read(key), source.read(key), rtol=1e-6)
-
-
-PARTS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-UNUSUAL = [
-    dict(zip(PARTS, numbers, strict=True))
-    for numbers in ((8.0, 1.5, 3.0, 20), (3, 2, 16.5, 12345), (40.0, 1.0, 4.0, 700))
-]
-
-
-@pytest.mark.parametrize("numbers", UNUSUAL, ids=str)
-def test_unusual_numbers_of_llama_3_come_back_as_they_were(tmp_path: Path, numbers: Edit) -> None:
-    """Through a GGUF, whose divisors alone would not tell them; the divisors come back to the bit."""
-    folder = make(tmp_path / "hf", "llama", {"rope_scaling": {"rope_type": "llama3", **numbers}})
-    source = open_weights(folder)
-    table = [(name, spec.shape) for name, spec in source.tensors.items()]
-    with GGUFStream(tmp_path / "m.gguf", "llama", source.metadata, table) as stream:
-        for name in source.tensors:
-            stream.write(name, source.tensor(name))
-    back = config_json(open_weights(tmp_path / "m.gguf"), "float32")
-    assert back["rope_scaling"] == {"rope_type": "llama3", **numbers}
-    again = open_weights(make(tmp_path / "again", "llama", {"rope_scaling": back["rope_scaling"]}))
-    assert again.read("rope_freqs.weight").tobytes() == source.read("rope_freqs.weight").tobytes()
-
-
-@pytest.mark.parametrize(
-    "kept", ["{", "[]", "null", '{"factor": 8.0}', json.dumps(UNUSUAL[0]), '{"factor": "x"}', "[" * 9999]
-)
-def test_kept_numbers_that_do_not_make_the_divisors_are_not_believed(tmp_path: Path, kept: str) -> None:
-    source = open_weights(make(tmp_path, "llama 3"))
-    other = Fake(source, metadata={ROPE_SCALING: kept}, rope_freqs__weight=source.read("rope_freqs.weight"))
-    factors = other.read("rope_freqs.weight")
-    assert rope_scaling(other, 1000.0, 6)["factor"] == factors.max()
 
 
 @pytest.mark.parametrize(
     ("name", "edits", "expected"),
     [
         ("llama", {}, ""),
-        ("llama", {"attention_dropout": 0.0}, ""),
-        ("qwen2", {"attention_dropout": None}, ""),
-        ("llama", {"attention_dropout": 0.25}, "attention_dropout 0.25"),
-        ("gpt2", {}, "embd_pdrop 0.1, attn_pdrop 0.1, resid_pdrop 0.1"),
         ("gpt2", {"embd_pdrop": 0, "attn_pdrop": 0.0, "resid_pdrop": 0.5}, "resid_pdrop 0.5"),
-        ("qwen3", {"attention_dropout": "\x1b"}, "attention_dropout \\x1b"),
     ],
 )
 def test_dropout_that_is_asked_for_is_told(tmp_path: Path, name: str, edits: Edit, expected: str) -> None:
-    folder = make(tmp_path, name, edits)
-    said = passed_over(open_weights(folder))
-    assert len(said) == bool(expected)
-    assert all(str(folder / "config.json") in line and f"dropout ({expected})" in line for line in said)
-    assert passed_over(None) == []
+    said = passed_over(open_weights(make(tmp_path, name, edits)))
+    assert [f"dropout ({expected})" in line for line in said] == [True] * bool(expected)
 
 
 class Fake:
-    """A source that a folder cannot describe."""
+    """Source of weights that no config.json can describe."""
 
     path = Path("m.gguf")
 
@@ -472,18 +280,6 @@ def test_what_a_configuration_cannot_say_is_refused(
         config_json(source, "float32")
 
 
-MIXTURES = ("mixtral", "qwen3moe", "olmoe", "granitemoe")
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_any_range_of_a_stack_is_the_slice_of_the_whole(tmp_path: Path, name: str) -> None:
-    source, rng = HuggingFaceFolder.open(make(tmp_path, name)), np.random.default_rng(0)
-    for key in ("blk.1.ffn_up_exps.weight", "blk.0.ffn_down_exps.weight"):
-        whole = source.tensor(key).ravel()
-        for start, stop in np.sort(rng.integers(0, whole.size + 1, (20, 2)), axis=1).tolist():
-            np.testing.assert_array_equal(source.read(key, start, stop), whole[start:stop])
-
-
 @pytest.mark.parametrize("name", ["qwen3moe", "olmoe"])
 def test_experts_may_be_merged_as_transformers_has_them_in_memory(tmp_path: Path, name: str) -> None:
     config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
@@ -499,26 +295,6 @@ def test_experts_may_be_merged_as_transformers_has_them_in_memory(tmp_path: Path
     for key, spec in open_weights(one).tensors.items():
         assert open_weights(other).tensor(key).tobytes() == open_weights(one).tensor(key).tobytes()
         assert open_weights(other).tensors[key].shape == spec.shape
-
-
-@pytest.mark.parametrize(
-    ("name", "edits"),
-    [
-        ("qwen3moe", {"norm_topk_prob": False}),
-        ("qwen3moe", {"norm_topk_prob": ...}),
-        ("qwen3moe", {"mlp_only_layers": [0]}),
-        ("qwen3moe", {"decoder_sparse_step": 2}),
-        ("olmoe", {"norm_topk_prob": True}),
-        ("olmoe", {"clip_qkv": 8.0}),
-        ("granitemoe", {"attention_bias": True}),
-    ],
-    ids=str,
-)
-def test_what_the_graphs_of_mixtures_do_not_compute_is_refused(
-    tmp_path: Path, name: str, edits: Edit
-) -> None:
-    with pytest.raises(UsageError, match=next(iter(edits))):
-        HuggingFaceFolder.open(make(tmp_path, name, edits))
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Configurations that are read and written here, held against transformers' own classes of configurations.
+"""Configurations that are read and written agree with the configuration classes of transformers.
 
-For each family and each setting that is read or written: the class says what a config.json means, and plain
-NumPy (`hf_models`) what the model computes by that.
+For each family and setting, the class gives the meaning of a config.json, and plain NumPy (`hf_models`) the
+result of the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero_mpi.commands.export.huggingface import config_json
 transformers = pytest.importorskip("transformers", reason="no transformers: pip install transformers")
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-# Settings of files, types and special tokens; and those of which `effects` says what they come to.
+# Settings that do not change the model, and settings that are compared by their effects.
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "transformers_version", *TOKENS}
 IN_EFFECT = {"rope_theta", "rope_scaling", "original_max_position_embeddings"}
@@ -31,7 +31,7 @@ IN_EFFECT |= {"layer_types", "sliding_window", "use_sliding_window", "partial_ro
 LINEAR = {"rope_type": "linear", "factor": 2.5}
 LONG = hf_models.CONFIGS["phi3, long"]["rope_scaling"]
 CASES: list[tuple[str, Edit]] = [(name, {}) for name in hf_models.CONFIGS]
-# Without a setting the class has its default.
+# A missing setting has the default of the class.
 for family, optional in {
     "llama": ["num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta"],
     "qwen2": ["rms_norm_eps", "hidden_act", "rope_theta"],
@@ -61,6 +61,7 @@ CASES += [
     ("gemma3", {"rope_scaling": hf_models.YARN, "original_max_position_embeddings": 16}),
     ("llama", {"rope_parameters": {"rope_theta": 500.0, **LINEAR}}),
     ("llama", {"rope_parameters": {"rope_theta": 500.0, "factor": 3.0}, "rope_scaling": LINEAR}),
+    ("llama", {"rope_scaling": {"type": "default"}}),
     ("llama", {"rope_parameters": LINEAR, "rope_scaling": {}}),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 3}}),
     ("llama", {"rope_scaling": hf_models.YARN, "original_max_position_embeddings": 16}),
@@ -92,7 +93,7 @@ CASES += [
 
 
 def class_of(folder: Path) -> Any:
-    """The configuration of a folder by transformers' class, with what a model of it does to that."""
+    """Return the configuration of a folder by transformers' class, as a model completes it."""
     found = transformers.AutoConfig.from_pretrained(folder)
     if found.model_type != "gpt2":
         found.standardize_rope_params()
@@ -148,7 +149,7 @@ def test_a_configuration_means_what_its_class_says(tmp_path: Path, name: str, ed
     exported = hf_models.write_folder(tmp_path / "c", config_json(source, "float32"), tensors)
     assert content(HuggingFaceFolder.open(exported)) == content(source)
     again = settings_of(class_of(exported))
-    theirs["model_type"] = theirs["model_type"].replace("mistral", "llama")  # a class that computes the same
+    theirs["model_type"] = theirs["model_type"].replace("mistral", "llama")  # both classes compute the same
     compared = theirs.keys() - IN_EFFECT
     assert {key: again.get(key) for key in compared} == {key: theirs[key] for key in compared}
     for now, wanted in zip(effects(again), effects(theirs), strict=True):

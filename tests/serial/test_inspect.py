@@ -1,4 +1,4 @@
-"""`zero-mpi inspect` says what is in a file, finds a flipped bit, and whether two states are the same."""
+"""Tests of `zero-mpi inspect`: contents, flipped bits, comparison of two states."""
 
 import json
 import math
@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 
 import gguf
+import hf_models
 import numpy as np
 import pytest
 from gguf_files import GGUFStream
@@ -16,7 +17,6 @@ from jobs import run_command
 from test_command_bits import SETTINGS, SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.safetensors import pack_header
 from zero_mpi.commands.inspect import command as inspect_command
 from zero_mpi.commands.inspect.compare import compare
 from zero_mpi.commands.inspect.examine import SCALES, elements, examine, not_finite
@@ -73,20 +73,15 @@ def rewrite(path: Path, **keys) -> None:
             out.write(name, values)
 
 
-def foreign(path: Path, seed: int = 0, rows: int = 64) -> Path:
-    writer = gguf.GGUFWriter(path, "strange")
-    writer.add_block_count(3)
-    writer.add_string("strange.note", "two\nlines \x1b[31m" + "x" * 200)
-    writer.add_string("odd\x1b\nname", "x")
-    writer.add_array("strange.list", list(range(50)))
-    draw = np.random.default_rng(seed)
-    for kind in ("F32", "F16", "Q8_0", "Q4_1"):
-        wanted = gguf.GGMLQuantizationType[kind]
-        values = gguf.quants.quantize(draw.normal(size=(rows, 256)).astype(np.float32), wanted)
-        writer.add_tensor(kind.lower(), values, raw_dtype=wanted)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        step()
-    writer.close()
+def foreign(path: Path) -> Path:
+    keys = {"strange.block_count": 3, "strange.note": "two\nlines \x1b[31m" + "x" * 200, "odd\x1b\nname": "x"}
+    keys |= {"strange.list": np.arange(50, dtype=np.int32)}
+    kinds = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "Q8_0", "Q4_1")]
+    draw = np.random.default_rng(0)
+    with GGUFStream(path, "strange", keys, [(kind.name.lower(), (64, 256), kind) for kind in kinds]) as out:
+        for kind in kinds:
+            values = gguf.quants.quantize(draw.normal(size=(64, 256)).astype(np.float32), kind)
+            out.write_raw(kind.name.lower(), [values.tobytes()])
     return path
 
 
@@ -143,7 +138,7 @@ def test_values_that_are_not_finite_are_counted(checkpoint):
 @needs_mpiexec
 @pytest.mark.parametrize("half", PAIR)
 def test_halves_of_two_checkpoints(half, checkpoint, trained, tmp_path):
-    """Each is sound by itself."""
+    """Each half is sound by itself."""
     flags = ["--data", *write_text(tmp_path), *SIZES, *SETTINGS, "--batch-size", "7", "--micro-batch", "2"]
     train(1, tmp_path / "other", *flags, "--seed", "1")
     shutil.copy(tmp_path / "other" / "latest" / half, checkpoint / half)
@@ -158,11 +153,8 @@ def test_halves_of_two_checkpoints(half, checkpoint, trained, tmp_path):
     ("change", "named"),
     [
         ({"training__settings": '{"seed": 3}'}, CHANGED),
-        ({"training__settings": '{"a": ' * 900 + "1" + "}" * 900}, CHANGED),
         ({"training__model_digests": []}, CHANGED),
         ({"training__checkpoint_id": np.arange(3)}, "checkpoint_id: expected a text, found an array of 3"),
-        ({"optimizer__file_version": np.arange(3)}, "file_version: expected a whole number"),
-        ({"training__tensor_digests": np.arange(3, dtype=np.int32)}, "digests: expected an array of texts"),
         ({"optimizer__file_version": np.uint32(9)}, "version 2, found"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -196,7 +188,7 @@ def test_a_foreign_file_has_no_checksums(tmp_path):
 
 @pytest.mark.parametrize("name", SCALES)
 def test_values_of_blocks_that_are_not_finite_are_counted(name):
-    """Only blocks with odd scales are decoded, and the count is that of all values."""
+    """The count is right although only blocks with odd scales are decoded."""
     kind = gguf.GGMLQuantizationType[name]
     shape = (4000, gguf.constants.GGML_QUANT_SIZES[kind][1])
     raw = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).tobytes()
@@ -217,48 +209,23 @@ def test_a_split_model_is_one(tmp_path):
     assert "5 tensors" in text
 
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 6,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 5,
-    "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-}  # fmt: skip
-SHAPES = {
-    "model.embed_tokens.weight": (5, 8), "lm_head.weight": (5, 8), "model.norm.weight": (8,),
-    "model.layers.0.input_layernorm.weight": (8,), "model.layers.0.post_attention_layernorm.weight": (8,),
-    "model.layers.0.self_attn.q_proj.weight": (8, 8), "model.layers.0.self_attn.k_proj.weight": (4, 8),
-    "model.layers.0.self_attn.v_proj.weight": (4, 8), "model.layers.0.self_attn.o_proj.weight": (8, 8),
-    "model.layers.0.mlp.gate_proj.weight": (6, 8), "model.layers.0.mlp.up_proj.weight": (6, 8),
-    "model.layers.0.mlp.down_proj.weight": (8, 6),
-}  # fmt: skip
-
-
-def safetensors_folder(folder: Path, odd: float = 0.25) -> Path:
-    """A tiny llama as Hugging Face keeps it, in float16; `odd` is one of its values."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    draw = np.random.default_rng(0)
-    tensors = [(name, "F16", shape) for name, shape in SHAPES.items()]
-    with open(folder / "model.safetensors", "wb") as out:
-        out.write(pack_header(tensors))
-        for name, shape in SHAPES.items():
-            values = draw.normal(size=shape).astype(np.float16)
-            if name.endswith("q_proj.weight"):
-                values[4, 3] = odd
-            out.write(values.tobytes())
-    return folder
-
-
 def test_a_safetensors_folder(tmp_path):
-    folder = safetensors_folder(tmp_path / "hf")
+    config = hf_models.CONFIGS["llama"]
+    tensors = {name: array.astype(np.float16) for name, array in hf_models.random_tensors(config).items()}
+    folder = hf_models.write_folder(tmp_path / "hf", config, tensors)
     status, text, errors = run(folder)
     assert (status, errors) == (0, "")
     assert "safetensors" in text
-    assert "llama: blocks 1, width 8, heads 2, key/value heads 1, feed-forward 6, context 16" in text
-    assert "F16: 12 tensors" in text
+    assert "llama: blocks 2, width 24, heads 4, key/value heads 2, feed-forward 40, context 32" in text
+    assert f"F16: {len(tensors)} tensors" in text
     assert "checksums: none" in text
-    assert inside(safetensors_folder(tmp_path / "broken", math.nan)) == 1
-    assert inside(folder, safetensors_folder(tmp_path / "same")) == 0
-    assert compare(folder, tmp_path / "broken")["difference"]["values"] == [0.25, "nan"]
+    assert inside(folder, hf_models.write_folder(tmp_path / "same", config, tensors)) == 0
+    norm = tensors["model.norm.weight"].copy()
+    norm[3] = math.nan
+    broken = hf_models.write_folder(tmp_path / "broken", config, tensors | {"model.norm.weight": norm})
+    assert inside(broken) == 1
+    found = compare(folder, broken)["difference"]["values"]
+    assert found == [pytest.approx(float(tensors["model.norm.weight"][3]), rel=1e-3), "nan"]
 
 
 @needs_mpiexec
@@ -280,8 +247,8 @@ def test_the_first_difference_is_named(checkpoint, trained):
 
 
 def test_every_element_is_looked_at(tmp_path):
-    """One bit, at places around the borders of pieces, is found and placed."""
-    shape = (3, 300_000)  # more than three pieces of a MiB
+    """One flipped bit near the borders of chunks is found and located."""
+    shape = (3, 300_000)  # more than three chunks of 1 MiB
     for name in ("a", "b"):
         with GGUFStream(tmp_path / f"{name}.gguf", "strange", {}, [("t", shape), ("u", (4,))]) as out:
             out.write("t", np.ones(shape, np.float32))
@@ -296,7 +263,7 @@ def test_every_element_is_looked_at(tmp_path):
         flip(tmp_path / "b.gguf", "t", element)
     put(tmp_path / "b.gguf", "t", 9, -1.0)
     put(tmp_path / "a.gguf", "u", 2, 0.0)
-    put(tmp_path / "b.gguf", "u", 2, -0.0)  # a zero of another sign is another bit
+    put(tmp_path / "b.gguf", "u", 2, -0.0)  # zeros of both signs differ in a bit
     assert len(compare(tmp_path / "a.gguf", tmp_path / "b.gguf")["differing"]) == 2
     put(tmp_path / "b.gguf", "t", 9, 1.0)
     put(tmp_path / "b.gguf", "t", 5, -6.0)  # the largest difference is not in the last piece that differs
@@ -337,18 +304,6 @@ def test_shapes_names_and_keys_that_differ(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"GGUF", b"hello" * 100, b"GGUF\3\0\0\0" + b"\xff" * 16, "cut short"]
-)
-@pytest.mark.parametrize("second", [False, True])
-def test_what_cannot_be_read_is_one_line(content, second, tmp_path):
-    path, good = tmp_path / "bad.gguf", foreign(tmp_path / "good.gguf")
-    if content is not None:
-        path.write_bytes(good.read_bytes()[:-100] if content == "cut short" else content)
-    with pytest.raises(UsageError, match=f"^[^\n]*{path}[^\n]*$"):
-        inside(*([good] if second else []), path)
-
-
-@pytest.mark.parametrize(
     "arguments",
     [[], ["--nothing"], ["a", "b", "c"], ["/dev/null"], ["/dev"], ["--why", "."], ["--audit", "."]],
 )
@@ -360,7 +315,7 @@ def test_bad_usage_is_one_line(arguments):
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    """48 MiB in one float32 tensor and 17 MiB in one of blocks; a few pieces of a MiB are held."""
+    """Two tensors of 48 and 17 MiB are read in chunks of 1 MiB."""
     for name in ("a", "b"):
         q8 = gguf.GGMLQuantizationType.Q8_0
         tensors = [("t", (3, 1 << 22)), ("q", (4, 1 << 22), q8)]
