@@ -1,13 +1,12 @@
-"""Calls of tools in conversations: texts and marks are those of Transformers, in whichever form they come."""
+"""Tool calls in conversations have the text and marks of Transformers, in each form of row."""
 
 import json
 from functools import lru_cache
 
-import numpy as np
 import pytest
 from chat_templates import CALLING, HERMES, chat_tokenizer
 from jinja2 import TemplateError
-from test_conversations import answers_in, read, said, transformers_tokenizer, written
+from test_conversations import answers_in, said, transformers_tokenizer, written
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader
@@ -82,9 +81,7 @@ def test_texts_and_marks_are_those_of_transformers(name, row, tmp_path):
     line = written(tmp_path, {"messages": ROWS[row], "tools": TOOLS})
     found = reader(template, ALL).read([("c", line)])
     try:
-        if (
-            name == "deepseek"
-        ):  # apply_chat_template leaves a content of None out, for which this template asks
+        if name == "deepseek":  # apply_chat_template drops a content of None, which this template needs
             special = {"bos_token": "<s>", "eos_token": "</s>"}
             text = render_jinja_template(conversations=[messages], **options, **special)[0][0]
         else:
@@ -144,7 +141,7 @@ THINKING = HERMES.replace(
 
 
 def test_a_call_counts_where_the_prompt_is_written_otherwise(tmp_path):
-    """The history has no `<think>`, so the call lies where the text differs from another one."""
+    """The history lacks `<think>`, so the call is found by the difference of two texts."""
     assert THINKING != HERMES
     line = written(tmp_path, {"messages": talk(TEXT)})
     (found,) = reader(THINKING).read([("c", line)])
@@ -159,19 +156,3 @@ def test_a_call_that_is_none_is_named(value, tmp_path):
     line = written(tmp_path, {"messages": [*said("a"), {"role": "function_call", "content": value}]})
     with pytest.raises(UsageError, match=r"line 1: messages\[1\]: content: expected a call"):
         list(reader(HERMES).read([("c", line)]))
-
-
-@pytest.mark.parametrize("name", ["chatml", "marked"])
-def test_a_silent_turn_counts_by_no_loss(name, tmp_path):
-    talk = said("a", "wrong", "b", "right")
-    whole, silent = read(
-        tmp_path,
-        name,
-        *({"messages": [talk[0], talk[1] | more, *talk[2:]]} for more in ({}, {"weight": 0})),
-        loss_on=ALL,
-    )
-    assert whole.counted.all()
-    assert silent.ids.tolist() == whole.ids.tolist()
-    covered = np.repeat(silent.counted, silent.lengths)
-    start = silent.text.index("wrong")
-    assert np.flatnonzero(~covered).tolist() == list(range(start, start + len("wrong<|im_end|>")))

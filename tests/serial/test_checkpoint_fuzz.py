@@ -1,26 +1,24 @@
-"""Any bytes in the place of a checkpoint load as what was written, or are refused."""
+"""A damaged checkpoint is refused, or loads with the values that were written."""
 
+import hashlib
 import re
 import struct
 import time
 import tracemalloc
-from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
 import tiny
+import xxhash
 from checkpoints import load_checkpoint, save_checkpoint
-from fuzz.wild import edited
 
 from zero_mpi import ShardedAdamW
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
+from zero_mpi.checkpoint.sound import check_digests, digest, open_checkpoint
 from zero_mpi.checkpoint.state import COUNTS, Description, TrainingProgress
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
-from zero_mpi.train.text_model import TextModel
 
 MODEL, STATE = FILES = ("model.gguf", "optimizer.gguf")
 SIZES = {"layers": 1, "dim": 12, "heads": 2, "kv_heads": 1, "ffn": 10, "context": 8, "vocab_size": 23}
@@ -29,8 +27,8 @@ PROGRESS = TrainingProgress(step=2, tokens=700, skipped=1, updates=3, samples=12
 SETTINGS = {"seed": 0, "model.arch": "llama", "corpus": "ab" * 32}
 MACHINE, PLAN = {"threads": 1, "numpy": "2"}, {"lr": 0.004, "steps": 9}
 DESCRIPTION = Description("llama", CONFIG.metadata(), SETTINGS, MACHINE, PLAN)
-MOST_SECONDS = 2.0  # of this process, where an undamaged pair takes 4 ms; tracing makes that 30
-ROOM = 1 << 20  # bytes beside a few times the files: a reader's buffers, numpy's and json's own
+MOST_SECONDS = 2.0  # of CPU time; an undamaged pair takes 4 ms, with tracing 30 ms
+ROOM = 1 << 20  # bytes for the buffers of readers, NumPy and JSON
 
 Pair = dict[str, bytes]
 
@@ -98,6 +96,12 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("bench"))
 
 
+def test_a_digest_is_the_sha256_of_the_xxh3_of_4096_bytes():
+    raw = np.random.default_rng(0).bytes(10000)
+    parts = [xxhash.xxh3_128(raw[at : at + 4096]).digest() for at in (0, 4096, 8192)]
+    assert digest(raw) == hashlib.sha256(b"".join(parts)).hexdigest()
+
+
 def test_the_undamaged_pair_loads(bench):
     assert bench.run(bench.pair)
     assert not bench.run(bench.other | {MODEL: bench.pair[MODEL]})
@@ -107,30 +111,14 @@ def flip(content: bytes, at: int, bits: int) -> bytes:
     return content[:at] + bytes([content[at] ^ bits]) + content[at + 1 :]
 
 
-def changed(bench: Bench, random: Random, names: Sequence[str]) -> Pair:
-    """The files with a few changes of bytes, three of four in the index, where most of what is read lies."""
-    pair = dict(bench.pair)
-    for name in random.choices(names, k=random.randint(1, 3)):
-        content = pair[name]
-        span = len(content) if random.random() < 0.25 else bench.index[name]
-        pair[name] = edited(random, content[:span], 1) + content[span:] * (random.random() < 0.9)
-    return pair
-
-
-@pytest.mark.timeout_seconds(180)
-def test_any_change_is_refused_or_changes_nothing(bench, quick):
-    for seed in range(100 if quick else 500):
-        bench.run(changed(bench, Random(seed), FILES))
-
-
 @pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize("name", FILES)
 def test_any_flipped_bit_is_refused_or_changes_nothing(name, bench, quick):
-    """Every third byte of the index, or eleventh, another bit each; and bytes all over the tensors."""
+    """Flip a bit in every third (quick: eleventh) byte of the index, and in bytes of tensors."""
     content, index = bench.pair[name], bench.index[name]
     places = [*range(0, index, 11 if quick else 3), *range(index, len(content), 37)]
     loaded = [at for at in places if bench.load(bench.pair | {name: flip(content, at, 1 << at // 3 % 8)})]
-    assert len(loaded) < 0.5 * len(places), "what was meant to be looked at is ignored"
+    assert len(loaded) < 0.5 * len(places), "too many flipped bits had no effect"
     padding = set(places) - tensor_bytes(bench, name)
     assert set(loaded) <= padding, "a bit of a tensor's data"
 
@@ -141,7 +129,7 @@ def tensor_bytes(bench: Bench, name: str) -> set[int]:
 
 
 def key_value(content: bytes, key: str) -> int:
-    """Where the value of a key begins: after its name and its type."""
+    """Return the place of the value of a key: behind its name and type."""
     return content.index(key.encode()) + len(key) + 4
 
 
@@ -151,7 +139,7 @@ JSON_EDITS += [(b'{"corpus"', b'["corpus"')]
 
 
 def test_counts_and_settings_that_were_changed_are_refused(bench):
-    """Which no sum of a tensor covers; else another run's checkpoint could pass for one of this run."""
+    """No checksum of a tensor covers these keys, but the signature does."""
     content = bench.pair[STATE]
     for key in COUNTS:
         at = key_value(content, key)
@@ -198,27 +186,5 @@ def test_halves_of_two_checkpoints_are_refused(name, bench):
     assert not bench.run(bench.pair | {name: bench.other[name]})
     ident = re.compile(rb"training\.checkpoint_id.{12}([0-9a-f]{32})", re.DOTALL)
     (own,), (its,) = (ident.findall(pair[name]) for pair in (bench.pair, bench.other))
-    forged = bench.other[name].replace(its, own)  # as if it were of this one
+    forged = bench.other[name].replace(its, own)  # with the id of this checkpoint
     assert not bench.run(bench.pair | {name: forged})
-
-
-def computes(path: Path) -> None:
-    """See that a model which is not refused gives finite logits, and tokens that it has."""
-    try:
-        with np.errstate(all="ignore"):
-            model = TextModel(path)
-            logits = model.logits([1, 2, 3])
-            ids = list(model.generate([1, 2, 3], 12, seed=1))
-    except UsageError as error:
-        is_bad(str(error))
-        return
-    assert np.isfinite(logits).all()
-    assert all(0 <= i < logits.shape[1] for i in ids)
-
-
-@pytest.mark.timeout_seconds(180)
-def test_a_changed_model_is_refused_or_computes(bench, quick):
-    path = bench.folder / "alone.gguf"
-    for seed in range(100 if quick else 500):
-        path.write_bytes(changed(bench, Random(seed), [MODEL])[MODEL])
-        computes(path)

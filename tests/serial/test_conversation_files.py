@@ -1,15 +1,14 @@
-"""Files of conversations: tables, packed files, rows in error, and facts on what is read."""
+"""Tests of files of conversations: tables, packed files, bad rows, facts."""
 
 import gzip
 import json
 import tracemalloc
 
 import pytest
-from chat_templates import CHATML, chat_keys, chat_tokenizer
-from gguf_files import GGUFStream
+from chat_templates import CHATML, chat_tokenizer
 
 from zero_mpi.commands.evaluate.choices import read_choices
-from zero_mpi.commands.samples import command
+from zero_mpi.commands.tokenize.command import command
 from zero_mpi.data import load_corpus
 from zero_mpi.data.conversations.formats import (
     BadRows,
@@ -127,7 +126,7 @@ def test_what_is_wrong_with_such_files_is_one_line(name, data, expected, tmp_pat
 
 
 def test_a_damaged_table_is_none_of_conversations(tmp_path):
-    """It is refused as what it looks like, and left out of folders, as all that is no text."""
+    """A damaged table is refused as a Parquet file if it is named."""
     path = tmp_path / "t.parquet"
     path.write_bytes(parquet(TABLE)[:-20])
     assert not are_conversations([("t.parquet", path)])
@@ -136,7 +135,7 @@ def test_a_damaged_table_is_none_of_conversations(tmp_path):
 
 
 def test_a_folder_of_the_package_datasets_is_one_of_conversations(tmp_path):
-    """Its notes are passed over; a table with ids is a token file; damage is an error in one line."""
+    """JSON notes are skipped; a table with ids is a token file; damage is one line."""
     (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(TABLE))
     for name in ("state.json", "dataset_info.json"):
         (tmp_path / name).write_text("{}")
@@ -158,7 +157,7 @@ def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "x" * 20_000}, AB[1]]}] * 1000  # 20 MB
     for name in ("t.jsonl.gz", "t.parquet", "t.arrow"):
         (tmp_path / name).write_bytes(MADE[name](rows))
-        list(read_conversations("x", tmp_path / name, lambda one: None))  # modules are loaded
+        list(read_conversations("x", tmp_path / name, lambda one: None))  # loads modules
         tracemalloc.start()
         assert sum(1 for _ in read_conversations("x", tmp_path / name, lambda one: None)) == 1000
         peak = tracemalloc.get_traced_memory()[1]
@@ -195,7 +194,7 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
     ],
 )
 def test_facts_tell_how_a_row_is_read(template, row, loss_on, expected, tmp_path):
-    """`left_out` and those of `CAUTIONS` bring a caution each."""
+    """Each fact in `CAUTIONS` gives a caution."""
     totals = facts_of(tmp_path, template, row, loss_on=loss_on)
     names = ("turns", "silent", "tools", *CAUTIONS)
     assert {name: totals.sums[name] for name in names if totals.sums[name]} == expected
@@ -214,7 +213,7 @@ BAD = [
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.json"])
 def test_bad_rows_are_left_out_and_counted_by_reason(name, tmp_path):
-    """A line with the count of each reason and its first row; `name:number` of the others stays."""
+    """The note has the count and first row of each reason; names of good rows do not change."""
     good, rows = json.dumps({"messages": AB}), [row for row in BAD if name != "t.json" or "broken" not in row]
     lines = [good, *rows, good]
     text = f"[{','.join(lines)}]" if name == "t.json" else "\n".join(lines)
@@ -238,13 +237,8 @@ def test_questions_may_be_packed(name, pack, tmp_path):
     assert [each.right for each in read_choices(tmp_path / name)] == [0]
 
 
-def test_text_of_two_bytes_a_letter_is_refused_with_its_encoding(tmp_path):
-    """By each command alike; a mark of its order stands first."""
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": AB}), encoding="utf-16")
-    with pytest.raises(UsageError, match=r"chat\.jsonl.*UTF-16.*iconv -f UTF-16"):
-        load_corpus([str(path)], tokenizer=chat_tokenizer(CHATML), **OPTIONS)
-    with GGUFStream(tmp_path / "m.gguf", "llama", chat_keys(CHATML), []):
-        pass
-    with pytest.raises(UsageError, match=r"chat\.jsonl.*UTF-16.*iconv -f UTF-16"):
-        command(World(0, 1), [str(tmp_path / "m.gguf"), "--data", str(path)])
+def test_a_packed_text_has_a_bound_by_the_size_of_its_file(tmp_path):
+    path = tmp_path / "t.txt.gz"
+    path.write_bytes(gzip.compress(b"a" * (9 << 20)))
+    with pytest.raises(UsageError, match=rf"t\.txt\.gz: .* at most {8 << 20:,} bytes"):
+        command(World(0, 1), [str(path), "--tokenizer", "byte", "--out", str(tmp_path / "out")])

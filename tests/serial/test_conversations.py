@@ -1,4 +1,4 @@
-"""Conversations as tokens: their text is that of Transformers, answers count, bad lines are named."""
+"""Tests of conversations as tokens: text of Transformers, counted answers, bad lines."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from zero_mpi.commands.generate.command import Chat
 from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_metadata, tokenizer_json
 from zero_mpi.data.conversations import chat_template
-from zero_mpi.data.conversations.answers import AnswerFinder
-from zero_mpi.data.conversations.chat_template import ChatTemplate, read_template
+from zero_mpi.data.conversations.answers import MOST_TURNS
+from zero_mpi.data.conversations.chat_template import ChatTemplate
 from zero_mpi.data.conversations.formats import (
     Conversation,
     are_conversations,
@@ -47,7 +47,7 @@ TALKS["a tool"] = [*said("look"), CALLING, {"role": "tool", "content": "0"}, *sa
 
 @lru_cache
 def transformers_tokenizer():
-    """The same tokens in Transformers."""
+    """Return a tokenizer of Transformers with the same tokens."""
     import tokenizers
     import transformers
 
@@ -59,7 +59,7 @@ def transformers_tokenizer():
 
 @pytest.fixture
 def oracle(monkeypatch):
-    """`apply_chat_template` of Transformers, on the one day that a template here knows."""
+    """Return `apply_chat_template` of Transformers on the fixed day of templates."""
     from transformers.utils import chat_template_utils
 
     class Clock(datetime):
@@ -96,7 +96,7 @@ def read(folder, name, *values, loss_on=ANSWERS):
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_text_is_that_of_transformers(name, prompt, oracle):
-    """Text or error, for each template and conversation."""
+    """Compare the text or the error of each template and conversation."""
     template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
     taken = 0
     for messages in TALKS.values():
@@ -114,7 +114,7 @@ def test_a_text_is_that_of_transformers(name, prompt, oracle):
 @settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=2, max_size=5))
 def test_ids_are_those_of_the_whole_text(contents):
-    """Whatever is said, and whatever of it counts; what counts holds every letter of the answers."""
+    """Compare ids for any contents; all letters of the answers count."""
     for name in ("chatml", "plain", "llama 2"):
         each = reader(name).render(Conversation("x:1", tuple(said(*contents))))
         tokenizer = chat_tokenizer()
@@ -130,7 +130,7 @@ def test_ids_are_those_of_the_whole_text(contents):
 
 
 THOUGHT = "<think>\nhm\n</think>\n\nhello!"
-ANSWER_TEXTS = {  # of TALK without its system, by template; those of a template's marks, or else by its texts
+ANSWER_TEXTS = {  # counted texts of TALK without its system message, by template
     "chatml": [f"{THOUGHT}<|im_end|>", "It is 10<|im_end|>"],
     "llama 2": [f" {THOUGHT} </s>", " It is 10 </s>"],
     "llama 3": [f"{THOUGHT}<|eot_id|>", "It is 10<|eot_id|>"],
@@ -160,22 +160,8 @@ def test_ids_are_those_of_transformers_and_answers_count_with_their_end_of_turn(
     assert whole.ids.tolist() == found.ids.tolist()
 
 
-def test_marks_of_a_template_are_those_of_transformers(tmp_path, oracle):
-    """And what is found without the marks, by the texts alone, is the same."""
-    bare = MARKED.replace("{% generation %}", "{% if true %}").replace("endgeneration", "endif")
-    bare = ConversationReader(chat_tokenizer(bare))
-    for name in ("an answer", "several", "with a system"):
-        (found,) = read(tmp_path, "marked", {"messages": TALKS[name]})
-        expected = oracle(TALKS[name], MARKED, return_dict=True, return_assistant_tokens_mask=True)
-        assert found.ids.tolist() == expected["input_ids"]
-        assert found.counted.tolist() == list(map(bool, expected["assistant_masks"]))
-        (other,) = bare.read([("chat.jsonl", tmp_path / "chat.jsonl")])
-        assert other.text == found.text
-        assert other.counted.tolist() == found.counted.tolist()
-
-
 def test_marks_of_a_template_are_taken_at_their_word(tmp_path):
-    """Here the author leaves the end of a turn out, and in another conversation has nothing to mark."""
+    """The marks here omit the end of a turn; a conversation without answers has no marks."""
     template = MARKED.replace("message['content'] + '<|im_end|>' }}{% endg", "message['content'] }}{% endg")
     reads = ConversationReader(
         chat_tokenizer(template.replace("{% endgeneration %}", "{% endgeneration %}."))
@@ -186,7 +172,7 @@ def test_marks_of_a_template_are_taken_at_their_word(tmp_path):
 
 
 def test_a_tokenizer_has_to_have_tokens_for_all_bytes(tmp_path):
-    """What it drops would move all marks behind it."""
+    """A dropped byte would move all marks behind it."""
     keys = chat_keys(CHATML)
     tokens = ["(none)" if token == "Z" else token for token in keys["tokenizer.ggml.tokens"]]
     reads = ConversationReader(BPETokenizer(keys | {"tokenizer.ggml.tokens": tokens}))
@@ -195,7 +181,7 @@ def test_a_tokenizer_has_to_have_tokens_for_all_bytes(tmp_path):
         list(reads.read([("x", place)]))
 
 
-MOVED = {  # templates that write a turn otherwise once more follows: what is said, and what counts
+MOVED = {  # templates whose turns depend on later turns: (template, messages, counted texts)
     "a system that goes to the last question": ("mistral", TALK, [f"{THOUGHT}</s>", "It is 10</s>"]),
     "thoughts that are left out, and digits alike": (
         "qwen 3",
@@ -230,20 +216,18 @@ def test_answers_are_found_where_a_turn_depends_on_what_follows(case, tmp_path):
     assert answers_in(found) == expected
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_an_end_of_turn_counts_alike_as_a_token_and_as_letters(name):
-    """Of every turn: at the end, before another question, and where a turn is written otherwise then.
+BY_NUMBER = (
+    "{% for i in range(messages | length) %}<|im_start|>{{ messages[i].role }}\n{{ messages[i].content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
-    Behind the last one phi 3 writes a line more, which letters do not tell from the end of a turn.
-    """
-    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    as_letters = AnswerFinder(ChatTemplate(TEMPLATES[name], marks), [])
-    for messages in (TALK[1:], said("a", "<think>\nx\n</think>\n\n01", "b", "c", "d", "e")):
-        text, spans = as_letters.find(Conversation("x", tuple(messages)))
-        as_tokens = reader(name).render(Conversation("x", tuple(messages)))
-        if name == "phi 3":
-            spans[-1] = spans[-1][0], spans[-1][1] - len("\n</s>")
-        assert (text, spans) == (as_tokens.text, as_tokens.spans)
+
+def test_a_template_without_a_loop_over_messages_takes_fewer_answers():
+    finder = ConversationReader(chat_tokenizer(BY_NUMBER))._finder
+    text, spans = finder.find(Conversation("x:1", tuple(said(*map(str, range(2 * MOST_TURNS))))))
+    assert [text[slice(*span)] for span in spans] == [f"{2 * n + 1}<|im_end|>" for n in range(MOST_TURNS)]
+    with pytest.raises(ValueError, match=rf"at most {MOST_TURNS} .* found {MOST_TURNS + 1}: .*generation"):
+        finder.find(Conversation("x:1", tuple(said(*map(str, range(2 * MOST_TURNS + 2))))))
 
 
 def test_a_turn_that_a_template_leaves_out_counts_nothing(tmp_path):
@@ -267,16 +251,13 @@ def test_only_a_completion_counts(name, tmp_path):
 AB = said("a", "b")
 FORMS = {
     "messages": ({"messages": AB}, AB),
-    "messages beside others": ({"prompt": "x", "completion": "y", "messages": AB, "id": 7}, AB),
     "parts": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in "ac"]}]},
         [{"role": "user", "content": [{"type": "text", "text": text} for text in "ac"]}],
     ),
-    "other keys of a message": ({"messages": [AB[0] | {"name": "Ann"}]}, [AB[0] | {"name": "Ann"}]),
     "prompt": ({"prompt": "a", "completion": "b"}, AB),
     "prompt of messages": ({"prompt": AB[:1], "completion": AB[1:]}, AB),
     "alpaca": ({"instruction": "a", "input": "", "output": "b"}, AB),
-    "alpaca without": ({"instruction": "a", "input": None, "output": "b", "system": ""}, AB),
     "alpaca with": (
         {"instruction": "a", "input": "in", "output": "b", "system": "s"}, said("a\n\nin", "b", system="s"),
     ),
@@ -299,27 +280,20 @@ def test_lines_of_all_forms(form):
 KINDS = "expected an object with messages, with prompt and completion, with instruction and output, or with"
 BAD = {
     '["a"]': rf"{KINDS} conversations, found \['a'\]",
-    "{}": rf"{KINDS} conversations, found nothing",
-    '{"text": 1, "prompt": 2}': "found 'text', 'prompt'; --skip-bad",
     '{"messages": []}': "expected at least one message, found none",
-    '{"messages": {}}': "messages: expected a list of messages, found {}",
     '{"messages": ["hi"]}': r"messages\[0\]: expected an object with role and content, found 'hi'",
     '{"messages": [{"role": "me", "content": "a"}]}': r"\[0\]: role: expected one of .*, found 'me'",
-    '{"messages": [{"role": "user"}]}': "content: expected a text, or parts .*, found None",
-    '{"messages": [{"role": "user", "content": 7}]}': "content: expected a text, or parts .*, found 7",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"content: expected a text.*found '\\ud800'",
     '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}': "found {'type': 'im",
     '{"prompt": "a", "completion": 1}': "^--data .*, line 2: completion: expected a text, found 1; --skip",
-    '{"prompt": "a", "completion": []}': "two texts, or two lists of messages, found one of each",
-    '{"instruction": "a", "output": "b", "input": 3}': "input: expected a text, found 3",
-    '{"conversations": [{"role": "user"}]}': r"conversations\[0\]: expected an object with from and value",
     '{"conversations": [{"from": "cat", "value": "a"}]}': r"\[0\]: from: expected one of human, .*'cat'",
-    '{"conversations": [{"from": "gpt", "value": 1}]}': r"\[0\]: value: expected a text, .* found 1",
     '{"messages": ': "line 2: no JSON: Expecting value at column 14;",
     '{"messages": [], "messages": []}': "expected 'messages' once, found it twice",
     "\xff": "line 2: not UTF-8 at byte 0",
     "[" * 9999: "line 2: nested too deeply",
     '{"messages": [{"role": "assistant", "content": "b"}]}': "the chat template: user and assistant m",
+    '{"messages": [{"role": "assistant", "content": "b", "weight": 0.5}]}': "weight of a message: expected ",
+    '{"messages": [{"role": "user", "content": "a"}], "tools": {"a": 1}}': "tools",
 }
 
 
@@ -361,25 +335,18 @@ LETTERS = "the chat template: .* 10[0-9]{5} characters"
 WICKED = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": LONG,
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}": LONG,
-    "{{ [] | slice(1000000000000) | max }}": LONG,  # these never come back from a filter
-    "{{ ('<a>' * 3999999) | striptags }}": LONG,
+    "{{ [] | slice(1000000000000) | max }}": LONG,  # a filter that does not end
     "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
-    "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}": LONG,  # nor this one to the interpreter
+    "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}": LONG,  # a comparison that does not end
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "its recursion is too deep",
     "{{ 'a' * 10**10 }}": MEMORY,
-    "{{ 9 ** 99999 }}": "ValueError: .*4300",
-    "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}": LONG,
     "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}": MEMORY,
-    "{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}": LETTERS,
     "{{ 'a ' * 15000000 }}": LETTERS,
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ messages.append(1) }}": "SecurityError",
-    "{% include 'x' %}": "no loader",
     "{{ raise_exception('no\x1b\nway') }}": r"the chat template: no\\x1b\\nway$",
-    "{{ messages[7].content.x }}": "UndefinedError",
     "{{ '\\ud800' }}": "surrogates",
     "{% if %}": "the chat template: TemplateSyntaxError",
-    "{{ messages | random }}": "No filter named 'random'",
     "{{" + "(" * 5000 + ")" * 5000 + "}}": "its recursion is too deep",
 }
 
@@ -408,31 +375,6 @@ def test_a_template_that_was_ended_renders_the_next_conversation(monkeypatch):
     assert process.returncode is not None
 
 
-def test_renderings_of_a_conversation_share_their_time(monkeypatch):
-    """Those that try what the template takes too, whoever passes over an error; the next one has its own."""
-    given, ask = [], ChatTemplate._ask
-
-    def a_second_each(self, process, request):
-        given.append(self._left)
-        if given[-1] < 1:
-            raise chat_template.EndlessTemplate("the time of this conversation is over")
-        found, self._left = ask(self, process, request), given[-1] - 1
-        return found
-
-    monkeypatch.setattr(ChatTemplate, "_ask", a_second_each)
-    for seconds in (2, 9):  # chatml: compiled, asked if it takes a text, rendered whole and up to the answer
-        monkeypatch.setattr(chat_template, "SECONDS", seconds)
-        given.clear()
-        reader, conversation = ConversationReader(chat_tokenizer(CHATML)), Conversation("a:1", tuple(AB))
-        if seconds == 2:
-            with pytest.raises(ValueError, match="is over"):
-                reader.render(conversation)
-            assert given == [2, 1, 0], "the time that compiling takes is the first conversation's"
-        else:
-            assert [reader.render(conversation).text for _ in range(2)][1].endswith("b<|im_end|>\n")
-            assert given == [9, 8, 7, 9]
-
-
 def test_json_in_a_template_is_that_of_transformers(oracle):
     source = "{{ messages | tojson(indent=2) }}{{ messages | tojson(sort_keys=true, separators=(',', ':')) }}"
     expected = oracle(said("é<&>'"), source, tokenize=False)
@@ -448,14 +390,6 @@ def test_the_template_comes_with_the_tokenizer(tmp_path):
     (found,) = ConversationReader(again).read([("chat.jsonl", written(tmp_path, {"messages": AB}))])
     assert found.ids.tolist() == list(found.text.encode())
     assert answers_in(found) == ["b<|im_end|>"]
-
-
-def test_files_of_templates(tmp_path):
-    (tmp_path / "t.jinja").write_bytes(b"a\xff")
-    with pytest.raises(UsageError, match=r"^--chat-template .*t\.jinja: expected a .* in UTF-8, .* at 1$"):
-        read_template(tmp_path / "t.jinja")
-    with pytest.raises(UsageError, match=r"^--chat-template .*none\.jinja: no such file"):
-        read_template(tmp_path / "none.jinja")
 
 
 # ------------------------------------------------------------------------------------- messages and tools
@@ -476,15 +410,6 @@ def test_a_message_that_is_not_trained_stays_in_the_text(key, name, tmp_path):
     assert not none.counted.any()
 
 
-@pytest.mark.parametrize(
-    "bad", [{"weight": 0.5}, {"weight": "0"}, {"train": "no"}, {"training": [0]}], ids=str
-)
-def test_another_weight_is_refused(bad, tmp_path):
-    (key,) = bad
-    with pytest.raises(UsageError, match=rf"chat\.jsonl, line 2: {key} of a message: expected "):
-        read(tmp_path, "chatml", {"messages": AB}, {"messages": [AB[0], AB[1] | bad]})
-
-
 NULLS = {
     "calls": ({"messages": [m | {"tool_calls": None, "name": None} for m in AB]}, AB),
     "no calls": ({"messages": [m | {"tool_calls": []} for m in AB]}, AB),
@@ -502,7 +427,7 @@ NULLS = {
 
 @pytest.mark.parametrize("case", NULLS)
 def test_a_key_without_a_value_is_no_key(case):
-    """As TRL strips null from rows: a table of Arrow has every key in each row."""
+    """Rows of Arrow tables have every key, null if unused; TRL strips them too."""
     value, expected = NULLS[case]
     assert one_conversation("x:1", value).messages == tuple(expected)
 
@@ -521,16 +446,10 @@ def test_tools_reach_the_template(tools, loss_on, tmp_path, oracle):
     assert answers_in(found) == ["b<|im_end|>"] if loss_on == ANSWERS else found.counted.all()
 
 
-@pytest.mark.parametrize("tools", [{"a": 1}, "{}", "[", 7], ids=str)
-def test_other_tools_are_refused(tools, tmp_path):
-    with pytest.raises(UsageError, match=r"chat\.jsonl, line 1: "):
-        read(tmp_path, "chatml", {"messages": AB, "tools": tools})
-
-
 @pytest.mark.parametrize("name", ["chatml", "llama 3", "gemma"])
 @pytest.mark.parametrize("loss_on", [ANSWERS, ALL])
 def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
-    """As llama.cpp does; it moves no mark of the tokens behind it."""
+    """llama.cpp adds BOS once as well; the marks of other tokens do not move."""
     tokenizer, path = chat_tokenizer(TEMPLATES[name]), written(tmp_path, {"messages": AB})
     (bare,) = ConversationReader(tokenizer, loss_on).read([("x", path)])
     (found,) = ConversationReader(tokenizer, loss_on, tokenizer.bos).read([("x", path)])
@@ -545,7 +464,7 @@ def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
 
 
 PARTS = [m | {"content": [{"type": "text", "text": text} for text in (m["content"], "x")]} for m in AB]
-WALKS = {  # a template, and what it makes of parts and of texts (of jinja2 on the list; of llama.cpp)
+WALKS = {  # (template, its text of parts, its text of strings)
     "both": (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endif %}{% endfor %}", "axbx", "ab"
@@ -585,7 +504,7 @@ AS_LINES = "\n".join(map(json.dumps, ROWS))
     ids=["array", "pretty", "data", "array with BOM", "lines in .json", "ndjson", "BOM and CRLF"],
 )
 def test_files_of_conversations_as_people_have_them(tmp_path, name, text):
-    """All of them hold the conversations of the JSON Lines file."""
+    """All forms hold the conversations of the JSON Lines file."""
     path = tmp_path / name
     path.write_text(text, encoding="utf-8", newline="")
     assert are_conversations([(name, path)])

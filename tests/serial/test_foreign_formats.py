@@ -1,4 +1,4 @@
-"""Configurations, tokenizers, token files that lie: refused before anything of their size is made."""
+"""Foreign files are read within bounds, and files with wrong sizes are refused at little cost."""
 
 import json
 import os
@@ -9,20 +9,20 @@ import fuzz_tokens
 import hf_models
 import numpy as np
 import pytest
-import wild
 
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.data import load_corpus, tokenizer_from_json
-from zero_mpi.errors import UsageError
+from zero_mpi.files.open import MOST_LINE, read_file, read_lines
+from zero_mpi.files.parse import parse_json, parse_toml
 
-LITTLE = 8 << 20  # bytes of Python's memory: a configuration, headers, JSON's own
+LITTLE = 8 << 20  # bytes of memory for a configuration, headers and JSON
 ROPE = hf_models.LLAMA3
 
 
 def refusal(action):
     tracemalloc.start()
     try:
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(ValueError, match=r".+") as caught:
             action()
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -32,6 +32,30 @@ def refusal(action):
     assert line.isprintable()
     assert len(line) < 700
     return line
+
+
+def test_a_long_file_is_not_read_at_all(tmp_path):
+    (tmp_path / "it").touch()
+    os.truncate(tmp_path / "it", 1 << 40)
+    assert "at most 33554432 bytes" in refusal(lambda: read_file(tmp_path / "it", 32 << 20))
+    assert read_file("/proc/self/status", 32 << 20), "the system reports no length for this file"
+
+
+@pytest.mark.parametrize("raw", [b"[" + b"[]," * 3_000_000 + b"0]", b'{"a":' * 150 + b"1" + b"}" * 150])
+def test_very_many_values_or_levels_are_refused_before_they_are_parsed(raw):
+    said = refusal(lambda: parse_json(raw))
+    assert "more than 2097152 values" in said or "nested too deeply" in said
+    refusal(lambda: parse_toml(b".".join([b"a"] * 150) + b" = 1"))
+
+
+def test_lines_are_read_within_bounds_and_chosen_by_what_they_hold(tmp_path):
+    path, long = tmp_path / "it", b"x" * (MOST_LINE - 1)
+    path.write_bytes(b"one\n" + b"\0" * (3 * MOST_LINE) + b"\ntwo\n" + long + b"\nend")
+    assert [line[:4] for line in read_lines(path, b"")] == [b"one", b"two", b"xxxx", b"end"]
+    os.truncate(path, 8 << 30)
+    assert "found longer" in refusal(lambda: list(read_lines(path, b"")))
+    path.write_bytes(b"\n".join([b"", b"a step", b"", long + b"xstep", b"step", b"st", b"ep"]) * 3)
+    assert list(read_lines(path, b"step")) == [b"a step", b"step"] * 3
 
 
 @pytest.fixture
@@ -65,39 +89,6 @@ def test_sizes_of_a_configuration_that_lie_cost_nothing(folder, name):
     assert message in line
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-)
-@pytest.mark.parametrize("kind", ["zero", "pipe", "folder", "sparse", "loop"])
-def test_what_is_no_file_is_refused_in_any_place(folder, name, kind):
-    (folder / name).unlink(missing_ok=True)
-    wild.special(None, folder / name, kind)
-    read = lambda: tokenizer_from_json(folder / "tokenizer.json")  # noqa: E731
-    if name == "config.json":
-        read = lambda: open_weights(folder)  # noqa: E731
-    assert name in refusal(read) or (kind, name) == ("loop", "config.json")
-
-
-OF_ANOTHER_TYPE = {
-    "tokenizer": {"added_tokens": {"a": 1}, "normalizer": 5},
-    "tokenizer_config": {"bos_token": 5, "eos_token": [1], "add_bos_token": "yes", "chat_template": 3},
-    "generation_config": {"eos_token_id": "1", "bos_token_id": {}, "pad_token_id": 1.5},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "key"), [(name, key) for name, values in OF_ANOTHER_TYPE.items() for key in values]
-)
-def test_a_value_of_another_type_is_named_with_its_file(folder, name, key):
-    path = folder / f"{name}.json"
-    if not path.exists():
-        path.write_text("{}")
-    change(path, {key: OF_ANOTHER_TYPE[name][key]})
-    line = refusal(lambda: tokenizer_from_json(folder / "tokenizer.json"))
-    assert path.name in line
-    assert key in line
-
-
 def test_what_a_tokenizer_has_not_is_not_made(folder):
     for depth, message in ((300, "nested"), (40, "Nmt")):
         inner = {"type": "Nmt"}
@@ -113,14 +104,6 @@ def test_what_a_tokenizer_has_not_is_not_made(folder):
 def load(path):
     flags = {"val_fraction": 0.0, "context": 4, "seed": 0, "tokenizer": None, "vocab_size": 61}
     return load_corpus([str(path)], **flags)
-
-
-@pytest.mark.parametrize("text", fuzz_tokens.ODD_HEADERS, ids=lambda text: repr(text[:20]))
-def test_a_header_that_is_none_is_refused(tmp_path, text):
-    r"""Of `\` and newlines, say, for which NumPy's reader raises an error that is no ValueError."""
-    path = tmp_path / "ids.npy"
-    path.write_bytes(fuzz_tokens.header(text) + fuzz_tokens.IDS)
-    assert f"cannot read {path} as a token file: " in refusal(lambda: load(path))
 
 
 LYING = {
@@ -140,17 +123,10 @@ def test_a_length_that_lies_is_refused(tmp_path, name):
     assert message in refusal(lambda: load(path))
 
 
-def test_8_gib_of_nothing_behind_the_ids_are_not_read(tmp_path):
-    path = tmp_path / "ids.npy"
-    path.write_bytes(fuzz_tokens.header(fuzz_tokens.usual()) + fuzz_tokens.IDS)
-    os.truncate(path, 8 << 30)
-    assert "found 8589934592" in refusal(lambda: load(path))
-
-
 L = b'{"shape": (500L,), "fortran_order": False, "descr": "<u2"}\n'
 TIGHT = b"{'shape':(500,),'descr':'<u2','fortran_order':False}"
 USUAL = fuzz_tokens.usual()
-TURNED = fuzz_tokens.usual(order=True)  # of one dimension both orders are the same
+TURNED = fuzz_tokens.usual(order=True)  # both orders of a 1-D array are the same
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The strict index: what it reads equals the gguf package's own decoding, and no damage gets past it."""
+"""The reader decodes as the package gguf does, and refuses damaged files."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import pickle
 import struct
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from fuzz.wild import edited
 from gguf_files import GGUFStream
 
 from zero_mpi.checkpoint import tensor_file
 from zero_mpi.checkpoint.gguf import index
-from zero_mpi.checkpoint.gguf.header import pack_key
 from zero_mpi.checkpoint.gguf.reader import GGUFError, GGUFFile
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.errors import FileError
@@ -58,7 +55,7 @@ def tensor(
 
 @dataclass
 class Parts:
-    """A valid file in pieces: two keys; tensors a (3, 5) F32, b (2,) F16, c (64,) Q8_0; alignment 32."""
+    """Pieces of a valid file: two keys; tensors a (3, 5) F32, b (2,) F16, c (64,) Q8_0."""
 
     magic: bytes = b"GGUF"
     version: bytes = u32(3)
@@ -116,17 +113,6 @@ def test_the_undamaged_file_loads(load: Any) -> None:
     assert list(file.tensors) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("alignment", [8, 64, 1 << 16])
-def test_another_alignment_moves_data_and_offsets(load: Any, alignment: int) -> None:
-    step = max(alignment, 64)
-    entry = key("general.alignment", 4, u32(alignment))
-    table = [tensor("a", (5, 3), 0), tensor("b", (1,), step)]
-    data = bytes(step) + b"\0\0\x80\x3f"
-    file = load(Parts(keys=keys(entry), tensors=table, alignment=alignment, data=data))
-    assert file.tensors["a"].offset % alignment == 0
-    assert file.read("b") == [1.0]
-
-
 @pytest.mark.parametrize("changes", [{"version": u32(2)}, {"data": bytes(96 + 68)}], ids=["v2", "no padding"])
 def test_version_2_loads_and_the_last_padding_may_be_missing(load: Any, changes: dict[str, bytes]) -> None:
     assert len(load(Parts(**changes)).tensors) == 3
@@ -174,33 +160,23 @@ def strings(second: bytes) -> bytes:
 BIG = 2**63
 NEXT = 192  # where a fourth tensor would start
 LONG = key("line\nbreak " * 5000, 4, u32(1))
-DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # what is read, and what the error shows of it
+DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # (content, text in the error)
     "empty file": (b"", "empty"),
     "magic": (Parts(magic=b"GGML"), "at byte 0: "),
     "version 1": (Parts(version=u32(1)), "found 1"),
-    "version 4": (Parts(version=u32(4)), "found 4"),
     "big-endian": (Parts(version=struct.pack(">I", 3)), "big-endian"),
-    "header cut": (Parts().pack()[:20], "only 4 left"),
     "huge tensor count": (Parts(n_tensors=2**64 - 1), "18446744073709551615 tensors"),
-    "one key more than there are": (Parts(n_keys=3), "at byte"),
     "one key less than there are": (Parts(n_keys=1), "at byte"),
-    "one tensor more than there are": (Parts(n_tensors=4), "at byte"),
     "key without a name": (keyed(key("", 4, u32(1))), "1 to 65535 bytes, found 0"),
     "key too long": (keyed(key("k" * 65536, 4, u32(1))), "found 65536"),
-    "key with a huge length": (keyed(u64(BIG) + b"k"), f"found {BIG}"),
-    "key not UTF-8": (keyed(key(b"k\xff", 4, u32(1))), "UTF-8, found byte 0xff"),
     "key twice": (keyed(key("tokens", 4, u32(1))), "key 'tokens'"),
     "a long key of lines twice": (Parts(keys=keys(LONG, LONG)), "line"),
     "unknown value type": (valued(13, u64(0)), "0 to 12, found 13"),
     "string with a huge length": (valued(8, u64(BIG)), f"found {BIG}"),
-    "string past the end": (valued(8, u64(5000)), "key 'k': expected 5000 bytes"),
     "string not UTF-8": (valued(8, text(b"ab\xc3")), "key 'k': expected UTF-8, found byte 0xc3"),
     "bool of 2": (valued(7, b"\2"), "bools of 0 or 1"),
-    "bool of 2 in an array": (valued(9, array(7, 3, b"\1\2\0")), "bools of 0 or 1"),
     "array of arrays": (valued(9, array(9, 0, b"")), "nested arrays"),
-    "array of unknown": (valued(9, array(99, 1, u64(0))), "0 to 12, found 99"),
     "numbers, huge count": (valued(9, array(10, 2**61, b"")), f"'k': expected {2**64} bytes"),
-    "strings, huge count": (valued(9, array(8, 2**61, b"")), f"'k': expected {2**64} bytes"),
     "strings, one huge": (valued(9, strings(u64(2**64 - 8))), "string 1 of key 'k': "),
     "strings, one a byte too long": (
         Parts(tensors=[], keys=[key("k", 9, strings(u64(1)))]).head(),
@@ -208,29 +184,19 @@ DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # what is read, and what the e
     ),
     "strings, one not UTF-8": (valued(9, strings(text(b"\xed\xa0\x80"))), "key 'k': expected UTF-8"),
     "alignment 0": (aligned(4, u32(0)), "8..2^20, found 0"),
-    "alignment 48": (aligned(4, u32(48)), "found 48"),
     "alignment 2^31": (aligned(4, u32(2**31)), f"found {2**31}"),
-    "alignment u64": (aligned(10, u64(32)), "found uint64"),
     "alignment str": (aligned(8, text("32")), "found str"),
-    "tensor without a name": (single("", (1,), 0), "1 to 63 bytes, found 0"),
     "tensor name of 64": (single("n" * 64, (1,), 0), "1 to 63 bytes, found 64"),
-    "tensor name not UTF-8": (single(b"\x80", (1,), 0), "UTF-8"),
     "tensor twice": (Parts(tensors=[*Parts().tensors, tensor("b", (2,), NEXT)]), "tensor 'b'"),
-    "no dims": (single("a", (), 0), "'a': expected 1 to 4 dims, found 0"),
     "five dims": (single("a", (1,) * 5, 0), "'a': expected 1 to 4 dims, found 5"),
     "a dim of 0": (single("a", (5, 0), 0), "found shape (0, 5)"),
     "dims that would wrap 64 bits": (single("a", (2**62, 4, 1, 1), 0), "'a': expected data up to"),
-    "dims that would wrap to a negative": (single("a", (2**64 - 1,) * 4, 0), "'a': expected data up to"),
     "unknown tensor type": (single("a", (32,), 0, 4), "found 4"),
     "a row of half a block": (single("a", (48, 2), 0, Kind.Q8_0), "32 elements, found 48"),
     "first offset not 0": (single("a", (5, 3), 32), "'a': expected offset 0, found 32"),
     "a gap": (two(96), "'b': expected offset 64, found 96"),
-    "an offset that would wrap": (two(2**64 - 32), f"64, found {2**64 - 32}"),
     "data cut by one byte": (Parts(data=bytes(96 + 67)), "tensor 'c': "),
-    "no data": (Parts(data=b""), "tensor 'a': "),
-    "table cut": (Parts().pack()[: -192 - 40], "expected"),
     "a byte behind a checkpoint": (Parts(keys=keys(CHECKPOINT), tail=b"\0"), "1 more bytes"),
-    "data of no tensor in a checkpoint": (Parts(keys=keys(CHECKPOINT), tensors=[]), "192 more bytes"),
 }
 
 
@@ -262,25 +228,6 @@ def test_what_is_no_file(tmp_path: Path, path: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_file_in_a_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(FileError, match=r"/model\.gguf"):
-        GGUFFile.open(tmp_path)
-
-
-def packed(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> dict[str, np.ndarray]:
-    writer, values = gguf.GGUFWriter(path, "llama"), {}
-    for name, (values_in, kind) in tensors.items():
-        raw = gguf.quants.quantize(values_in, kind)
-        writer.add_tensor(name, raw, raw_dtype=kind)
-        values[name] = gguf.quants.dequantize(raw, kind).reshape(values_in.shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return values
-
-
 def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
@@ -300,7 +247,7 @@ LOADABLE = [
 def test_any_range_of_any_type_that_models_come_in(
     load: Any, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
-    """Random blocks, since the gguf package cannot encode all of these types; it can decode them."""
+    """The blocks are random, because the package gguf cannot encode all of these types."""
     monkeypatch.setattr(tensor_file, "CHUNK", chunk)
     kind = Kind[name]
     block, width = gguf.GGML_QUANT_SIZES[kind]
@@ -316,9 +263,10 @@ def test_any_range_of_any_type_that_models_come_in(
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q4_0], ids=lambda kind: kind.name)
-def test_a_range_is_read_into_a_given_array(tmp_path: Path, kind: Kind) -> None:
-    whole = packed(tmp_path / "m.gguf", {"x": (normal(3, 256), kind)})["x"].ravel()
-    file = GGUFFile.open(tmp_path / "m.gguf")
+def test_a_range_is_read_into_a_given_array(load: Any, kind: Kind) -> None:
+    raw = gguf.quants.quantize(normal(3, 256), kind)
+    whole = gguf.quants.dequantize(raw, kind).ravel()
+    file = load(Parts(tensors=[tensor("x", (256, 3), 0, kind)], data=raw.tobytes()))
     buffer = np.full(1000, 7, np.float32)
     assert np.shares_memory(file.read("x", 5, 505, out=buffer[100:600]), buffer)
     np.testing.assert_array_equal(buffer[100:600], whole[5:505])
@@ -330,7 +278,7 @@ def test_a_range_is_read_into_a_given_array(tmp_path: Path, kind: Kind) -> None:
 
 
 def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
-    """A sparse tensor of 4 GiB: a slice of it costs a slice."""
+    """A slice of a sparse tensor of 4 GiB takes the memory of the slice."""
     path = tmp_path / "m.gguf"
     with GGUFStream(path, "llama", {}, [("x", (1 << 15, 1 << 15))]):
         pass
@@ -344,19 +292,6 @@ def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert found.tolist() == [0, 0, 1, 0, 0]
     assert peak < 1 << 20
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 16), (16, 16), (3, 2), (0, -1)])
-def test_a_range_outside_the_tensor(load: Any, start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match=r"\[0, 15\)"):
-        load(Parts()).read("a", start, stop)
-
-
-def test_an_unknown_tensor(load: Any) -> None:
-    file = load(Parts())
-    for ask in (lambda: file.read("z"), lambda: file.tensor("z"), lambda: file.raw_chunks("z", 1)):
-        with pytest.raises(GGUFError, match="'z'"):
-            ask()
 
 
 @pytest.mark.parametrize("kind", [Kind.I32, Kind.F64, Kind.Q8_K])
@@ -380,7 +315,8 @@ def test_a_file_that_changed_under_the_index(load: Any) -> None:
 def test_an_index_stays_on_the_file_it_was_opened_on(tmp_path: Path) -> None:
     for step in (1, 2):
         (tmp_path / str(step)).mkdir()
-        packed(tmp_path / str(step) / "m.gguf", {"x": (np.full(4, step, np.float32), Kind.F32)})
+        with GGUFStream(tmp_path / str(step) / "m.gguf", "llama", {}, [("x", (4,))]) as stream:
+            stream.write("x", np.full(4, step, np.float32))
     (tmp_path / "latest").symlink_to("1")
     file = GGUFFile.open(tmp_path / "latest" / "m.gguf")
     (tmp_path / "latest").unlink()
@@ -388,71 +324,3 @@ def test_an_index_stays_on_the_file_it_was_opened_on(tmp_path: Path) -> None:
     assert file.read("x").tolist() == [1, 1, 1, 1]
 
     assert pickle.loads(pickle.dumps(file)) == file, "it can be sent to another process"
-
-
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        Parts(keys=keys(key("k", 8, u64(1 << 40)))),
-        Parts(keys=keys(key("k", 9, array(4, 1 << 40, b"")))),
-        Parts(keys=keys(key("k", 9, array(8, 1 << 35, b"")))),
-        Parts(keys=keys(key("k", 9, array(8, 2, u64(1 << 39))))),
-        Parts(n_keys=1 << 36),
-        Parts(n_tensors=1 << 35),
-    ],
-    ids=["string", "numbers", "strings", "one string of many", "keys", "tensors"],
-)
-def test_a_sparse_file_of_a_terabyte_buys_no_memory(tmp_path: Path, hostile: Parts) -> None:
-    """The lengths fit into the file, so only the limit on the index stands between them and memory."""
-    path = tmp_path / "m.gguf"
-    path.write_bytes(hostile.pack())
-    os.truncate(path, 1 << 42)
-    tracemalloc.start()
-    with pytest.raises(GGUFError, match=r"expected|passes"):
-        GGUFFile.open(path)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1 << 20
-
-
-def described(file: GGUFFile) -> bytes:
-    """The index that `file` claims to have read, packed again: keys and table as they stand in a file."""
-    start = min(info.offset for info in file.tensors.values()) if file.tensors else 0
-    table = [tensor(i.name, i.shape[::-1], i.offset - start, i.type) for i in file.tensors.values()]
-    packed_keys = [pack_key(name, value) for name, value in file.metadata.items()]
-    return u64(len(table)) + u64(len(packed_keys)) + b"".join(packed_keys + table)
-
-
-FUZZED = replace(
-    Parts(),
-    keys=keys(
-        key("u8", 0, b"\7"),
-        key("flag", 7, b"\1"),
-        key("flags", 9, array(7, 2, b"\0\1")),
-        key("scores", 9, array(6, 2, struct.pack("<ff", 0.5, -1))),
-        key("none", 9, array(12, 0, b"")),
-        key("general.alignment", 4, u32(32)),
-    ),
-).pack()
-INDEX_END = len(FUZZED) - 192
-
-
-def check_fuzzed(path: Path, content: bytes) -> bool:
-    path.write_bytes(content)
-    try:
-        file = GGUFFile.open(path)
-    except GGUFError:
-        return False
-    assert content[:4] == b"GGUF"
-    assert content[8:].startswith(described(file))
-    assert all(info.offset + info.nbytes <= len(content) for info in file.tensors.values())
-    return True
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_any_bytes_load_as_what_they_say_or_are_refused(tmp_path, seed):
-    random = Random(seed)
-    for _ in range(50):
-        index = edited(random, FUZZED[:INDEX_END])
-        check_fuzzed(tmp_path / "m.gguf", index + FUZZED[INDEX_END:])
-        check_fuzzed(tmp_path / "m.gguf", edited(random, FUZZED))
