@@ -18,9 +18,8 @@ from test_command_bits import needs_mpiexec
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n\n" for n in range(400))
 WALKED = [page for page in PAGES if any(isinstance(step, Line) for step in steps_of(page))]
-FOLDERS = ("examples", "hostfiles", "benchmarks", "tools")  # that commands name
-TOLD = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]  # with those that have no commands to run
-BESIDE = re.compile(r"(\]\()(?!https:)([^)#\s]+)?(#[\w-]+)?\)")
+FOLDERS = ("examples", "hostfiles", "benchmarks", "tools")  # folders that commands name
+TOLD = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]  # also pages without commands
 
 
 def all_lines() -> list[str]:
@@ -44,7 +43,7 @@ def test_rows_are_of_commands_tests_and_parts_of_the_suite_that_exist():
 
 @pytest.mark.parametrize("target", [line for line in all_lines() if line.startswith("make ")])
 def test_a_target_does_what_the_table_says(target):
-    """`make -n` prints its commands; those that only set up come first."""
+    """Check the commands that `make -n` prints for a target."""
     command = ["bash", "-c", target.replace("make", "make -n", 1)]
     plain = dict.fromkeys(("MAKEFLAGS", "MFLAGS", "ARGS"), "")  # this may be a test of `make test ARGS=...`
     status, printed, errors = run_command(command, timeout=20, cwd=ROOT, env=plain)
@@ -126,26 +125,6 @@ def test_programs_of_pages_have_names():
                 assert step.name in lines or f"from {module} import" in texts, f"nothing runs {step.name}"
 
 
-def anchors(page: Path) -> set[str]:
-    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {"#" + re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
-@pytest.mark.parametrize("page", TOLD, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for _, path, anchor in BESIDE.findall(text):
-        target = (page.parent / path) if path else page
-        assert target.exists(), f"{page.name}: {path}"
-        assert not anchor or anchor in anchors(target), f"{page.name}: {path}{anchor}"
-
-
-def test_the_index_has_every_page():
-    index = (ROOT / "docs" / "index.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "index.md" or f"]({page.name})" in index, page.name
-
-
 @pytest.fixture(scope="session")
 def tools() -> Iterator[None]:
     sys.path.insert(0, str(ROOT / "tools"))
@@ -158,7 +137,7 @@ def drawn() -> dict[str, str]:
 
 
 def test_pictures_are_those_of_the_code_told_in_words_and_used(tools):
-    """`python tools/figures.py` draws them anew."""
+    """`python tools/figures.py` draws the pictures again."""
     new, folder = drawn(), ROOT / "docs" / "images"
     pages = "".join(page.read_text() for page in TOLD)
     assert {path.name for path in folder.iterdir()} == new.keys()
