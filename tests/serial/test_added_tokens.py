@@ -1,4 +1,4 @@
-"""New tokens for a model (--add-tokens): their ids, their rows, and all that is made of the run."""
+"""Tests of --add-tokens: ids of the new tokens, their rows, training, export."""
 
 import json
 from dataclasses import replace
@@ -35,14 +35,9 @@ TEXT = "<ask>line 7</ask> of\n49 in Zürich now<|endoftext|>"
         (b" <a>\r\n\n<b> \n", ["<a>", "<b>"]),
         (b'\xef\xbb\xbf[" a", "\\n"]', [" a", "\n"]),
         (b"[a]\n[b]", ["[a]", "[b]"]),
-        (b"", "no token"),
-        (b"[]", "no token"),
         (b"<a>\n<b>\n<a>", "<a>"),
-        (b"a" * 257, "aaa"),
         (b"<a>\n\xff", "UTF-8"),
-        (b"a\0b", "x00"),
         (b'["<a>", 3]', "found 3"),
-        (b'["\\ud800"]', "ud800"),
         (b"\n".join(b"%d" % number for number in range(65537)), "65,537"),
     ],
 )
@@ -87,7 +82,7 @@ def test_unused_rows_at_the_end_are_taken_first(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "gemma3", "granite"])
 def test_split_rows_compute_what_the_full_matrices_do(name):
-    """Forward, dx and the gradient of the added rows, for ids on both sides of the border."""
+    """Compare loss and gradients of the added rows, for ids on both sides of the border."""
     whole = {**tiny.MODELS, **tiny.OTHERS}[name]
     split = replace(whole, lora=LoRA(1, 1.0, ("none",), added=5))
     random = np.random.default_rng(0)
@@ -120,7 +115,7 @@ def test_split_rows_compute_what_the_full_matrices_do(name):
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """A text with the tokens, as flags, and a model without them."""
+    """Return flags that name a text with the tokens, and a model that lacks them."""
     folder = tmp_path_factory.mktemp("given")
     lines = (f"<ask>line {number}</ask> of {number * number} in Zürich now\n" for number in range(300))
     (folder / "text.txt").write_text("".join(lines))
@@ -166,7 +161,7 @@ def test_only_the_new_rows_are_trained_and_the_loss_falls(given, adapted):
 
 
 def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
-    """Also for the average; evaluate and generate read base and adapter as they read the merged file."""
+    """Base plus adapter gives the logits of the merged file, which llama.cpp confirms."""
     (out, _), (_, base) = adapted, given
     llama_cpp()
     merged = tmp_path / "merged.gguf"
@@ -180,7 +175,7 @@ def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
     assert [id for id in ids if id > 259] == [260, 261, 262]
     ids, logits = ids[:16], model.logits(ids[:16])
     np.testing.assert_array_equal(logits, both.logits(ids))
-    for count in (1, 9, 15):  # llama.cpp leaves a place for an answer
+    for count in (1, 9, 15):  # llama.cpp needs room for one more token
         expected = next_token(server, ids[:count], 263)
         np.testing.assert_allclose(log_softmax(logits)[count - 1], expected, rtol=0, atol=1e-4)
     average = tmp_path / "average.gguf"

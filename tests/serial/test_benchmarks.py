@@ -1,4 +1,4 @@
-"""The benchmarks run and print their tables; how fast they are is not for a test to say."""
+"""The benchmarks run and print their tables; speed is not tested."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ def printed_by(ranks, name, *flags, timeout=60):
 
 
 def by_itself(name, *flags, says=False):
-    """The lines of a program that starts its ranks; another's library may say something on stderr."""
+    """Return the lines of a program that starts its own ranks; says: stderr may have text."""
     status, printed, errors = run_command([sys.executable, BENCHMARKS / name, *flags], timeout=120)
     assert status == 0, errors
     assert says or errors == ""
@@ -35,14 +35,14 @@ def test_checkpoint_prints_its_table_and_leaves_nothing_behind(tmp_path):
     _, _, *rows, _, _ = printed_by(2, "checkpoint.py", *flags)
     found = [re.fullmatch(r"(\S.*?)  +([\d.]+) +([\d.]+) +[\d.]+ +([\d.]+)", row) for row in rows]
     assert [match and match[1] for match in found] == ROWS
-    assert all(float(match[2]) + float(match[4]) > 0 for match in found)  # one may round to 0
+    assert all(float(match[2]) + float(match[4]) > 0 for match in found)  # one of the two may round to 0
     assert [match[3] for match in found if match[1].startswith("plain")] == ["1.00"] * 3
     assert list(tmp_path.iterdir()) == []
 
 
 @needs_mpiexec
 def test_calls_of_a_checkpoint_are_counted(tmp_path):
-    """As on Lustre with two nodes of two ranks: the first of each writes, and the kernel counts the same."""
+    """On Lustre with two nodes of two ranks, the first rank of each node writes."""
     flags = ["--mb", "0.5", "--ranks-per-node", "2", "--system", "lustre", "--folder", tmp_path]
     _, head, *rows, _, _ = printed_by(4, "checkpoint_calls.py", *flags)
     columns = head.split()
@@ -50,7 +50,12 @@ def test_calls_of_a_checkpoint_are_counted(tmp_path):
     assert [(row["rank"], row["node"], row["pwritev"] > 0) for row in by_rank] == [
         (0, 0, True), (1, 0, False), (2, 1, True), (3, 1, False)
     ]  # fmt: skip
-    assert [row["fsync"] for row in by_rank] == [5, 0, 2, 0]  # rank 0: two files, and folders thrice
+    assert [row["fsync"] for row in by_rank] == [
+        5,
+        0,
+        2,
+        0,
+    ]  # rank 0 syncs two files, and folders three times
     assert [row["open"] for row in by_rank if not row["pwritev"]] == [0, 0]
     assert list(tmp_path.iterdir()) == []
 

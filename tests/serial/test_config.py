@@ -1,8 +1,6 @@
-"""Settings: flags, a TOML file with the same names, and `--help`, which must agree with each other."""
+"""Settings: flags and a TOML file with the same names agree with each other."""
 
-import dataclasses
 import os
-import re
 import tomllib
 
 import pytest
@@ -11,28 +9,21 @@ from test_command_bits import needs_mpiexec
 
 from zero_mpi.config.bounds import seconds, thread_count
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.settings import FIELDS, FROM_NOTHING, Config, spelled
+from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import recorded, write_toml
 from zero_mpi.errors import UsageError
 
 ODD = {int: 7, float: 0.25, str: "a text", bool: True, list: ["one", "two words"]}
-# Settings whose values are checked more closely than by type.
+# Settings that take only some values of their type.
 SPECIAL = {"threads": "2", "max_time": "1h30m", "reduce_dtype": "fp32", "resume": "never", "schedule": "wsd"}
 SPECIAL |= {"decay_steps": 3, "steps": 20, "strategy": "no-shard"}
 SPECIAL |= {"arch": "gpt2", "reduction": "fast", "tokenizer": "from-init", "trace_steps": "2:5"}
 SPECIAL |= {"transport": "mpi", "device": "cpu", "min_lr": 0.001, "lr_scale": ["*.bias=0", "blk.*=1.5"]}
 SPECIAL |= {"label_smoothing": 0.25, "trace": "t.json", "warmup": 7}
-# Settings that one is refused without.
+# Settings that need another one.
 NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
 NEEDS |= {"loss": ["data"], "add_tokens": ["init"]}
-LENGTH = {"steps": 440, "warmup": 40}
-SETS = {
-    "loss": ["lr"],
-    "init": FROM_NOTHING | LENGTH,
-    "epochs": LENGTH,
-    "steps": LENGTH,
-}  # and other defaults beside one
 
 
 def other_value(name):
@@ -54,24 +45,6 @@ def from_file(tmp_path, text, *flags):
     return parse(["--config", str(path), *flags])
 
 
-def changed(config):
-    pairs = zip(dataclasses.asdict(config).items(), dataclasses.asdict(Config()).items(), strict=True)
-    return {name: value for (name, value), (_, default) in pairs if value != default}
-
-
-def test_no_flags_give_the_defaults():
-    assert parse([]) == Config()
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_each_flag_sets_its_setting_and_no_other(name):
-    value, needed = other_value(name), NEEDS.get(name, [])
-    config = parse([flag for each in (name, *needed) for flag in as_flags(each, other_value(each))])
-    assert getattr(config, name) == value
-    allowed = {name, *needed, *(name for each in (name, *needed) for name in SETS.get(each, []))}
-    assert changed(config).keys() <= allowed
-
-
 @pytest.mark.parametrize("name", [n for n, field in FIELDS.items() if field.metadata["kind"] is bool])
 def test_switches_can_be_turned_off(name, tmp_path):
     assert getattr(parse([spelled(name), *as_flags(name, False)]), name) is False
@@ -79,17 +52,9 @@ def test_switches_can_be_turned_off(name, tmp_path):
 
 
 def test_a_flag_cannot_be_shortened():
-    """--val would be --val-fraction today and an error when there is a second --val-something."""
+    """An abbreviation would become ambiguous with the next flag that is added."""
     with pytest.raises(UsageError, match="--val"):
         parse(["--val", "0.1"])
-
-
-@pytest.mark.parametrize("name", [n for n, field in FIELDS.items() if field.metadata["choices"]])
-def test_choices_are_checked_on_the_command_line_and_in_the_file(name, tmp_path):
-    with pytest.raises(UsageError, match=f"{spelled(name)}.*nonsense"):
-        parse([spelled(name), "nonsense"])
-    with pytest.raises(UsageError, match=f"{spelled(name)} nonsense: expected one of"):
-        from_file(tmp_path, f'{name} = "nonsense"\n')
 
 
 @pytest.mark.parametrize(
@@ -101,17 +66,18 @@ def test_choices_are_checked_on_the_command_line_and_in_the_file(name, tmp_path)
         *(["--bucket-mb", "0"], ["--bucket-mb", "nan"], ["--bucket-mb", "inf"], ["--prefetch", "-1"]),
         *(["--lr", "inf"], ["--timeout", "nan"], ["--lr-scale", "*"], ["--lr-scale", "=2"]),
         *(["--lr-scale", "*=-1"], ["--lr-scale", "*=nan"], ["--lr-scale", "a=1", "b=x"]),
+        *(["--warmup=-1"], ["--warmup", "5 %"], ["--warmup", "101%"], ["--warmup", "1e3"]),
         *(["--ema", "0"], ["--ema", "1"], ["--ema", "nan"]),
     ],
     ids=" ".join,
 )
 def test_values_out_of_range_are_refused_by_name(flags):
-    with pytest.raises(UsageError, match=flags[0]):
+    with pytest.raises(UsageError, match=flags[0].partition("=")[0]):
         parse(flags)
 
 
 TEXTS = (["a b", 'quo"te', "back\\slash", "ünï", "tab\there"], [], ["new\nline"])
-# What cannot be set beside the odd values of the others: ema and bits, lora, another loss.
+# Settings that contradict the odd values of others.
 BESIDE = {"offload": "none", "reduction": "exact", "precision": "fp32", "optimizer": "adamw", "qat": None}
 BESIDE |= {"teacher": None}
 GOING_ROUND = [
@@ -127,16 +93,18 @@ GOING_ROUND = [
 
 @pytest.mark.parametrize("values", GOING_ROUND)
 def test_settings_go_through_the_file_and_back(values, tmp_path):
-    """None has no spelling in TOML: such settings are left out; 0, 0.0 and false are said by somebody."""
+    """TOML has no None, so these settings are left out; 0, 0.0 and false are written."""
     config = Config(**values)
     assert from_file(tmp_path, write_toml(config)) == config
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_flag_wins_over_the_file(name, tmp_path):
-    """Also where the flag's value is the default: given is given."""
+def test_a_flag_sets_its_setting_and_wins_over_the_file(name, tmp_path):
+    """The value of a flag counts also where it is the default."""
     value = other_value(name)
     needed = {each: other_value(each) for each in NEEDS.get(name, [])}
+    given = [flag for each in (name, *needed) for flag in as_flags(each, other_value(each))]
+    assert getattr(parse(given), name) == value
     text = write_toml(Config(**{name: value}, **needed))
     assert getattr(from_file(tmp_path, text), name) == value
     default = getattr(Config(), name)
@@ -195,30 +163,9 @@ def test_threads():
             thread_count(text)
 
 
-@pytest.fixture(scope="module")
-def shown():
-    command = ["-m", "zero_mpi.train", "--help-all"]
-    status, printed, errors = run_job(3, command, env={"COLUMNS": "100"}, timeout=30)
-    assert (status, errors) == (0, "")
-    return printed
-
-
-@needs_mpiexec
-@pytest.mark.parametrize("name", FIELDS)
-def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
-    field = FIELDS[name]
-    entries = re.split(r"(?m)^  (?=--|-h)", shown.partition("options:")[2])
-    (entry,) = [" ".join(entry.split()) for entry in entries if re.match(rf"{spelled(name)}\b(?!-)", entry)]
-    assert field.metadata["text"] in entry
-    if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
-        assert f"(default: {field.default})" in entry
-    for choice in field.metadata["choices"]:
-        assert choice in entry.replace(" ", "")  # a long list is broken
-
-
 @needs_mpiexec
 def test_the_configuration_of_a_run_is_a_file_that_config_takes(tmp_path, monkeypatch):
-    """OUT/config.toml of a run with flags repeats the run."""
+    """OUT/config.toml has the settings that the flags gave."""
     flags = ["--steps", "0", "--layers", "1", "--dim", "6", "--heads", "3", "--context", "4", "--no-tied"]
     (tmp_path / "text").write_text("some text to train on " * 9)
     flags += ["--data", "text", "--out", "run", "--sample", "0", "--max-time", "1h"]

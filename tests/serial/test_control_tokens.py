@@ -1,4 +1,4 @@
-"""Control tokens that a text spells: letters or tokens as the flag says, a warning where nobody said."""
+"""Tests of --control-tokens: control-token strings in text are letters or tokens."""
 
 import dataclasses
 import tomllib
@@ -7,7 +7,6 @@ from pathlib import Path
 import bpe_files
 import numpy as np
 import pytest
-from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
 
@@ -22,7 +21,6 @@ from zero_mpi.train.description import describe
 
 CHAT = "<|begin|>hello <tool>\n<|im_start|>user <|im_start|>a<|endoftext|>"  # of bpe_files.CONTROL, USERS
 BYTES_CHAT = "<|bos|>hello <|endoftext|>é<|endoftext|><|pad|>"
-NONE_SPELT = "hello <|im_sta rt|> <| |> bos pad <tool>"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def bpe_json(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=["bytes", "bpe"])
 def case(request):
-    """A tokenizer, a text that spells control tokens, and how often which."""
+    """Return a tokenizer, a text with control-token strings, and their counts."""
     if request.param == "bytes":
         return ByteTokenizer(), BYTES_CHAT, {"<|endoftext|>": 2, "<|bos|>": 1, "<|pad|>": 1}
     tokenizer = tokenizer_from_json(request.getfixturevalue("bpe_json"))
@@ -52,9 +50,6 @@ def corpus(tmp_path, tokenizer, text, **more):
 def control_ids(tokenizer):
     types = tokenizer.metadata()["tokenizer.ggml.token_type"]
     return {place for place, kind in enumerate(types) if kind == 3}
-
-
-# what a text means
 
 
 @pytest.mark.parametrize("asked", [{}, {"control_tokens": None}, {"control_tokens": PLAIN}])
@@ -77,45 +72,6 @@ def test_parse_reads_each_spelling_as_one_id_as_a_prompt_does(case, tmp_path):
     assert ids.dtype == corpus(tmp_path, tokenizer, text, control_tokens=PLAIN).train.ids.dtype
 
 
-@pytest.mark.parametrize("asked", [None, *READINGS])
-def test_a_text_that_spells_none_has_the_same_ids_and_no_note(asked, case, tmp_path):
-    tokenizer, _, _ = case
-    read = corpus(tmp_path, tokenizer, NONE_SPELT, control_tokens=asked)
-    assert (read.train.ids.tolist(), read.notes) == ([*tokenizer.encode(NONE_SPELT), tokenizer.eos], ())
-
-
-def test_bytes_that_are_no_text_stay_bytes_beside_a_token():
-    tokenizer = ByteTokenizer()
-    assert tokenizer.encode(b"\xff<|pad|>\x80\0", special=True).tolist() == [255, 258, 128, 0]
-    assert tokenizer.encode(b"", special=True).tolist() == []
-    assert tokenizer.encode_prompt("a<|endoftext|>b").tolist() == [97, 257, 98], "as llama.cpp reads it"
-
-
-# a note
-
-
-def test_a_note_counts_and_names_what_is_spelt_and_says_which_flag_reads_it(case, tmp_path):
-    tokenizer, text, spelt = case
-    (note,) = corpus(tmp_path, tokenizer, text).notes
-    assert "tokens in the text: 4 (" in note
-    assert all(f"{token} {count}" in note for token, count in spelt.items())
-    assert "--control-tokens parse" in note
-    assert "--control-tokens plain" in note
-    assert "\n" not in note
-    assert not any(corpus(tmp_path, tokenizer, text, control_tokens=asked).notes for asked in READINGS)
-
-
-# what is recorded
-
-
-def test_the_digest_tells_a_text_that_is_parsed_from_one_that_is_not(case, tmp_path):
-    tokenizer, text, _ = case
-    unsaid, plain, parsed = (
-        corpus(tmp_path, tokenizer, text, control_tokens=asked).sha256 for asked in (None, PLAIN, PARSE)
-    )
-    assert unsaid == plain != parsed
-
-
 def test_token_files_spell_nothing(tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(90, dtype=np.uint16))
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": 260, "tokenizer": None}
@@ -127,7 +83,7 @@ def test_token_files_spell_nothing(tmp_path):
 
 
 def test_a_checkpoint_that_says_nothing_of_it_read_letters(monkeypatch, tmp_path):
-    """It was made before there was a choice, and may be gone on with."""
+    """Checkpoints from before the flag existed can be resumed."""
     config = Config()
     description = describe(config, plan_flags.find_model(config), ByteTokenizer(), None)
     before = {key: value for key, value in description.settings.items() if key != "control_tokens"}
@@ -138,8 +94,6 @@ def test_a_checkpoint_that_says_nothing_of_it_read_letters(monkeypatch, tmp_path
     with pytest.raises(UsageError, match="--control-tokens was plain, now parse"):
         resume.check_resume(point, parsed)
 
-
-# the command
 
 SMALL = "--layers 1 --dim 16 --heads 2 --ffn 16 --context 8 --batch-size 3 --micro-batch 1 --warmup 1"
 FLAGS = [*SMALL.split(), "--sample", "0", "--data", "chat", "--val-fraction", "0", "--steps", "2"]
@@ -178,17 +132,3 @@ def test_three_ranks_parse_as_one_does_and_a_resume_must_too(folder):
         assert "is a checkpoint of another run: --control-tokens was parse, now plain" in line
     train(3, folder / "3", *given, "--steps", "3")
     assert len(fields(folder / "3")) == 3
-
-
-@needs_mpiexec
-def test_a_tokenizer_json_parses_and_a_dry_run_says_what_is_spelt(folder, bpe_json):
-    (folder / "chat").write_text(CHAT * 30)
-    given = [*FLAGS, "--tokenizer", str(bpe_json)]
-    command = ["-m", "zero_mpi.train", *given, "--dry-run"]
-    status, printed, errors = run_job(2, command, cwd=folder, timeout=50)
-    assert (status, errors) == (0, "")
-    (line,) = warnings(printed)
-    assert "120 (<|im_start|> 60, <|begin|> 30, <|endoftext|> 30)" in line
-    train(3, folder / "parse", *given, "--control-tokens", PARSE)
-    train(1, folder / "plain", *given, "--control-tokens", PLAIN)
-    assert fields(folder / "parse") != fields(folder / "plain")

@@ -48,11 +48,11 @@ STATES = {(step, seed): tiny.trained(CONFIG, step, seed) for step, seed in ((1, 
 
 
 class Operations:
-    """Counts the calls that change files, or begin to, and stops at number `stop_at` by `action`."""
+    """Counter of the calls that change files; calls `action` at number `stop_at`."""
 
     def __init__(self, stop_at: int, action: Callable[[str, tuple[Any, ...]], None]) -> None:
         self.count, self.stop_at, self.action = 0, stop_at, action
-        self.opened: dict[int, Opened] = {}  # by inode: the numbers of handles are used again
+        self.opened: dict[int, Opened] = {}  # by inode, because handle numbers are reused
         self.real = {name: getattr(os, name) for name in CALLS} | {"exchange": folders.exchange}
         self._lock = threading.Lock()
 
@@ -84,7 +84,7 @@ class Operations:
             self.opened[inode(arguments[0])].synced = name == "fsync"
 
     def lose_power(self) -> None:
-        """What was not brought to disk is gone; the names that files were given are not."""
+        """Empty all files that were not synced; names of files stay."""
         for file in self.opened.values():
             if not file.synced:
                 self.real["ftruncate"](file.handle, 0)
@@ -157,7 +157,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def assert_nothing_lost(out: Path, case: Case) -> None:
-    """The newest one loads and is not older than what was complete; no half one has a final name."""
+    """Check that the newest checkpoint loads and that no partial one has a final name."""
     found = folders.candidates(out)
     assert found or not case.before
     least = max((step for step, _ in case.before), default=2)
@@ -177,7 +177,7 @@ def assert_goes_on(out: Path, case: Case, complete: dict[str, bytes]) -> None:
 
 
 def save_and_die(out: Path, case: Case, stop_at: int, *, power: bool) -> bool:
-    """Save step 2 in a child that dies just before operation `stop_at`. Whether it came that far."""
+    """Save step 2 in a child that dies before operation `stop_at`; return whether it died."""
     with warnings.catch_warnings():  # the suite's own watchdog is a thread, which the child does not need
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
@@ -209,7 +209,7 @@ def test_a_save_may_be_killed_before_any_operation(power, case, start, complete)
     for stop_at in itertools.count(1):
         out = start()
         killed = save_and_die(out, case, stop_at, power=power)
-        if case.exchanges:  # then it holds at every moment, else once a command has cleaned up
+        if case.exchanges:  # without exchange it holds only after the clean-up
             assert_nothing_lost(out, case)
         folders.clean(out)
         assert_nothing_lost(out, case)
@@ -221,7 +221,7 @@ def test_a_save_may_be_killed_before_any_operation(power, case, start, complete)
 
 @contextlib.contextmanager
 def failing(stop_at: int, number: int) -> Iterator[Operations]:
-    """The system refuses operation `stop_at`, with an error as its own: no name for what has a handle."""
+    """Refuse operation `stop_at` with an error of the system."""
 
     def refuse(name: str, arguments: tuple[Any, ...]) -> None:
         named = () if name in ("pwritev", "ftruncate", "fsync") else (str(arguments[0]),)
@@ -236,7 +236,7 @@ def failing(stop_at: int, number: int) -> Iterator[Operations]:
 
 
 def save_refused(out: Path, case: Case, stop_at: int, number: int, background: bool) -> tuple[bool, str]:
-    """Save step 2 while operation `stop_at` is refused: whether it came to that, and the save's error."""
+    """Save step 2 while operation `stop_at` is refused; return whether it was reached, and the error."""
     with failing(stop_at, number) as operations:
         try:
             save(out, 2, case.keep, background=background)

@@ -1,4 +1,4 @@
-"""Defaults that the data or an earlier start decide: what no flag says of conversations beside --init."""
+"""Tests of defaults that depend on the data, the model or an earlier start."""
 
 import json
 import math
@@ -14,7 +14,6 @@ from test_command_bits import needs_mpiexec, train
 from test_generate import LLAMA, write_model
 
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.settings import batch_size
 from zero_mpi.data import ByteTokenizer
 
 FLAGS = ["--init", "m.gguf", "--data", "chat.jsonl", "--lora", "2", "--sample", "0", "--val-fraction", "0"]
@@ -35,13 +34,6 @@ def settings(folder):
 def model(folder, context):
     about = replace(LLAMA, context_length=context, value_length=4)
     write_model(folder / "m.gguf", about, ByteTokenizer(CHATML).metadata())
-
-
-@pytest.mark.parametrize(
-    ("windows", "size"), [(1, 4), (60, 4), (106, 4), (107, 8), (213, 8), (214, 16), (1 << 40, 16)]
-)
-def test_few_windows_make_a_small_batch(windows, size):
-    assert batch_size(windows) == size
 
 
 @needs_mpiexec
@@ -67,7 +59,7 @@ def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
 
 @needs_mpiexec
 def test_a_run_goes_on_with_the_defaults_that_it_began_with(folder):
-    """So does one that an earlier version began, whose defaults were others; a flag says otherwise."""
+    """A run of an earlier version keeps its defaults too; flags override them."""
     model(folder, 200)
     begun = [part for name, value in OF_0_1_0.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     assert "warning: --warmup 40" in train(1, folder / "out", *FLAGS, *begun)
@@ -82,7 +74,7 @@ def test_a_run_goes_on_with_the_defaults_that_it_began_with(folder):
 
 @needs_mpiexec
 def test_a_jump_of_the_rate_is_a_caution(folder):
-    """It has both rates, by the formula of the cosine; a resume that changes nothing has none."""
+    """The caution has both rates; a resume without changes has no caution."""
     model(folder, 200)
     flags = [*FLAGS, "--batch-size", "4", "--warmup", "1", "--lr", "1e-3"]
     train(1, folder / "out", *flags, "--steps", "4")
@@ -96,7 +88,7 @@ def test_a_jump_of_the_rate_is_a_caution(folder):
 
 @needs_mpiexec
 def test_a_model_of_a_short_context_needs_no_flag(folder):
-    """The default is the model's own where that is shorter; a flag that asks for more is refused."""
+    """The default is the model's context if that is shorter; a longer --context is refused."""
     model(folder, 64)
     (folder / "text.txt").write_text("some text " * 1000)
     command = ["-m", "zero_mpi.train", "--init", "m.gguf", "--data", "text.txt", "--dry-run"]

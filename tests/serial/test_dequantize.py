@@ -1,4 +1,4 @@
-"""Kernels that unpack blocks of GGUF, against the package gguf: the same bits for any bytes."""
+"""Kernels that decode GGUF blocks have the bits of the package gguf, for any bytes."""
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +9,7 @@ from zero_mpi import ops
 from zero_mpi.ops import reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 
-BLOCKS = 700  # of every kind; so many random scales include zeros, denormals, infinities and NaN
+BLOCKS = 700  # blocks per type, enough for zeros, denormals, infinities and NaN among random scales
 
 
 def some_bytes(kind):

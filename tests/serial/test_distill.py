@@ -46,7 +46,7 @@ def test_loss_and_gradients_are_those_of_another_program(temperature):
     targets[0, :4] = -1
     teacher = TeacherFile(5, temperature, 22, 61, "d", "t")
     made, flat = np.zeros(22, teacher.record), targets.ravel()
-    for place in range(20):  # the last two were not predicted
+    for place in range(20):  # the last two positions have no prediction
         made[place] = rng.permutation(61)[:5], np.log(rng.dirichlet(np.ones(6))[:5]), 0
         made[place]["rest"] = np.log(1 - np.exp(made[place]["logp"]).sum())
     z = np.asarray(module.forward(x, training=True), np.float64).reshape(22, 61)

@@ -1,4 +1,4 @@
-"""What README and examples show runs, and what README names is there."""
+"""The programs of README and examples/ run, and names in docs/api.md exist."""
 
 import functools
 import importlib.util
@@ -12,13 +12,6 @@ from jobs import TIMED_OUT, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
-from zero_mpi.commands import hostfile
-from zero_mpi.commands.doctor import command as doctor
-from zero_mpi.commands.export import command as export
-from zero_mpi.commands.generate import command as generate
-from zero_mpi.commands.inspect import command as inspect_command
-from zero_mpi.commands.plan import command as plan_options
-from zero_mpi.config import settings
 from zero_mpi.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 API = (ROOT / "docs" / "api.md").read_text()
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-OF_SMOLLM2 = ("finetune_smollm2", "preferences")  # those are test_finetune.py's
+OF_SMOLLM2 = ("finetune_smollm2", "preferences")  # run by test_finetune.py
 SHORT = [name for name in EXAMPLES if name not in OF_SMOLLM2]
 # Their micro-batches do not depend on the ranks.
 EXACT = ("custom_loop", "custom_model", "lion", "mlp_digits", "save_and_load")
@@ -52,7 +45,7 @@ def losses(printed: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """printed(name, ranks): what an example prints; each is run once."""
+    """Return printed(name, ranks), the output of an example; each is run once."""
 
     @functools.cache
     def run(name: str, ranks: int) -> str:
@@ -88,7 +81,7 @@ def test_each_half_of_a_run_may_have_its_own_number_of_ranks(printed, tmp_path):
 
 @pytest.fixture(scope="module")
 def in_a_notebook():
-    """name -> what an example prints, its functions called by hand: no launcher, and no MPI library."""
+    """Return the output of each example without launcher and MPI library, by name."""
     code = (
         "import importlib, sys; sys.modules['mpi4py.MPI'] = None\n"
         f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
@@ -110,7 +103,7 @@ def test_example_works_without_any_mpi_as_in_a_notebook(name, printed, in_a_note
 
 @pytest.mark.parametrize(("variables", "threads"), [({}, {1}), ({"OMP_NUM_THREADS": "2"}, {2})])
 def test_a_rank_has_one_thread_though_numpy_was_imported_first(variables, threads):
-    """As the sorted imports of a script have it; threads that spin on the other ranks' cores cost tenfold."""
+    """Sorted imports load NumPy first; threads on the cores of other ranks cost a factor of ten."""
     code = (
         "import numpy; from zero_mpi import connect; comm = connect(); import threadpoolctl\n"
         "print({pool['num_threads'] for pool in threadpoolctl.threadpool_info()}, comm.size)"
@@ -136,16 +129,10 @@ def test_an_error_on_one_rank_ends_a_script_on_all(times):
 
 def test_under_a_launcher_without_mpi_nobody_trains_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.delitem(sys.modules, "zero_mpi.comm.start_mpi", raising=False)  # of another test
+    monkeypatch.delitem(sys.modules, "zero_mpi.comm.start_mpi", raising=False)  # of other tests
     monkeypatch.setenv("PMI_RANK", "0")
     with pytest.raises(UsageError, match=r"no MPI library .* pip install 'zero-mpi\[mpich\]'"):
         zero_mpi.connect()
-
-
-def test_without_the_digits_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UsageError, match=r"pip install 'zero-mpi\[examples\]'$"):
-        example("mlp_digits").digits()
 
 
 @needs_mpiexec
@@ -162,17 +149,6 @@ def test_readme_python_runs_and_prints_once(block, tmp_path):
     lines = [line.split() for line in run_script(script, 2, tmp_path).splitlines()]
     assert [int(step) for step, _ in lines] == list(range(1, 21))
     assert float(lines[-1][1]) < float(lines[0][1]) - 0.5
-
-
-def test_flags_in_readme_exist():
-    assert BLOCKS, "and so does its Python, which the test above runs"
-    own = {settings.spelled(name) for name in settings.FIELDS} | {"--config", "--help", "--help-all"}
-    for command in (export, generate, inspect_command, doctor, plan_options, hostfile):
-        own |= set(command.make_parser().format_help().replace("[", " ").replace("]", " ").split())
-    own |= {"--with-mpi", "--shm-size"}  # of pytest-mpi, of docker
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README))
-    assert len(named) > 10
-    assert named - own == set()
 
 
 def api_rows() -> list[str]:

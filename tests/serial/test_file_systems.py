@@ -1,18 +1,14 @@
-"""What is known of a file system by the kernel's list of mounts, and what follows for who writes there."""
+"""Tests of file systems in the kernel's list of mounts, and of the ranks that write there."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from zero_mpi.checkpoint.parallel_write import JoinedSlices, assigned, share_of
-from zero_mpi.comm import Partition
+from zero_mpi.checkpoint.parallel_write import assigned
 from zero_mpi.files import file_systems
 from zero_mpi.files.file_systems import KINDS, UNKNOWN, file_system
 
-# Lines as kernels of clusters write them.
+# Lines of /proc/self/mountinfo on clusters.
 MOUNTS = r"""
 22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
 25 22 0:5 / /dev rw,nosuid shared:2 - devtmpfs udev rw,size=131072k
@@ -46,13 +42,7 @@ def test_the_kind_is_that_of_the_nearest_mount(place, mounts):
     assert file_system(Path(place)).kind == PLACES[place]
 
 
-def test_this_machine_tells(tmp_path, monkeypatch):
-    assert file_system(Path("/dev/shm")).kind == "tmpfs"
-    monkeypatch.setattr(file_systems, "MOUNTS", tmp_path / "none")
-    assert file_system(tmp_path) == UNKNOWN
-
-
-# who writes: of four nodes of 3, 3, 1 and 2 ranks, and of ranks dealt out to two nodes in turn
+# Nodes of the ranks: four nodes of 3, 3, 1 and 2 ranks, and two nodes in turn.
 
 NODES, TURN = [0, 0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 0, 1, 0, 1]
 ONE, EACH = (0,) * 9, tuple(range(9))
@@ -80,24 +70,3 @@ CASES = {
 def test_who_writes(case):
     system, nodes, a_node, expected = CASES[case]
     assert assigned(nodes, system, a_node) == expected
-
-
-@given(st.integers(0, 90), st.integers(1, 6), st.sampled_from([1, 4]), st.data())
-def test_pieces_of_a_share_are_what_its_ranks_own(length, parts, quantum, data):
-    """Each element once, in order, and slices side by side as one."""
-    partition = Partition(length, parts, quantum)
-    ranks = sorted(data.draw(st.sets(st.integers(0, parts - 1), min_size=1)))
-    share = share_of(partition, ranks)
-    whole, found = list(range(length)), []
-    for piece in share.cut(data.draw(st.integers(1, 40))):
-        buffer = []
-        for number, rank in enumerate(ranks):
-            buffer += whole[partition.part(rank)][piece.of_slice(share, number)]
-        segments = list(share.segments(piece))
-        assert sum(part.stop - part.start for _, part in segments) == len(buffer) == piece.stop - piece.start
-        for start, part in segments:
-            assert buffer[part] == whole[start : start + part.stop - part.start]
-            found += buffer[part]
-        assert all(b > a + part.stop - part.start for (a, part), (b, _) in pairwise(segments))
-    assert found == [each for rank in ranks for each in whole[partition.part(rank)]]
-    assert isinstance(share, JoinedSlices)

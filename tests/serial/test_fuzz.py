@@ -1,6 +1,6 @@
-"""A short form of the fuzzing from outside: every case some times, or once; in CI the same ones each time.
+"""Runs every case of tests/fuzz once or twice, in CI with a fixed seed.
 
-An hour of it: python tests/fuzz/run_fuzz.py --seconds 3600
+For an hour: python tests/fuzz/run_fuzz.py --seconds 3600
 """
 
 import os
@@ -13,7 +13,7 @@ from jobs import run_command
 
 DRIVER = Path(__file__).parents[1] / "fuzz" / "run_fuzz.py"
 ROUNDS = 2
-SECONDS = 25  # of a slow machine; as many rounds as that leaves
+SECONDS = 25  # limit on a slow machine
 
 
 @pytest.mark.timeout_seconds(180)

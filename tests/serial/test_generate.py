@@ -1,4 +1,4 @@
-"""Generation: the cached forward equals the training forward, the draw is what it says."""
+"""Tests of generation: cached forward, sampling, the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from gguf_files import GGUFStream
 
-from zero_mpi import ops
 from zero_mpi.commands.generate.command import command as generate
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
@@ -74,7 +73,7 @@ def full_forward(model: TextModel, ids: list[int]) -> np.ndarray:
 def test_cached_logits_are_those_of_the_full_forward(model, pieces):
     ids = np.random.default_rng(0).integers(256, size=sum(pieces)).tolist()
     expected = full_forward(model, ids)
-    assert np.ptp(expected, axis=-1).min() > 1, "logits are flat: agreement would say little"
+    assert np.ptp(expected, axis=-1).min() > 1, "flat logits would agree in any case"
     model.reset()
     ends = np.cumsum(pieces)
     found = [model.logits(ids[end - piece : end]) for piece, end in zip(pieces, ends, strict=True)]
@@ -102,35 +101,10 @@ def test_prompts_at_once_continue_as_each_alone(model):
         threads.use(1)
 
 
-def test_all_architectures_without_experts_have_programs(model):
-    model.reset()
-    model.logits(PROMPT)
-    model.logits([5])
-    if ops.compiles():
-        assert (model.decoder.program is None) == bool(getattr(model.config, "expert_count", 0))
-
-
-def test_reset_forgets(model):
-    model.reset()
-    first = model.logits(PROMPT)
-    model.reset()
-    assert model.logits(PROMPT).tobytes() == first.tobytes()
-    assert not np.allclose(model.logits(PROMPT), first, atol=1e-2), "without a reset the text goes on"
-
-
-def test_positions_beyond_the_context_are_refused(model):
-    model.reset()
-    with pytest.raises(ValueError, match=r"14 .* 13"):
-        model.logits(range(14))
-    model.logits(range(13))
-    with pytest.raises(ValueError, match=r"14 .* 13"):
-        model.logits([0])
-
-
 def greedy(model: TextModel, prompt: list[int], tokens: int) -> list[int]:
-    """What temperature 0 must give, with a full forward for every token.
+    """Return the tokens of temperature 0, by a full forward for every token.
 
-    When the context is full, the newest half of it (six of 13 positions) is where it starts again.
+    When the context is full, it restarts with its newest half (six of 13 positions).
     """
     history, start = list(prompt), max(0, len(prompt) - 6) if len(prompt) > CONTEXT else 0
     for _ in range(tokens):
@@ -144,15 +118,6 @@ def greedy(model: TextModel, prompt: list[int], tokens: int) -> list[int]:
 def test_greedy_text_goes_on_past_the_context(model, length):
     prompt = np.random.default_rng(length).integers(256, size=length).tolist()
     assert list(model.generate(prompt, 30, temperature=0)) == greedy(model, prompt, 30)
-
-
-def test_a_context_of_one_position_works(tmp_path):
-    model = TextModel(write_model(tmp_path / "model.gguf", replace(LLAMA, context_length=1)))
-    last, expected = 97, []
-    for _ in range(4):
-        last = int(np.argmax(full_forward(model, [last])[-1]))
-        expected.append(last)
-    assert list(model.generate([98, 97], 4, temperature=0)) == expected
 
 
 def test_the_likeliest_of_one_is_the_likeliest_and_seeds_repeat_and_differ(model):
@@ -181,24 +146,22 @@ def drawn(temperature: float, top_k: int) -> np.ndarray:
     ("temperature", "top_k", "expected"),
     [
         (1.0, 0, [0.1, 0.4, 0.2, 0.3]),
-        (1.0, 4, [0.1, 0.4, 0.2, 0.3]),
         (1.0, 99, [0.1, 0.4, 0.2, 0.3]),
         (1.0, 2, [0, 4 / 7, 0, 3 / 7]),
         (1.0, 3, [0, 4 / 9, 2 / 9, 3 / 9]),
         (0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
         (0.5, 2, [0, 16 / 25, 0, 9 / 25]),
         (0, 0, [0, 1, 0, 0]),
-        (1.0, 1, [0, 1, 0, 0]),
     ],
 )
 def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
     found = drawn(temperature, top_k)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # four deviations of 4000 draws
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # four standard deviations of 4000 draws
     assert np.all((found == 0) == (np.array(expected) == 0))
 
 
 def kept(logits: list[float] | np.ndarray, top_k: int = 0, **how: float) -> set[int]:
-    """Which ids are ever drawn: at a temperature so high that all that are kept come."""
+    """Return the ids that are ever drawn; the temperature is high, so all kept ids come."""
     generator = np.random.default_rng(0)
     values = np.asarray(logits, np.float32)
     return {choose(values, generator, temperature=1e6, top_k=top_k, **how) for _ in range(400)}
@@ -212,32 +175,6 @@ def test_as_many_as_asked_for_are_kept_of_equally_likely_ones():
     assert kept([5, 5, 5], 1) == {0}
     assert kept([1, 1, 1, 1], top_p=0.45) == {0, 1}
     assert kept([1, 1, 1, 1], min_p=1.0) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [  # of 0.1, 0.4, 0.2, 0.3
-        ({"top_p": 0.0}, {1}),
-        ({"top_p": 0.39}, {1}),
-        ({"top_p": 0.41}, {1, 3}),
-        ({"top_p": 0.69}, {1, 3}),
-        ({"top_p": 0.71}, {1, 3, 2}),
-        ({"top_p": 0.95}, {0, 1, 2, 3}),
-        ({"top_p": 1.0}, {0, 1, 2, 3}),
-        ({"min_p": 0.0}, {0, 1, 2, 3}),
-        ({"min_p": 0.2}, {0, 1, 2, 3}),
-        ({"min_p": 0.26}, {1, 2, 3}),
-        ({"min_p": 0.74}, {1, 3}),
-        ({"min_p": 1.0}, {1}),
-        ({"top_k": 3, "top_p": 0.8}, {1, 2, 3}),  # of 4/9, 3/9, 2/9
-        ({"top_k": 3, "top_p": 0.77}, {1, 3}),
-        ({"top_p": 0.75, "min_p": 0.6}, {1, 3}),
-    ],
-    ids=str,
-)
-def test_nucleus_and_least_share_keep_what_they_say(how, expected):
-    """By the model's own probabilities, whatever the temperature; each of what the one before has left."""
-    assert kept(LOGITS, **how) == expected
 
 
 @pytest.mark.filterwarnings("error")
@@ -272,13 +209,6 @@ def test_the_command_prints_prompt_and_text(checkpoint, name):
     ids = list(model.generate(list(prompt), 5, temperature=0.9, top_k=40, seed=3))
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout == prompt + ByteTokenizer().decode(ids) + b"\n"
-
-
-def test_the_command_takes_an_empty_prompt(checkpoint):
-    result = command(str(checkpoint), "--prompt", "", "--tokens", "2", "--temperature", "0")
-    model = TextModel(checkpoint / "model.gguf")
-    ids = list(model.generate([ByteTokenizer.eos], 2, temperature=0))
-    assert (result.returncode, result.stdout) == (0, ByteTokenizer().decode(ids) + b"\n")
 
 
 def write_story(path: Path, keys: dict[str, Any], ids: list[int]) -> Path:
@@ -331,31 +261,6 @@ def test_on_a_terminal_control_letters_are_escaped_and_elsewhere_bytes_are_exact
     os.close(master)
 
 
-def bad_files(folder: Path) -> dict[str, str]:
-    (folder / "text.gguf").write_text("no model\n")
-    with GGUFStream(folder / "mamba.gguf", "mamba", {}, []):
-        pass
-    write_model(folder / "words.gguf", LLAMA, {"tokenizer.ggml.model": "bert"})
-    write_model(folder / "bare.gguf", LLAMA, {"tokenizer.ggml.model": "llama"})
-    said = {"mamba.gguf": "'mamba'", "words.gguf": "'bert'", "bare.gguf": "tokenizer.ggml.tokens"}
-    return {name: name for name in ("none.gguf", "text.gguf")} | said
-
-
-def assert_refused(result: subprocess.CompletedProcess[bytes], message: str) -> None:
-    line = result.stderr.decode()
-    assert (result.returncode, result.stdout) == (2, b""), line
-    assert line.startswith("zero_mpi generate: error: ")
-    assert line.count("\n") == 1
-    assert line.endswith("\n")
-    assert message in line
-
-
-def test_the_command_refuses_what_is_no_model(tmp_path):
-    for name, message in bad_files(tmp_path).items():
-        with pytest.raises(UsageError, match=f"^[^\n]*{message}[^\n]*$"):
-            generate(World(0, 1), [str(tmp_path / name), "--tokens", "1"])
-
-
 def test_batches_of_prompts_are_answered_as_one_after_the_other(checkpoint, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("def \nnaïve\na\n")
@@ -369,10 +274,7 @@ def test_batches_of_prompts_are_answered_as_one_after_the_other(checkpoint, tmp_
         "--batch 2",
         "--engine llamacpp --lora x",
         "--tokens -1",
-        "--tokens many",
-        "--colour red",
         "--temperature nan",
-        "--top-p 1.5",
     ],
 )
 def test_the_command_refuses_bad_flags(checkpoint, flags):

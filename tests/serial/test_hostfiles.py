@@ -1,4 +1,4 @@
-"""Hostfiles: those that lie here are read by launchers, and either form is turned into the other."""
+"""Launchers read the hostfiles of the project, and `hostfile` converts both forms."""
 
 import re
 import sys
@@ -40,27 +40,6 @@ def test_local8_runs_ranks_on_this_machine():
     status, output, errors = run_command([*job, "-c", "import os; os.write(1, b'here\\n')"], timeout=40)
     assert status == 0, output + errors
     assert output.split() == ["here", "here"]
-
-
-@pytest.mark.parametrize(
-    ("name", "form", "hosts"),
-    [
-        ("local8", "localhost", [HostEntry("localhost", 8)]),  # both launchers read it
-        ("two_nodes.mpich", "node{}:2", TWICE_TWO),
-        ("two_nodes.openmpi", "node{} slots=2", TWICE_TWO),
-        ("four_nodes.mpich", "node{}:2", [HostEntry(f"node{n}", 2) for n in range(1, 5)]),
-        ("four_nodes.openmpi", "node{} slots=2", [HostEntry(f"node{n}", 2) for n in range(1, 5)]),
-    ],
-)
-def test_each_file_has_the_form_of_its_launcher_and_its_command_in_whole_lines(name, form, hosts):
-    text = (FOLDER / name).read_text()
-    assert hosts_of(text) == hosts
-    comments, lines = ([line for line in text.splitlines() if ("#" in line) == it] for it in (True, False))
-    assert lines == [form.format(number) for number in range(1, len(lines) + 1)]
-    assert all(line.startswith("#") for line in comments)  # MPICH reads no comment after a name
-    ranks = sum(host.slots for host in hosts)
-    assert any(f"hostfiles/{name} -n {ranks} " in line for line in comments)
-    assert len(list(FOLDER.iterdir())) == 5
 
 
 @pytest.mark.parametrize(
@@ -143,7 +122,7 @@ def test_bad_input_is_one_line(arguments, named, tmp_path):
 
 
 def test_the_installed_launcher_reads_what_is_written(tmp_path):
-    """This machine three times, in the form that is not the launcher's, turned into its own."""
+    """A hostfile in the other form is converted to that of the launcher."""
     start = installed_launcher()
     form, other = ("openmpi", "mpich") if launcher_kind() == "openmpi" else ("mpich", "openmpi")
     text = "".join(f"{LINES[other](HostEntry('localhost', count))}\n" for count in (1, 2))

@@ -1,19 +1,13 @@
-"""What a file is by its first bytes: what is no text has a name and a remedy, and text of any kind passes."""
+"""The first bytes tell the kind of a file; binary kinds have a name and a remedy."""
 
-import bz2
 import gzip
 import io
 import json
-import lzma
 import pickle
-import sqlite3
 import sys
-import tarfile
 import zipfile
-import zlib
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save
@@ -33,57 +27,29 @@ def zipped(**files):
     return held.getvalue()
 
 
-def tar():
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("a"), io.BytesIO())
-    return held.getvalue()
-
-
 def saved(function, *arrays):
     held = io.BytesIO()
     function(held, *arrays)
     return held.getvalue()
 
 
-def database():
-    connection = sqlite3.connect(":memory:")
-    connection.execute("create table texts (text)")
-    return connection.serialize()
-
-
 DRAW = np.random.default_rng(0)
 FOREIGN = {
     "gzip": (gzip.compress(TEXT.encode()), "gzip", "gunzip"),
-    "bzip2": (bz2.compress(TEXT.encode()), "bzip2", "bunzip2"),
-    "xz": (lzma.compress(TEXT.encode()), "xz", "unxz"),
     "zstd": (b"\x28\xb5\x2f\xfd\x04\x58" + DRAW.bytes(50), "zstd", "zstd -d"),
-    "zip": (zipped(a_txt=TEXT), "a zip archive", "unzip"),
-    "docx": (zipped(word__document_xml=TEXT), "a zip archive", "unzip"),
-    "npz": (saved(np.savez, np.arange(9)), "NumPy arrays", "1-D .npy"),
     "npy of another name": (saved(np.save, np.arange(9)), "a NumPy array", ".npy"),
     "PyTorch": (zipped(archive__data_pkl=b"x"), "a PyTorch file", "safetensors"),
-    "tar": (tar(), "a tar archive", "tar -xf"),
     "Parquet": (b"PAR1\x15\x04\x15\x10" + DRAW.bytes(99) + b"PAR1", "a Parquet file", "zero-mpi tokenize"),
-    "SQLite": (database(), "binary data", "UTF-8"),
     "safetensors": (save({"a": np.zeros(3, np.float32)}), "a safetensors model", "--init"),
     "pickle": (pickle.dumps(RECORDS), "binary data", "UTF-8"),
-    "old pickle": (pickle.dumps(RECORDS, 2), "binary data", "UTF-8"),
     "GGUF": (b"GGUF\x03\0\0\0" + bytes(20), "a GGUF model", "--init"),
     "PDF": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "a PDF document", "pdftotext"),
-    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(9), "binary data", "UTF-8"),
-    "JPEG": (b"\xff\xd8\xff\xe0\0\x10JFIF", "binary data", "UTF-8"),
-    "bitmap": (b"BM\x36\0\x0c\0" + bytes(20), "binary data", "UTF-8"),
     "program": (Path(sys.executable).read_bytes(), "binary data", "UTF-8"),
     "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "a pointer of Git LFS", "pull"),
     "UTF-16 LE": (TEXT.encode("utf-16"), "text in UTF-16", "iconv -f UTF-16 "),
-    "UTF-16 BE": (b"\xfe\xff" + TEXT.encode("utf-16-be"), "text in UTF-16", "iconv"),
-    "UTF-32": (TEXT.encode("utf-32"), "text in UTF-32", "iconv -f UTF-32 "),
     "UTF-16 without a mark": (TEXT.encode("utf-16-be"), "binary data", "UTF-8"),
     "JSON Lines": (JSONL.encode(), "JSON Lines", "jq -r .text"),
     "raw ids": (DRAW.integers(0, 50000, 999).astype(np.uint16).tobytes(), "binary data", "1-D .npy"),
-    "weights": (DRAW.normal(size=999).astype(ml_dtypes.bfloat16).tobytes(), "binary data", "UTF-8"),
-    "compressed": (zlib.compress(DRAW.bytes(400)).replace(b"\0", b""), "binary data", "UTF-8"),
 }
 
 
@@ -100,18 +66,12 @@ TEXTS = {
     "nothing": b"",
     "UTF-8": TEXT.encode(),
     "UTF-8, cut in a letter": TEXT.encode()[: TEXT.encode().index(b"\xa9")],
-    "UTF-8 with a mark": TEXT.encode("utf-8-sig"),
     "Latin-1": "Grüße, Füße, Öl und Äpfel\n".encode("latin-1") * 40,
-    "Windows": "„quoted“ — dashes… and €\n".encode("cp1252") * 40,
-    "Russian": "".join(map(chr, range(0x410, 0x450))).encode("koi8-r") * 40,
     "Japanese": "吾輩は猫である。名前はまだ無い。\n".encode("shift_jis") * 40,
-    "Japanese mail": "吾輩は猫である。\n".encode("iso2022_jp") * 40,
     "colours of a terminal": b"\x1b[31mred\x1b[0m\b\b\n" * 9,
     "an object": json.dumps(RECORDS[0], indent=1).encode(),
-    "an object on a line": json.dumps(RECORDS[0]).encode() + b"\n",
     "a list": json.dumps(RECORDS).encode(),
     "source code": Path(__file__).read_bytes(),
-    "C": b"{ int a; }\n{ int b; }\n",
 }
 
 
@@ -122,7 +82,7 @@ def test_text_is_text(name):
 
 @pytest.mark.parametrize("begin", [each for each in BEGINNINGS if each.data.isascii()], ids=str)
 def test_a_text_may_begin_with_short_letters_of_a_format(begin):
-    """GGUF and ustar are words; nobody begins a text with %PDF-."""
+    """Short ASCII signatures such as GGUF may begin a text; long ones such as %PDF- do not."""
     text = b" " * begin.at + begin.data + b" is how a text begins.\n"
     if b"\0" not in begin.data and (len(begin.data) < 5 or begin.at):
         assert kind_of(text, "file") is None
