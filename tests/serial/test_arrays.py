@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from zero_mpi.device import HOST
 from zero_mpi.device.arrays import (
-    BufferPool,
     Recycler,
     address,
     empty,
@@ -31,26 +30,6 @@ def test_arrays_start_at_a_cache_line(make, dtype, size):
         assert (array.shape, array.dtype) == ((size,), np.dtype(dtype))
         assert array.flags.c_contiguous
         assert array.flags.writeable
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=40))
-def test_a_pool_only_grows_and_loses_nothing(actions):
-    pool, out, grown = BufferPool(), [], 0
-    for take, number in actions:
-        before = pool.nbytes
-        if take:
-            buffer = pool.take(number)
-            assert buffer.size >= number
-            assert all(buffer is not other for other in out)
-            out.append(buffer)
-        elif out:
-            pool.give(out.pop(number % len(out)))
-        assert pool.lent == len(out)
-        assert pool.nbytes >= before
-        assert take or pool.nbytes == before
-        grown = max(grown, len(out))
-    assert pool.peak_lent == grown
 
 
 @settings(deadline=None, max_examples=60)

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jobs import launcher, launcher_kind, run_command
 
 from zero_mpi.commands.hostfile import LINES, HostEntry, read_hosts
@@ -78,16 +76,6 @@ def test_other_lines_are_refused_with_their_number(line):
     with pytest.raises(UsageError, match=r"^FILE:3: expected ") as caught:
         hosts_of(f"# nodes\nnode1:2\n{line}\nnode2:2\n")
     assert repr(line) in str(caught.value)
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.text(alphabet="ab1:=#- \t\nslotmax_.,", max_size=40))
-def test_any_text_is_read_or_refused(text):
-    try:
-        hosts = hosts_of(text)
-    except UsageError:
-        return
-    assert hosts_of("\n".join(map(LINES["openmpi"], hosts))) == hosts != []
 
 
 def test_one_form_becomes_the_other():

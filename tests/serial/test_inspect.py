@@ -225,7 +225,7 @@ def test_a_safetensors_folder(tmp_path):
     broken = hf_models.write_folder(tmp_path / "broken", config, tensors | {"model.norm.weight": norm})
     assert inside(broken) == 1
     found = compare(folder, broken)["difference"]["values"]
-    assert found == [pytest.approx(float(tensors["model.norm.weight"][3])), "nan"]
+    assert found == [pytest.approx(float(tensors["model.norm.weight"][3]), rel=1e-3), "nan"]
 
 
 @needs_mpiexec
