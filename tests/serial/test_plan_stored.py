@@ -70,7 +70,8 @@ def test_the_table_of_the_page_is_planned():
     commands = re.findall(r"^zero-mpi plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
     rows = re.findall(r"^\| [0-9]+[MB] \| [0-9]+ \| (.*iB) \|$", text, re.MULTILINE)
     assert len(rows) == len(commands) == 4
-    for row, sizes in zip(rows, commands, strict=True):
-        columns = ("", "--lora 16", "--lora 16 --base q8_0", "--lora 16 --base q4_0")
-        cases = [case for more in columns for case in read([*sizes.split(), *more.split()]).cases]
-        assert [size(plan_memory(case).total) for case in cases] == row.split(" | ")
+    columns = ("", "--lora 16", "--lora 16 --base q8_0", "--lora 16 --base q4_0")
+    for number, (row, sizes) in enumerate(zip(rows, commands, strict=True)):
+        for column in range(4) if number == 0 else (0, 3):  # large models take seconds a column
+            (case,) = read([*sizes.split(), *columns[column].split()]).cases
+            assert size(plan_memory(case).total) == row.split(" | ")[column]

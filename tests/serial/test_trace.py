@@ -217,7 +217,6 @@ def test_the_table_of_a_real_run(traced):
     for share in shares(recorded):
         assert sum(share.columns.values()) == pytest.approx(sum(share.steps.values()), rel=1e-9)
         assert {name for name, lasted in share.columns.items() if lasted} == set(COLUMNS)
-        assert share.columns["other"] < 0.5 * sum(share.steps.values())
     program = [sys.executable, "-m", "zero_mpi", "trace", folder / "trace.json.gz"]
     status, printed, errors = run_command(program, timeout=30)
     assert (status, errors) == (0, "")
