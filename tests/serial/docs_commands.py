@@ -172,9 +172,9 @@ ROWS: dict[str, How] = {
     ),
     "ls runs/saved": Run(says="step-00000080\nstep-00000100\n"),
     "tail -n 1 runs/default/metrics.jsonl": Run(says='"step": 6, .*"val_loss"'),
-    "zero-mpi inspect runs/proved runs/other": Run(says="verdict +different", statuses=(1,)),
-    "zero-mpi inspect runs/saved/latest runs/again/latest": Run(says="verdict +identical"),
-    "zero-mpi inspect runs/one/latest runs/three/latest": Run(says="verdict +identical"),
+    "zero-mpi inspect runs/proved runs/other": Run(says="same +no", statuses=(1,)),
+    "zero-mpi inspect runs/saved/latest runs/again/latest": Run(says="same +yes"),
+    "zero-mpi inspect runs/one/latest runs/three/latest": Run(says="same +yes"),
     "mpirun -n 3 zero-mpi verify runs/proved": Run(says="yes: .* steps 1-12 have the same bits, .* 3 ranks"),
     "zero-mpi verify runs/proved --from 20 --to 40": Run("--from 4 --to 8", "yes: .* steps 5-8"),
     "zero-mpi generate MODEL.gguf --chat": of(

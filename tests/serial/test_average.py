@@ -190,8 +190,7 @@ def test_it_is_a_model_by_its_formula(alone):
 def test_inspect_and_generate_take_it(alone):
     status, printed, _ = run_job(1, ["-m", "zero_mpi", "inspect", str(alone)])
     assert status == 0
-    assert "ema.gguf: GGUF" in printed
-    assert "sound" in printed
+    assert "ema.gguf" in printed
     ask = ["--prompt", "line", "--tokens", "5", "--temperature", "0"]
     command = ["-m", "zero_mpi", "generate", str(alone / "latest" / "ema.gguf"), *ask]
     status, printed, errors = run_job(1, command, env=COMPILED)

@@ -98,8 +98,8 @@ def test_state_is_the_one_that_training_announced(ranks, trained):
     for path in (out, out / "latest", out / "step-00000003"):
         status, text, errors = run(path)
         assert (status, errors) == (0, "")
-        assert re.search(rf"state computed: {announced}[0-9a-f]{{48}}\n", text), text
-        assert "all 63 tensors " in text
+        assert re.search(rf"state digest +{announced}[0-9a-f]{{48}}\n", text), text
+        assert re.search(r"checksums +63\n", text)
     one = examine(trained[1][0])
     assert examine(out)["state_digest"] == one["state_digest"] == one["training"]["recorded_state_digest"]
 
@@ -128,7 +128,8 @@ def test_a_flipped_bit_is_found_and_named(file, alone, checkpoint):
     status, text, errors = run(checkpoint / file if alone else checkpoint)
     assert (status, errors) == (1, "")
     assert text.count("checksum differs") == 1
-    assert re.search(rf"NOT SOUND .*{file}: tensor '{re.escape(name)}' .*checksum differs", text)
+    assert re.search(rf"problems .*{file}: tensor '{re.escape(name)}' .*checksum differs", text)
+    assert re.search(r"sound +no\n", text)
 
 
 @needs_mpiexec
@@ -137,7 +138,7 @@ def test_values_that_are_not_finite_are_counted(checkpoint):
         put(checkpoint / "model.gguf", NAME, element, value)
     status, text, _ = run(checkpoint / "model.gguf")
     assert status == 1
-    assert f"tensor {NAME}: 3 values are not finite" in text
+    assert re.search(rf"not finite +{NAME} 3\n", text)
 
 
 @needs_mpiexec
@@ -180,14 +181,14 @@ def test_a_foreign_file_has_no_checksums(tmp_path):
     status, text, errors = run(foreign(tmp_path / "foreign.gguf"))
     assert (status, errors) == (0, "")
     for part in (
-        "checksums: none",
-        "Q4_1: 1 tensor, 10.0 KiB",
-        "values: all finite",
-        "zero_mpi cannot run it",
+        r"checksums +0\n",
+        "type Q4_1, tensors 1, bytes 10,240",
+        "cannot_run [^n]",
+        r"training +none",
     ):
-        assert part in text
+        assert re.search(part, text)
+    assert "not finite" not in text
     assert "\x1b" not in text
-    assert "training " not in text
     keys = run(tmp_path / "foreign.gguf", "--keys")[1]
     assert "\x1b" not in keys
     assert "x" * 200 in keys
@@ -213,8 +214,8 @@ def test_a_split_model_is_one(tmp_path):
     writer.close()
     status, text, _ = run(tmp_path / "m-00001-of-00003.gguf")
     assert status == 0
-    assert "GGUF in 3 parts" in text
-    assert "5 tensors" in text
+    assert "format GGUF" in text
+    assert re.search(r"tensors 5,(?s:.*) parts 3\n", text)
 
 
 CONFIG = {
@@ -253,9 +254,8 @@ def test_a_safetensors_folder(tmp_path):
     status, text, errors = run(folder)
     assert (status, errors) == (0, "")
     assert "safetensors" in text
-    assert "llama: blocks 1, width 8, heads 2, key/value heads 1, feed-forward 6, context 16" in text
-    assert "F16: 12 tensors" in text
-    assert "checksums: none" in text
+    assert "sizes: blocks 1, width 8, heads 2, key/value heads 1, feed-forward 6, context 16" in text
+    assert "type F16, tensors 12" in text
     assert inside(safetensors_folder(tmp_path / "broken", math.nan)) == 1
     assert inside(folder, safetensors_folder(tmp_path / "same")) == 0
     assert compare(folder, tmp_path / "broken")["difference"]["values"] == [0.25, "nan"]
@@ -269,13 +269,14 @@ def test_the_first_difference_is_named(checkpoint, trained):
     flip(checkpoint / "optimizer.gguf", f"optimizer.adam.first_moments.{NAME}", 0)
     status, text, errors = run(trained[1][0], checkpoint)
     assert (status, errors) == (1, "")
-    assert "63 in both, 2 differ" in text
-    assert f"the first, {NAME}, F32 [97, 48]: 2 elements differ" in text
+    assert re.search(r"tensors +63\n", text)
+    assert f"name {NAME}, element [10, 7], " in text
+    assert re.search(r"elements 2\b", text)
     found = compare(trained[1][0], checkpoint)["difference"]
     assert found["element"] == [10, 7]
     assert found["values"] == [float(str(whole[10, 7])), 0.5]
     assert found["largest"] == float(np.float64(100) - whole[96, 47])
-    assert f"first at element [10, 7]: {found['values'][0]!r} and 0.5" in text
+    assert f"values [{found['values'][0]!r}, 0.5]" in text
     assert json.loads(run(trained[1][0], checkpoint, "--json")[1])["difference"] == found
 
 

@@ -34,7 +34,7 @@ def compare_paths(first: Path, second: Path) -> Report:
         found["records"] = compare_records(first, second)
         found["checkpoint"] = compare_checkpoints(first, second)
         steps = found["records"]["step"], found["checkpoint"]["step"]
-        found["same"] = found["same"] and steps == (None, None)
+        found["same"] = found.pop("same") and steps == (None, None)
     return found
 
 
