@@ -1,7 +1,6 @@
 """The doctor: each bad condition gives its row, verdict, remedy and exit status."""
 
 import json
-import mmap
 import os
 import platform
 import sys
@@ -48,8 +47,8 @@ def test_a_row_shows_its_remedy_below_and_fits_the_width():
     assert sum("-> do" in line for line in got) == 1
 
 
-def placed(cores=range(8), threads=1, chosen=False, yields=False, quota=None):
-    return hosts.Placement(tuple(cores), threads, chosen, yields, quota)
+def placed(cores=range(8), threads=1, chosen=False, quota=None):
+    return hosts.Placement(tuple(cores), threads, chosen, quota)
 
 
 def node(*placements, name="a", first=0):
@@ -57,7 +56,7 @@ def node(*placements, name="a", first=0):
 
 
 def quota(ranks, threads, cores):
-    return [node(*[placed(threads=threads, yields=True, quota=cores)] * ranks)]
+    return [node(*[placed(threads=threads, quota=cores)] * ranks)]
 
 
 def level(name):
@@ -66,8 +65,8 @@ def level(name):
 
 
 def limited(**other):
-    common = {"available": 64 << 30, "group_memory": None, "group_free": None, "group_cores": None}
-    common |= {"address_space": None, "data": None, "locked": None, "files": 1024, "cores": 8}
+    common = {"available": 64 << 30, "group_memory": None, "group_free": None}
+    common |= {"address_space": None, "data": None, "locked": None, "files": 1024}
     return Limits(**common | other)
 
 
@@ -83,7 +82,6 @@ def folder(*blind, **other):
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
-INTEL = {"HYDI_CONTROL_FD": "7", "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "8e"}
 TWO, NODE = place((0,), (1,)), [placed(range(2))] * 8
 ROWS = [
     (lambda: hosts.version("zero_mpi", ["1", "1"]), OK, "1"),
@@ -92,21 +90,19 @@ ROWS = [
     (lambda: hosts.version("BLAS", ["a", "b"]), BAD, "OPENBLAS_CORETYPE"),
     (lambda: hosts.version("operations", ["numpy"]), NOTE, "zero-mpi[fast]"),
     (lambda: hosts.version("operations", ["numba 1.0"]), OK, "numba 1.0"),
-    (lambda: hosts.launcher(1, OPEN_MPI), BAD, "Open MPI started 4"),
-    (lambda: hosts.launcher(4, OPEN_MPI), OK, "Open MPI, 4 ranks"),
-    (lambda: hosts.launcher(2, INTEL), OK, "Intel MPI, 2 ranks"),
-    (lambda: hosts.launcher(1, {}), OK, "none, 1 rank"),
+    (lambda: hosts.launcher(1, OPEN_MPI), BAD, "started 4 processes"),
+    (lambda: hosts.launcher(4, OPEN_MPI), OK, "4 ranks"),
+    (lambda: hosts.launcher(1, {}), OK, "1 rank"),
     (lambda: hosts.progress([[], ["I_MPI_ASYNC_PROGRESS"]]), NOTE, "unset I_MPI_ASYNC_PROGRESS"),
     (lambda: hosts.progress([[], []]), OK, ""),
     (lambda: hosts.thread_level(level("SERIALIZED")), NOTE, "MPI_THREAD_MULTIPLE"),
     (lambda: hosts.thread_level(level("MULTIPLE")), OK, "multiple"),
     (lambda: hosts.thread_level(None), NOTE, "zero-mpi[mpich]"),
-    (lambda: hosts.crowding([node(*NODE)], "MPICH 5.0"), NOTE, "MPIR_CVAR_ENABLE_HEAVY_YIELD=1"),
-    (lambda: hosts.crowding([node(*NODE)], "Open MPI v5"), NOTE, "OMPI_MCA_mpi_yield_when_idle=1"),
-    (lambda: hosts.crowding([node(*[placed()] * 8)], "MPICH 5.0"), OK, ""),
-    (lambda: hosts.crowding(quota(8, 1, 2), "MPICH 5.0"), NOTE, "at most 2 "),
-    (lambda: hosts.crowding(quota(1, 1, 1.5), "MPICH 5.0"), OK, ""),
-    (lambda: hosts.crowding(quota(2, 1, 0.5), "MPICH 5.0"), NOTE, "at most 1 "),
+    (lambda: hosts.crowding([node(*NODE)]), NOTE, "8 ranks on 2 cores of a"),
+    (lambda: hosts.crowding([node(*[placed()] * 8)]), OK, ""),
+    (lambda: hosts.crowding(quota(8, 1, 2)), NOTE, "at most 2 "),
+    (lambda: hosts.crowding(quota(1, 1, 1.5)), OK, ""),
+    (lambda: hosts.crowding(quota(2, 1, 0.5)), NOTE, "at most 1 "),
     (lambda: hosts.threads(quota(1, 1, 1.5)), OK, ""),  # no advice to start more
     (lambda: hosts.threads(quota(1, 2, 1.5)), NOTE, "--threads 1"),
     (lambda: hosts.threads(quota(2, 1, 4.0)), NOTE, "2 of 4"),
@@ -119,7 +115,6 @@ ROWS = [
     (lambda: list(measures.rate_rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
     (lambda: list(measures.rate_rows([1e11, 9e10], TWO))[1], OK, "90 %"),
     (lambda: next(measures.rate_rows([1e11, 6e10], TWO)), OK, "160 in total"),
-    (lambda: limit(group_cores=1.5), NOTE, "1.5 of 8 cores on a"),
     (lambda: limit(group_memory=1 << 30, group_free=1 << 29), NOTE, "128 MiB for each rank"),
     (lambda: limit(address_space=1 << 32), NOTE, "ulimit -v"),
     (lambda: limit(data=1 << 32), NOTE, "ulimit -d"),
@@ -147,13 +142,6 @@ def test_verdicts(row, verdict, text, monkeypatch):
 def test_few_of_many_hosts_are_named():
     got = list(hosts.hosts([node(placed(), name=f"h{number}", first=number) for number in range(30)]))
     assert (len(got), "22 more" in got[-1].value) == (cli_text.FEW + 1, True)
-
-
-def test_a_rank_yields_by_the_settings_that_its_library_reads():
-    both = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864"}
-    off = both | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"}
-    found = [("MPICH 5.0", both), ("MPICH 5.0", off), ("Open MPI v5", both)]
-    assert [hosts.placement_of(*each).yields for each in found] == [True, False, False]
 
 
 def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypatch):
@@ -189,26 +177,10 @@ def test_a_host_on_which_others_compute_is_a_note(threads, cores, others, tmp_pa
     assert found == [(NOTE, str(others))] * (others is not None)
 
 
-def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
-    for name in ("mpich_shm_old", "mpich_shm_used", "mpich_shm_new", "other"):
-        (tmp_path / name).write_bytes(b"x" * 5000)
-        if "new" not in name:
-            os.utime(tmp_path / name, (1, 1))
-    monkeypatch.setattr(hosts, "PLACE", tmp_path)
-    with open(tmp_path / "mpich_shm_used", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
-        found = hosts.inspect_shared()
-    assert found.left == (str(tmp_path / "mpich_shm_old"),)
-    row = hosts.shared_rows([found], [""], place((0,)))[-1]
-    assert (row.verdict, "4.9 KiB on a, in 1 file" in row.value) == (NOTE, True)
-    assert f"rm {tmp_path}/mpich_shm_old" in row.remedy
-    assert len(list(tmp_path.iterdir())) == 4
-
-
 def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
-    buffer = hosts.inspect_shared()
-    assert buffer.free == 64 << 20  # as containers have it
-    first, second = hosts.shared_rows([buffer], ["/dev/shm is full"], place((0, 1)))[:2]
+    assert hosts.free_bytes() == 64 << 20  # as containers have it
+    first, second = hosts.shared_rows([hosts.free_bytes()], ["/dev/shm is full"], place((0, 1)))
     assert "64 MiB free in /dev/shm of a" in first.value
     assert [(row.verdict, "--shm-size" in row.remedy) for row in (first, second)] == [(NOTE, True)] * 2
 
@@ -320,7 +292,7 @@ def test_rows_are_true(ranks, tmp_path):
     status, got, found, said = examine(ranks, tmp_path)
     assert status == 0, said
     assert (found["ranks"], found["nodes"], found["ranks_per_node"]) == (ranks, 1, ranks)
-    assert got["launcher"]["value"].endswith(cli_text.plural(ranks, "rank"))
+    assert got["launcher"]["value"] == cli_text.plural(ranks, "rank")
     assert cli_text.ranks(range(ranks)) in got[f"host {platform.node()}"]["value"]
     assert got["ranks and cores"]["verdict"] == (NOTE if ranks > CORES else OK)
     assert got["shared window"]["verdict"] == OK

@@ -7,7 +7,6 @@ leaves something; the driver waits for the library's file to appear, so that no 
 import json
 import mmap
 import os
-import re
 import subprocess
 import sys
 
@@ -115,14 +114,13 @@ def test_only_what_is_old_ours_and_held_by_nobody_goes(tmp_path, monkeypatch):
         if "new" not in name:
             os.utime(tmp_path / name, (1, 1))
     (tmp_path / "mpich_shm_link").symlink_to("mpich_shm_old")
-    monkeypatch.setattr(dev_shm, "removed", [])
     with open(tmp_path / "mpich_shm_used", "r+b") as file, mmap.mmap(file.fileno(), 0):
         dev_shm.sweep(tmp_path)
     stay = {path.name for path in tmp_path.iterdir()}
     assert stay == {"mpich_shm_used", "mpich_shm_new", "other", "mpich_shm_link"}
-    assert dev_shm.removed == [8192, 8192]
     monkeypatch.setattr(dev_shm.os, "geteuid", lambda: os.getuid() + 1)
-    assert dev_shm.left_behind(tmp_path) == []
+    dev_shm.sweep(tmp_path)
+    assert (tmp_path / "mpich_shm_used").exists(), "another user's"
 
 
 @needs_mpiexec
@@ -145,4 +143,3 @@ def test_what_is_left_does_not_grow_with_the_kills(tmp_path):
     assert min(count for count, _ in found["left"][1::2]) >= 1, "something stays of a kill while MPI starts"
     assert [older for _, older in found["left"]] == [0] * 4
     assert found["end"] == []
-    assert re.search(r"(?m)^removed \d files? \(\d.\d MiB\) of killed jobs in /dev/shm$", found["said"])

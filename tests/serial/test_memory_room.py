@@ -92,8 +92,8 @@ def test_a_model_of_too_many_blocks_is_refused_at_once(command, tmp_path):
 
 
 def node(memory=8 << 30, **other):
-    settings = {"group_memory": None, "group_free": None, "group_cores": None, "address_space": None}
-    settings |= {"data": None, "locked": None, "files": 1024, "cores": 2}
+    settings = {"group_memory": None, "group_free": None, "address_space": None}
+    settings |= {"data": None, "locked": None, "files": 1024}
     return rank_memory.NodeInfo("a", 2, Limits(**{"available": memory} | settings | other), 1 << 30, 1 << 28)
 
 

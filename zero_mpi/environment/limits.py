@@ -22,17 +22,15 @@ _imported = time.monotonic()
 
 
 class Limits(NamedTuple):
-    """Limits of a process and its host, in bytes, cores and files; None for no limit."""
+    """Limits of a process and its host, in bytes and files; None for no limit."""
 
     available: int  # memory available without swapping, as the system says
     group_memory: int | None  # limit of the control group
     group_free: int | None  # what is left of that limit
-    group_cores: float | None
     address_space: int | None
     data: int | None  # private memory that can be written to
     locked: int | None  # matters only if a network needs locked memory
     files: int | None
-    cores: int
 
     @property
     def memory(self) -> int:
@@ -46,8 +44,7 @@ def read_limits() -> Limits:
     space, data, locked, files = (None if each == resource.RLIM_INFINITY else each for each in soft)
     if not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
         locked = None
-    cores = len(os.sched_getaffinity(0))
-    return Limits(available_memory(), *group_limits(), space, data, locked, files, cores)
+    return Limits(available_memory(), *group_limits()[:2], space, data, locked, files)
 
 
 def available_memory() -> int:

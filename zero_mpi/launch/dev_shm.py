@@ -37,8 +37,6 @@ WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
 SPARE = 1 << 18  # further bytes per node
 REMEDY = "enlarge it (containers: --shm-size=1g or --ipc=host), or start fewer ranks per node"
 
-removed: list[int] = []  # bytes of the files that this process has removed at its start
-
 
 def check_space(environ: MutableMapping[str, str] = os.environ) -> None:
     """Raise UsageError if MPI has no space to start; choose settings that need less if it is short."""
@@ -83,16 +81,14 @@ def free_bytes(place: Path = PLACE) -> int | None:
     return about.f_bavail * about.f_frsize + sum(512 * each.st_blocks for each in ours)
 
 
-def left_behind(place: Path) -> list[Path]:
-    """Return the segments of this user that are older than SETTLED and that no process has open or mapped."""
-    found = []
-    for path in sorted(path for pattern in SEGMENTS for path in place.glob(pattern)):
+def sweep(place: Path = PLACE) -> None:
+    """Remove the segments of this user that are older than SETTLED and that no process has open or mapped."""
+    for path in (path for pattern in SEGMENTS for path in place.glob(pattern)):
         with contextlib.suppress(OSError):
             about = path.lstat()
             is_ours = about.st_uid == os.geteuid() and time.time() - about.st_mtime > SETTLED
             if is_ours and is_unused(path):
-                found.append(path)
-    return found
+                path.unlink()
 
 
 def is_unused(path: Path) -> bool:
@@ -111,15 +107,6 @@ def is_unused(path: Path) -> bool:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return True
     return False
-
-
-def sweep(place: Path = PLACE) -> None:
-    """Remove stale segments, and append their bytes to `removed`."""
-    for path in left_behind(place):
-        with contextlib.suppress(OSError):
-            nbytes = 512 * path.lstat().st_blocks
-            path.unlink()
-            removed.append(nbytes)
 
 
 def unname() -> None:

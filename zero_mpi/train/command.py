@@ -18,7 +18,7 @@ from pathlib import Path
 from zero_mpi import device, environment
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.state import read_progress
-from zero_mpi.cli.text import plural, size, write
+from zero_mpi.cli.text import size, write
 from zero_mpi.comm import kinds
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
@@ -72,10 +72,6 @@ def command(world: World, arguments: Sequence[str]) -> int:
     session.notes += world.on_root(lambda: check_disk(session.config, session.model)) or ()
     world.on_root(lambda: saving.point_best(session))
     world.on_root(lambda: write_config(session.out, session.config))
-    sizes = [size for rank in world.comm.allgather_object(dev_shm.removed) for size in rank]
-    if sizes:
-        files, size = plural(len(sizes), "file"), sum(sizes) / 2**20
-        session.notes.append(f"removed {files} ({size:.1f} MiB) of killed jobs in {dev_shm.PLACE}")
     return Trainer(world, session, watchdog, outcome).run()
 
 

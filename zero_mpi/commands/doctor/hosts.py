@@ -1,9 +1,8 @@
 """Checks of the hosts: versions, launcher, cores and threads, load, limits, shared memory, CUDA devices.
 
 A launcher of another MPI starts N jobs of one rank instead of one job of N ranks; nothing else shows it.
-Two mistakes with cores are common: more ranks than cores, where a rank that waits for a message keeps the
-core from the rank that would send it; and ranks bound to fewer cores than they have threads, or several to
-one core while others idle.
+Two mistakes with cores are common: more ranks than cores; and ranks bound to fewer cores than they have
+threads, or several to one core while others idle.
 Without shared memory a run uses messages: it is slower and has the same bits.
 Only a live test in a separate process tells whether the MPI library takes the memory of CUDA devices
 (`comm.gpu.probe`): some libraries claim support and then crash.
@@ -12,36 +11,24 @@ Only a live test in a separate process tells whether the MPI library takes the m
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, short_size, span
 from zero_mpi.comm.gpu.probe import PROBE, PROBE_SECONDS, run_probe
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, assessed
 from zero_mpi.environment.limits import Limits, read_limits
-from zero_mpi.launch.consistency import installation, mpi_library, split_into
-from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
+from zero_mpi.launch.consistency import installation, split_into
+from zero_mpi.launch.dev_shm import PLACE, WITH_UCX
 from zero_mpi.ops.code_cache import installed
 from zero_mpi.plan.rank_memory import programs
 
-LAUNCHERS = {  # the first variable that is set names the launcher; an allocation always has Slurm's
-    "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
-    "PALS_RANKID": "mpiexec of PALS",
-    "MV2_COMM_WORLD_RANK": "mpirun of MVAPICH2",
-    "I_MPI_HYDRA_UUID": "mpiexec of Intel MPI",
-    "HYDI_CONTROL_FD": "mpiexec of MPICH",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "PMI_RANK": "mpiexec of MPICH",
-    "PMIX_RANK": "a PMIx launcher",
-}
 ASYNC_PROGRESS = ("MPIR_CVAR_ASYNC_PROGRESS", "MPICH_ASYNC_PROGRESS", "I_MPI_ASYNC_PROGRESS")
-VARIABLES = {"MPICH": "MPIR_", "Open MPI": "OMPI_"}  # prefix of variables, by prefix of the library's name
 OFF = ("", "0", "no", "false", "off")
 SAME_MPI = (
     "use the mpirun of the MPI that mpi4py loads (above); with srun, --mpi=pmi2 for MPICH and --mpi=pmix for "
@@ -102,11 +89,9 @@ def library(where: Ranks) -> Iterator[Row]:
 
 def launcher(size: int, environ: Mapping[str, str] = os.environ) -> Row:
     """Return the row of the launcher."""
-    name = next((name for variable, name in LAUNCHERS.items() if variable in environ), "none")
     if alone := split_into(size, environ):
-        value = f"{name} started {alone} processes, but each is a job of one rank"
-        return Row("launcher", value, BAD, SAME_MPI)
-    return Row("launcher", f"{name}, {plural(size, 'rank')}")
+        return Row("launcher", f"it started {alone} processes, but each is a job of one rank", BAD, SAME_MPI)
+    return Row("launcher", plural(size, "rank"))
 
 
 def thread_level(mpi: Any) -> Row:
@@ -137,12 +122,11 @@ def is_on(environ: Mapping[str, str], name: str) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """Cores and threads of a rank, who chose the threads, whether it yields, the CPU quota."""
+    """Cores and threads of a rank, who chose the threads, the CPU quota."""
 
     cores: tuple[int, ...]
     threads: int
     threads_were_set: bool
-    yields: bool
     quota: float | None = None
 
 
@@ -170,26 +154,13 @@ class NodePlacement:
 
 def cores(where: Ranks) -> list[Row]:
     """Check hosts, cores and threads of all ranks. Collective."""
-    name = mpi_library(where.world) if where.world.mpi is not None else ""
-    placements = where.gather(placement_of(name))
+    usable, count = tuple(sorted(os.sched_getaffinity(0))), ops.use_threads()
+    placements = where.gather(Placement(usable, count, environment.threads_were_set, environment.quota()))
     found = [
         NodePlacement(host, of, tuple(placements[rank] for rank in of))
         for of, host in where.named(where.nodes)
     ]
-    return [*hosts(found), crowding(found, name), binding(found), threads(found)]
-
-
-def placement_of(library: str, environ: Mapping[str, str] = os.environ) -> Placement:
-    """Return the placement of this rank."""
-    yields = all(is_on(environ, name) for name in yielding(library))
-    cores, threads = tuple(sorted(os.sched_getaffinity(0))), ops.use_threads()
-    return Placement(cores, threads, environment.threads_were_set, yields, environment.quota())
-
-
-def yielding(library: str) -> dict[str, str]:
-    """Return the settings by which a library's ranks yield their core while they wait."""
-    own = tuple(start for name, start in VARIABLES.items() if library.startswith(name))
-    return {name: value for name, value in environment.YIELDING.items() if name.startswith(own)}
+    return [*hosts(found), crowding(found), binding(found), threads(found)]
 
 
 def hosts(found: list[NodePlacement]) -> Iterator[Row]:
@@ -202,19 +173,14 @@ def hosts(found: list[NodePlacement]) -> Iterator[Row]:
         yield Row("hosts", f"{len(rest):,} more, {span(len(node.ranks) for node in rest)} ranks on each")
 
 
-def crowding(found: list[NodePlacement], library: str) -> Row:
-    """Check that no host has more ranks than cores, unless its ranks yield."""
+def crowding(found: list[NodePlacement]) -> Row:
+    """Check that no host has more ranks than cores."""
     title, crowded = "ranks and cores", [node for node in found if node.is_crowded]
     if not crowded:
         return Row(title, "no host has more ranks than cores")
     each = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
-    text = ", ".join(few(each))
-    if all(one.yields for node in crowded for one in node.placements):
-        remedy = f"fine for a test; for speed start at most {min(node.usable for node in crowded)} per host"
-        return Row(title, f"{text}; a waiting rank yields its core", NOTE, remedy)
-    value = f"{text}, and a waiting rank keeps its core: 10 to 100 times slower"
-    settings = " ".join(f"{name}={value}" for name, value in yielding(library).items())
-    return Row(title, value, NOTE, f"export {settings}, or start fewer ranks per host")
+    remedy = f"fine for a test; for speed start at most {min(node.usable for node in crowded)} per host"
+    return Row(title, ", ".join(few(each)), NOTE, remedy)
 
 
 def binding(found: list[NodePlacement]) -> Row:
@@ -300,10 +266,6 @@ def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
 
 def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
     """Yield the rows of a host's limits that would harm a job of `size` ranks."""
-    if host.group_cores is not None and host.group_cores < host.cores:
-        value = f"a control group allows {host.group_cores:g} of {plural(host.cores, 'core')} on {name}"
-        remedy = "start at most that many ranks times threads, or raise it (containers: --cpus)"
-        yield Row("processor time", value, NOTE, remedy)
     for limit, least, letter, text in (
         (host.address_space, None, "v", "address space of {} on {}: shared memory needs more"),
         (host.data, None, "d", "private memory of {} for a rank on {}"),
@@ -321,29 +283,19 @@ def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
 # ------------------------------------------------------------------------------------------ shared memory
 
 
-class SharedMemory(NamedTuple):
-    """Free bytes of a host, and the paths and bytes of files left behind."""
-
-    free: int = 0
-    left: tuple[str, ...] = ()
-    left_bytes: int = 0
-
-
 def shared_memory(where: Ranks) -> list[Row]:
     """Check shared memory of all hosts. Collective."""
     problems = where.gather(try_window(where) if where.node_comm is not None else "")
     by_node = [next(filter(None, (problems[rank] for rank in of)), "") for of in where.nodes]
-    return shared_rows(where.of_nodes(inspect_shared), by_node, where)
+    return shared_rows(where.of_nodes(free_bytes), by_node, where)
 
 
-def inspect_shared() -> SharedMemory:
-    """Look at this host's shared memory."""
+def free_bytes() -> int:
+    """Return the free bytes of this host's shared memory."""
     try:
-        free = shutil.disk_usage(PLACE).free
+        return shutil.disk_usage(PLACE).free
     except OSError:
-        return SharedMemory()
-    left = left_behind(PLACE)
-    return SharedMemory(free, tuple(map(str, left)), sum(path.stat().st_size for path in left))
+        return 0
 
 
 def try_window(where: Ranks) -> str:
@@ -367,28 +319,19 @@ def try_window(where: Ranks) -> str:
     return f"writes of {plural(len(others), 'rank')} did not arrive" if others else ""
 
 
-def shared_rows(found: list[SharedMemory], problems: list[str], where: Ranks) -> list[Row]:
-    """Return all rows, given each host's memory and the problem that its trial had."""
+def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row]:
+    """Return both rows, given each host's free bytes and the problem that its trial had."""
     hosts = zip(found, map(len, where.nodes), where.names, strict=True)
-    least, count, name = min(hosts, key=lambda host: host[0].free / host[1])
-    value = f"{short_size(least.free)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
-    memory = assessed("shared memory", value, least.free >= SMALL, MORE_SHM)
+    least, count, name = min(hosts, key=lambda host: host[0] / host[1])
+    value = f"{short_size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
+    memory = assessed("shared memory", value, least >= SMALL, MORE_SHM)
     broken = [f"{name}: {text}" for text, name in where.named(problems) if text]
     value = "created, written and read by all ranks of each host"
     if broken:
         value = f"{'; '.join(few(broken))}: a run would use messages"
     elif where.node_comm is None:
         value = "not tried: one process without MPI"
-    trial = assessed("shared window", value, not broken, MORE_SHM)
-    left = list[Row]()
-    for host, name in where.named(found):
-        if host.left:
-            files = f"{plural(len(host.left), 'file')} that no process uses"
-            listed = ", ".join(few([Path(path).name for path in host.left]))
-            value = f"{short_size(host.left_bytes)} on {name}, in {files}: {listed}"
-            remedy = f"rm {' '.join(map(shlex.quote, host.left[:FEW]))}; the next zero_mpi.train of the same "
-            left.append(Row("left in shared memory", value, NOTE, f"{remedy}user there removes them too"))
-    return [memory, trial, *left[:FEW]]
+    return [memory, assessed("shared window", value, not broken, MORE_SHM)]
 
 
 # -------------------------------------------------------------------------------------------------- CUDA

@@ -57,7 +57,6 @@ class Trial:
     free: int = 0
     written: int = 0  # bytes flushed to disk, TRIAL unless that took too long
     synced: float = 0.0  # seconds that this took
-    published: float = 0.0  # seconds to publish a small checkpoint
     problem: str = ""
     folder: Path | None = None
     made: list[Path] = field(default_factory=list)
@@ -92,7 +91,7 @@ def try_folder(out: Path) -> Trial:
             while found.written < TRIAL and time.perf_counter() - begun < LONGEST:
                 found.written += file.write(data)
             os.fsync(file.fileno())
-        found.synced, begun = time.perf_counter() - begun, time.perf_counter()
+        found.synced = time.perf_counter() - begun
         for text in ("first", "second"):  # two checkpoints of one step, the second replaces the first
             new = folders.begin(folders.step_folder(folder, 1))
             (new / folders.MODEL).write_text(text)
@@ -101,7 +100,6 @@ def try_folder(out: Path) -> Trial:
             raise OSError(
                 errno.EIO, f"a rename is not visible: `{folders.LATEST}` shows the first of two files"
             )
-        found.published = time.perf_counter() - begun
     except OSError as error:
         found.problem = f"{error.filename or out}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -138,7 +136,7 @@ def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
     value = f"{short_size(found.written)} written to disk in {duration(found.synced)}, {short_size(rate)}/s"
     remedy = "train with --async-save, save less often, or use a faster file system"
     yield assessed("disk", value, rate >= SLOW, remedy)
-    value = f"a small checkpoint of rank 0, published twice in {duration(found.published)}"
+    value = "each host sees a checkpoint of rank 0"
     if blind:
         value = f"{', '.join(few(blind))} cannot see files that rank 0 writes to {out}"
     common = "use a file system that all hosts mount at the same path: --out DIR"
