@@ -14,7 +14,7 @@ import pytest
 from report_runs import EVENTS, event, record, records, status, write_run
 
 from zero_mpi.commands.report import command
-from zero_mpi.commands.report.command import about, figures, page
+from zero_mpi.commands.report.command import about, facts, page
 from zero_mpi.commands.report.runs import MEMORY, Curves, Entry, read_run, read_runs
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -68,7 +68,7 @@ def test_every_step_is_a_point_of_a_short_run(tmp_path):
     assert steps.tolist() == list(range(1, 61))
     assert values.tolist() == [one["loss"] for one in records(60)]
     assert run.curves.points("val_loss")[0].tolist() == [10, 20, 30, 40, 50, 60]
-    assert run.curves.last[MEMORY] == 5 << 20
+    assert run.curves.points(MEMORY)[1][-1] == 5 << 20
     assert (run.step, run.curves.width) == (60, 1)
 
 
@@ -112,10 +112,10 @@ def test_the_page_has_curves_figures_events_and_settings(tmp_path):
     folder = write_run(tmp_path / "one", status=status(reason="why"))
     html = page_of(folder)
     Tree(html)
-    found = figures(read_run(folder))
-    assert found["Step"] == "60 of 60"
-    assert found["State"] == "done: why"
-    assert found["Tokens counted in the loss"] == "122.9k"
+    found = facts(read_run(folder))
+    assert found["step"] == "60 of 60"
+    assert found["state"] == "done: why"
+    assert (found["ranks"], found["parameters"]) == ("3", "1234567")
     for value in (*found.values(), *map(about, map(Entry, EVENTS[:-2])), "lr", "0.001"):
         assert value in html.replace("&#39;", "'"), value
     figure = data_of(html)

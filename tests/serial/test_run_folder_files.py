@@ -8,7 +8,7 @@ import pytest
 from report_runs import record, status, write_run
 
 from zero_mpi.commands.report import command
-from zero_mpi.commands.report.command import figures
+from zero_mpi.commands.report.command import facts
 from zero_mpi.commands.report.runs import MOST_HISTORY, read_run
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import printable
@@ -141,7 +141,7 @@ def test_numbers_that_no_run_has_do_no_harm(tmp_path, name, value, capfd):
     rows = [record(1), record(2, **{name: value}), record(3, **{name: value})]
     write_run(tmp_path, rows, status=status(step=value, steps=value, ranks=value))
     assert report(tmp_path) == 0
-    assert all(len(value) < 60 for value in figures(read_run(tmp_path)).values())
+    assert all(len(value) < 60 for value in facts(read_run(tmp_path)).values())
     assert max(map(len, capfd.readouterr().out.splitlines())) <= 2000
     write_run(tmp_path, rows[1:2], status=status())
     assert report(tmp_path) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,9 +9,8 @@ from itertools import pairwise
 
 from zero_mpi.files.foreign import printable
 
-WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles
+WIDTH = 110  # columns of the text
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-LETTERS = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # from, unit, name
 TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # units per second
 LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # seconds per unit
 FEW = 8  # hosts, files and ranks that are named; the rest are counted
@@ -57,24 +55,6 @@ def gibibytes(nbytes: int) -> str:
 def short(number: float) -> str:
     """Return a number with one decimal, if it is below 100 and that decimal is not 0."""
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}".removesuffix(".0")
-
-
-def plain(value: float) -> str:
-    """Return a number with four significant digits, without trailing zeros."""
-    if not math.isfinite(value):
-        return "not finite"
-    if value and not 1e-4 <= abs(value) < 1e6:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-
-
-def count(value: float) -> str:
-    """Return a count with a letter for thousands: 12.3k, 4M."""
-    for limit, scale, letter in LETTERS:
-        if abs(value) >= limit:
-            return f"{value / scale:.4g}{letter}"
-    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1e3 else f"{value:.4g}"
 
 
 def percent(value: float) -> str:

@@ -13,16 +13,17 @@ import html
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from zero_mpi import __version__
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import count, elapsed, percent, plain, plural, size, write
-from zero_mpi.commands.report.runs import LIMIT, MEMORY, Entry, Run, read_runs
+from zero_mpi.cli.text import plural, size, write
+from zero_mpi.commands.report.runs import LIMIT, MEMORY, MOST_KEYS, Entry, Run, read_runs
 from zero_mpi.errors import import_optional
 from zero_mpi.files.atomic import write_output
 from zero_mpi.files.foreign import LONGEST_LINE, cut, readable, shown
@@ -49,15 +50,6 @@ PANELS = (
     ("Seconds per step", {"step_seconds": "step", "wait_seconds": "waiting on rank 0"}, 1.0),
     ("Share of measured peak (%)", {"mfu": "share of peak"}, 0.01),
     ("Memory of the largest rank (MiB)", {MEMORY: "memory"}, float(1 << 20)),
-)
-NUMBERS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # of the first table
-    ("Tokens counted in the loss", "tokens", count),
-    ("Loss", "loss", plain),
-    ("Validation loss", "val_loss", plain),
-    ("Computed tokens per second", "tokens_per_second", count),
-    ("Share of measured peak", "mfu", percent),
-    ("Seconds per step", "step_seconds", elapsed),
-    ("Memory of the largest rank", MEMORY, size),
 )
 MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events marked above the curves
 SIGNS = {"saved": "diamond", "resumed": "triangle-right", "warning": "triangle-up", "stopped": "square"}
@@ -133,7 +125,7 @@ def page(runs: Sequence[Run], now: datetime) -> str:
         runs=runs,
         now=now,
         version=__version__,
-        figures=rows([figures(run) for run in runs]),
+        facts=rows([facts(run) for run in runs]),
         events=[list(newest(run)) for run in runs],
         settings=rows([{name: setting(value) for name, value in run.config.items()} for run in runs]),
         policy=policy(SCRIPT, library),
@@ -156,12 +148,12 @@ def policy(*scripts: str) -> str:
 
 def figure(runs: Sequence[Run]) -> Json:
     """Return the figure: a strip with the events of each run, and a panel for each kind of curves."""
-    panels = [panel for panel in PANELS if any(name in run.curves.last for run in runs for name in panel[1])]
+    panels = [panel for panel in PANELS if any(name in run.curves.names for run in runs for name in panel[1])]
     data = [events_trace(run, number) for number, run in enumerate(runs)]
     for place, (_, curves, unit) in enumerate(panels):
         for number, run in enumerate(runs):
             for name, title in curves.items():
-                if name in run.curves.last:
+                if name in run.curves.names:
                     steps, values = run.curves.points(name)
                     few = name in ("val_loss", "wait_seconds")
                     data.append({
@@ -253,25 +245,16 @@ def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]
     return [(name, len(set(values)) > 1, values) for name, values in found]
 
 
-def figures(run: Run) -> dict[str, str]:
-    """Return the numbers that a reader wants first; without those that are not known."""
-    last, started, reason = run.curves.last, run.started, run.status.text("reason")
-    steps = run.status.count("steps") or run.config.count("steps")
-    found = {
-        "State": (run.state or "unknown: there is no status.json") + (f": {reason}" if reason else ""),
-        "Step": f"{run.step:,}" + (f" of {steps:,}" if steps else ""),
+def facts(run: Run) -> dict[str, str]:
+    """Return the state of a run, and what the event of its newest start says."""
+    reason, steps = run.status.text("reason"), run.status.count("steps") or run.config.count("steps")
+    state = (run.state or "unknown: there is no status.json") + (f": {reason}" if reason else "")
+    started = {
+        name: shown(value, LONGEST_LINE)
+        for name, value in islice(run.started.items(), MOST_KEYS)
+        if isinstance(value, str | int) and name not in ("time", "event", "step")
     }
-    for title, name, form in NUMBERS:
-        if name in last:
-            found[title] = form(last[name]) if math.isfinite(last[name]) else "not finite"
-    if ranks := started.count("ranks") or run.status.count("ranks"):
-        found["Ranks"] = f"{ranks}"
-    if parameters := started.count("parameters"):
-        found["Parameters"] = count(parameters)
-    for name in ("arch", "strategy", "transport", "device", "precision", "version"):
-        if text := started.text(name):
-            found[name.capitalize()] = shown(text, LONGEST_LINE)
-    return found
+    return {"state": state, "step": f"{run.step:,}" + (f" of {steps:,}" if steps else ""), **started}
 
 
 def newest(run: Run) -> Iterator[tuple[str, str, str]]:

@@ -34,7 +34,7 @@ from zero_mpi.telemetry.status import RUNNING, read_status
 LIMIT = 2000  # columns of a run
 LARGEST = 1e39  # beyond what a float32 holds: counts as not finite
 MEMORY = "memory_bytes"  # one number per rank in a record; the largest becomes the curve
-NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu")
+NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 NUMBERS += ("step_seconds", "wait_seconds", MEMORY, "balance_loss", "z_loss")
 NUMBERS += ("load_most", "load_least", "load_entropy")
 LOST = "lost"  # state of a "running" run without a sign of life for SILENCE seconds
@@ -61,7 +61,7 @@ class Curves:
     """Numbers of a run; if it has more than `limit` steps, neighbouring steps are averaged.
 
     width   steps of a column, a power of two; column i holds steps i * width + 1 to (i + 1) * width
-    last    the last value of each number, nan if it was not finite
+    names   numbers that some record has
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = (), limit: int = LIMIT) -> None:
@@ -75,8 +75,7 @@ class Curves:
             self.width *= 2
         self._columns = (np.array(steps, np.int64) - 1) // self.width
         self._values = {name: np.array(each) for name, each in values.items()}
-        there = {name: each[~np.isinf(each)] for name, each in self._values.items()}
-        self.last = {name: float(each[-1]) for name, each in there.items() if each.size}
+        self.names = {name for name, each in self._values.items() if not np.isinf(each).all()}
 
     def points(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return (last step, mean) of each column that has the number; a mean is nan where one value was."""
