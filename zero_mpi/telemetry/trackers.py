@@ -24,7 +24,7 @@ from zero_mpi.telemetry import log
 MOST_RANKS = 16  # most ranks with their own tags; beyond that only the largest figure is sent
 CLOSE_SECONDS = 60.0  # seconds that the end of a run waits for pending records
 EVERY_SECONDS = 1.0  # seconds between writes of Prometheus' file and between requests of MLflow
-MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500  # limits of MLflow: of a request; letters of a value
+LONGEST = 500  # letters of a value at MLflow
 PREFIX = "zero_mpi_"
 RANK = re.compile(r"(?P<name>.+)/rank_(?P<rank>\d+)")
 
@@ -230,7 +230,8 @@ class WandB:
 class MLflow:
     """`--mlflow EXPERIMENT`: MLflow run with the tag `zero_mpi.run`, at MLFLOW_TRACKING_URI.
 
-    Records are handed over once per second at most, and sent by a thread, so no step waits for a server.
+    Records are handed over once per second at most, and sent by a thread, so no step waits for a server. The
+    library's own thread would let the end of the process wait for a server that hangs.
     """
 
     def __init__(self, job: TrackedJob, wish: str) -> None:
@@ -246,8 +247,7 @@ class MLflow:
         self._sender = threading.Thread(target=self._send, name="zero_mpi mlflow", daemon=True)
         self._sender.start()
         said = [self._entities.Param(key, str(value)[:LONGEST]) for key, value in job.settings.items()]
-        for first in range(0, len(said), MOST_PARAMS):
-            self._client.log_batch(self._id, params=said[first : first + MOST_PARAMS])
+        self._client.log_batch(self._id, params=said)  # in as many requests as it takes
 
     @staticmethod
     def check(wish: str) -> Any:
@@ -269,8 +269,7 @@ class MLflow:
     def _send(self) -> None:
         try:
             while metrics := self._queue.get():
-                for first in range(0, len(metrics), MOST_METRICS):
-                    self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
+                self._client.log_batch(self._id, metrics=metrics)
         except Exception as error:  # reported by the thread of the run, at its next step
             self._failure = error
 
