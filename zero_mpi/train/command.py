@@ -61,18 +61,18 @@ def command(world: World, arguments: Sequence[str]) -> int:
     phase = log.Phases()
     watchdog, outcome = stand_guard(world, config)
     session = build(world, resolve(world, config))
-    if session.resumed:
-        session.notes.append(f"resuming from {session.resumed} at step {session.progress.step}")
     phase("the run is prepared")
     outcome.status.steps = session.config.steps  # with --epochs it was not known before
     outcome.at(session.progress.step)
     if is_over(session):
         world.on_root(lambda: say_over(session))
         return 0
-    session.notes += world.on_root(lambda: check_disk(session.config, session.model)) or ()
+    notes = [*session.notes, *(world.on_root(lambda: check_disk(session.config, session.model)) or ())]
+    if session.resumed:
+        notes.append(f"resuming from {session.resumed} at step {session.progress.step}")
     world.on_root(lambda: saving.point_best(session))
     world.on_root(lambda: write_config(session.out, session.config))
-    return Trainer(world, session, watchdog, outcome).run()
+    return Trainer(world, replace(session, notes=tuple(notes)), watchdog, outcome).run()
 
 
 def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:

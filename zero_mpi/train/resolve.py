@@ -44,7 +44,7 @@ from zero_mpi.train import description, resume
 from zero_mpi.train.objective import check_teacher
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """Specification of a run, the same on all ranks except for the text, which rank 0 has."""
 
@@ -61,6 +61,11 @@ class RunSpec:
     loader: StepLoader | None = None  # loader of the steps, on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
     memory_problem: str = ""  # why memory does not suffice, which a dry run prints at its end; on rank 0
+
+    @property
+    def resumed(self) -> Path | None:
+        """Folder of the checkpoint to resume from."""
+        return None if self.checkpoint is None else self.checkpoint.folder
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
@@ -141,15 +146,15 @@ def read_inputs(
     day = resume.settled_day(config, tokenizer, checkpoint)
     config = replace(config, bos=resume.settled_bos(config, tokenizer, checkpoint), template_date=day)
     found = RunSpec(
-        config,
-        threads,
-        init,
-        tokenizer,
-        model,
-        checkpoint,
-        description.describe(config, model, tokenizer, init),
-        adapter,
-        unsaid,
+        config=config,
+        threads=threads,
+        init=init,
+        tokenizer=tokenizer,
+        model=model,
+        checkpoint=checkpoint,
+        description=description.describe(config, model, tokenizer, init),
+        adapter=adapter,
+        unsaid=unsaid,
         notes=tuple(remarks),
     )
     return found, {name: short_digest(value) for name, value in facts.items()}

@@ -6,23 +6,22 @@ import hashlib
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from zero_mpi import device
 from zero_mpi.checkpoint.mixes import MIXES, known_type
-from zero_mpi.checkpoint.state import Description, Read, TrainingProgress, finite, finite_blocks, load_state
-from zero_mpi.checkpoint.weights import WeightSource, gguf_of, weights_digest
+from zero_mpi.checkpoint.state import Read, TrainingProgress, finite, finite_blocks, load_state
+from zero_mpi.checkpoint.weights import gguf_of, weights_digest
 from zero_mpi.comm import Comm, SerialComm, kinds
 from zero_mpi.comm.gpu import select
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
 from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.optimizer import auxiliary_scales, rules_of, whole_matrices
 from zero_mpi.config.settings import Config
-from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
+from zero_mpi.data import Corpus, HeldOut, StepLoader
 from zero_mpi.data.documents import Stream, TokenSpans
 from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, UsageError, writing
@@ -203,28 +202,20 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
 # ------------------------------------------------------------------------------------------- the run
 
 
-@dataclass
-class Session:
-    """Run that is ready to continue from `progress`."""
+@dataclass(frozen=True, kw_only=True)
+class Session(RunSpec):
+    """Run that is ready to continue from `progress`; each rank has the text."""
 
-    config: Config
-    comm: Comm
-    out: Path
     corpus: Corpus
-    model: ModelConfig
+    loader: StepLoader
+    comm: Comm
     module: ShardedModule
     optimizer: ShardedOptimizer
-    loader: StepLoader
     held_out: HeldOut
     objective: Objective
-    description: Description
     progress: TrainingProgress
-    tokenizer: Tokenizer | None
-    notes: list[str]
-    transport: str = ""  # description of the transport between ranks; empty for a single rank
-    nodes: int = 0  # number of nodes that the transport distinguishes; 0 if it does not
-    resumed: Path | None = None  # folder of the checkpoint, if the run resumes from one
-    weights: Mapping[str, WeightSource | None] = field(default_factory=dict)  # initial weights, by setting
+    transport: str  # description of the transport between ranks; empty for a single rank
+    nodes: int  # number of nodes that the transport distinguishes; 0 if it does not
 
 
 def build(world: World, spec: RunSpec) -> Session:
@@ -247,25 +238,17 @@ def build(world: World, spec: RunSpec) -> Session:
     keep_reference(world, optimizer, spec, objective)
     progress = fill_parameters(world, optimizer, spec)
     phase("parameters")
+    ready: dict[str, Any] = vars(spec) | {"corpus": corpus, "loader": loader, "notes": tuple(notes)}
     return Session(
-        config=config,
+        **ready,
         comm=comm,
-        out=spec.out,
-        corpus=corpus,
-        model=spec.model,
         module=module,
         optimizer=optimizer,
-        loader=loader,
         held_out=held_out,
         objective=objective,
-        description=spec.description,
         progress=progress,
-        tokenizer=spec.tokenizer,
-        notes=notes,
         transport=chosen.text,
         nodes=0 if nodes is None else nodes.nodes,
-        resumed=None if spec.checkpoint is None else spec.checkpoint.folder,
-        weights=spec.weights,
     )
 
 

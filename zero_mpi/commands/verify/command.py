@@ -314,8 +314,7 @@ class Recomputation(Steps, Observer):
 
     def make(self, segment: Segment, records: Iterator[Facts] | None) -> None:
         session, config = self.session, self.session.config
-        self.progress, self._records = session.progress, records
-        goes_on = config.init is not None
+        self._records, goes_on = records, config.init is not None
         self.observers = [
             observers.SkippedSteps(session.module.loss_scale, lambda: session.optimizer.skipped),
             observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on),
@@ -369,7 +368,7 @@ def compute(
             scale = session.module.loss_scale
             fresh = LossScale.start(scale.dynamic)
             scale.exponent, scale.good_steps = fresh.exponent, fresh.good_steps
-            session.progress = fill_parameters(world, session.optimizer, start)
+            steps.progress = fill_parameters(world, session.optimizer, start)
         records = (record for record in records_of(folder) if record["step"] > segment.start)
         steps.make(segment, records if world.rank == 0 else None)
         if problem := world.comm.broadcast_object(steps.found):
