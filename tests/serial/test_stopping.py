@@ -270,6 +270,7 @@ def test_a_run_under_nohup_goes_on(flags, tmp_path):
 
 CALLS = """
 import sys
+from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import run
 from zero_mpi.train.command import command as train
 
@@ -278,6 +279,7 @@ def command(world, arguments):
     print(f"returned {status}\\n", end="", flush=True)  # in one piece, for two ranks print
     return status
 
+signals.listen()
 run("script", command, sys.argv[1:])
 """
 
@@ -303,40 +305,6 @@ def test_a_script_that_trains_saves_and_ends_with_75(number, whom, flags, tmp_pa
     else:
         assert (status, told(out)[0]) == (REQUEUE, "stopped"), said
         assert said.count(f"returned {REQUEUE}") == 2
-
-
-CALLS_AGAIN = """
-import os, signal, sys, threading
-from zero_mpi.launch.stopping import SIGNALS
-from zero_mpi.launch.world import World
-from zero_mpi.train.command import command, Trainer
-
-def step(self, usual=Trainer.step):
-    if self.progress.step == told_at:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return usual(self)
-
-def now():
-    handlers = [signal.getsignal(number) for number in SIGNALS]
-    return handlers, signal.set_wakeup_fd(-1), os.listdir("/proc/self/fd")
-
-Trainer.step = step
-signal.signal(signal.SIGUSR1, lambda *_: None)
-before = now()
-for told_at, steps, status in ((-1, "2", 0), (3, "6", 75), (-1, "6", 0)):
-    world = World(0, 1)
-    assert command(world, [*sys.argv[1:], "--steps", steps]) == status
-    world.report_end(status)
-    [each.join() for each in threading.enumerate() if each.name == "zero_mpi signals"]
-    assert now() == before
-"""
-
-
-def test_signals_are_the_scripts_own_before_and_after(flags, tmp_path):
-    more = ["--out", str(tmp_path / "out"), *flags, "--schedule", "constant"]
-    status, printed, errors = run_command([PYTHON, "-c", CALLS_AGAIN, *more], timeout=60)
-    assert (status, errors) == (0, ""), printed
-    assert len(fields(tmp_path / "out")) == 6
 
 
 # from the first line on

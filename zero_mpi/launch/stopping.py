@@ -6,9 +6,9 @@ Long local work without communication is interrupted at once (`cut_short`). A th
 main one may be inside the MPI library, where no Python handler runs. The thread answers a second Ctrl-C, and
 ends a run whose ranks reach no agreement during its preparation.
 
-A program of this package listens from its first line to its last; in a script, the called command listens.
-On Ctrl-C `train` saves before it ends, any other command ends at once, with a line and status 130. An import
-changes no signal handler.
+A program of this package listens from its first line on. A script that calls the function of a command calls
+`signals.listen()` first. On Ctrl-C `train` saves before it ends, any other command ends at once, with a line
+and status 130. An import changes no signal handler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
@@ -143,36 +143,18 @@ class StopSignals:
         self._heard: dict[signal.Signals, float] = {}
 
     def listen(self) -> None:
-        """Note signals from now on; outside of the main thread this does nothing."""
-        if self._listens or threading.current_thread() is not threading.main_thread():
+        """Note signals from now on."""
+        if self._listens:
             return
         self._listens = True
         read, write = os.pipe()
         os.set_blocking(write, False)
-        self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in SIGNALS:
             handle(number, self._note)
         hide_unraisable(Stopped)
         outlive_terminal()
         threading.Thread(target=self._listen, args=(read,), name="zero_mpi signals", daemon=True).start()
-
-    @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Listen while a command runs, if the calling program does not. Also a decorator.
-
-        Under a launcher a stopped command keeps listening: ranks may get one signal at different times.
-        """
-        before = {} if self._listens else {number: signal.getsignal(number) for number in SIGNALS}
-        self.listen()
-        try:
-            yield
-        finally:
-            if before and self._listens and not (self.caught and environment.under_launcher()):
-                for number, handler in before.items():
-                    signal.signal(number, handler or signal.SIG_DFL)  # None: set by a C library
-                os.close(signal.set_wakeup_fd(self._wakeup))  # this ends the thread
-                self.caught, self.phase, self._heard = "", START, {}
-                self._listens = self._gives_up = False
 
     def enter(self, phase: str) -> None:
         self.phase = phase
@@ -234,7 +216,6 @@ class StopSignals:
             for number in numbers:
                 if number in SIGNALS:
                     self._hear(signal.Signals(number))
-        os.close(read)
 
     def _hear(self, number: signal.Signals) -> None:
         """React to a signal in the listening thread, as soon as it comes."""

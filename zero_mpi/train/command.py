@@ -49,7 +49,6 @@ from zero_mpi.train.summary import Outcome, data_rows
 from zero_mpi.train.trainer import Trainer, is_over, say_over
 
 
-@signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
     """Do the full run on this rank. Return the exit status, 75 if the run was asked to stop."""
     check_installation(world)

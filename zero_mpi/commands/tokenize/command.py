@@ -81,7 +81,6 @@ def read_options(arguments: Sequence[str]) -> Namespace:
     return options
 
 
-@signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
     """Write the missing parts of the folder. Return the exit status."""
     check_installation(world)
