@@ -214,7 +214,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(transport, ranks, rank, f
     errors = hang(ranks, tmp_path, rank, "stop", *flags, "--transport", transport)
     forget_who_was_woken(tmp_path / "out", rank)
     assert_told(errors, tmp_path / "out", f"no sign of life from rank {rank}")
-    assert re.search(rf"zero_mpi: rank {rank} \(process \d+ on \S+\): no sign of life", errors)
+    assert re.search(rf"zero_mpi: no sign of life from rank {rank} \(process \d+ on \S+\): ", errors)
     others = re.findall(r"zero_mpi: (ranks? .+): step 3, waiting in (.+), for", errors)
     assert others, errors
     assert not any(re.match(rf"ranks? (.*\b)?{rank}\b", who) for who, _ in others)
@@ -229,7 +229,7 @@ def test_a_rank_that_reads_for_ever_is_named_with_its_stack(flags, tmp_path):
     """While it loads data it is in no collective; the first stack that is shown is its own."""
     rank, limit = 1, "self.session.config.timeout"
     errors = hang(2, tmp_path, rank, "read_for_ever", *flags, "--transport", "mpi", limit=limit)
-    assert_told(errors, tmp_path / "out", f"rank {rank} in no collective (step 3", 2.5)
+    assert_told(errors, tmp_path / "out", "step 3, in no collective", 2.5)
     assert re.search(rf"zero_mpi: rank {rank} \(process \d+ on \S+\): step 3, in no collective", errors)
     assert re.search(r"zero_mpi: ranks? .+: step 3, waiting in \w+ of (gradients|parameters|updated)", errors)
     first = errors.split("stacks of ")[1]

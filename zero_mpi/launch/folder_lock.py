@@ -19,7 +19,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -73,22 +73,19 @@ class Record:
 
     def __str__(self) -> str:
         job = f" ({shown(self.job, 80)})" if self.job else ""
-        return f"process {self.pid} on {shown(self.host, 80)}{job}, since {shown(self.since, 40)}"
+        return f"process {shown(self.pid, 20)} on {shown(self.host, 80)}{job}, since {shown(self.since, 40)}"
 
     def packed(self) -> bytes:
         return json.dumps(asdict(self)).encode().ljust(SIZE - 1) + b"\n"
 
 
 def unpacked(raw: bytes) -> Record | None:
-    """Return the record in a file; None for anything else."""
-    try:
-        record = Record(**parse_json(raw))
-    except (TypeError, ValueError):
-        return None
-    fits = all(
-        type(each) is (int if name in ("pid", "beat") else str) for name, each in asdict(record).items()
-    )
-    return record if fits else None
+    """Return the record in a file, whose values are only shown and compared; None for anything else."""
+    with contextlib.suppress(ValueError):
+        found = parse_json(raw)
+        if isinstance(found, dict) and found.keys() == {each.name for each in fields(Record)}:
+            return Record(**found)
+    return None
 
 
 def find(path: Path, links: int = 1) -> int:
@@ -112,17 +109,22 @@ def write(handle: int, record: Record) -> None:
     write_all(handle, record.packed())
 
 
-def is_held_here(path: Path) -> bool:
-    """Return whether a process of this machine holds the folder of a lock file."""
+@contextlib.contextmanager
+def opened(path: Path, links: int = 1) -> Iterator[int]:
+    """Open a file for a moment; raises as `find`."""
+    handle = find(path, links)
     try:
-        handle = find(path)
-    except (OSError, UsageError):
-        return False
-    try:
-        record = unpacked(read(handle))
-        return record is not None and record.machine == machine() and lock(handle) is False
+        yield handle
     finally:
         os.close(handle)
+
+
+def is_held_here(path: Path) -> bool:
+    """Return whether a process of this machine holds the folder of a lock file."""
+    with contextlib.suppress(OSError, UsageError), opened(path) as handle:
+        record = unpacked(read(handle))
+        return record is not None and record.machine == machine() and lock(handle) is False
+    return False
 
 
 def lock(handle: int) -> bool | None:
@@ -218,7 +220,7 @@ def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | No
         holder = unpacked(raw)
         if not is_at(handle, path):
             return None
-        if holder and (holder.token == record.token or (locked and holder.machine == record.machine)):
+        if holder and locked and holder.machine == record.machine:
             write(handle, record)
             closing.pop_all()
             return handle
@@ -248,7 +250,6 @@ class RunLock:
         self._handles = [handle, os.open(path.parent, os.O_DIRECTORY)]
         self._folder, self.lost = os.fstat(self._handles[1]), ""
         self.at_loss: Callable[[], object] = lambda: None
-        os.register_at_fork(after_in_child=self._forget)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="zero_mpi lock", daemon=True)
         self._thread.start()
@@ -266,22 +267,14 @@ class RunLock:
         with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
             if record is not None and record.token == self._own_record.token:
                 os.unlink(self._path)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Close file and folder; also in a child, which would keep the lock after this process's death."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            os.close(handle)
+        while self._handles:  # none is left at a second call
+            os.close(self._handles.pop())
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[tuple[int, Record | None]]:
         """Open the file again: on a network file system this shows writes of others and sends ours."""
-        handle = find(self._path, ANY)
-        try:
+        with opened(self._path, ANY) as handle:
             yield handle, unpacked(read(handle))
-        finally:
-            os.close(handle)
 
     def _renew(self) -> None:
         while not self._over.wait(EVERY):
@@ -314,7 +307,7 @@ class RunLock:
                 if record is not None and record.token != self._own_record.token:
                     self.lost = f"the run folder {self._path.parent} was taken over by {record}"
                 elif record is not None:
-                    self._own_record = replace(self._own_record, beat=record.beat + 1)
+                    self._own_record = replace(self._own_record, beat=self._own_record.beat + 1)
                     write(handle, self._own_record)
         except FileNotFoundError:
             new = create(self._path, self._own_record)

@@ -132,14 +132,8 @@ class RankReports:
         return found
 
     def clear(self) -> None:
-        """Remove the folder of any job: rename it first, so that no rank sees a half-removed one."""
-        aside = self._folder.with_name(f"{self._folder.name}-{self._job}")
-        with contextlib.suppress(OSError):
-            self._folder.rename(aside)
-        with contextlib.suppress(OSError):  # the run's folder may be moved at this moment
-            for folder in self._folder.parent.glob(f"{self._folder.name}-{'[0-9a-f]' * 12}"):
-                if folder.is_dir():  # not a pipe, for example
-                    shutil.rmtree(folder, ignore_errors=True)
+        """Remove the folder, of whatever job."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------- waits in vain
@@ -187,31 +181,17 @@ def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
 # ------------------------------------------------------------------------------------------ messages
 
 
-def verdict(found: Mapping[int, RankState], ranks: int) -> str:
-    """Return, in a few words, for which ranks the others wait, as far as that is known."""
-    missing = [rank for rank in range(ranks) if rank not in found]
-    if missing:
-        return f"no sign of life from {named(missing)}"
-    elsewhere = [rank for rank, state in found.items() if not state.waits]
-    if elsewhere:
-        first = found[min(elsewhere)]
-        return f"{named(elsewhere)} in no collective ({first.doing}, for {first.seconds:.1f} s)"
-    groups = grouped(found)
-    if len(groups) > 1:
-        rest = "; --check-collectives names the first that differ"
-        return f"the ranks wait in {len(groups)} different collectives" + rest
-    return f"all ranks wait in the same collective ({found[min(found)].place})"
-
-
 def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
-    """Return lines with the state of each rank. `places`: process and host of all ranks, for messages."""
+    """Return lines with the state of each rank, those first for which the others wait.
+
+    places: process and host of each rank
+    """
 
     def placed(ranks: Sequence[int]) -> str:
         return named(ranks) + (f" ({places[ranks[0]]})" if len(ranks) == 1 else "")
 
     missing = [rank for rank in range(len(places)) if rank not in found]
-    lost = "no sign of life: stopped, ended, or cut off with its host"
-    lines = [f"{placed([rank])}: {lost}" for rank in missing]
+    lines = [f"no sign of life from {placed(missing)}: stopped, ended or cut off"] if missing else []
     for group in grouped(found):
         ages = sorted(found[rank].seconds for rank in group)
         spread = f"{ages[0]:.1f}" + (f" to {ages[-1]:.1f}" if len(group) > 1 else "")
@@ -293,7 +273,7 @@ class Watchdog:
     ) -> None:
         """Let the ranks exchange states from now on, through a folder in `out`. Collective.
 
-        `tell` is called with status and reason when this rank ends the job.
+        `at_end` is called with status and reason when this rank ends the job.
         """
         self._places = comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
         job = comm.broadcast_object(f"{self._places[0]}, {time.time_ns()}")
@@ -387,9 +367,9 @@ class Watchdog:
             time.sleep(min(POLL, self.limit / 8))  # so that ranks that reach the same point are named too
         self._sign(reports, changed)
         states = reports.read()
-        found = why_stuck(states) or stuck
-        found = found or Stuck(f"no progress for {age:.1f} s: {verdict(states, len(self._places))}", STATUS)
-        lines = [f"{found.reason}; ending the job", *report(states, self._places)]
+        each = report(states, self._places)
+        found = why_stuck(states) or stuck or Stuck(f"no progress for {age:.1f} s: {each[0]}", STATUS)
+        lines = [f"{found.reason}; ending the job", *each]
         said = "".join(f"zero_mpi: {line}\n" for line in lines) + shown_stacks(states)
         say(said.removesuffix("\n"))
         self._at_end(found.status, found.reason)
