@@ -178,10 +178,9 @@ def test_a_second_model_reads_the_same_windows(folder):
     ours, theirs = both["models"]
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert both["difference"]["text"][name] == ours["text"][name] - theirs["text"][name]
-    for by in scores.BY:
-        assert both["difference"]["choices"]["right"][by] == (
-            ours["choices"]["right"][by] - theirs["choices"]["right"][by]
-        )
+    for name in scores.ACC:
+        change = ours["choices"][name] - theirs["choices"][name]
+        assert both["difference"]["choices"][name] == change
     apart = np.array(ours["text"]["window_losses"]) - np.array(theirs["text"]["window_losses"])
     error = apart.std(ddof=1) / math.sqrt(len(apart))  # windows of equal length
     assert both["difference"]["text"]["standard_error"] == pytest.approx(error)
@@ -198,7 +197,7 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
         folder, "new.gguf", "--choices", "questions.jsonl", "--micro-batch", "3", ranks=2
     )
     model, tokenizer, found = TextModel(folder / "new.gguf"), ByteTokenizer(), figures["models"][0]["choices"]
-    right = dict.fromkeys(scores.BY, 0)
+    right = dict.fromkeys(scores.ACC, 0)
     for number, line in enumerate(QUESTIONS):
         question = [*line.get("question", line.get("context")).encode()] or [tokenizer.bos]
         nats = []
@@ -208,12 +207,15 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
         np.testing.assert_allclose(found["log_likelihoods"][number], nats, rtol=1e-5)
         sizes = np.array([len(answer.encode()) for answer in line["answers"]])
         assert figures["choices"]["answer_bytes"][number] == sizes.tolist()
-        right["log_likelihood"] += int(np.argmax(nats)) == line["right"]
-        right["per_byte"] += int(np.argmax(nats / sizes)) == line["right"]
-        right["per_token"] = right["per_byte"]  # a token is a byte
-    assert found["right"] == right
-    assert 0 < right["log_likelihood"] < right["per_byte"] < len(QUESTIONS), "others would show little"
-    assert f"{right['per_byte']} ({100 * right['per_byte'] / 3:.2f} %)" in printed
+        bare = [answer.removeprefix(" ") for answer in line["answers"]]
+        right["acc"] += int(np.argmax(nats)) == line["right"]
+        right["acc_norm"] += int(np.argmax(np.array(nats) / [*map(len, bare)])) == line["right"]
+        right["acc_bytes"] += (
+            int(np.argmax(np.array(nats) / [len(x.encode()) for x in bare])) == line["right"]
+        )
+    assert {name: found[name] * 3 for name in scores.ACC} == pytest.approx(right)
+    assert 0 < right["acc"] < right["acc_bytes"] < len(QUESTIONS), "others would show little"
+    assert f" {found['acc_bytes']:.4f}" in printed
     assert "text" not in figures
 
 
@@ -221,8 +223,6 @@ def test_of_equally_likely_answers_the_first_counts():
     ids = [np.arange(3), np.arange(4), np.arange(3), np.arange(3)]
     choices = EncodedChoices(ids, [1, 1, 2, 2], [2, 2], [0, 1], [" нетъ", "abc", " five", " nine"])
     found = scores.choice_figures(np.array([6.0, 6.0, 1.0, 1.0]), choices)
-    assert found["right"] == {"log_likelihood": 1, "per_token": 0, "per_byte": 1}
-    assert found["accuracy"]["log_likelihood"] == 0.5
     assert found["log_likelihoods"] == [[-6.0, -6.0], [-1.0, -1.0]]
     assert [found[name] for name in scores.ACC] == [0.5, 0.5, 0.5]
 
@@ -237,7 +237,6 @@ def test_letters_and_bytes_are_those_without_the_space_in_front():
         choices = EncodedChoices([np.arange(3)] * 2, [1, 1], [2], [0], answers)
         found = scores.choice_figures(np.array(nats), choices)
         assert tuple(found[name] for name in scores.ACC) == expected
-    assert found["right"]["per_byte"] == 1, "with the space"
 
 
 BAD_LINES = {

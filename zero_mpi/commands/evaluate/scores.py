@@ -17,7 +17,6 @@ from zero_mpi.device.types import Array
 from zero_mpi.files.foreign import shown
 from zero_mpi.sharding.grad_accum import ordered_total
 
-BY = ("log_likelihood", "per_token", "per_byte")  # how answers are compared
 ACC = ("acc", "acc_norm", "acc_bytes")  # shares of right answers, by lm-evaluation-harness's rules
 OF_TASKS = (*ACC, "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 Figures = dict[str, Any]
@@ -65,12 +64,10 @@ def standard_error(nats: Array, tokens: Array) -> float | None:
 
 
 def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
-    """Return the preferred answers: by log-likelihood, and by that per token or byte of the answer.
+    """Return the shares of questions whose right answer is the most likely, the first of equally likely ones.
 
     acc                by log-likelihood; for tasks of CORE by log-likelihood per token
     acc_norm           by log-likelihood per letter, without the space in front; acc_bytes: per byte
-    right              questions whose right answer is the most likely; of equally likely ones the first
-    counts accuracy           their share of all questions
     log_likelihoods    nats, of each answer of each question
     """
     likelihoods = grouped((-losses).tolist(), choices.counts)
@@ -84,25 +81,17 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
         return {**found, "log_likelihoods": likelihoods}
     bare = [answer.removeprefix(" ") for answer in choices.answers]
     divisors = {
-        "log_likelihood": np.ones(len(losses)),
-        "per_token": choices.tokens,
-        "per_byte": choices.nbytes,
+        "acc": choices.tokens if choices.span in CORE else np.ones(len(losses)),
         "acc_norm": [max(1, len(answer)) for answer in bare],
         "acc_bytes": [max(1, len(answer.encode())) for answer in bare],
     }
-    right = dict[str, int]()
+    shares = Figures()
     for name, divisor in divisors.items():
         of_questions = grouped((-losses / np.asarray(divisor, np.float64)).tolist(), choices.counts)
         first = [found.index(max(found)) for found in of_questions]
-        right[name] = sum(chosen == each for chosen, each in zip(first, choices.right, strict=True))
-    shares = {name: count / len(choices.counts) for name, count in right.items()}
-    return {
-        "right": {name: right[name] for name in BY},
-        "accuracy": {name: shares[name] for name in BY},
-        "acc": shares["per_token" if choices.span in CORE else "log_likelihood"],
-        **{name: shares[name] for name in ACC[1:]},
-        "log_likelihoods": likelihoods,
-    }
+        right = sum(chosen == each for chosen, each in zip(first, choices.right, strict=True))
+        shares[name] = right / len(choices.counts)
+    return shares | {"log_likelihoods": likelihoods}
 
 
 def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
@@ -121,8 +110,6 @@ def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
     if "choices" in model:
         ours, theirs = model["choices"], base["choices"]
         found["choices"] = {name: subtracted(ours[name], theirs[name]) for name in OF_TASKS if name in ours}
-        for name in ("right", "accuracy") if "right" in ours else ():
-            found["choices"][name] = {by: ours[name][by] - theirs[name][by] for by in BY}
     return found
 
 
@@ -132,8 +119,6 @@ def subtracted(value: float | None, other: float | None) -> float | None:
 
 
 DIFFERENCE = "difference"
-ANSWERS = "right answers by"
-TITLES = {"log_likelihood": "log-likelihood", "per_token": "per token", "per_byte": "per byte"}
 
 
 def lines(figures: Figures) -> Iterator[str]:
@@ -141,7 +126,7 @@ def lines(figures: Figures) -> Iterator[str]:
     names = [shown(model["model"], 40) for model in figures["models"]]
     rows = figures["models"] + ([figures[DIFFERENCE]] if DIFFERENCE in figures else [])
     names += [DIFFERENCE] * (len(rows) - len(names))
-    width = max(map(len, (*names, ANSWERS)))
+    width = max(map(len, names))
     for name, model in zip(names, figures["models"], strict=False):
         yield f"{name:{width}}  {model['arch']}, {model['parameters']:,} parameters, {model['precision']}"
     if "text" in figures:
@@ -164,12 +149,6 @@ def lines(figures: Figures) -> Iterator[str]:
         yield ""
         yield f"{plural(about['questions'], 'question')} with {plural(about['answers'], 'answer')}{cut}"
         yield ""
-        if "right" in rows[0]["choices"]:
-            yield f"{ANSWERS:{width}}" + "".join(f" {TITLES[by]:>20}" for by in BY)
-            for name, row in zip(names, rows, strict=True):
-                right, shares = row["choices"]["right"], row["choices"]["accuracy"]
-                cells = [f"{right[by]:,} ({100 * shares[by]:.2f} %)" for by in BY]
-                yield f"{name:{width}} {' '.join(f'{cell:>20}' for cell in cells)}"
         found = [name for name in OF_TASKS if name in rows[0]["choices"]]
         yield f"{'':{width}}" + "".join(f" {each:>16}" for each in found)
         for name, row in zip(names, rows, strict=True):
