@@ -41,8 +41,8 @@ NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
 POLL = 0.2  # seconds between looks at a file that another job holds
 SLOW = 2.0  # seconds for a look: if it takes longer the file system hangs, and the holder may wait for it too
-PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine is dead
-SETTLE = 5.0  # seconds without a sign of life after which a refused lock still counts as held
+PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine counts as dead
+SETTLE = 5.0  # seconds after which a refused lock counts as held even without a sign of life
 LEAVE = 60.0  # seconds for a holder of the same batch job (requeued, or its previous step) to end
 GRACE = 3.0  # seconds that a job has to end by itself once its folder is lost
 SIZE = 1024  # bytes of a record: always the same number, so that a renewal needs no space on a full disk
@@ -242,7 +242,7 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
 
 
 class RunLock:
-    """Folder that is ours from `take` to `release`. lost: why no longer; at_loss: called after GRACE."""
+    """Folder that is ours from `take` to `release`. lost: why no longer; at_loss: called GRACE s later."""
 
     def __init__(self, path: Path, record: Record, handle: int) -> None:
         self._path, self._own_record = path, record

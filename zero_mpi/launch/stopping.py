@@ -30,7 +30,7 @@ from zero_mpi import environment
 from zero_mpi.launch.ending import FAILED, REQUEUE, await_turn, end_surely, hold_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-OF_PEOPLE = ("SIGINT", "SIGHUP")  # no batch system sends them, so they never requeue a job
+OF_PEOPLE = ("SIGINT", "SIGHUP")  # people send these, not batch systems, so they never requeue a job
 START, PREPARING, STEPS, OVER = "start", "preparing", "steps", "over"
 NO_STEP = "before the first step"
 WHEN = {START: NO_STEP, PREPARING: NO_STEP, STEPS: "after this step", OVER: "at the end of the run"}
@@ -218,7 +218,7 @@ class StopSignals:
                     self._hear(signal.Signals(number))
 
     def _hear(self, number: signal.Signals) -> None:
-        """React to a signal in the listening thread, as soon as it comes."""
+        """React to a signal in the listening thread, as soon as the signal comes."""
         is_first, now = not self._heard, time.monotonic()
         since = now - self._heard.setdefault(number, now)
         self.caught = self.caught or number.name

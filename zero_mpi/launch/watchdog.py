@@ -81,7 +81,7 @@ class RankState:
 
 
 class RankReports:
-    """Folder of a job's reports, used by one rank. `job` is a unique text per job. Raises OSError."""
+    """Folder of a job's reports, as one rank uses it. job: text that identifies the job. Raises OSError."""
 
     def __init__(self, out: Path, rank: int, job: str, folder: str = FOLDER) -> None:
         self._folder = out / folder
@@ -233,7 +233,7 @@ def stacks() -> str:
 class Watchdog:
     """Watcher of this process; `limit` in seconds, 0: none.
 
-    `kill`: called with the status with which all ranks have to end.
+    `kill`: called with the exit status that ends all ranks.
     `only_waits`: only a wait for other ranks counts as lack of progress, because the main thread does not
     name its work. It answers the roll call of others all the same.
     """
@@ -294,7 +294,7 @@ class Watchdog:
 
     @property
     def _counts(self) -> bool:
-        """True if time that passes now counts: in a script only waits before its end do."""
+        """True if passing time is lack of progress: in a script only in waits, and before its end."""
         return not self.only_waits or (waits() and records.ended is None)
 
     def standing(self, with_stacks: bool = True) -> RankState:

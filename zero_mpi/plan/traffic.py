@@ -25,10 +25,10 @@ FLAGS = 3  # numbers that `train` adds to the losses: whether to stop, whether a
 
 
 class Route:
-    """Route of each slice straight to every rank, or to its owner.
+    """Route by which each slice goes straight to every rank, or to its owner.
 
     Ranks 0 ... ranks - 1, `per_node` of them on each node but the last.
-    all_give      ranks without a micro-batch send their zeros, too
+    all_give      ranks without a micro-batch send zeros
     passes_sums   reductions between nodes send sums, float32 always, and not gradients
     """
 

@@ -1,6 +1,6 @@
 """`OUT/events.jsonl`: what happened to a run and when, over all its jobs; one JSON object per line.
 
-Steps are in `metrics.jsonl`; this file has what they do not show: starts, resumes, checkpoints, warnings and
+Steps are in `metrics.jsonl`; this file has all other events: starts, resumes, checkpoints, warnings and
 ends. It is only appended to, also by a resume that goes back. Rank 0 writes it; a failure is written by the
 rank that ends the job. An error of the file is reported once and does not end a run.
 """

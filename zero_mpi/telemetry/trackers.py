@@ -39,7 +39,7 @@ class TrackedJob:
 
 
 class Tracker(Protocol):
-    """Receives the record of each step. An OSError ends the run, as an error of its own records does."""
+    """Receives the record of each step. An OSError ends the run, as it does if metrics.jsonl fails."""
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Take the record of one step."""

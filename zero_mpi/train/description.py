@@ -93,7 +93,7 @@ def describe(
 def of_text(
     description: Description, config: Config, text: str, packing: str, keys: Mapping[str, object]
 ) -> Description:
-    """Return a description completed by what the data decide; `keys` are further keys of the model file."""
+    """Return a description completed by the data's facts; `keys` are further keys of the model file."""
     day = {} if config.template_date in (None, DAY) else {"template_date": config.template_date}
     return replace(
         description,
@@ -145,7 +145,7 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # the description stores the values that these take with the data
+READ = ("packing", "control_tokens")  # the data decide these; the description stores their values
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 

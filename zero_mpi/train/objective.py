@@ -95,7 +95,7 @@ def as_input(batch: Batch) -> Array | Packed:
 
 
 class PairStep(StepLoss):
-    """Pairs of a step or of an evaluation, whose micro-batches are given as their windows.
+    """Pairs of a step or of an evaluation. batches: the numbers of each micro-batch's windows.
 
     Sums are one table (S, K) in the order of the data: for each sequence the log-probability of its answer,
     and for ORPO of all its other tokens. A rank fills the rows of its micro-batches, so that the sum over

@@ -108,7 +108,7 @@ class SkippedSteps(Observer):
 
 
 class HeldOutLoss(NamedTuple):
-    """Loss of an evaluation in nats per token, of each source where there are several, further figures."""
+    """Losses of an evaluation in nats per token: the mean, and of each source if there are several."""
 
     mean: float
     by_source: dict[str, float]

@@ -1,6 +1,6 @@
 """Command `doctor`: its flags, the list of checks, the table and the JSON file.
 
-Rows are printed when they are ready, so a check that hangs follows the last row; a watchdog ends it. All
+Rows are printed as soon as they are ready, so the last row shows which check hangs; a watchdog ends it. All
 ranks have all rows, so they agree on the exit status.
 """
 

@@ -1,6 +1,6 @@
 """Checks of the hosts: versions, launcher, cores and threads, load, limits, shared memory, CUDA devices.
 
-A launcher of another MPI starts N jobs of one rank instead of one job of N ranks; nothing else shows it.
+A launcher of another MPI starts N jobs of one rank instead of one job of N ranks; no other check shows this.
 Two mistakes with cores are common: more ranks than cores; and ranks bound to fewer cores than they have
 threads, or several to one core while others idle.
 Without shared memory a run uses messages: it is slower and has the same bits.
@@ -122,7 +122,7 @@ def is_on(environ: Mapping[str, str], name: str) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """Cores and threads of a rank, who chose the threads, the CPU quota."""
+    """Placement of a rank: its cores, its threads and whether the user set them, its CPU quota."""
 
     cores: tuple[int, ...]
     threads: int

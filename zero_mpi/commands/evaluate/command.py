@@ -218,7 +218,7 @@ def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: 
 
 
 def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
-    """Return all figures: of the dataset, of each model, and the difference of two."""
+    """Return all figures: the dataset's, those of each model, and the difference of two models."""
     found: Figures = {}
     if dataset.windows is not None:
         found["text"] = dataset.text

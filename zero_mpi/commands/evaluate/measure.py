@@ -49,10 +49,10 @@ FIGURES = 3  # sums of a window: divergence, squares of changes of probability, 
 
 
 class WindowSet:
-    """Windows over a text, or conversations: a loss for each, of all the tokens that it predicts first.
+    """Windows over a text, or conversations; the loss of a window covers the targets that count.
 
-    A window has `context` inputs; each predicts the token after it. Where windows overlap, only those targets
-    count that no window before has predicted: the last `stride`, and all of the first window's.
+    A window has `context` inputs; each predicts the token after it. Where windows overlap, a target counts in
+    the first window that predicts it: the last `stride` targets, and all targets of the first window.
     """
 
     def __init__(self, windows: Windows | PackedWindows, micro_batch: int, most: int | None = None) -> None:
@@ -103,7 +103,7 @@ class AnswerSet:
 
 
 def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each window the sum of `values` (V,), by id, over the targets that count."""
+    """Return for each window the sum of values[id] (V,) over the ids of the targets that count."""
     found: list[int] = []
     for batch in map(windows.micro, range(windows.micro_batches)):
         targets = [batch.targets[part] for part in batch.parts]

@@ -139,7 +139,7 @@ class Ending:
 
 
 class StopRequest:
-    """Signals that came. signal_name: name of the first; at_once: stop now, after a second Ctrl-C."""
+    """Stop signals received so far. signal_name: the first one; at_once: stop now, after a second Ctrl-C."""
 
     def __init__(self) -> None:
         self.signal_name, self.at_once = "", False

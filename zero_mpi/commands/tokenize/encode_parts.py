@@ -126,7 +126,7 @@ class TextFormat(NamedTuple):
 
     name: str
     suffixes: tuple[str, ...]  # suffixes of its files, before that of a compression
-    # Bytes of text, or nearly: of the file or each row group; None: the file is left out.
+    # Approximate bytes of text, of the file or of each row group; None: the file is left out.
     weights: Callable[[InputFile, Reading], list[int] | None]
     texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # texts of a file between two places
     divisible: bool = False  # whether places are bytes; if not, they are numbers of weights
@@ -224,7 +224,7 @@ def format_named(name: str) -> TextFormat:
 
 
 class FilePiece(NamedTuple):
-    """Piece of input number `file`, from place `first` to `stop`. weight: bytes of text, or nearly."""
+    """Piece of input number `file`, from place `first` to `stop`. weight: approximate bytes of text."""
 
     file: int
     first: int
