@@ -8,7 +8,6 @@ have this prefix.
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 
 from zero_mpi.files.foreign import one_line, readable
@@ -90,15 +89,3 @@ def write_through(write: Callable[[str], object] | None) -> None:
     """Send lines to `write`, for example around a progress bar; None: print them again."""
     for handler in installed():
         handler.write = write or handler.print
-
-
-class Phases:
-    """Times the phases of a start: each call names the phase that is done, at level debug."""
-
-    def __init__(self) -> None:
-        self._begun = self._last = time.perf_counter()
-
-    def __call__(self, done: str) -> None:
-        now = time.perf_counter()
-        debug("%-24s %6.3f s, %6.3f s since the start", done, now - self._last, now - self._begun)
-        self._last = now

@@ -57,10 +57,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
         signals.enter(PREPARING)
         return show(world, config)
     log.install(world.rank, world.size, config.log_level)
-    phase = log.Phases()
     watchdog, outcome = stand_guard(world, config)
     session = build(world, resolve(world, config))
-    phase("the run is prepared")
     outcome.status.steps = session.config.steps  # with --epochs it was not known before
     outcome.at(session.progress.step)
     if is_over(session):

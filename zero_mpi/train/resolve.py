@@ -88,10 +88,9 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     their results: ranks with different flags would diverge, all ranks read a checkpoint together, text is too
     large for a second reader, and one rank of a node compiles the operations for the others.
     """
-    phase, notes = log.Phases(), list[str]()
+    notes = list[str]()
     check(world.comm, description.settings(config), SAME_FLAGS)
     checkpoint = resume.find_checkpoint(world, config, Path(config.out), notes)
-    phase("checkpoints looked at")
     number = world.node.rank
     if checkpoint is not None:
         begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
@@ -99,19 +98,16 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
     spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # all have read the same model
     notes += spec.notes
-    phase("model and tokenizer")
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
         notes += map(log.Caution, bounds.cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
         said = [*spec.corpus.notes, *spec.loader.windows.notes()]
         notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
     notes += map(log.Caution, inputs.passed_over(spec.init))
-    phase("data")
     if checkpoint is not None or not config.dry_run:  # a plan does not depend on bits
         machine = try_operations(world, spec.config, spec.threads, notes)
         described = replace(spec.description, machine={**machine, **spec.description.machine})
         spec = replace(spec, description=described)
-    phase("operations")
     if checkpoint is not None:
         notes += resume.changes_since(checkpoint, spec.description)
         notes += resume.jumps_of_rate(checkpoint, spec.config)

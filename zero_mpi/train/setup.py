@@ -220,24 +220,20 @@ class Session(RunSpec):
 
 def build(world: World, spec: RunSpec) -> Session:
     """Return the resolved run, ready for its next step. Collective; raises UsageError on all ranks."""
-    phase, notes, config = log.Phases(), list(spec.notes), spec.config
+    notes, config = list(spec.notes), spec.config
     chosen = choose_transport(world, config, spec.model, notes)
     comm, nodes = chosen.comm, getattr(chosen.comm, "topology", None)
-    phase("transport")
     if config.check_collectives:
         comm = CheckedComm(comm)
     if comm.size > 1:
         comm = NumberedComm(comm)
     corpus = share_corpus(comm, spec.corpus, notes)
     loader, held_out = make_loaders(config, corpus)
-    phase("text to all ranks")
     module = make_module(config, spec.model, comm)
     optimizer = make_optimizer(config, module, spec.model)
-    phase("module and optimizer")
     objective = make_objective(config, module, loader, held_out, corpus.parts[0].stream)
     keep_reference(world, optimizer, spec, objective)
     progress = fill_parameters(world, optimizer, spec)
-    phase("parameters")
     ready: dict[str, Any] = vars(spec) | {"corpus": corpus, "loader": loader, "notes": tuple(notes)}
     return Session(
         **ready,

@@ -180,15 +180,13 @@ class Trainer(Steps):
 
     def begin(self) -> Start:
         """Announce the start to the user and in the run's records. Collective."""
-        session, phase = self.session, log.Phases()
+        session = self.session
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
         reached = measure(self.world, session.module.precision.compute)
-        phase("matrix products")
         start = Start(session, [*Counter(self.hosts).items()], reached)
         if self.world.rank:
             return start
         start = plan(start)
-        phase("plan")
         self.outcome.begin(start)
         for line in lines(start):
             log.info("%s", line)
