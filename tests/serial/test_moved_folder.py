@@ -136,7 +136,7 @@ def step_on(self):
     if self.world.rank == 0 and self.progress.step == 2:
         writing.wait()
         os.rename("out", "elsewhere")
-        while not self.outcome.folder.lost:
+        while not self.world.comm.lost():
             time.sleep(0.01)
     return step(self)
 
@@ -159,11 +159,11 @@ def test_a_run_that_ends_waits_for_the_save_behind_it(tmp_path):
 @pytest.mark.parametrize("way", [move, remove, replace])
 def test_nothing_is_written_where_a_folder_was_lost(way, tmp_path):
     world, out, done = World(0, 1), tmp_path / "run" / "out", list[int]()
-    hold = take_folder(world, out)
-    outcome = Outcome(out, world, 5, hold)
+    take_folder(world, out)
+    outcome = Outcome(out, world, 5)
     outcome.open()
     way(out)
-    for agree in (lambda: world.on_root(lambda: done.append(1)), hold.check):
+    for agree in (lambda: world.on_root(lambda: done.append(1)), world.check):
         with pytest.raises(JobError, match=str(out)):
             agree()
     outcome.events.note("saved")

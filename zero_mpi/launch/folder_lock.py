@@ -316,31 +316,11 @@ class RunLock:
                 self._handles[0] = new
 
 
-class Hold:
-    """Run folder of a job, on each rank; rank 0 holds its lock.
-
-    lost: why the folder is no longer ours, as this rank knows, or empty; why_lost: the same, checked now.
-    """
-
-    def __init__(self, world: World, lock: RunLock | None) -> None:
-        self._world, self._lock = world, lock
-        self.why_lost: Callable[[], str] = lock.why_lost if lock is not None else str
-
-    @property
-    def lost(self) -> str:
-        return self._lock.lost if self._lock is not None else ""
-
-    def check(self, problem: str = "") -> None:
-        """Raise JobError on all ranks if the folder is lost, or rank 0 has a problem with it. Collective."""
-        said = self._world.comm.broadcast_object(self.why_lost() or problem)
-        if said:
-            raise JobError(said)
-
-
-def take_folder(world: World, out: Path) -> Hold:
+def take_folder(world: World, out: Path) -> None:
     """Make the run folder and lock it for this job until its end. Collective.
 
-    Raise UsageError on all ranks if another job uses it, or the folder cannot be written to.
+    Raise UsageError on all ranks if another job uses it, or the folder cannot be written to. From now on
+    `world.comm.lost()` says on rank 0 why the folder is no longer the job's.
     """
     lock: RunLock | None = world.on_root(lambda: make_and_take(out))
     if lock is not None:
@@ -348,7 +328,6 @@ def take_folder(world: World, out: Path) -> Hold:
         world.comm.lost = lock.why_lost
         text = "zero_mpi: {}; ending the job".format
         lock.at_loss = lambda: end_surely(lambda code: world.end(code, lock.lost, text(lock.lost)), FAILED)
-    return Hold(world, lock)
 
 
 def make_and_take(out: Path) -> RunLock:

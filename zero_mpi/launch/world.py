@@ -90,6 +90,11 @@ class World:
 
         return MPIComm(node_communicator(self.mpi.COMM_WORLD), threaded=False)
 
+    def check(self, problem: str = "") -> None:
+        """Raise JobError on all ranks if the run folder is lost, or rank 0 has a problem. Collective."""
+        if why := self.comm.broadcast_object(self.comm.lost() or problem):
+            raise JobError(why)
+
     def report_end(self, status: int, reason: str = "") -> None:
         """Call the listeners in `at_end`, the last one first, as it may depend on earlier ones."""
         for listener in reversed(self.at_end):

@@ -75,9 +75,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
 def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     """Start the watchdog of a job and the writer of its status, and return both. Collective."""
     out = Path(config.out)
-    folder = take_folder(world, out)
+    take_folder(world, out)
     watchdog = Watchdog(world.rank, config.timeout, world.kill)
-    outcome = Outcome(out, world, config.steps or 0, folder)
+    outcome = Outcome(out, world, config.steps or 0)
     watchdog.gather(out, world.comm, at_end=outcome.end)
     world.closing.append(watchdog.stop)
     world.at_end.append(lambda status, reason: watchdog.clear())

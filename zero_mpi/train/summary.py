@@ -23,7 +23,6 @@ from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, StepLoader, named
 from zero_mpi.device.types import Array
 from zero_mpi.launch.ending import BAD_USAGE, REQUEUE
-from zero_mpi.launch.folder_lock import Hold
 from zero_mpi.launch.stopping import was_stopped_early
 from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case, make_case
@@ -205,15 +204,11 @@ def cautions(start: Start) -> Iterator[str]:
 
 
 class Outcome:
-    """Writes the status and the events of a run for one rank, up to the end of the job.
+    """Writes the status and the events of a run for one rank, unless the folder is no longer the job's."""
 
-    `folder`: the right of this job to write there; once it is lost, nothing is written.
-    """
-
-    def __init__(self, out: Path, world: World, steps: int, folder: Hold | None = None) -> None:
-        self.folder = folder or Hold(world, None)
-        self.status = Status(out, world.rank, world.size, steps, self.folder.why_lost)
-        self.events = Events(out, world.rank, self.folder.why_lost)
+    def __init__(self, out: Path, world: World, steps: int) -> None:
+        self.status = Status(out, world.rank, world.size, steps, world.comm.lost)
+        self.events = Events(out, world.rank, world.comm.lost)
         self._out, self._before = out, dict[str, Any]()
         world.at_end.append(self.end)
 

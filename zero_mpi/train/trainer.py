@@ -71,7 +71,7 @@ class Trainer(Steps):
         self.records: Records = world.run_on_all(partial(begin_records, session, world.rank))
         self.divergence = Divergence(session.module.loss_scale)
         self.saving = Saving(session, watchdog, outcome.events, self.records)
-        self.saving.saver.prepare = outcome.folder.why_lost
+        self.saving.saver.prepare = world.comm.lost
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
         self.ended_by = ""
 
@@ -119,7 +119,7 @@ class Trainer(Steps):
         signals.enter(OVER)
         self.saving.announce()
         self.records.close()
-        self.outcome.folder.check(self.records.problem)
+        self.world.check(self.records.problem)
         if self.records.head:
             log.info("proof: %s", self.records.head)
         self.rank_figures.close(self.progress.tokens - before)
@@ -147,13 +147,13 @@ class Trainer(Steps):
 
     def totals(self) -> tuple[float, bool]:
         """Return the loss of all ranks, and whether one of them wants to stop; raises errors of writes."""
-        fails = self.saving.saver.failed or bool(self.outcome.folder.lost or self.records.problem)
+        fails = self.saving.saver.failed or bool(self.world.comm.lost() or self.records.problem)
         saves = self.world.rank == 0 and self.saving.clock_says_so()
         flags = self.wants_to_stop(), fails, saves
         loss, stop, failed, save, *self.sums = self.accumulator.totals(*flags, *self.losses.sums)
         self.saving.time_has_come = save > 0
         if failed:
-            self.outcome.folder.check(self.records.problem)
+            self.world.check(self.records.problem)
             self.saving.saver.wait()  # raises errors of background saves on all ranks
         return loss, stop > 0
 
@@ -174,7 +174,7 @@ class Trainer(Steps):
 
     def save(self) -> None:
         """Write a checkpoint of the step just done, or begin to."""
-        self.outcome.folder.check(self.records.problem)
+        self.world.check(self.records.problem)
         if self.divergence.worth_saving(self.progress.step):
             self.saving.save(self.progress)
 

@@ -104,7 +104,7 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: W
     """Write the missing parts of the folder. Return the exit status. Collective."""
     watchdog.beat("finding the files")
     files, out = world.run_on_root(lambda: found_files(options.path, options.out)), Path(options.out)
-    hold = take_folder(world, out)
+    take_folder(world, out)
     watchdog.gather(out, world.comm)
     signals.enter(PREPARING)
     encoding = work.Encoding(out, files, TextReader(tokenizer, options.control_tokens), options)
@@ -123,10 +123,10 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: W
     signals.enter(STEPS)
     progress = work.ProgressSum(
         world, watchdog, "writing token files", total, total - left,
-        lambda: bool(signals.caught or hold.lost),
+        lambda: bool(signals.caught or world.comm.lost()),
     )  # fmt: skip
     is_done = progress.run(partial(work.encode_parts, encoding, [new[place] for place in share]))
-    hold.check()
+    world.check()
     watchdog.beat("writing the manifest")
     if is_done:
         world.on_root(lambda: finish(folder, encoding, parts, missing, time.monotonic() - begun))
