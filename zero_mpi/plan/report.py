@@ -19,8 +19,6 @@ TRAFFIC: Rows = (
     ("per rank, inside its node", lambda plan: size(plan.traffic.inside.max())),
     ("per rank, to other nodes", lambda plan: size(plan.traffic.between.max())),
     ("rank 0 (sent_bytes)", lambda plan: f"{plan.traffic.sent[0]:,}"),
-    ("all ranks, inside nodes", lambda plan: size(plan.traffic.inside.sum())),
-    ("all ranks, between nodes", lambda plan: size(plan.traffic.between.sum())),
 )
 TIME: Rows = (
     ("computation", lambda plan: seconds(plan.time.computation)),
