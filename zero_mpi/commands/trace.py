@@ -48,7 +48,7 @@ MEANING = (
     "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
-MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a rank records a quarter of that, and what one micro-batch adds
+MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a rank records a quarter, and at most one micro-batch more
 MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
@@ -163,7 +163,7 @@ class Share:
     """Time of a rank in its steps, in microseconds."""
 
     rank: int
-    steps: dict[int, float] = field(default_factory=dict)  # the length of each
+    steps: dict[int, float] = field(default_factory=dict)  # length of each step
     columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: the steps'
     hidden: float = 0.0  # transfers in progress that nothing waited for
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # waits, by the transfer

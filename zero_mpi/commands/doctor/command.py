@@ -35,7 +35,7 @@ is not faster than fp32), and links.node and links.between (null if there is non
 alpha_seconds and beta_seconds_per_byte: a message of n bytes takes alpha + beta * n, while all ranks send
 (links.node) or the ranks of a node share its link (links.between)."""
 
-# All checks, those that take no time first; each is collective.
+# All checks, the quick ones first. Every check is collective.
 CHECKS: tuple[tuple[str, Callable[[Ranks], Iterable[Row]]], ...] = (
     ("versions", hosts.versions),
     ("MPI library", hosts.library),

@@ -54,7 +54,7 @@ class Ranks:
     world: World
     comm: Comm
     node_comm: Any  # the raw communicator of this rank's node; None without MPI
-    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, that of rank 0 first
+    nodes: tuple[tuple[int, ...], ...]  # ranks of each node; the node of rank 0 comes first
     names: tuple[str, ...]  # a host name for each node, for messages
     options: Namespace = field(default_factory=Namespace)
     figures: dict[str, Any] = field(default_factory=dict)  # what checks measured, for the JSON file

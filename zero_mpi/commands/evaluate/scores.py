@@ -68,7 +68,7 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 
     acc                by log-likelihood; for tasks of CORE by log-likelihood per token
     acc_norm           by log-likelihood per letter, without the space in front; acc_bytes: per byte
-    log_likelihoods    nats, of each answer of each question
+    log_likelihoods    nats of every answer, by question
     """
     likelihoods = grouped((-losses).tolist(), choices.counts)
     if choices.span == TEXT:

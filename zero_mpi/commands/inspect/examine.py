@@ -145,7 +145,7 @@ def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
 
 
 def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
-    """Return the report on a path; `keys` and `tensors` ask for all of these."""
+    """Return the report on a path, if asked with all keys, or with a row for each tensor."""
     subject = open_subject(path)
     parts = subject.parts
     read = {role: [read_tensor(part, spec) for spec in part.tensors.values()] for role, part in parts.items()}

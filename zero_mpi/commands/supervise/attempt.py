@@ -93,7 +93,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Ending:
-    """End of an attempt, and what it means for the next."""
+    """End of an attempt: its status, its reason, and whether the run is over."""
 
     status: int  # exit status of the launcher, as a shell reports it
     said: Mapping[str, Any]  # status.json of the run; empty if this start has written none
