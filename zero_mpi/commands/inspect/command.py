@@ -98,8 +98,10 @@ def texts_of(value: Any, everything: bool) -> Iterator[str]:
         for line in textwrap.wrap(joined, WIDTH - TITLE, break_long_words=False, break_on_hyphens=False):
             yield line.replace(NO_BREAK, " ")
         for name, each in value.items():
-            if not is_short(each):
-                yield from (f"{shown(name)}: {text}" for text in texts_of(each, everything))
+            prefix = f"{shown(name)}: "
+            for text in () if is_short(each) else texts_of(each, everything):
+                yield prefix + text
+                prefix = "  "
 
 
 def key_lines(keys: Any, everything: bool) -> Iterator[str]:
