@@ -12,14 +12,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zero_mpi import environment, ops
-from zero_mpi.checkpoint.weights import open_merged
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.weights import open_merged, open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.command_line import add_settings
-from zero_mpi.config.inputs import template_inputs, tokenizer_of, with_template
+from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_of, with_template
 from zero_mpi.config.settings import OF_TEMPLATES
 from zero_mpi.data import Tokenizer
 from zero_mpi.data.conversations.chat_template import ChatTemplate, template_of
@@ -29,6 +33,7 @@ from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import readable
 from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World, run
+from zero_mpi.ops import threads
 from zero_mpi.telemetry import log
 from zero_mpi.train.text_model import TextModel
 
@@ -79,11 +84,45 @@ class Speaker:
         return found
 
 
+class LlamaCpp:
+    """Model of a GGUF file that llama.cpp computes. Raises UsageError without the package or the file."""
+
+    def __init__(self, path: str) -> None:
+        if find_spec("xllamacpp") is None:
+            raise UsageError("--engine llamacpp: llama.cpp is not installed: pip install xllamacpp")
+        import xllamacpp
+
+        self.file = open_weights(path)
+        if not isinstance(self.file, GGUFFile):
+            raise UsageError(f"--engine llamacpp: {path}: expected a GGUF file")
+        self.config = read_model(self.file)
+        params = xllamacpp.CommonParams()
+        params.model.path, params.n_ctx = str(self.file.path), self.config.context_length
+        params.cpuparams.n_threads = threads.count()
+        params.warmup, params.verbosity = False, -1
+        self.server = xllamacpp.Server(params)
+
+
 class LlamaCppSpeaker(Speaker):
     """Speaker whose model is a `LlamaCpp`."""
 
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
-        return Reply(*self.model.answer(prompt, self.options.tokens, self.draw, say))
+        pieces, last = list[bytes](), dict[str, Any]()
+
+        def hear(chunk: dict[str, Any]) -> bool:
+            last.update(chunk)
+            if "choices" in chunk:
+                pieces.append(chunk["choices"][0]["text"].encode())
+                say(pieces[-1])
+            return False
+
+        request = {"prompt": np.asarray(prompt).tolist(), "n_predict": self.options.tokens, "stream": True}
+        self.model.server.handle_completions(request | self.draw, hear)
+        if "usage" not in last:
+            raise UsageError(f"--engine llamacpp: {last.get('message', last)}")
+        return Reply(
+            b"".join(pieces), last["usage"]["completion_tokens"], last["choices"][0]["finish_reason"]
+        )
 
 
 Message = dict[str, str]
@@ -229,14 +268,9 @@ def print_answer(
 
 def open_speaker(options: argparse.Namespace) -> Speaker:
     """Return the model of the flags, computed by the engine that they name."""
-    model: Any
-    kind = Speaker
-    if options.engine == "own":
-        model = TextModel(open_merged(options.model, options.lora))
-    else:
-        from zero_mpi.commands.generate.llamacpp import LlamaCpp
-
-        model, kind = LlamaCpp(options.model), LlamaCppSpeaker
+    is_own = options.engine == "own"
+    model: Any = TextModel(open_merged(options.model, options.lora)) if is_own else LlamaCpp(options.model)
+    kind = Speaker if is_own else LlamaCppSpeaker
     return kind(model, with_template(tokenizer_of(model.file, model.config), options.chat_template), options)
 
 
