@@ -192,7 +192,7 @@ def verdict_lines(found: Report) -> Iterator[str]:
     count, odd, unknown = found["checksums"], found["not_finite"], ", ".join(found["unknown_types"])
     yield from map(one_line, found["problems"])
     if not count:
-        yield "checksums: none in the file (it was not written by zero_mpi)"
+        yield "checksums: none in the file (only checkpoints of a run have them)"
     elif not found["problems"]:
         yield f"checksums: all {count:,} tensors match"
     yield f"{'state' if len(found['files']) > 1 else 'tensors'} computed: {found['state_digest']}"
