@@ -73,11 +73,12 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def lines_of(found: Report, everything: bool) -> Iterator[str]:
-    """Yield the text of a report: a title for each entry, and its values beside the title.
+    """Yield the text of a report: a title for each entry that has a value, and its values beside the title.
 
     Without `everything`, only the first of many keys and names are shown.
     """
-    for name, value in found.items():
+    entries = ((name, value) for name, value in found.items() if value is not None)
+    for name, value in entries:
         title = name.replace("_", " ")
         for text in key_lines(value, everything) if name == "keys" else texts_of(value, everything):
             yield f"{title:{TITLE}}{text}"
@@ -93,6 +94,7 @@ def texts_of(value: Any, everything: bool) -> Iterator[str]:
     elif not isinstance(value, dict) or is_short(value):
         yield text_of(value, LONGEST_LINE)
     else:
+        value = {name: each for name, each in value.items() if each is not None}
         short = (f"{shown(name)} {text_of(each)}" for name, each in value.items() if is_short(each))
         joined = ", ".join(text.replace(" ", NO_BREAK) for text in short)
         for line in textwrap.wrap(joined, WIDTH - TITLE, break_long_words=False, break_on_hyphens=False):
