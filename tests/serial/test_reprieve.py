@@ -8,13 +8,24 @@ from pathlib import Path
 
 import pytest
 
+# The state of the launcher is R while it has a signal to take and no core to do so.
+STATE = """
+import os, time
+def state():
+    for _ in range(400):
+        found = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[0]
+        if found != "R":
+            break
+        time.sleep(0.05)
+    return found
+"""
+
 RANK = """
 import os, signal, sys
 from zero_mpi.launch import ending
-ending.HOLD, ending.LATER = 5.0, 0.1
+ending.HOLD, ending.LATER = 20.0, 0.1
 ending.hold_launcher()
-stat = open(f"/proc/{os.getppid()}/stat").read()
-print("launcher", stat.rpartition(")")[2].split()[0], flush=True)
+print("launcher", state(), flush=True)
 if sys.argv[1] == "saves":
     ending.release_launcher()
 else:
@@ -22,12 +33,8 @@ else:
 """
 
 LEFT = """
-import os, time
 from zero_mpi.launch import ending
 ending.hold_launcher()
-def state():
-    return open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[0]
-
 begun, states = time.monotonic(), [state()]
 open("held", "w").close()
 while states[-1] == "T" and time.monotonic() - begun < 20:
@@ -48,22 +55,24 @@ def under_launcher(tmp_path, command, **environ):
 
 @pytest.mark.parametrize("end", ["saves", "is killed"])
 def test_the_launcher_goes_on_when_its_rank_has_saved_or_is_gone(tmp_path, end):
-    got = under_launcher(tmp_path, f"{sys.executable} -c '{RANK}' '{end}'")
+    got = under_launcher(tmp_path, f"{sys.executable} -c '{STATE}{RANK}' '{end}'")
     assert got[-2:] == ["launcher T", "went on"], got
 
 
 def test_the_launcher_goes_on_when_another_rank_has_ended(tmp_path):
     other = "while test ! -e held; do sleep 0.1; done"  # a rank that ends while the launcher is stopped
-    job = f"({other}) & {sys.executable} -c '{LEFT}'"
+    job = f"({other}) & {sys.executable} -c '{STATE}{LEFT}'"
     got = under_launcher(tmp_path, job, OMPI_COMM_WORLD_LOCAL_SIZE="2")
     assert got == ["launcher T S", "went on"]
 
 
 def test_the_launcher_does_its_work_where_a_rank_has_ended_before(tmp_path):
-    got = under_launcher(tmp_path, f"{sys.executable} -c '{LEFT}'", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    got = under_launcher(tmp_path, f"{sys.executable} -c '{STATE}{LEFT}'", OMPI_COMM_WORLD_LOCAL_SIZE="2")
     assert got == ["launcher S S", "went on"]
 
 
 def test_other_launchers_are_left_alone(tmp_path):
-    got = subprocess.run([sys.executable, "-c", RANK, "saves"], capture_output=True, text=True, timeout=30)
+    got = subprocess.run(
+        [sys.executable, "-c", STATE + RANK, "saves"], capture_output=True, text=True, timeout=30
+    )
     assert got.stdout == "launcher S\n", got
