@@ -17,7 +17,7 @@ COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
 class CudaMark:
-    """An event in the order of the GPU's work; `done` looks, `wait` blocks and leaves the core to others."""
+    """Event in the order of the GPU's work: `done` polls it, `wait` blocks and leaves the core to others."""
 
     def __init__(self, event: Any, gpu: Cuda) -> None:
         self.event, self._gpu = event, gpu
@@ -54,7 +54,7 @@ class Cuda:
         self.choose()
         self.stream, self._copies = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self._fetched: CudaMark | None = None
-        self.stream.__enter__()  # for good: one that `use` has chosen is forgotten after the next `with`
+        self.stream.__enter__()  # never left: CuPy forgets a stream chosen by `use` after the next `with`
 
     @property
     def about(self) -> str:
@@ -63,7 +63,7 @@ class Cuda:
         return f"{name}, CuPy {self.cupy.__version__}"
 
     def choose(self) -> None:
-        """Let the calling thread use this GPU: one that has chosen none takes the first, and its memory."""
+        """Let the calling thread use this GPU; a thread that has chosen none would use the first."""
         if not getattr(self._threads, "chosen", False):
             self.cupy.cuda.Device(self.number).use()
             self._threads.chosen = True
@@ -99,10 +99,8 @@ class Cuda:
         if here and not there:
             target.set(np.ascontiguousarray(source, target.dtype).reshape(target.shape), stream=self.stream)
             self.stream.synchronize()  # the source may be changed as soon as this returns
-        elif there and not here:
-            target[...] = source.get(stream=self.stream)
         else:
-            target[...] = source
+            target[...] = source if here else self.to_host(source)
 
     def pinned(self, nbytes: int) -> Array:
         """Return host memory that the GPU copies from and to by itself; raise UsageError without room."""
@@ -140,7 +138,7 @@ class Cuda:
             self._fetched = None
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any, Any]:
-        """Return a graph of what `work` asks for, which is not done, its result, and the memory of both."""
+        """Record `work` without running it; return the graph, the result, and the memory of both."""
         pool = self.cupy.cuda.MemoryPool()
         with self.cupy.cuda.using_allocator(pool.malloc):
             self.stream.begin_capture()
@@ -174,12 +172,12 @@ class Cuda:
 
 
 class CudaStopwatch:
-    """Events on the stream that computes, whose times are asked for when all is done.
+    """Clock of the stream that computes: its stamps are events, whose times are read when all is done.
 
-    Two events with a known time of the host, the first one and one made when times are asked for, relate the
-    GPU's clock to the host's; between them it is taken to run evenly. The host's own times, which are floats,
-    stay what they are. CUDA tells times in float32: a microsecond in ten seconds since the first event, a
-    quarter of a millisecond in an hour, and never one mark before another that it follows.
+    Two events with a known time of the host, the first one and one made when times are read, relate the
+    GPU's clock to the host's, which is taken to run evenly between them. CUDA gives times in float32: they
+    are exact to a microsecond ten seconds after the first event, to a quarter of a millisecond an hour after
+    it, and never put a mark before another that it follows.
     """
 
     def __init__(self, cuda: Any, stream: Any) -> None:
@@ -188,7 +186,7 @@ class CudaStopwatch:
         self._rate = 0.0  # seconds of the host in a millisecond of the GPU; 0: not known yet
 
     def stamp(self) -> Any:
-        """Return a mark behind all work that was asked for so far."""
+        """Return an event behind all work that was asked for so far."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event
@@ -202,7 +200,7 @@ class CudaStopwatch:
         return event, (before + time.perf_counter()) / 2
 
     def seconds(self, stamp: Any) -> float:
-        """Return when the GPU came to a mark, by the host's `time.perf_counter`."""
+        """Return when the GPU came to a stamp, by the host's `time.perf_counter`; a float is such a time."""
         if isinstance(stamp, float):
             return stamp
         if not self._rate:

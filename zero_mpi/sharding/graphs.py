@@ -1,7 +1,7 @@
-"""CUDA graphs of micro-batches: what the GPU does is recorded once, and later launched by one call.
+"""CUDA graphs of micro-batches: the GPU's work is recorded once, and later launched by one call.
 
 ZERO_MPI_GPU_GRAPH=1 asks for them. They need one rank, a cross-entropy of all rows and no trace; other
-micro-batches run as without it. The arrays of a recorded micro-batch are in a memory pool of its own.
+micro-batches run as always. A recorded micro-batch keeps its arrays in a memory pool of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zero_mpi.nn.loss import CrossEntropy, rows_that_count
 from zero_mpi.sharding.actions import Actions
 from zero_mpi.telemetry import spans
 
-WARM_UP = 2  # micro-batches before the first recording: plans, kernels and buffers are there then
-MOST, SEEN = 8, 64  # forms of micro-batches that are recorded, and that are counted, at most
+WARM_UP = 2  # micro-batches of a form before it is recorded: plans, kernels and buffers are made by them
+MOST, SEEN = 8, 64  # forms of micro-batches that are recorded, and that are counted
 
 Work = Callable[..., Any]  # runs a micro-batch (x, its loss, actions) and returns the loss
 

@@ -35,6 +35,7 @@ from zero_mpi.comm.kinds import (
     STAGED,
     STAGED_ALIGNED,
     STAGED_DEPTH,
+    Transport,
 )
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.transfer import Running, borrowed
@@ -46,22 +47,52 @@ from zero_mpi.errors import UsageError
 MOST_BYTES = 1 << 30  # bytes in one message: counts are C ints in older interfaces
 
 
-class CudaAwareBackend:
-    """Messages of device memory over a duplicate of `comm` (the world)."""
+class Backend:
+    """Base class of backends that carry exchanges: here by messages over a duplicate of the world.
 
-    in_order, kind = False, GPU_MPI
+    depth       exchanges in progress at once; its buffers are used again `depth` exchanges later
+    in_order    everything is launched at once and in the order of the side stream: no MPI request, no host
+    kind        the transport that it makes of messages between hosts
+    """
+
+    depth: int
+    in_order = False
+    kind: Transport
+
+    def __init__(self, streams: GpuStreams) -> None:
+        self.streams = streams
+        self._comm: Any = MPI.COMM_WORLD.Dup()
+
+    def largest(self, itemsize: int, *, summed: bool) -> int:
+        """Return the maximum chunk length of an exchange, in elements; `summed`: with sums."""
+        raise NotImplementedError
+
+    def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
+        """Move the chunks of all exchanges and launch what follows; each exchange takes a tag."""
+        raise NotImplementedError
+
+    def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
+        """Set `target` to this rank's shard of the library's sum of `full`. Collective."""
+        raise NotImplementedError  # of a transport whose `kind` does not add
+
+    def sum_all(self, array: Array) -> None:
+        """Replace `array` by the library's sum of it over ranks, on all ranks. Collective."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the backend holds. Collective."""
+        self._comm.Free()
+
+
+class CudaAwareBackend(Backend):
+    """Messages of device memory."""
+
+    depth, kind = AWARE_DEPTH, GPU_MPI
 
     def __init__(
-        self,
-        streams: GpuStreams,
-        comm: Any = None,
-        *,
-        most_bytes: int = MOST_BYTES,
-        summed: int = AWARE_CHUNK,
-        depth: int = AWARE_DEPTH,
+        self, streams: GpuStreams, *, most_bytes: int = MOST_BYTES, summed: int = AWARE_CHUNK
     ) -> None:
-        self.streams, self.depth = streams, depth
-        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        super().__init__(streams)
         self._most_bytes, self._summed = most_bytes, summed
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
@@ -103,9 +134,6 @@ class CudaAwareBackend:
         for start in range(0, array.size, step):
             self._comm.Allreduce(MPI.IN_PLACE, [array[start : start + step], MPI.FLOAT], MPI.SUM)
 
-    def close(self) -> None:
-        self._comm.Free()
-
 
 class PinnedBuffers:
     """Pinned memory of an exchange; free when its last copy to the GPU is complete."""
@@ -115,24 +143,17 @@ class PinnedBuffers:
         self.free: Any = Done()
 
 
-class StagedBackend:
-    """Messages of pinned memory over a duplicate of `comm` (the world)."""
+class StagedBackend(Backend):
+    """Messages of pinned memory."""
 
-    in_order, kind = False, STAGED
+    depth, kind = STAGED_DEPTH, STAGED
 
     def __init__(
-        self,
-        streams: GpuStreams,
-        comm: Any = None,
-        *,
-        stage_bytes: int = STAGE_BYTES,
-        least_bytes: int = LEAST_STAGE,
-        depth: int = STAGED_DEPTH,
+        self, streams: GpuStreams, *, stage_bytes: int = STAGE_BYTES, least_bytes: int = LEAST_STAGE
     ) -> None:
-        self.streams, self.depth = streams, depth
-        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
-        self._others = max(1, self._comm.Get_size() - 1)
-        self._chunk_bytes = max(least_bytes, stage_bytes // self._others)
+        super().__init__(streams)
+        self._others: int = max(1, self._comm.Get_size() - 1)
+        self._chunk_bytes: int = max(least_bytes, stage_bytes // self._others)
         self._rings: list[list[PinnedBuffers]] = []
 
     @property
@@ -176,15 +197,6 @@ class StagedBackend:
         if exchange.then is not None:
             exchange.then()
 
-    def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
-        raise AssertionError("sums are in rank order")
-
-    def sum_all(self, array: Array) -> None:
-        raise AssertionError("sums are in rank order")
-
-    def close(self) -> None:
-        self._comm.Free()
-
 
 def cut(memory: Array, chunks: list[Array]) -> Iterator[Array]:
     """Yield consecutive parts of memory as buffers, one per chunk."""
@@ -207,7 +219,7 @@ def load_nccl() -> Any:
     return nccl
 
 
-class NcclBackend:
+class NcclBackend(Backend):
     """NCCL among the ranks of the world. Collective; raises UsageError on all ranks alike."""
 
     in_order, kind, depth = True, NCCL, NCCL_DEPTH

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.comm.base import Comm, Handle, ReduceScatter
-from zero_mpi.comm.gpu.exchanges import MPI, Backend, Exchange, GpuStreams, Tickets, passed
+from zero_mpi.comm.gpu.backends import Backend
+from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, Tickets, passed
 from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.partition import Partition, others

@@ -9,19 +9,18 @@ library.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm.kinds import Transport
-from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.start_mpi import MPI as MPI
 from zero_mpi.comm.transfer import Needed, Running, has_come
 from zero_mpi.device import Cuda, CudaMark
+from zero_mpi.device.arrays import address
 from zero_mpi.device.ordered_sum import ordered_sum_on_gpu
 from zero_mpi.device.types import Array
 
@@ -84,24 +83,21 @@ class GpuStreams:
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy: target[...] = source, both on the device."""
-        if target.data.ptr != source.data.ptr:
-            kind = self._runtime.memcpyDeviceToDevice
-            self._move(target.data.ptr, source.data.ptr, target.nbytes, kind, self.stream)
+        self._move(target, source, self._runtime.memcpyDeviceToDevice, self.stream)
 
     def fetch(self, target: Array, source: Array) -> None:
         """Copy from the device into pinned memory of the same size."""
-        kind = self._runtime.memcpyDeviceToHost
-        self._move(target.ctypes.data, source.data.ptr, target.nbytes, kind, self._down)
+        self._move(target, source, self._runtime.memcpyDeviceToHost, self._down)
 
     def bring(self, target: Array, source: Array) -> None:
         """Copy from pinned memory to the device."""
-        kind = self._runtime.memcpyHostToDevice
-        self._move(target.data.ptr, source.ctypes.data, target.nbytes, kind, self.stream)
+        self._move(target, source, self._runtime.memcpyHostToDevice, self.stream)
 
-    def _move(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
-        if nbytes:
+    def _move(self, target: Array, source: Array, kind: int, stream: Any) -> None:
+        places = address(target), address(source)
+        if target.nbytes and places[0] != places[1]:
             self.adopt()
-            self._runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
+            self._runtime.memcpyAsync(*places, target.nbytes, kind, stream.ptr)
 
     def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
         """Sum `parts` into `out` as `device.ordered_sum` does, by a kernel."""
@@ -119,34 +115,6 @@ class Exchange:
     sends: Sequence[tuple[Array, Sequence[int]]] = ()
     receives: Sequence[tuple[Array, int]] = ()
     then: Callable[[], None] | None = None
-
-
-class Backend(Protocol):
-    """Base class of backends that carry exchanges.
-
-    depth       exchanges in progress at once; its buffers are used again `depth` exchanges later
-    in_order    everything is launched at once and in the order of the side stream: no MPI request, no host
-    kind        the transport that it makes of messages between hosts
-    """
-
-    depth: int
-    in_order: bool
-    kind: Transport
-
-    def largest(self, itemsize: int, *, summed: bool) -> int:
-        """Return the maximum chunk length of an exchange, in elements; `summed`: with sums."""
-
-    def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        """Move the chunks of all exchanges and launch what follows; each exchange takes a tag."""
-
-    def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
-        """Set `target` to this rank's shard of the library's sum of `full`. Collective."""
-
-    def sum_all(self, array: Array) -> None:
-        """Replace `array` by the library's sum of it over ranks, on all ranks. Collective."""
-
-    def close(self) -> None:
-        """Release what the backend holds. Collective."""
 
 
 def as_message(chunk: Array) -> list[Any]:

@@ -143,25 +143,15 @@ class DeviceArray:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
 
-def exchange(driver: Driver, mpi: Any) -> bool:
+def exchange(driver: Driver) -> bool:
     """Return whether a message to ourselves brings bytes from one place of device memory to another."""
-    if mpi is None:
-        raise RuntimeError("no MPI library can be loaded")
+    from zero_mpi.comm.start_mpi import MPI  # it starts now
+
     sent = np.random.default_rng(0).integers(256, size=BYTES, dtype=np.uint8)
     source, target = driver.upload(sent), driver.upload(np.zeros_like(sent))
-    world = mpi.COMM_SELF
-    receive = world.Irecv([target, mpi.BYTE], 0, 1)
-    mpi.Request.Waitall([receive, world.Isend([source, mpi.BYTE], 0, 1)])
+    receive = MPI.COMM_SELF.Irecv([target, MPI.BYTE], 0, 1)
+    MPI.Request.Waitall([receive, MPI.COMM_SELF.Isend([source, MPI.BYTE], 0, 1)])
     return bool((driver.download(target) == sent).all())
-
-
-def mpi_library() -> Any:
-    """Return mpi4py's MPI, started now; None if there is none."""
-    try:
-        from zero_mpi.comm.start_mpi import MPI
-    except (ImportError, RuntimeError):
-        return None
-    return MPI
 
 
 def say(**about: Any) -> None:
@@ -177,7 +167,7 @@ def main() -> None:
         say(names=names, driver=driver.version())
         if names:
             driver.open()  # before MPI starts: Open MPI looks for the device of the thread that starts it
-            arrived = exchange(driver, mpi_library())
+            arrived = exchange(driver)
             text = "a message from device to device memory arrived"
             say(takes_memory=arrived, mpi=text if arrived else "the received bytes differ from the sent ones")
     except DriverError as error:

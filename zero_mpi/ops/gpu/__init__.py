@@ -31,4 +31,5 @@ def about() -> str:
 def prepare() -> None:
     """Compile all kernels for the GPU in use, or load them from CuPy's cache; UsageError as in `about`."""
     about()
-    launch.prepare()
+    for kernel in launch.TABLE.values():
+        kernel.bind()

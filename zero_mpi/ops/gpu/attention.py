@@ -26,10 +26,9 @@ from zero_mpi.ops.gpu.launch import (
     F32,
     PACK,
     THREADS,
-    TYPES,
     Family,
-    Kernel,
     at,
+    by_pairs,
     f4,
     packed,
     take,
@@ -39,10 +38,8 @@ from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_across
 
 WEIGHTS = Family("attention.cu", "attention_weights", "PPPPLLLLLLLL")
-MOVE = {
-    pair: Kernel("attention.cu", f"attention_move_{TYPES[pair[0]]}_{TYPES[pair[1]]}", "PPLLLLLLLLL")
-    for pair in ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
-}
+MOVES = ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
+MOVE = by_pairs("attention.cu", "attention_move", "PPLLLLLLLLL", MOVES)
 SLOPES = Family("attention.cu", "attention_slopes", "PPLLLLF")
 SHARE = 4  # scores that a thread processes at a time
 
@@ -119,7 +116,6 @@ def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
     """Compute `reference.causal_attention`; it keeps (y for cuDNN or None, logarithms (B, H, T), begins)."""
-    sizes = sizes_of(q, k, v)
     y = take((*q.shape[:3], v.shape[3]), q.dtype)
     sums = take((q.shape[0], q.shape[2], q.shape[1]), F32)
     if not y.size:
@@ -129,6 +125,7 @@ def causal_attention(
         if cudnn.forward(q, k, v, scale, y, sums):
             return y, (y, sums, None)
         refused("attention")
+    sizes = sizes_of(q, k, v)
     forward(sizes, Scores(sizes, q.dtype, begins), (q, k, v), scale, y, sums)
     return y, (None, sums, begins)
 
@@ -176,8 +173,7 @@ def move(source: Array, target: Array, shape: tuple[int, ...], ways: Sequence[in
     *rows, width = shape
     packs = -(-width * target.itemsize // PACK)
     threads = min(THREADS, -(-packs // 32) * 32)
-    arguments = (at(source), at(target), *rows[1:], width, *ways)
-    MOVE[source.dtype, target.dtype](math.prod(rows), threads, arguments)
+    MOVE[source.dtype, target.dtype](math.prod(rows), threads, (source, target, *rows[1:], width, *ways))
 
 
 def gathered(x: Array, kv: int) -> Array:
@@ -225,14 +221,14 @@ class Scores:
 
     def weigh(self, first: int, n: int, m: int, sums: Array, again: bool) -> Matrix:
         """Turn scores into weights; `sums` are written, or read if `again`."""
-        places = at(self.wide), at(self.low), at(sums), at(self._begins)
+        places = self.wide, self.low, sums, at(self._begins)
         seen = self.sizes.kv, self.sizes.length, first, int(again)
         WEIGHTS[self.kind](*self._grid(n, m), (*places, *self._rows(n, m), *seen))
         return self.matrix(self.low, n, m)
 
     def slope(self, n: int, m: int, d: Array, scale: float) -> Matrix:
         """Turn weights into the gradient of query-key products, given d, the gradient of the weights."""
-        SLOPES[self.kind](*self._grid(n, m), (at(d), at(self.low), *self._rows(n, m), f4(scale)))
+        SLOPES[self.kind](*self._grid(n, m), (d, self.low, *self._rows(n, m), f4(scale)))
         return self.matrix(self.low, n, m)
 
     def _rows(self, n: int, m: int) -> tuple[int, int, int, int]:

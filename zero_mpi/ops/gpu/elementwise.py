@@ -11,17 +11,7 @@ from typing import Any
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.gpu.launch import (
-    ARRAY,
-    PACK,
-    THREADS,
-    Family,
-    at,
-    elements,
-    f4,
-    packed,
-    take,
-)
+from zero_mpi.ops.gpu.launch import ARRAY, PACK, THREADS, Family, at, elements, f4, packed, take
 from zero_mpi.ops.registry import OPERATIONS, implements
 
 POINTWISE = "add", "gelu", "gelu_backward", "swiglu", "swiglu_backward", "geglu", "geglu_backward"
@@ -40,7 +30,7 @@ def pointwise(family: Family, results: int, *given: Array) -> Any:
     kind, shape, size = last.dtype, last.shape, last.size
     arrays += [take(shape, kind) for _ in range(results)]
     blocks = -(-size * kind.itemsize // (THREADS * PACK))
-    family[kind](blocks, THREADS, (*[x.data.ptr for x in arrays], size))
+    family[kind](blocks, THREADS, (*arrays, size))
     return arrays[-1] if results == 1 else tuple(arrays[-results:])
 
 
@@ -55,7 +45,7 @@ for _name in POINTWISE:
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
     kernel, x = SCALE[x.dtype], packed(x)
     more, y = None if plus is None else packed(plus), take(x.shape, x.dtype)
-    kernel(elements(x), THREADS, (at(x), at(more), at(y), f4(factor), x.size))
+    kernel(elements(x), THREADS, (x, at(more), y, f4(factor), x.size))
     return y
 
 
@@ -76,5 +66,5 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
     steps = [stride // x.itemsize for stride in (*x.strides[:3], *y.strides[:3])]
     if width:
         threads = min(THREADS, -(-packs // 32) * 32)
-        kernel(b * t, threads, (at(x), at(y), at(cos), at(sin), t, heads, half, *steps))
+        kernel(b * t, threads, (x, y, cos, sin, t, heads, half, *steps))
     return y

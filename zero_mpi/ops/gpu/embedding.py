@@ -6,6 +6,8 @@ each few columns, and no two threads add to one number.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from zero_mpi.device.types import Array
@@ -17,11 +19,10 @@ from zero_mpi.ops.gpu.launch import (
     I64,
     PACK,
     THREADS,
+    TYPES,
     Family,
     Kernel,
-    at,
-    each_pair,
-    id_bytes,
+    by_pairs,
     packed,
     take,
     tiled,
@@ -33,7 +34,7 @@ from zero_mpi.ops.sizes import embedding_runs
 
 EMBEDDING = Family("embedding.cu", "embedding", "PLPPLL")
 TOKEN_KEYS = Kernel("embedding.cu", "token_keys", "PLPLL")
-EMBEDDING_SUMS = each_pair("embedding.cu", "embedding_sums", "PPPPLLL")
+EMBEDDING_SUMS = by_pairs("embedding.cu", "embedding_sums", "PPPPLLL", product(TYPES, TYPES))
 EMBEDDING_JOINS = Family("embedding.cu", "embedding_joins", "PPPLLL")
 JOIN_PACK = 4  # elements of a thread that adds up partial sums
 PLACE_BITS = 32  # low bits of a key; those of the token lie above
@@ -48,44 +49,29 @@ THREADS_OF_A_SUM = 1024
 @implements(reference.embedding, ARRAY)
 def embedding(tokens: Array, w: Array) -> Array:
     """Compute `reference.embedding`; a token that is not below V gives a row of NaN."""
-    chosen_kernel, ids, w = EMBEDDING[w.dtype], packed(tokens), packed(w)
-    vocabulary, width = w.shape
+    kernel, ids, w, (vocabulary, width) = EMBEDDING[w.dtype], packed(tokens), packed(w), w.shape
     y = take((*tokens.shape, width), w.dtype)
-    chosen_kernel(
-        *tiled(ids.size, width, PACK // w.itemsize),
-        (at(ids), id_bytes("embedding", ids), at(w), at(y), width, vocabulary),
-    )
+    grid = tiled(ids.size, width, PACK // w.itemsize)
+    kernel(*grid, (ids, ids.itemsize, w, y, width, vocabulary))
     return y
-
-
-def sort_by_bits(keys: Array, first: int, last: int) -> Array:
-    """Return keys (n,) of 64 bits ordered by their bits [first, last); keys equal there stay in order.
-
-    The array given is used as scratch space: use the result instead.
-    """
-    size, other = int(keys.size), take(keys.shape, keys.dtype)
-    blocks = -(-size // THREADS)
-    counts = take((blocks << BITS,), np.uint32)
-    for shift in range(first, last, BITS):
-        DIGIT_COUNTS(blocks, THREADS, (at(keys), at(counts), size, shift))
-        COUNTS_BEFORE(1, THREADS_OF_A_SUM, (at(counts), int(counts.size)))
-        BY_DIGIT(blocks, THREADS, (at(keys), at(other), at(counts), size, shift))
-        keys, other = other, keys
-    return keys
 
 
 def sorted_places(tokens: Array, vocabulary: int) -> Array:
     """Return keys token * 2^32 + place, in order; an invalid token counts as V."""
-    ids = packed(tokens)
-    if ids.size >= 1 << PLACE_BITS:
-        raise ValueError(f"embedding_backward: expected fewer than {1 << PLACE_BITS} tokens; got {ids.size}")
-    keys = take((ids.size,), I64)
-    TOKEN_KEYS(
-        -(-ids.size // THREADS),
-        THREADS,
-        (at(ids), id_bytes("embedding_backward", ids), at(keys), ids.size, vocabulary),
-    )
-    return sort_by_bits(keys, PLACE_BITS, PLACE_BITS + vocabulary.bit_length())
+    ids, size = packed(tokens), int(tokens.size)
+    if size >= 1 << PLACE_BITS:
+        raise ValueError(f"embedding_backward: expected fewer than {1 << PLACE_BITS} tokens; got {size}")
+    keys, other = take((size,), I64), take((size,), I64)
+    blocks = -(-size // THREADS)
+    counts = take((blocks << BITS,), np.uint32)
+    TOKEN_KEYS(blocks, THREADS, (ids, ids.itemsize, keys, size, vocabulary))
+    # A stable sort digit by digit, from the token's lowest digit on; places are in order already.
+    for shift in range(PLACE_BITS, PLACE_BITS + vocabulary.bit_length(), BITS):
+        DIGIT_COUNTS(blocks, THREADS, (keys, counts, size, shift))
+        COUNTS_BEFORE(1, THREADS_OF_A_SUM, (counts, int(counts.size)))
+        BY_DIGIT(blocks, THREADS, (keys, other, counts, size, shift))
+        keys, other = other, keys
+    return keys
 
 
 @implements(reference.embedding_backward, ARRAY)
@@ -96,22 +82,18 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     dy, size, (vocabulary, width) = packed(dy), tokens.size, dw.shape
     if not size:
         return
-    keys, runs = sorted_places(tokens, vocabulary), embedding_runs(size)
+    keys, runs, rest = sorted_places(tokens, vocabulary), embedding_runs(size), (size, width, vocabulary)
     partial = take((2 * runs, width), F32)
-    EMBEDDING_SUMS[dy.dtype, dw.dtype](
-        *tiled(runs, width, PACK // dy.itemsize),
-        (at(keys), at(dy), at(dw), at(partial), size, width, vocabulary),
-    )
-    EMBEDDING_JOINS[dw.dtype](
-        *tiled(runs, width, JOIN_PACK), (at(keys), at(dw), at(partial), size, width, vocabulary)
-    )
+    grid = tiled(runs, width, PACK // dy.itemsize)
+    EMBEDDING_SUMS[dy.dtype, dw.dtype](*grid, (keys, dy, dw, partial, *rest))
+    EMBEDDING_JOINS[dw.dtype](*tiled(runs, width, JOIN_PACK), (keys, dw, partial, *rest))
 
 
 @implements(reference.positions, ARRAY)
 def positions(x: Array, w: Array) -> Array:
     kernel, x, w = ADD_ROW[x.dtype], packed(x), packed(w)
     y, width = take(x.shape, x.dtype), int(w.size)
-    kernel(*tiled(x.shape[0], width, PACK // x.itemsize), (at(x), at(w), 0, at(y), width, width, 0, width))
+    kernel(*tiled(x.shape[0], width, PACK // x.itemsize), (x, w, 0, y, width, width, 0, width))
     return y
 
 

@@ -67,7 +67,7 @@ def adamw(
     ADAMW[(p if low is None else low).dtype](
         elements(p),
         THREADS,
-        (at(p), at(g), at(m), at(v), at(runs), at(low), size, run, shift, float(lr), *map(f4, numbers)),
+        (p, g, m, v, runs, at(low), size, run, shift, float(lr), *map(f4, numbers)),
     )
 
 
@@ -76,5 +76,5 @@ def chunk_squares(g: Array, chunk: int) -> Array:
     single("chunk_squares", g)
     count = int(g.size) // chunk
     sums = take((count,), F64)
-    CHUNK_SQUARES(-(-count // (THREADS // WARP)), THREADS, (at(g), at(sums), count, chunk))
+    CHUNK_SQUARES(-(-count // (THREADS // WARP)), THREADS, (g, sums, count, chunk))
     return sums

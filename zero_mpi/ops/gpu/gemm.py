@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import import_optional
 from zero_mpi.ops.gpu.elementwise import ADD_ROW
-from zero_mpi.ops.gpu.launch import PACK, PLANS, row_step, tiled
+from zero_mpi.ops.gpu.launch import PACK, PLANS, lying, row_step, take, tiled
 from zero_mpi.ops.sizes import WORKSPACE
 
 # Numbers of CUDA's and cuBLASLt's headers; tests compare them with the names of the bindings.
@@ -112,24 +113,19 @@ def import_lt() -> Any:
     return import_optional("--device cuda", "cuda12", "nvmath.bindings.cublasLt", otherwise=others)
 
 
-class AttributeSetter:
-    """Setter of attributes of one kind of cuBLASLt's objects, each in the type that the bindings give."""
-
-    def __init__(self, names: Any, kind_of_value: Any, setter: Any) -> None:
-        self._names, self._kind_of_value, self._setter = names, kind_of_value, setter
-
-    def __call__(self, target: int, **values: int) -> None:
-        for name, value in values.items():
-            attribute = int(getattr(self._names, name))
-            buffer = np.full(1, value, self._kind_of_value(attribute))
-            self._setter(target, attribute, buffer.ctypes.data, buffer.itemsize)
+def describe(lt: Any, kind: str, target: int, **values: int) -> None:
+    """Set attributes of one of cuBLASLt's objects, of a kind such as "matmul_desc"."""
+    names = getattr(lt, f"{kind.title().replace('_', '')}Attribute")
+    for name, value in values.items():
+        attribute = int(getattr(names, name))
+        buffer = np.full(1, value, getattr(lt, f"get_{kind}_attribute_dtype")(attribute))
+        getattr(lt, f"{kind}_set_attribute")(target, attribute, buffer.ctypes.data, buffer.itemsize)
 
 
 class LtGemm:
     """D = scale op(A) op(B) + beta C + bias for one set of shapes, distances, types and alignments."""
 
     def __init__(self, products: Products, spec: GemmSpec) -> None:
-        spec.check()
         lt = self._lt = products.lt
         self._products = products
         self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # read at each start
@@ -139,14 +135,11 @@ class LtGemm:
         self._bias_pointer = int(lt.MatmulDescAttribute.BIAS_POINTER)
         # Row-major asks for the transpose: cuBLASLt's A is our B, and the other way round.
         self.described = lt.matmul_desc_create(COMPUTE_32F, SINGLE)
-        products.describe(
-            self.described,
-            TRANSA=TRANSPOSED if spec.tb else NORMAL,
-            TRANSB=TRANSPOSED if spec.ta else NORMAL,
-            EPILOGUE=EPILOGUE_BIAS if spec.bias else EPILOGUE_DEFAULT,
-        )
+        turns = [TRANSPOSED if turned else NORMAL for turned in (spec.tb, spec.ta)]
+        describe(lt, "matmul_desc", self.described, TRANSA=turns[0], TRANSB=turns[1])
         if spec.bias:
-            products.describe(self.described, BIAS_DATA_TYPE=spec.d.kind, BIAS_POINTER=spec.bias)
+            more = {"BIAS_DATA_TYPE": spec.d.kind, "BIAS_POINTER": spec.bias}
+            describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_BIAS, **more)
         self.layouts = [products.layout(m) for m in (spec.b, spec.a, spec.c or spec.d, spec.d)]
         self._adds: Callable[[int, int], None] | None = None  # the bias, where no algorithm does
         try:
@@ -154,24 +147,27 @@ class LtGemm:
         except NoAlgorithm:  # rows that are not aligned may have none that adds a bias
             if not spec.bias:
                 raise
-            products.describe(self.described, EPILOGUE=EPILOGUE_DEFAULT)
+            describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_DEFAULT)
             self._choose(products, spec._replace(bias=0))
             self._adds = bias_adder(spec.d)
 
     def _choose(self, products: Products, spec: GemmSpec) -> None:
         """Choose the algorithm and keep it, in memory that stays."""
         found = self._named(products, spec)
-        best = found[0] if len(found) == 1 or not products.tunes else self._quickest(products, spec, found)
-        self._algorithm = np.array(best["algo"])
+        self._use(found[0] if len(found) == 1 else self._quickest(products, spec, found))
+
+    def _use(self, candidate: Any) -> None:
+        self._algorithm = np.array(candidate["algo"])
         self.algorithm = self._algorithm.ctypes.data
-        self.needs = int(best["workspace"])
 
     def _named(self, products: Products, spec: GemmSpec) -> Any:
         """Return the algorithms that cuBLASLt proposes, best first; raise NoAlgorithm if there is none."""
         lt, count = self._lt, np.zeros(1, np.int32)
         results = np.zeros(CANDIDATES if products.tunes else 1, RESULT)
         preference = lt.matmul_preference_create()
-        products.prefer(
+        describe(
+            lt,
+            "matmul_preference",
             preference,
             MAX_WORKSPACE_BYTES=products.buffer.nbytes,
             REDUCTION_SCHEME_MASK=products.reductions,
@@ -203,8 +199,7 @@ class LtGemm:
         events = where.cupy.cuda.Event(), where.cupy.cuda.Event()
         times = []
         for candidate in named:
-            self._algorithm = np.array(candidate["algo"])
-            self.algorithm = self._algorithm.ctypes.data
+            self._use(candidate)
             for turn in range(6):
                 if turn == 1:  # the first call loads the code, untimed
                     events[0].record(where.stream)
@@ -254,14 +249,6 @@ class GemmSpec(NamedTuple):
     c: Matrix | None
     bias: int
 
-    def check(self) -> None:
-        """Raise ValueError if the shapes do not fit."""
-        a, b, c, d = self.a, self.b, self.c or self.d, self.d
-        (n, k), (l, m) = (a[2:0:-1] if self.ta else a[1:3]), (b[2:0:-1] if self.tb else b[1:3])
-        alike = {x[1:3] + x[4:6] for x in (c, d)} == {(n, m, d.kind, d.batch)}
-        if k != l or not k or not alike or not a.batch == b.batch == d.batch or a.kind != b.kind:
-            raise ValueError(f"these do not multiply: {self}")
-
     def __str__(self) -> str:
         sides = [f"{m.batch} x ({m.rows}, {m.columns}; {m.step}) of type {m.kind}" for m in self[:3]]
         turns = ["transposed " if turned else "" for turned in (self.ta, self.tb)]
@@ -284,23 +271,12 @@ class Products:
         self.workspace, self.workspace_bytes = self.buffer.data.ptr, self.buffer.nbytes
         self.plans: dict[Any, LtGemm] = {}
         self.known: dict[Any, LtGemm] = {}  # plans of aligned arrays, by their forms
-        self.describe = AttributeSetter(
-            lt.MatmulDescAttribute, lt.get_matmul_desc_attribute_dtype, lt.matmul_desc_set_attribute
-        )
-        self.lay_out = AttributeSetter(
-            lt.MatrixLayoutAttribute, lt.get_matrix_layout_attribute_dtype, lt.matrix_layout_set_attribute
-        )
-        self.prefer = AttributeSetter(
-            lt.MatmulPreferenceAttribute,
-            lt.get_matmul_preference_attribute_dtype,
-            lt.matmul_preference_set_attribute,
-        )
 
     def layout(self, m: Matrix) -> int:
         """Return a descriptor of the transpose of `m`, whose columns are m's rows."""
         made = self.lt.matrix_layout_create(m.kind, m.columns, m.rows, m.step)
         if m.batch > 1:
-            self.lay_out(made, BATCH_COUNT=m.batch, STRIDED_BATCH_OFFSET=m.apart)
+            describe(self.lt, "matrix_layout", made, BATCH_COUNT=m.batch, STRIDED_BATCH_OFFSET=m.apart)
         return int(made)
 
     def plan(self, key: Any, spec: GemmSpec) -> LtGemm:
@@ -335,30 +311,46 @@ def about() -> str:
     return f"products by cuBLASLt {made.lt.get_version()}, {way}"
 
 
-def form(x: Array) -> Any:
-    """Return all that a plan has to know of an array, but for its address."""
-    return x.shape, x.dtype, x._c_contiguous or x.strides
-
-
 def product(
-    a: Array, b: Array, d: Array, ta: bool = False, tb: bool = False, c: Array | None = None, bias: int = 0
+    a: Array,
+    b: Array,
+    d: Array,
+    *,
+    ta: bool = False,
+    tb: bool = False,
+    c: Array | None = None,
+    bias: Array | None = None,
 ) -> None:
-    """Compute `multiply` of arrays (..., C), each a matrix of its rows.
+    """Compute `multiply` of arrays (..., C), each a matrix of its rows; uneven rows are copied first.
 
     A plan is found by the arrays themselves; only the first product of its kind works out their matrices.
     """
-    made, pa, pb, pd = products(), a.data.ptr, b.data.ptr, d.data.ptr
-    pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or form(c))
-    key = (form(a), form(b), form(d), onto, ta, tb, bias != 0)
-    plan = made.known.get(key)
-    if plan is not None and not (pa | pb | pc | pd) % FITTING:
-        plan(pa, pb, pc, pd, bias)
+    pa, pb, pd = a.data.ptr, b.data.ptr, d.data.ptr
+    pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or c.strides)
+    bias_at, step = (0, None) if bias is None else (bias.data.ptr, bias.strides)
+    # The operations' signatures tie all other shapes and types to these.
+    key = (a.shape, a.strides, a.dtype, b.shape, b.strides, d.strides, d.dtype, onto, ta, tb, step)
+    made = products()
+    plan, fits = made.known.get(key), not (pa | pb | pc | pd | bias_at) % FITTING
+    if plan is not None and fits:
+        plan(pa, pb, pc, pd, bias_at)
         return
-    plan = multiply(
-        matrix(a), matrix(b), matrix(d), ta=ta, tb=tb, c=None if c is None else matrix(c), bias=bias
-    )
-    if plan is not None and not (pa | pb | pc | pd) % FITTING:
+    given, lie = (a, b, c, bias), (lying, lying, lying, fitting)
+    ours: list[Any] = [x if x is None else make(x) for x, make in zip(given, lie, strict=True)]
+    bias_at = 0 if bias is None else ours[3].data.ptr
+    a, b, c = (x if x is None else matrix(x) for x in ours[:3])
+    plan = multiply(a, b, matrix(d), ta=ta, tb=tb, c=c, bias=bias_at)
+    if plan is not None and fits and all(map(operator.is_, ours, given)):
         made.known[key] = plan
+
+
+def fitting(b: Array) -> Array:
+    """Return a vector, or a copy, that products can read as their bias."""
+    if b.data.ptr % FITTING == 0 and (b.size < 2 or b.strides[0] == b.itemsize):
+        return b
+    copy = take(b.shape, b.dtype)
+    copy[...] = b
+    return copy
 
 
 def multiply(

@@ -3,14 +3,14 @@
 A module of operations declares once the kernels that it calls, their source and the kinds of their
 parameters; all of them form `TABLE`, which a test compares with the sources. A kernel is compiled with the
 others of its source, cached by CuPy for later processes, and bound to its function once. Then a call is one
-tuple of plain numbers: addresses and lengths as Python integers (always 64 bits in the kernel), float32 as
-`f4`, float64 as float.
+tuple of arrays (0 for None) and plain numbers: lengths as Python integers (always 64 bits in the kernel),
+float32 as `f4`, float64 as float.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache, lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ PLANS = 4096  # products, and shapes of arrays, that are kept; a model has some 
 
 
 class Kernel:
-    """A kernel of a source. `parameters`: P an address, L a length (64 bits), F float32, D float64."""
+    """A kernel of a source. `parameters`: P an array or 0, L a length (64 bits), F float32, D float64."""
 
     __slots__ = ("_function", "name", "parameters", "source")
 
@@ -73,12 +73,9 @@ class Family(dict[Any, Kernel]):
         raise ValueError(f"{self.name}: on a GPU expected arrays of one of {known}; got {kind}")
 
 
-def each_pair(source: str, name: str, parameters: str) -> dict[Any, Kernel]:
-    """Return kernels NAME_X_Y for all pairs of types, by (X, Y)."""
-    return {
-        pair: Kernel(source, f"{name}_{TYPES[pair[0]]}_{TYPES[pair[1]]}", parameters)
-        for pair in product(TYPES, TYPES)
-    }
+def by_pairs(source: str, name: str, parameters: str, pairs: Iterable[Any]) -> dict[Any, Kernel]:
+    """Return kernels NAME_X_Y for pairs of types, by (X, Y)."""
+    return {(x, y): Kernel(source, f"{name}_{TYPES[x]}_{TYPES[y]}", parameters) for x, y in pairs}
 
 
 def text(source: str) -> str:
@@ -91,12 +88,6 @@ def text(source: str) -> str:
 def module(source: str) -> Any:
     """Return the module of a source file; CuPy compiles it when one of its functions is first used."""
     return cupy.RawModule(code=text(source), options=OPTIONS)
-
-
-def prepare() -> None:
-    """Compile all kernels for the GPU in use, or load them from CuPy's cache."""
-    for each in TABLE.values():
-        each.bind()
 
 
 # ---------------------------------------------------------------------------------------- arrays of a call
@@ -125,9 +116,9 @@ def writable(operation: str, *arrays: Array | None) -> None:
             raise ValueError(f"{operation}: on a GPU the output must be contiguous; pass such an array")
 
 
-def at(x: Array | None) -> int:
-    """Return the address of an array, 0 for None."""
-    return 0 if x is None else x.data.ptr
+def at(x: Array | None) -> Any:
+    """Return an argument of a kernel for an array that may be None."""
+    return 0 if x is None else x
 
 
 @lru_cache(PLANS)
@@ -163,13 +154,6 @@ def by_rows(x: Array) -> tuple[Array, int, int, int]:
     x, width = lying(x), x.shape[-1]
     step = max(1, width) if x._c_contiguous else row_step(x.shape, x.strides, x.itemsize)
     return x, x.size // max(1, width), width, step
-
-
-def id_bytes(operation: str, ids: Array) -> int:
-    """Return the bytes of an integer of `ids`; raise ValueError for another type."""
-    if ids.dtype.kind not in "iu":
-        raise ValueError(f"{operation}: expected whole numbers of 1, 2, 4 or 8 bytes; got {ids.dtype}")
-    return int(ids.itemsize)
 
 
 # ----------------------------------------------------------------------------------------- blocks and threads

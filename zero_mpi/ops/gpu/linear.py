@@ -17,21 +17,12 @@ from zero_mpi import device
 from zero_mpi.device.arrays import to_device_of
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.gpu.gemm import FITTING, product
-from zero_mpi.ops.gpu.launch import ARRAY, at, lying, memory_of, take
+from zero_mpi.ops.gpu.gemm import product
+from zero_mpi.ops.gpu.launch import ARRAY, lying, memory_of, take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
-
-
-def fitting(b: Array) -> Array:
-    """Return a vector, or a copy, that products can read as their bias."""
-    if b.data.ptr % FITTING == 0 and (b.size < 2 or b.strides[0] == b.itemsize):
-        return b
-    copy = take(b.shape, b.dtype)
-    copy[...] = b
-    return copy
 
 
 def with_zeros(x: Array, length: int) -> Array:
@@ -46,31 +37,22 @@ def with_zeros(x: Array, length: int) -> Array:
 
 @implements(reference.linear, ARRAY)
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-    x, y = lying(x), take((*x.shape[:-1], w.shape[0]), x.dtype)
-    base = None if plus is None else lying(plus)
-    bias = None if b is None else fitting(b)
-    product(x, w, y, tb=True, c=base, bias=at(bias))
+    y = take((*x.shape[:-1], w.shape[0]), x.dtype)
+    product(x, w, y, tb=True, c=plus, bias=b)
     return y
 
 
 @implements(reference.linear_backward_x, ARRAY)
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
-    dy, dx = lying(dy), take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
+    dx = take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
     product(dy, w, dx, c=into)
     return dx
 
 
 @implements(reference.linear_backward_w, ARRAY)
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
-    """Compute `reference.linear_backward_w`; dw may be float32 where dy and x are low."""
     if dy.size:
-        product(lying(dy), lying(x), dw, ta=True, c=dw)
-
-
-@implements(reference.linear_backward_b, ARRAY)
-def linear_backward_b(dy: Array, db: Array) -> None:
-    """Compute `reference.linear_backward_b`; db may have another type than dy."""
-    add_columns(dy, db)
+        product(dy, x, dw, ta=True, c=dw)
 
 
 # ---------------------------------------------------------------------------------------- a head and its loss
@@ -95,19 +77,19 @@ def linear_cross_entropy(
     width, even = logit_width(len(w)), len(w) // LINE * LINE
     step = logit_rows(len(flat), width * x.itemsize, memory_of(device.in_use()))
     buffer, whole = take((min(step, len(flat)), width), x.dtype), with_zeros(w, width)
-    bias = None if b is None else fitting(with_zeros(b, width))
+    bias = None if b is None else with_zeros(b, width)
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
         rows = flat[part]
         wide = buffer[: len(rows)]
-        product(rows, whole, wide, tb=True, bias=at(bias))
+        product(rows, whole, wide, tb=True, bias=bias)
         z = wide[:, : len(w)]  # the padding has logits of zero, which are their own gradients
         consume_logits(z, ids[part], scale, total, gradient)
         if dw is not None:
             linear_backward_w(z[:, :even], rows, dw[:even])
             linear_backward_w(z[:, even:], rows, dw[even:])
         if db is not None:
-            linear_backward_b(z, db)
+            add_columns(z, db)
         if dx is not None:
             product(wide, whole, dx[part])
     return total.reshape(()), None if dx is None else dx.reshape(x.shape)

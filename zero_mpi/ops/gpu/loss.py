@@ -8,19 +8,7 @@ from __future__ import annotations
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.gpu.launch import (
-    ARRAY,
-    F64,
-    THREADS,
-    Family,
-    Kernel,
-    at,
-    by_rows,
-    f4,
-    id_bytes,
-    packed,
-    take,
-)
+from zero_mpi.ops.gpu.launch import ARRAY, F64, THREADS, Family, Kernel, at, by_rows, f4, lying, packed, take
 from zero_mpi.ops.registry import implements
 
 CONSUME_LOGITS = Family("loss.cu", "consume_logits", "PPPLPLLLF")
@@ -35,29 +23,24 @@ def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradien
     `gradient`, z becomes the gradient of what was added; otherwise it stays. A row whose target is UNCOUNTED
     adds nothing; any other that is not below V makes the loss NaN.
     """
-    found = by_rows(z)
-    if found[0] is not z:
-        raise ValueError("consume_logits: on a GPU the rows of z must be contiguous; pass such an array")
+    assert lying(z) is z, "the rows of z are contiguous"
     losses = losses_of_rows(z, z if gradient else None, targets, scale)
     add_losses(total, losses, scale, True)
 
 
 def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> Array:
     """Return -log softmax(z)[target] per row, float64; dz takes the gradient of scale times their sum."""
-    chosen_kernel, (z, rows, width, step) = CONSUME_LOGITS[z.dtype], by_rows(z)
+    kernel, (z, rows, width, step) = CONSUME_LOGITS[z.dtype], by_rows(z)
     ids, step_out = packed(targets), step if dz is None else by_rows(dz)[3]
-    losses, size = take((rows,), F64), id_bytes("cross_entropy", targets)
-    chosen_kernel(
-        rows,
-        THREADS_OF_A_ROW,
-        (at(z), at(dz), at(ids), size, at(losses), width, step, step_out, f4(scale)),
-    )
+    losses = take((rows,), F64)
+    arguments = (z, at(dz), ids, ids.itemsize, losses, width, step, step_out, f4(scale))
+    kernel(rows, THREADS_OF_A_ROW, arguments)
     return losses
 
 
 def add_losses(total: Array, losses: Array, scale: float, adds: bool) -> None:
     """Set total, one float64, to scale times the sum of losses, plus its former value if `adds`."""
-    ADD_LOSSES(1, THREADS, (at(total), at(losses), losses.size, float(scale), int(adds)))
+    ADD_LOSSES(1, THREADS, (total, losses, losses.size, float(scale), int(adds)))
 
 
 @implements(reference.cross_entropy, ARRAY)

@@ -7,22 +7,12 @@ bits do not depend on the GPU.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.gpu.launch import (
-    ARRAY,
-    F32,
-    PACK,
-    THREADS,
-    Family,
-    at,
-    f4,
-    packed,
-    take,
-    writable,
-)
+from zero_mpi.ops.gpu.launch import ARRAY, F32, PACK, THREADS, Family, at, f4, packed, take, writable
 from zero_mpi.ops.gpu.sums import add_partials
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import HELD, NORM_LINES, norm_blocks, norm_lanes
@@ -43,80 +33,42 @@ def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, in
     return lanes, blocks, lines, lines * -(-width // (lanes * pack * held))
 
 
-@implements(reference.rms_norm, ARRAY)
-def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
-    """Compute `reference.rms_norm`; r is float32."""
-    kernel = RMS_NORM[x.dtype]
-    x, w, width = packed(x), packed(w), x.shape[-1]
-    y, r = take(x.shape, x.dtype), take((*x.shape[:-1], 1), F32)
-    rows = x.size // width
-    lanes, blocks, _, _ = deal(rows, width, PACK // x.itemsize, HELD)
-    kernel(blocks, THREADS, (at(x), at(w), at(y), at(r), rows, width, lanes, f4(eps)))
-    return y, r
+def forward(family: Family, held: int, x: Array, *rest: Any) -> tuple[Array, ...]:
+    """Return y and the statistics of each row in float32, as many as factors, from (x, factors, eps)."""
+    *factors, eps = rest
+    x, width = packed(x), x.shape[-1]
+    y, rows = take(x.shape, x.dtype), x.size // width
+    found = [take((*x.shape[:-1], 1), F32) for _ in factors]
+    lanes, blocks, _, _ = deal(rows, width, PACK // x.itemsize, held)
+    family[x.dtype](blocks, THREADS, (x, *map(packed, factors), y, *found, rows, width, lanes, f4(eps)))
+    return (y, *found)
 
 
-@implements(reference.rms_norm_backward, ARRAY)
-def rms_norm_backward(
-    dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
-) -> Array:
-    """Compute `reference.rms_norm_backward`; dw may have any of the types."""
-    kernel = RMS_NORM_BACKWARD[x.dtype]
-    writable("rms_norm_backward", dw)
-    dy, x, w, r = packed(dy), packed(x), packed(w), packed(r)
-    plus = None if plus is None else packed(plus)
+def backward(family: Family, held: int, factors: int, *arguments: Any) -> Array:
+    """Return dx from (dy, x, w, statistics, a gradient to add to for each factor, plus).
+
+    Gradients and plus may be None; gradients may have any of the types.
+    """
+    *given, plus = arguments
+    given, gradients = [packed(x) for x in given[:-factors]], given[-factors:]
+    writable(family.name, *gradients)
+    x = given[1]
     dx, width = take(x.shape, x.dtype), x.shape[-1]
     rows = x.size // width
-    lanes, _, lines, blocks = deal(rows, width, PACK // x.itemsize, HELD)
-    partial = None if dw is None else take((lines, width), F32)
-    kernel(
-        blocks,
-        THREADS,
-        (at(dy), at(x), at(w), at(r), at(plus), at(dx), at(partial), rows, width, lanes),
-    )
-    if dw is not None and rows:
-        add_partials(dw, partial)
+    lanes, _, lines, blocks = deal(rows, width, PACK // x.itemsize, held)
+    sums = [None if gradient is None else take((lines, width), F32) for gradient in gradients]
+    more = None if plus is None else packed(plus)
+    family[x.dtype](blocks, THREADS, (*given, at(more), dx, *map(at, sums), rows, width, lanes))
+    pairs = [pair for pair in zip(gradients, sums, strict=True) if pair[0] is not None and rows]
+    if len(pairs) == 2 and pairs[0][0].dtype == pairs[1][0].dtype:
+        add_partials(*pairs[0], *pairs[1])
+    else:
+        for pair in pairs:
+            add_partials(*pair)
     return dx
 
 
-@implements(reference.layer_norm, ARRAY)
-def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
-    """Compute `reference.layer_norm`; mean and r are float32."""
-    kernel = LAYER_NORM[x.dtype]
-    x, w, b, width = packed(x), packed(w), packed(b), x.shape[-1]
-    y, shape = take(x.shape, x.dtype), (*x.shape[:-1], 1)
-    mean, r = take(shape, F32), take(shape, F32)
-    rows = x.size // width
-    lanes, blocks, _, _ = deal(rows, width, PACK // x.itemsize, HELD_TWICE)
-    kernel(blocks, THREADS, (at(x), at(w), at(b), at(y), at(mean), at(r), rows, width, lanes, f4(eps)))
-    return y, mean, r
-
-
-@implements(reference.layer_norm_backward, ARRAY)
-def layer_norm_backward(
-    dy: Array,
-    x: Array,
-    w: Array,
-    mean: Array,
-    r: Array,
-    dw: Array | None,
-    db: Array | None,
-    plus: Array | None = None,
-) -> Array:
-    """Compute `reference.layer_norm_backward`; dw and db may have any of the types."""
-    kernel = LAYER_NORM_BACKWARD[x.dtype]
-    writable("layer_norm_backward", dw, db)
-    dy, x, w, mean, r = packed(dy), packed(x), packed(w), packed(mean), packed(r)
-    plus = None if plus is None else packed(plus)
-    dx, width = take(x.shape, x.dtype), x.shape[-1]
-    rows = x.size // width
-    lanes, _, lines, blocks = deal(rows, width, PACK // x.itemsize, HELD_TWICE)
-    sums = [None if gradient is None else take((lines, width), F32) for gradient in (dw, db)]
-    pointers = (at(dy), at(x), at(w), at(mean), at(r), at(plus), at(dx), at(sums[0]), at(sums[1]))
-    kernel(blocks, THREADS, (*pointers, rows, width, lanes))
-    if rows and dw is not None and db is not None and dw.dtype == db.dtype:
-        add_partials(dw, sums[0], db, sums[1])
-        return dx
-    for gradient, partial in zip((dw, db), sums, strict=True):
-        if gradient is not None and rows:
-            add_partials(gradient, partial)
-    return dx
+implements(reference.rms_norm, ARRAY)(partial(forward, RMS_NORM, HELD))
+implements(reference.rms_norm_backward, ARRAY)(partial(backward, RMS_NORM_BACKWARD, HELD, 1))
+implements(reference.layer_norm, ARRAY)(partial(forward, LAYER_NORM, HELD_TWICE))
+implements(reference.layer_norm_backward, ARRAY)(partial(backward, LAYER_NORM_BACKWARD, HELD_TWICE, 2))

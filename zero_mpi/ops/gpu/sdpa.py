@@ -129,7 +129,6 @@ class Sdpa:
         widest = WIDEST_ON_HOPPER if self.capability == HOPPER else WIDEST
         return bool(
             q.dtype in TYPES
-            and q.dtype == k.dtype == v.dtype
             and q.shape[1] == k.shape[1]
             and q.shape[3] == v.shape[3] <= widest
             and all(lies_well(x) for x in (q, k, v))
@@ -166,7 +165,7 @@ class Sdpa:
     def _kept(self, turned: bool, scale: float, arrays: Sequence[Array]) -> Graph | None:
         """Return the graph for these arrays, made if it is new; None if cuDNN has none for them."""
         scale = float(scale)  # as the bindings take it
-        ordered = way() != ANY_ORDER
+        ordered = not turned or way() != ANY_ORDER
         q, k = arrays[:2]  # their shapes determine all others
         key = (turned, ordered, scale, q.dtype, q.shape, k.shape, *[x.strides for x in arrays])
         if key not in self.graphs:

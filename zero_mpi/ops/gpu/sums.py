@@ -8,7 +8,9 @@ on the GPU.
 from __future__ import annotations
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, Family, at, by_rows, take, writable
+from zero_mpi.ops import reference
+from zero_mpi.ops.gpu.launch import ARRAY, F32, PACK, THREADS, Family, at, by_rows, take, writable
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import column_lines
 
 COLUMN_SUMS = Family("sums.cu", "column_sums", "PPLLLL")
@@ -16,6 +18,7 @@ ADD_PARTIALS = Family("sums.cu", "add_partials", "PPPPLL")
 COLUMNS = 32  # threads beside each other in the kernels of sums.cu
 
 
+@implements(reference.linear_backward_b, ARRAY)
 def add_columns(x: Array, sums: Array) -> None:
     """Add to sums (O,), of any type, the sum of x (N, O) over its rows, which may have a larger stride."""
     kernel, (x, rows, width, step) = COLUMN_SUMS[x.dtype], by_rows(x)
@@ -24,7 +27,7 @@ def add_columns(x: Array, sums: Array) -> None:
     parts = column_lines(rows)
     partial = take((parts, width), F32)
     tiles = -(-width // (COLUMNS * (PACK // x.itemsize)))
-    kernel(tiles * parts, THREADS, (at(x), at(partial), rows, width, step, parts))
+    kernel(tiles * parts, THREADS, (x, partial, rows, width, step, parts))
     add_partials(sums, partial)
 
 
@@ -38,5 +41,5 @@ def add_partials(
     writable("add_partials", sums, others)
     parts, width = partial.shape
     kernel, tiles = ADD_PARTIALS[sums.dtype], -(-width // COLUMNS)
-    places = at(sums), at(partial), at(others), at(theirs)
+    places = sums, partial, at(others), at(theirs)
     kernel(tiles if others is None else 2 * tiles, THREADS, (*places, parts, width))
