@@ -47,7 +47,7 @@ def test_without_a_gpu_it_is_one_line(tmp_path):
 @needs_compiler
 @pytest.mark.timeout_seconds(240)
 def test_the_parts_that_need_no_gpu(tmp_path):
-    quick = "tests/gpu/test_offload.py::test_without_offload_nothing_is_on_the_host"
+    quick = "tests/gpu/test_offload.py::test_a_host_without_pinned_memory_is_one_line"
     flags = ["--pretend", "--out", tmp_path / "report", "--tests", quick, "--ranks", "1", "2"]
     status, printed, errors = run_command([*CHECK, *flags], timeout=200)
     assert (status, errors) == (0, ""), printed

@@ -55,5 +55,8 @@ def test_only_what_is_old_ours_and_held_by_nobody_goes(tmp_path, monkeypatch):
         dev_shm.sweep(tmp_path)
     stay = {path.name for path in tmp_path.iterdir()}
     assert stay == {"mpich_shm_used", "mpich_shm_new", "other", "mpich_shm_link"}
+    (tmp_path / "mpich_shm_other").write_bytes(b"x")
+    os.utime(tmp_path / "mpich_shm_other", (1, 1))
     monkeypatch.setattr(dev_shm.os, "geteuid", lambda: os.getuid() + 1)
-    assert dev_shm.left_behind(tmp_path) == []
+    dev_shm.sweep(tmp_path)
+    assert (tmp_path / "mpich_shm_other").exists()

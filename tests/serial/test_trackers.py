@@ -168,15 +168,19 @@ def test_the_file_is_written_once_a_second_and_at_the_end(tmp_path, monkeypatch)
 
 
 def test_a_server_that_fails_is_said_once_and_ends_nothing(warnings, tmp_path, monkeypatch):
-    def refuse(run, metrics):
-        raise ConnectionError("no\nroute")
+    def refuse(run, metrics=(), params=()):
+        if metrics:
+            raise ConnectionError("no\nroute")
 
     client = SimpleNamespace(
         get_experiment_by_name=lambda name: SimpleNamespace(experiment_id="7"),
         create_run=lambda number, run_name, tags: SimpleNamespace(info=SimpleNamespace(run_id="run")),
         log_batch=refuse,
     )
-    parts = {"tracking": {"MlflowClient": lambda: client}, "entities": {"Metric": lambda *values: values}}
+    parts = {
+        "tracking": {"MlflowClient": lambda: client},
+        "entities": {"Metric": lambda *values: values, "Param": None},
+    }
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
     for name, part in parts.items():
         monkeypatch.setitem(sys.modules, f"mlflow.{name}", SimpleNamespace(**part))
