@@ -61,7 +61,7 @@ CASES += [
     ("gemma3", {"rope_scaling": hf_models.YARN, "original_max_position_embeddings": 16}),
     ("llama", {"rope_parameters": {"rope_theta": 500.0, **LINEAR}}),
     ("llama", {"rope_parameters": {"rope_theta": 500.0, "factor": 3.0}, "rope_scaling": LINEAR}),
-    ("llama", {"rope_scaling": {"type": "default"}, "layer_types": ["full_attention"] * 2}),
+    ("llama", {"rope_scaling": {"type": "default"}}),
     ("llama", {"rope_parameters": LINEAR, "rope_scaling": {}}),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 3}}),
     ("llama", {"rope_scaling": hf_models.YARN, "original_max_position_embeddings": 16}),
