@@ -66,11 +66,12 @@ def test_it_says_where_the_run_would_go_on_and_changes_nothing(folder):
     (out / ".step-00000009.partial").mkdir()  # a run would remove this folder
     newest = out / "step-00000002" / "model.gguf"
     sound = newest.read_bytes()
+    (folder / "old.toml").write_text('audit_action = "stop"\n')
     before = tree(folder)
-    status, printed, errors = train(2, folder, "--steps", "5", "--dry-run")
+    status, printed, errors = train(2, folder, "--config", "old.toml", "--steps", "5", "--dry-run")
     assert (status, errors, tree(folder)) == (0, "", before)
     assert re.search(r"(?m)^begins +at step 2, from \S+/step-00000002: 3 step\(s\) left$", printed)
-    assert re.search(r"(?m)^note +changed since the checkpoint: --steps was 2, now 5$", printed)
+    assert re.search(r"(?ms)^note +--config: .* audit_action$.* changed .*: --steps was 2, now 5$", printed)
     newest.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     printed = train(1, folder, "--steps", "5", "--dry-run")[1]
     assert re.search(r"(?m)^begins +at step 1, from ", printed)

@@ -120,10 +120,10 @@ def as_begun(config: Config, point: ResumePoint | None) -> Config:
     """
     if point is None:
         return config
-    state = point.files.state
-    said = read_json(state, "training.settings") | read_json(state, "training.plan")
+    said = read_json(point.files.state, "training.settings") | read_json(point.files.state, "training.plan")
     kept = {name: checked_type(point.folder, name, said[name]) for name in config.unsaid if name in said}
     begun: Config = replace(config, **kept)
+    begun.removed = config.removed
     check(begun)
     return begun
 
@@ -168,11 +168,11 @@ def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
     """Yield notes on permitted differences from the checkpoint that affect bits or the rest of the run."""
-    state = point.files.state
-    yield from map(Caution, changes(read_json(state, "training.machine"), description.machine))
+    yield from map(Caution, changes(read_json(point.files.state, "training.machine"), description.machine))
+    before = {"optimizer": ADAMW} | read_json(point.files.state, "training.plan")  # 0.1.0 had only AdamW
     changed = [
         f"{shown(spelled(key))} was {shown(was)}, now {shown(now)}"
-        for key, was, now in differences(read_json(state, "training.plan"), description.plan)
+        for key, was, now in differences(before, description.plan)
     ]
     if changed:
         yield f"changed since the checkpoint: {'; '.join(changed)}"
