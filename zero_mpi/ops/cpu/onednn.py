@@ -140,9 +140,9 @@ class OneDNN:
     ) -> Array:
         """Return c after computing c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus + c.
 
-        Without `adds`, c is not read. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all arrays
-        are float32. a and b, or their transposes, have rows of unit stride that do not overlap. bias is for
-        single matrices. Products that the library lacks are computed on float32 copies.
+        Without `adds`, c is not read. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all are
+        float32. a and b, or their transposes, have rows of unit stride that do not overlap. bias is for
+        single matrices only. Products that the library lacks are computed on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:
