@@ -1,4 +1,4 @@
-"""MPI transport: allgather by the library; exact reductions (pairwise exchange, ordered sum) or the library's.
+"""MPI transport: the library's allgather; exact reductions (pairwise exchange, ordered sum) or the library's.
 
 The exact reduction is at least as fast as the library's Reduce_scatter: its receive buffers stay in cache.
 Each purpose has its own communicator, so that parameters, gradients and control messages cannot be mixed up.
@@ -30,7 +30,7 @@ TAGS = 1 << 14
 
 
 class MPIComm(Comm):
-    """The ranks of an MPI communicator, by default of the world.
+    """The ranks of an MPI communicator, by default COMM_WORLD.
 
     exact     whether reductions add in rank order; otherwise the library chooses the order
     threaded  whether a thread advances transfers while the rank computes; by default, if that helps
