@@ -28,7 +28,7 @@ KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
 def agreed(comm: Comm, what: str, prepare: Callable[[], tuple[T, Facts]]) -> T:
-    """Return the first item of prepare(), once its facts are the same on all ranks. Collective.
+    """Return the first item of prepare() if its facts are the same on all ranks. Collective.
 
     `what` names the object to be made, for messages. Raise on all ranks the ValueError that `prepare` raises
     on any rank, and UsageError if the facts differ. `prepare` must not communicate.
@@ -56,7 +56,7 @@ def alike(
     what: str = "",
     remedy: str = "",
 ) -> T:
-    """Return the first item of prepare(), once no rank has a `caught` error and all have the same facts.
+    """Return the first item of prepare() if no rank has a `caught` error and all have the same facts.
 
     If facts differ, raise a UsageError on all ranks that names the first differing fact, the first rank with
     another value, and its host. `what` and `remedy` become parts of the text. Collective.
@@ -111,7 +111,7 @@ def odd_fact(all_facts: Sequence[Mapping[str, str]]) -> tuple[str, list[str], in
         odd = odd_one(values)
         if odd is not None:
             return name, values, *odd
-    raise AssertionError("digests differ and facts do not")
+    raise AssertionError("digests differ, but facts do not")
 
 
 def odd_one(values: Sequence[str]) -> tuple[int, str] | None:

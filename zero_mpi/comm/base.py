@@ -5,7 +5,7 @@ the buffers. All ranks start the same collectives, and wait for them, in the sam
 data that is sent, for records and error messages.
 """
 
-# ruff: noqa: B027  (to do nothing is a sound answer of methods that are not abstract)
+# ruff: noqa: B027  (methods that are not abstract may do nothing)
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ DONE = Handle()
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """Memory that a transport gives a module for its units.
+    """Memory that a transport provides for the units of a module.
 
     full    for each requested partition: one array that all ranks see, each writing its slice, or None if
               each rank keeps its slice to itself
-    buffers   pool for gradients before they are reduced
-    gathers   pool for gathered parameters without a shared array
+    buffers   pool of buffers for gradients before reduction
+    gathers   pool of buffers for gathered parameters that have no shared array
     """
 
     full: list[Array | None]
@@ -193,8 +193,8 @@ class Comm(ABC):
     def shard_group(self) -> Comm:
         """Return the ranks of this node as owners of slices that every node also has (HYBRID_SHARD).
 
-        Its collectives stay inside the node, except that a reduction sums over the ranks of all nodes, and
-        `contributors` counts those. On a single node, return the transport itself. May raise UsageError.
+        Its collectives stay inside the node, except that a reduction sums over the ranks of all nodes and its
+        `contributors` counts them all. On a single node, return the transport itself. May raise UsageError.
         """
         return self
 
@@ -214,7 +214,7 @@ class Comm(ABC):
         return ModuleMemory([None] * len(full), BufferPool())
 
     def signal_written(self) -> None:
-        """Announce that this rank has completely written its slices of shared arrays."""
+        """Announce that this rank has finished writing its slices of shared arrays."""
 
     def wait_written(self) -> None:
         """Return when every rank has signalled as often as this one, so that shared arrays may be read."""

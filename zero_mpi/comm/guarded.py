@@ -3,7 +3,7 @@
 `NumberedComm` records the collectives that were started. From the records, ranks that have waited for a while
 find out that they wait for different collectives or for a rank that has ended (`launch.watchdog`).
 `GuardedComm`, for scripts, also belongs to one thread: collectives of two threads have no order, so ranks
-would pair those of different threads. `CheckedComm` (`--check-collectives`) compares the collectives that
+would pair one thread's with another's. `CheckedComm` (`--check-collectives`) compares the collectives that
 ranks are about to start: digests are gathered over separate communicators, and if one differs, all ranks
 learn which rank starts which collective. The wrapped transport runs the collectives, with the same bits.
 """
@@ -91,7 +91,7 @@ class GuardedComm(NumberedComm):
     After that thread has ended, another thread may take over.
     """
 
-    _thread = 0  # identifier of the thread that starts collectives
+    _thread = 0  # identifier of the thread that owns this communicator
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """Record a collective; raise ThreadError if this thread may not start it."""
@@ -135,7 +135,7 @@ class CheckedComm(CommWrapper):
                 return
             texts = self._control.allgather_object(own)
         odd = odd_one(texts)
-        assert odd is not None, "digests differ and texts do not"
+        assert odd is not None, "digests differ, but texts do not"
         rank, usual = odd
         others = "rank 0 starts" if len(texts) == 2 else f"{texts.count(usual)} of {len(texts)} ranks start"
         raise JobError(

@@ -58,7 +58,7 @@ class Reductions:
     in_flight       most reductions in progress at once
     contributors    the different numbers of ranks that contribute to a round
     exact           whether sums are in rank order
-    accumulates     whether sums are added to those of earlier rounds
+    accumulates     whether sums are added to the sums of earlier rounds
     replicated      whether every node has all slices
     """
 
@@ -83,7 +83,7 @@ def of_messages(asked: Reductions) -> int:
     """Return the bytes that a host rank needs for received data before it is added.
 
     An exact reduction in progress has up to two chunks of every contributor; rounds with fewer contributors
-    have separate chunks. Each has room for EXACT_CHUNK elements; shorter slices use only the beginning.
+    have separate chunks. Each is EXACT_CHUNK elements long; shorter slices use only its beginning.
     The library's sums arrive in place, unless they are added to the sums of earlier rounds.
     """
     if asked.replicated:

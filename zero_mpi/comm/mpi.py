@@ -40,7 +40,7 @@ class MPIComm(Comm):
 
     most = 1 << 30  # elements in one message, because counts are C ints in older interfaces
     exact_chunk = EXACT_CHUNK
-    fast_chunk = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
+    fast_chunk = 1 << 20  # elements per call of library reductions: longer ones are several times slower
 
     def __init__(
         self,

@@ -56,13 +56,13 @@ class CommWrapper(Comm):
     # -------------------------------------------------------------------------------------- on arrays
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        where = "its slices in place" if shard is None else "from slices"
+        where = "slices in place" if shard is None else "from slices"
         self.on_collective("allgather", label, full, partition, where)
         return self.wrapped(self._inner.allgather(shard, full, partition, label))
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
         ranks = f"{asked.contributors} contributors"
-        how = "added to what is there" if asked.accumulate else "from zero"
+        how = "added to the output" if asked.accumulate else "from zero"
         self.on_collective("reduce_scatter", asked.label, asked.full, asked.partition, ranks, how)
         return self.wrapped(self._inner.reduce_scatter(**vars(asked)))
 

@@ -99,12 +99,12 @@ class BufferPool:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Elements of each buffer, lent or free, longest first."""
+        """Number of elements of each buffer, lent or free, longest first."""
         return tuple(sorted((int(b.size) for b in [*self._free, *self._lent.values()]), reverse=True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, lent or free."""
+        """Total bytes of all buffers, lent or free."""
         return sum(int(buffer.nbytes) for buffer in [*self._free, *self._lent.values()])
 
 

@@ -1,4 +1,4 @@
-"""The operations of layers and optimizers, dispatched by the type of their first array.
+"""The operations of layers and optimizers, which are dispatched by the type of their first array.
 
 `reference` defines each operation with `registry.operation`, and `registry.implements` adds faster versions
 for an array type. Callers write `ops.NAME(...)` for arrays on any device. If numba and SciPy are installed,

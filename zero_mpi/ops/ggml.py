@@ -45,7 +45,7 @@ def library(user: str) -> Any:
             call = getattr(found, name)
             call.restype, call.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise UsageError(f"{user}: {path} is no library of ggml ({error}): {remedy}") from None
+        raise UsageError(f"{user}: {path} is not a ggml library ({error}): {remedy}") from None
     return found
 
 
@@ -99,5 +99,5 @@ def quantize(
     weights = None if importance is None else importance.ctypes.data
     ggml.ggml_quantize_chunk(int(kind), rows.ctypes.data, out.ctypes.data, 0, count, width, weights)
     if not ggml.ggml_validate_row_data(int(kind), out.ctypes.data, out.nbytes):
-        raise OverflowError(f"a number is more than {kind.name} can hold")
+        raise OverflowError(f"a number is too large for {kind.name}")
     return out

@@ -1,4 +1,4 @@
-"""Registration of operations: `operation` registers a definition, `implements` a faster version.
+"""Registration of operations: `operation` registers definitions, and `implements` faster versions.
 
 Both are decorators that return the function unchanged. The package and its tests take all lists of
 operations from here.

@@ -92,7 +92,7 @@ def norm_lanes(width: int, pack: int, held: int) -> int:
 
 
 def norm_blocks(rows: int, lanes: int) -> int:
-    """Return the number of blocks of a norm. Each block writes partial sums in backward, up to NORM_LINES."""
+    """Return the number of blocks of a norm; in backward, up to NORM_LINES blocks write partial sums."""
     return -(-rows // (THREADS // lanes))
 
 

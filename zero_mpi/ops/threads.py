@@ -51,7 +51,7 @@ def use(count: int) -> None:
 
 
 def count() -> int:
-    """Return the number of threads, including the calling one."""
+    """Return the number of compute threads, including the calling thread."""
     return _threads
 
 

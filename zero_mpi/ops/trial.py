@@ -162,7 +162,7 @@ PARTS = (products, attention, head, experts, others)
 
 
 def results(kind: Any) -> Iterator[Array]:
-    """Yield the results of all operations in float32, and in the low type that a run computes in."""
+    """Yield the results of all operations in float32, and in the low type of a run if it has one."""
     for part in PARTS:
         yield from part(numbers)
     yield from updates()

@@ -166,7 +166,7 @@ class GatherPool(BufferPool):
         self.lent_after = dict.fromkeys(map(address, arrays), 0)
 
     def give(self, buffer: Array) -> None:
-        """Take back a buffer that `take` lent; tell the other ranks."""
+        """Take back a buffer that `take` lent, and signal that to the other ranks."""
         super().give(buffer)
         if address(buffer) in self.lent_after:
             self.lent_after[address(buffer)] = self._released()

@@ -33,7 +33,7 @@ from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
 
 TAGS = 1 << 12
-FORWARD, START, TOTAL = 0, 1, 2  # the kinds of messages in a lane
+FORWARD, START, TOTAL = 0, 1, 2  # kinds of messages in a lane
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class NodeSums:
         total.done.append("collected")
 
     def _may_be_written(self, total: Sum, number: int) -> Any:
-        """Return the condition for receiving a sum into `out`: its old content must have been sent."""
+        """Return the condition for receiving into `out`: its old content must have been sent or added."""
         if number in total.lent:
             return [total.lent[number]]
         if total.asked.accumulate and self.topology.node == 0:

@@ -5,8 +5,8 @@ have written: each rank counts its writes (`signal_written`), and a reader waits
 as far as it has (`wait_written`). Before slices are written again, all ranks must have finished reading
 them (`barrier_readers`).
 
-*Reductions.* A rank announces that its gradient is complete, and its address. When all ranks have announced a
-slice, its owner adds it, in rank order, and announces the sum. A reduction is complete when all owners have
+*Reductions.* A rank announces that its gradient is complete, and its address. When all ranks have done so,
+each owner adds its slice in rank order and announces the sum. A reduction is complete when all owners have
 added. Then the buffers may be used again, and the sums may be read. The bits are those of the exact reduction
 over MPI, because the additions are the same. No rank works for another rank, and there is no thread: a rank
 adds when the runtime tests between layers, or when it waits.
@@ -44,7 +44,7 @@ class Reduction(Handle):
     number: int
     pool: SharedGradientPool
     asked: ReduceScatter
-    record: Record | None  # for the timeline
+    record: Record | None  # record of the collective for the timeline
     kind = "reduce_scatter"
 
     def test(self) -> bool:
@@ -181,7 +181,7 @@ class SharedComm(SharingWrapper):
     def _add_what_is_posted(self) -> None:
         """Add the slices of reductions that all ranks have announced, in order.
 
-        It needs all ranks, not only contributors: a slower rank may still read the old content of `out` (the
+        All ranks are needed, not only contributors: a slower rank may still read the old `out` (the
         summed gradient by which it updates its parameters, if these are replicated).
         """
         while self.due and self.counters.all_reached(POSTED, self.due[0].number + 1):

@@ -1,8 +1,8 @@
 """The shared memory of a node's ranks: windows, progress counters, and pools of gradient buffers.
 
 *Windows.* An MPI shared window is created only if there is enough space. The libraries back a window with a
-file in /dev/shm that has the full length but no pages yet; a page without space kills the process by SIGBUS,
-possibly hours later. So free space is checked first, and each rank allocates its own pages as soon as the
+file in /dev/shm that has the full length but no pages yet; touching a page without space kills the process
+by SIGBUS, hours later. So free space is checked first, and each rank allocates its own pages as soon as the
 window exists, which also puts them near its cores. A failure is raised on all ranks. The file has no name
 once the window exists, so nothing is left behind.
 
@@ -120,7 +120,7 @@ def space_problem(nbytes: int) -> str:
         about = os.statvfs(PLACE)
         free = about.f_bavail * about.f_frsize
         if free < nbytes:
-            return f"{needed} are needed, {PLACE} has only {free / 2**20:.1f} MiB free"
+            return f"{needed} are needed, but {PLACE} has only {free / 2**20:.1f} MiB free"
         with tempfile.TemporaryFile(dir=PLACE) as probe:  # a quota or a cgroup may allow less
             os.posix_fallocate(probe.fileno(), 0, nbytes)
     except OSError as error:
@@ -197,7 +197,7 @@ class Counters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all ranks' counters."""
+        """Number of bytes of all ranks' counters."""
         return self._window.nbytes
 
 
@@ -223,7 +223,7 @@ class SharedGradientPool(BufferPool):
 
     def take(self, size: int) -> Array:
         """Return a free slot like BufferPool.take, but fail if no free slot fits."""
-        assert any(buffer.size >= size for buffer in self._free), f"no gradient slot of {size} elements left"
+        assert any(buffer.size >= size for buffer in self._free), f"no free gradient slot has {size} elements"
         return super().take(size)
 
     def offset(self, array: Array) -> int | None:
@@ -232,7 +232,7 @@ class SharedGradientPool(BufferPool):
         return first - self.start if self.start <= first < self.stop else None
 
     def of_rank(self, rank: int, offset: int, array: Array, part: slice) -> Array:
-        """Return elements `part` of the array of `rank` that is like `array` and begins at byte `offset`."""
+        """Return elements `part` of the array of `rank` at byte `offset`, which is like `array`."""
         first, last = (offset + index * array.itemsize for index in (part.start, part.stop))
         return self.blocks[rank][first:last].view(array.dtype)
 
@@ -316,7 +316,7 @@ class NodeMemory:
                 self._windows.remove(window)
 
     def signal_written(self) -> None:
-        """Announce that this rank has completely written its parts of arrays."""
+        """Announce that this rank has finished writing its parts of arrays."""
         self._writes += 1
         self.counters.raise_to(WRITTEN, self._writes)
 

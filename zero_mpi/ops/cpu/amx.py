@@ -96,7 +96,7 @@ def store(context: Any, tile: Any, place: Any, step: Any) -> Any:
 
 
 def pairs_of(builder: Any, above: Any, below: Any) -> Any:
-    """Return sixteen words: each has an element at `above` in its lower half, and one at `below`."""
+    """Return sixteen words of two elements, one at address `above` (lower half) and one at `below`."""
     kind = ir.VectorType(HALF, ELEMENTS)
     low, high = (builder.zext(loaded(builder, place, kind), SIXTEEN) for place in (above, below))
     return builder.or_(low, builder.shl(high, constant(16)))

@@ -74,7 +74,7 @@ class Tile:
     rows: slice  # range of query positions
     seen: slice  # range of key positions
     weights: int  # start of this tile's weights among the weights of all tiles in order
-    sums: int  # start of this tile's row sums among those of all tiles
+    sums: int  # start of this tile's row sums among the row sums of all tiles
     begins: bool  # this tile is the first to add to the gradients of its keys
     ends: bool  # this tile is the last to add to them
 

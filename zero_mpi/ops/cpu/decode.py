@@ -205,7 +205,7 @@ def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
 def combine(line: Array, sequences: int, positions: Array) -> None:
     """Compute y (A,) from x and another array at B, element by element.
 
-    C, for sums: the rows at B belong to sequences (0) or positions (2), or there is only one row (1)
+    For sums, C says whether the rows at B belong to sequences (0) or positions (2), or are one row (1).
     """
     size, operation = line[A], line[OPERATION]
     for n in range(sequences):

@@ -60,7 +60,7 @@ def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, 
 def arrange(
     chosen: Array, w: Array, used: int, starts: Array, rows: Array, tokens: Array, out: Array
 ) -> None:
-    """Sort places by expert, stably; fill starts, and the results of `route` for each row."""
+    """Sort choices by expert, stably; fill starts and the other results of `route` for each row."""
     starts[:] = 0
     for i in range(chosen.size):
         starts[chosen[i] + 1] += 1

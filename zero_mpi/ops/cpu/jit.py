@@ -130,7 +130,7 @@ class QuickCache(FunctionCache):  # type: ignore[misc]
 def compile_all(kind: str) -> None:
     """Compile all kernels for a type, "float32" or "bfloat16", unless the cache has them."""
     for compiled, full, low in _kernels:
-        for signature in (full,) if kind == "float32" else (full, low):  # amx: bfloat16 products write both
+        for signature in (full,) if kind == "float32" else (full, low):  # amx writes both types
             load(compiled, signature)
 
 

@@ -97,7 +97,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[np.float
 
 
 def can_add(x: Array, dw: Array | None, db: Array | None) -> bool:
-    """Return whether the gradients of a head's parameters can be added in place."""
+    """Return whether kernels can add the gradients of a head's parameters in place."""
     fits = dw is None or (by_rows(dw) and dw.dtype in (x.dtype, FLOAT32))
     return fits and (db is None or (x.dtype == db.dtype == FLOAT32 and db.flags.c_contiguous))
 

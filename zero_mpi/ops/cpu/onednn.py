@@ -229,7 +229,7 @@ class OneDNN:
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():
-                    raise OneDNNError("it has no products of these types")
+                    raise OneDNNError("the library has no products of these types")
             except OneDNNError as error:
                 problem = error
             else:

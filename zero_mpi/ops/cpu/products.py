@@ -50,7 +50,7 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: 
 
 
 def is_transposed(x: Array) -> bool:
-    """Return whether matrices are column-major."""
+    """Return whether the matrices in an array are column-major."""
     return bool(x.strides[-1] != x.itemsize)
 
 
