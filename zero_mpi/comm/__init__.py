@@ -1,4 +1,4 @@
-"""Transports: one interface for the collectives that sharding needs, with separate starts and waits.
+"""Transports: one interface for the collectives that sharding needs, with separate start and wait calls.
 
 `base` defines the interface (`Comm`, `Handle`), and `partition` says which slice of an array each rank owns.
 `serial` is for one process, and `mpi` works everywhere. The packages `shared`, `nodes` and `gpu` are faster

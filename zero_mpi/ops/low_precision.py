@@ -53,13 +53,13 @@ def add_roles(definition: Callable[..., Any], expected: Signature) -> None:
 
 
 def widened(x: Any) -> Any:
-    """Return a float32 copy of a low array; return any other value unchanged."""
+    """Return a float32 copy of a low-precision array; return any other value unchanged."""
     is_low = hasattr(x, "dtype") and x.dtype.itemsize == 2 and x.dtype in LOW
     return x.astype(np.float32) if is_low else x
 
 
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
-    """Return `operation`, of float32 and wider, extended to low arrays, or unchanged if it has no `ROLES`.
+    """Return `operation` extended to low-precision arrays, or unchanged if it has no `ROLES`.
 
     `native`: the low types that `operation` computes without float32 copies.
     """

@@ -39,7 +39,7 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
     """Return a decorator that makes a definition an operation, which checks its arrays in every version.
 
     text        signature of the operation, see `signatures`
-    widens      whether the definition gets low arrays as float32 copies; otherwise it takes them itself
+    widens      whether the definition gets bfloat16 and float16 arrays as float32 copies
     """
 
     def define(definition: F) -> F:
@@ -73,7 +73,7 @@ def implements(
 ) -> Callable[[F], F]:
     """Return a decorator that makes a function the version of an operation for an array type.
 
-    low: low types that the function supports; on the host it gets other low arrays as float32 copies.
+    low: low types that the function supports; on the host others become float32 copies.
     """
 
     def add(version: F) -> F:

@@ -3,7 +3,7 @@
 The routine is the Fortran sgemm of the OpenBLAS that NumPy has loaded, or if NumPy uses another library, the
 sgemm that SciPy exports to Cython. Unlike `numpy.matmul` it can add to its result (beta = 1), so a gradient
 goes directly into its place in the flat buffer, and a kernel may call sgemm thousands of times without the
-interpreter. SciPy's library alone would also work; but it is a second library with its threads and buffers,
+interpreter. SciPy's library alone would also work, but it is a second library with its threads and buffers,
 takes a quarter of a second to load, and in today's wheels is older and a few per cent slower.
 """
 

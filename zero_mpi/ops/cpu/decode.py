@@ -124,7 +124,7 @@ def multiply_rows(line: Array, part: int, sequences: int) -> None:
 
 @compiled
 def normalize(line: Array, sequences: int) -> None:
-    """Compute y; A: weights, B: biases, C: width, D: vectors of a sequence, E: address of epsilon."""
+    """Normalize x into y. A: weights, B: biases, C: width, D: vectors per sequence, E: epsilon address."""
     width, epsilon = line[C], floats(line[E], 1)[0]
     w = floats(line[A], width)
     for i in range(sequences * line[D]):

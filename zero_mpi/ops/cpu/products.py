@@ -102,7 +102,7 @@ def load() -> None:
 def of_low(library: OneDNN) -> Callable[..., Array]:
     """Return a bfloat16 product: tile units for many small matrices if there are any, else the library's.
 
-    If a is large and transposed, its rows are multiplied run by run.
+    If a is large and transposed, its rows are multiplied in several parts.
     """
     of_many = by_tiles() if library.has_tiles else None
 
