@@ -1,9 +1,9 @@
-"""Agreement among ranks on what they are about to make, on errors, and on what rank 0 has found.
+"""Agreement among ranks on the objects that they are about to make, on errors, and on results of rank 0.
 
-Each rank checks its arguments, which may fail, and describes them by a few facts. The problems and a digest
-of the facts are gathered, in one short message if all is well. A problem of one rank is raised on all of
-them. If the digests differ, the facts themselves are exchanged, and all ranks raise the same error that
-names the first difference. A group of one rank agrees with itself in the same way.
+Each rank checks its arguments, which may fail, and describes them by a few facts. Errors and a digest of the
+facts are gathered, in one short message if there is no error. An error of one rank is raised on all ranks. If
+the digests differ, the ranks exchange the facts themselves, and all of them raise the same error, which names
+the first difference. A group of one rank runs the same code.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ T = TypeVar("T")
 Facts = Mapping[str, object]
 NOTHING = "nothing"
 LONGEST = 80  # characters of a value that are shown
-REFUSALS = (UsageError, JobError)  # what a command says in one line; all else is an error of the program
+REFUSALS = (UsageError, JobError)  # errors that a command reports in one line; others are bugs
 KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
 def agreed(comm: Comm, what: str, prepare: Callable[[], tuple[T, Facts]]) -> T:
-    """Return the first item of prepare(), once its facts are the same on all ranks. Collective.
+    """Return the first item of prepare() if its facts are the same on all ranks. Collective.
 
-    `what` names the thing to be made, for messages. Raises on all ranks the ValueError that `prepare` raises
-    on any of them, and UsageError where the facts differ. `prepare` must not communicate.
+    `what` names the object to be made, for messages. Raise on all ranks the ValueError that `prepare` raises
+    on any rank, and UsageError if the facts differ. `prepare` must not communicate.
     """
     return alike(comm, prepare, (ValueError,), f" in {what}")
 
 
 def run_on_all(comm: Comm, action: Callable[[], T]) -> T:
-    """Return action(); if it raises UsageError or JobError on any rank, all raise the first. Collective.
+    """Return action(). If it raises UsageError or JobError on any rank, raise the first on all. Collective.
 
     `action` must not communicate.
     """
@@ -45,7 +45,7 @@ def run_on_all(comm: Comm, action: Callable[[], T]) -> T:
 
 
 def results(comm: Comm, action: Callable[[], T]) -> list[T]:
-    """Return action() of every rank, in rank order; raises as `run_on_all`. Collective."""
+    """Return the results of action() on all ranks, in rank order; errors as in `run_on_all`. Collective."""
     return exchange(comm, action, REFUSALS, lambda result: result)[1]
 
 
@@ -56,10 +56,10 @@ def alike(
     what: str = "",
     remedy: str = "",
 ) -> T:
-    """Return the first item of prepare(), once no rank has a `caught` problem and all have the same facts.
+    """Return the first item of prepare() if no rank has a `caught` error and all have the same facts.
 
-    Raises UsageError on all ranks where they differ, which names the first fact and the first rank that does,
-    and its host; `what` and `remedy` go into the text. Collective.
+    If facts differ, raise a UsageError on all ranks that names the first differing fact, the first rank with
+    another value, and its host. `what` and `remedy` become parts of the text. Collective.
     """
 
     def spelled(prepared: tuple[T, Facts] | None) -> dict[str, str]:
@@ -84,9 +84,9 @@ def alike(
 def exchange(
     comm: Comm, action: Callable[[], T], caught: tuple[type[Exception], ...], word: Callable[[T], Any]
 ) -> tuple[T, list[Any]]:
-    """Return the result of action(), and word(result) of all ranks; raise the first `caught` problem.
+    """Return the result of action(), and word(result) of all ranks; raise the first `caught` error.
 
-    A rank with the same problem raises its own error, the others name the rank that has it. Collective.
+    A rank with the same error raises its own; other ranks name the rank that has it. Collective.
     """
     result: Any = None
     problem: Exception | None = None
@@ -105,19 +105,19 @@ def exchange(
 
 
 def odd_fact(all_facts: Sequence[Mapping[str, str]]) -> tuple[str, list[str], int, str]:
-    """Return the first fact that differs: its name, the values of all ranks, the odd rank, the usual one."""
+    """Return the first fact that differs: its name, all ranks' values, the odd rank, the usual value."""
     for name in dict.fromkeys(name for facts in all_facts for name in facts):
         values = [facts.get(name, NOTHING) for facts in all_facts]
         odd = odd_one(values)
         if odd is not None:
             return name, values, *odd
-    raise AssertionError("digests differ and facts do not")
+    raise AssertionError("digests differ, but facts do not")
 
 
 def odd_one(values: Sequence[str]) -> tuple[int, str] | None:
-    """Return the first rank whose value is not that of most ranks, and that of most; None if all are equal.
+    """Return the first rank whose value differs from most ranks', and the usual value; None if all are equal.
 
-    If two values are equally frequent, rank 0 is taken to be right.
+    If two values are equally frequent, rank 0 counts as right.
     """
-    usual = Counter(values).most_common(1)[0][0]  # the first met, among equals
+    usual = Counter(values).most_common(1)[0][0]  # the first seen, if several are equally frequent
     return next(((rank, usual) for rank, value in enumerate(values) if value != usual), None)

@@ -1,11 +1,11 @@
-"""The interface of a transport: who owns what, and collectives that start and finish separately.
+"""The interface of a transport: the owners of slices, and collectives that start and finish separately.
 
-Every collective returns a `Handle`; between its start and `wait()` the caller may compute, and must leave
-the buffers alone. All ranks start, and wait for, the same collectives in the same order. `label` says what
-travels, for records and error messages.
+Every collective returns a `Handle`. Between its start and `wait()` the caller may compute, but must not use
+the buffers. All ranks start the same collectives, and wait for them, in the same order. `label` names the
+data that is sent, for records and error messages.
 """
 
-# ruff: noqa: B027  (to do nothing is a sound answer of methods that are not abstract)
+# ruff: noqa: B027  (methods that are not abstract may do nothing)
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 
-SPINS = 200  # hand-overs of the core before the first sleep; about a tenth of a millisecond
-SHORTEST, LONGEST = 2e-5, 2e-4  # seconds of sleep: the first one, and what they grow to
+SPINS = 200  # times that the core is yielded before the first sleep: about a tenth of a millisecond
+SHORTEST, LONGEST = 2e-5, 2e-4  # seconds of sleep: the first and the longest
 
 
 class Handle:
-    """A collective under way; `kind` and `label` name it for those who wait."""
+    """A collective in progress; `kind` and `label` name it in messages."""
 
     kind, label = "collective", ""
 
     def wait(self) -> None:
-        """Return when the collective is complete; its buffers may then be used."""
+        """Return when the collective is complete and its buffers may be used."""
 
     def test(self) -> bool:
-        """Push the collective on without blocking; return True when it is complete."""
+        """Advance the collective without blocking; return True when it is complete."""
         return True
 
 
 class AllOf(Handle):
-    """Several transfers that are waited for as one."""
+    """Several transfers that are waited for as one transfer."""
 
     def __init__(self, handles: Sequence[Handle], kind: str = "collective", label: str = "") -> None:
         self._handles, self.kind, self.label = handles, kind, label
@@ -53,7 +53,7 @@ class AllOf(Handle):
             handle.wait()
 
     def test(self) -> bool:
-        return sum(not handle.test() for handle in self._handles) == 0  # each must be pushed on
+        return sum(not handle.test() for handle in self._handles) == 0  # each transfer must be advanced
 
 
 DONE = Handle()
@@ -61,12 +61,12 @@ DONE = Handle()
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """Memory that a transport gives a module for its units.
+    """Memory that a transport provides for the units of a module.
 
-    full    for each requested partition: one array that all ranks see and each writes its slice of, or
-              None where each rank keeps its slice to itself
-    buffers   pool for gradients before they are reduced
-    gathers   pool for gathered parameters without a shared array
+    full    for each requested partition: one array that all ranks see, each writing its slice, or None if
+              each rank keeps its slice to itself
+    buffers   pool of buffers for gradients before reduction
+    gathers   pool of buffers for gathered parameters that have no shared array
     """
 
     full: list[Array | None]
@@ -87,30 +87,30 @@ class ReduceScatter:
 
 
 class Comm(ABC):
-    """A transport: a group of ranks, their collectives, their nodes and the memory that they share."""
+    """A transport: a group of ranks with their collectives, their nodes and the memory that they share."""
 
     rank: int
     size: int
-    kind: Transport = MPI  # the kind of this transport; messages by default
-    exact: bool  # reductions add in the order of ranks; otherwise the library chooses the order
-    sums_in_place = False  # `full` may be `out` before anything was added: one rank's sum is its own
-    replicates_by_node = False  # replicated state is better dealt out to the ranks of each node
+    kind: Transport = MPI  # kind of this transport, by default messages
+    exact: bool  # whether reductions add in rank order; otherwise the library chooses the order
+    sums_in_place = False  # `full` may be `out` before anything was added: the sum of one rank
+    replicates_by_node = False  # whether replicated state should be divided among the ranks of each node
 
     @property
     def about(self) -> str:
-        """A description, for people, of what the transport uses."""
+        """Description of the transport for messages."""
         return self.kind.name
 
     @cached_property
     def meter(self) -> Meter:
-        """The meter of this rank's communication costs so far."""
+        """Meter of this rank's communication since the transport was made."""
         return Meter()
 
     # ----------------------------------------------------------- arrays and small objects of all ranks
 
     @abstractmethod
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        """Fill `full` on all ranks from every rank's slice: `shard`, or None if it lies in `full`."""
+        """Fill `full` on all ranks from the slices of all ranks: `shard`, or None if it is part of `full`."""
 
     def reduce_scatter(
         self,
@@ -122,21 +122,21 @@ class Comm(ABC):
         accumulate: bool = False,
         label: str = "",
     ) -> Handle:
-        """Set `out` to the sum over ranks of this rank's slice of their `full`, or add it if `accumulate`.
+        """Set `out` to the sum over ranks of this rank's slice of `full`; add it to `out` if `accumulate`.
 
-        Ranks from `contributors` on contribute nothing (their `full` is not read when exact; it must be zeros
-        when fast). Exact: ((out + rank 0) + rank 1) + ..., one addition after the other in float32.
+        Ranks from `contributors` on contribute nothing: if exact, their `full` is not read; if fast, it must
+        be zeros. Exact sums are ((out + rank 0) + rank 1) + ..., one float32 addition after the other.
         """
         ranks = self.size if contributors is None else contributors
         return self._reduce(ReduceScatter(full, out, partition, ranks, accumulate, label))
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
-        """Start a reduction: `reduce_scatter` with all arguments given."""
+        """Start the reduction that `reduce_scatter` describes by all its arguments."""
         raise NotImplementedError
 
     @abstractmethod
     def allreduce(self, array: Array, label: str = "") -> Handle:
-        """Sum `array` over ranks, in place on all of them, in the library's order."""
+        """Sum `array` over ranks, in place on all ranks, in the library's order."""
 
     @abstractmethod
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
@@ -146,33 +146,33 @@ class Comm(ABC):
     def gather(
         self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        """Fill `buffer` on `root` with a chunk of a partition, from the `part` of every rank; blocking."""
+        """Fill `buffer` on `root` with a chunk of a partition, from the `part` of every rank. Blocking."""
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Return every rank's `value` in order of ranks on `root`, else None; any small object; blocking."""
+        """Return on `root` every rank's `value`, any small object, in rank order, else None. Blocking."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return `value` of `root` on all ranks; any small object; blocking."""
+        """Return the `value` of `root`, any small object, on all ranks. Blocking."""
 
     @abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in order of ranks; any small object; blocking."""
+        """Return every rank's `value`, any small object, in rank order. Blocking."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Return when all ranks have called this."""
 
     def progress(self) -> None:
-        """Push the transfers under way; the runtime calls it between layers."""
+        """Advance the transfers in progress; the runtime calls this between layers."""
 
     def sum_vector(self, values: Array) -> Array:
-        """Return the sum over ranks of float64 vectors; in each place at most one rank has a non-zero.
+        """Return the sum over ranks of float64 vectors, where each element is non-zero on at most one rank.
 
-        Then every addition is x + 0, which is exact, and the result does not depend on the order.
+        Every addition is then x + 0, which is exact, so the result does not depend on the order.
         """
-        total = np.array(values, np.float64)  # a copy: the sum is in place
+        total = np.array(values, np.float64)  # a copy, because the sum is in place
         self.allreduce(total, label="vector").wait()
         return total
 
@@ -180,51 +180,51 @@ class Comm(ABC):
 
     @abstractmethod
     def background(self) -> Comm:
-        """Return a transport of the same ranks for another thread, whose waits sleep."""
+        """Return a transport of the same ranks for another thread; its waits sleep."""
 
     @abstractmethod
     def split(self, group: int) -> Comm:
-        """Return a transport of the ranks that give the same number, in the order of ranks."""
+        """Return a transport of the ranks that pass the same number, in rank order."""
 
     def nodes(self) -> list[int]:
-        """Return the node of each rank, by number."""
+        """Return the number of each rank's node."""
         return [0] * self.size
 
     def shard_group(self) -> Comm:
-        """Return the ranks of this node as owners of slices that every node has (HYBRID_SHARD).
+        """Return the ranks of this node as owners of slices that every node also has (HYBRID_SHARD).
 
-        Its collectives are those of the node, but a reduction sums over the ranks of all nodes, which
-        `contributors` counts. On a single node it is the transport itself. Raises UsageError.
+        Its collectives stay inside the node, except that a reduction sums over the ranks of all nodes and its
+        `contributors` counts them all. On a single node, return the transport itself. May raise UsageError.
         """
         return self
 
     def close(self) -> None:
-        """Release what the transport holds; nothing may be under way."""
+        """Release the transport's resources; no transfer may be in progress."""
 
     # --------------------------------- arrays of a module that all ranks see; here ranks share nothing
 
     def memory(
         self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        """Return memory for a module: arrays that ranks own slices of, and gradient buffers. Collective.
+        """Return memory for a module: arrays in which ranks own slices, and gradient buffers. Collective.
 
-        `buffers`, `gathers`: lengths of all gradients and of all gathered units that are ever lent at once,
-        float32 elements. Raises UsageError where ranks share memory and there is not enough of it.
+        `buffers`, `gathers`: float32 lengths of all gradients, and of all gathered units, that are ever lent
+        at the same time. Raise UsageError if ranks share memory and there is not enough of it.
         """
         return ModuleMemory([None] * len(full), BufferPool())
 
     def signal_written(self) -> None:
-        """Announce that this rank has completely written its slices of shared arrays."""
+        """Announce that this rank has finished writing its slices of shared arrays."""
 
     def wait_written(self) -> None:
-        """Return when every rank has published as often as this one: shared full may be read."""
+        """Return when every rank has signalled as often as this one, so that shared arrays may be read."""
 
     def barrier_readers(self) -> None:
-        """Return when all ranks have come here, if they share arrays: slices may be written. Collective."""
+        """Return when all ranks that share arrays have called this: slices may be written. Collective."""
 
 
 def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
-    """Return each node's ranks, ascending, from the node of each rank; nodes in order of appearance."""
+    """Return each node's ranks, ascending, given the node of each rank; nodes are in order of appearance."""
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
@@ -232,11 +232,11 @@ def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
 
 
 def wait_until(ready: Callable[[], bool], crowded: bool) -> None:
-    """Return when `ready()` is true, which another rank will soon bring about.
+    """Return when `ready()` is true, which another rank will soon make happen.
 
-    A waiting rank is in the way of the other one if they share a core (`crowded`): then it sleeps at once.
-    Yielding the core without sleep is not enough, the scheduler may hand it back. Otherwise answers come
-    within microseconds, and only a long wait turns to sleep, for the other threads' sake.
+    A waiting rank delays the other rank if they share a core (`crowded`), so it sleeps at once. To yield the
+    core without sleep is not enough, because the scheduler may give it back. Otherwise answers take
+    microseconds, and only a long wait sleeps, so that other threads can run.
     """
     spins, pause = 0 if crowded else SPINS, SHORTEST
     while not ready():

@@ -1,7 +1,7 @@
-"""Offsets of other hosts' clocks from that of rank 0, measured by messages to and fro.
+"""Offsets of other hosts' clocks from the clock of rank 0, measured by messages there and back.
 
-Rank 0 sends a word to all ranks, and each sends back what its clock shows: a reading between two readings of
-rank 0. Of several tries the one with the shortest round trip counts, and its error is at most half of that
+Rank 0 sends a word to all ranks, and each sends back its clock's reading, which falls between two readings of
+rank 0. Of several tries, the one with the shortest round trip is used, and its error is at most half of that
 time (F. Cristian, Probabilistic clock synchronization, 1989).
 """
 
@@ -19,7 +19,7 @@ TRIES = 10
 
 
 class Offset(NamedTuple):
-    """Offset of a clock: `ahead` seconds ahead of rank 0's, `wrong` more or less, when it shows `at`."""
+    """Offset of a clock from rank 0's: when it shows `at`, it is `ahead` seconds ahead, to within `wrong`."""
 
     ahead: float
     wrong: float
@@ -27,9 +27,9 @@ class Offset(NamedTuple):
 
 
 def clock_offset(comm: Comm) -> Offset:
-    """Return how far `time.perf_counter` of this node is ahead of rank 0's. Collective.
+    """Return how far `time.perf_counter` on this node is ahead of rank 0's. Collective.
 
-    Ranks of a node have one clock: the reading of the first of them counts.
+    The ranks of a node share a clock, so the reading of the node's first rank is used.
     """
     nodes = comm.nodes()
     (chunk,) = Partition(comm.size, comm.size).cut(comm.size)

@@ -1,11 +1,11 @@
-"""Transports that are notified of each collective before another one starts it.
+"""Transports that are notified before each collective starts.
 
-`NumberedComm` keeps a record of what was started. From it, ranks that have waited for a while find out that
-they wait for different things or for a rank that has ended (`launch.watchdog`). `GuardedComm`, a
-script's, also belongs to one thread: collectives of two threads have no order, so ranks would pair those of
-one with those of the other. `CheckedComm` (`--check-collectives`) compares what the ranks are about to
-start: digests of it are gathered over communicators of their own, and if one differs all ranks learn which
-rank starts what. The collectives themselves, and so their bits, are those of the transport below.
+`NumberedComm` records the collectives that were started. From the records, ranks that have waited for a while
+find out that they wait for different collectives or for a rank that has ended (`launch.watchdog`).
+`GuardedComm`, for scripts, also belongs to one thread: collectives of two threads have no order, so ranks
+would pair one thread's with another's. `CheckedComm` (`--check-collectives`) compares the collectives that
+ranks are about to start: digests are gathered over separate communicators, and if one differs, all ranks
+learn which rank starts which collective. The wrapped transport runs the collectives, with the same bits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, UsageError
 
-MOST_KEPT = 128  # collectives of a communicator that are remembered
+MOST_KEPT = 128  # collectives of a communicator that are kept
 DIGEST = 16  # bytes
 
 
 class Started(NamedTuple):
-    """A collective that this rank has started: its number, and what must be the same on all ranks."""
+    """A collective that this rank has started: its number, and the facts that must be equal on all ranks."""
 
     number: int
     kind: str
     label: str
-    detail: Any  # how many elements, or what there is to say instead
+    detail: Any  # number of elements, or another description
 
     @property
     def text(self) -> str:
@@ -47,15 +47,15 @@ Record = deque[Started]  # the last collectives of a communicator
 
 
 class ThreadError(UsageError):
-    """A second thread has started a collective."""
+    """A second thread has started a collective of the same communicator."""
 
 
 class CollectiveRecords:
-    """The last collectives that this process has started.
+    """Records of the last collectives that this process has started.
 
-    of_comms   one record for each communicator, in the order in which all ranks made them
-    threads    the threads that have started a collective of a script, or tried to
-    ended      the exit status of a rank that will start nothing more; None before
+    of_comms   one record for each communicator, in the order in which all ranks made the communicators
+    threads    the threads that have started a script's collective, or have tried to
+    ended      exit status of a rank that will start no more collectives; None before that
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ records = CollectiveRecords()  # the records of this process
 
 
 class NumberedComm(CommWrapper):
-    """The transport `inner`, with a record of its collectives."""
+    """The transport `inner` with a record of its collectives."""
 
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)
@@ -86,12 +86,12 @@ class NumberedComm(CommWrapper):
 
 
 class GuardedComm(NumberedComm):
-    """NumberedComm for a script. Raises ThreadError if another thread than the first starts a collective.
+    """NumberedComm for scripts. Raises ThreadError if another thread than the first starts a collective.
 
-    After a thread has ended, the next one may take over.
+    After that thread has ended, another thread may take over.
     """
 
-    _thread = 0  # identifier of the thread that starts collectives
+    _thread = 0  # identifier of the thread that owns this communicator
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """Record a collective; raise ThreadError if this thread may not start it."""
@@ -112,9 +112,9 @@ class GuardedComm(NumberedComm):
 
 
 class CheckedComm(CommWrapper):
-    """The transport `inner`, whose collectives are compared first. Collective.
+    """The transport `inner`; ranks compare each collective before it starts. Collective.
 
-    Every collective raises JobError on all ranks where they start different ones.
+    If ranks start different collectives, all ranks raise JobError.
     """
 
     def __init__(self, inner: Comm) -> None:
@@ -126,7 +126,7 @@ class CheckedComm(CommWrapper):
         return CheckedComm(other)
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Raise JobError on all ranks unless all of them start this collective."""
+        """Raise JobError on all ranks unless all ranks start this collective."""
         details = f" ({', '.join(map(spelled, about))})" if about else ""
         own = collective((kind, label)) + details
         number, self._number = self._number, self._number + 1
@@ -135,7 +135,7 @@ class CheckedComm(CommWrapper):
                 return
             texts = self._control.allgather_object(own)
         odd = odd_one(texts)
-        assert odd is not None, "digests differ and texts do not"
+        assert odd is not None, "digests differ, but texts do not"
         rank, usual = odd
         others = "rank 0 starts" if len(texts) == 2 else f"{texts.count(usual)} of {len(texts)} ranks start"
         raise JobError(
@@ -144,7 +144,7 @@ class CheckedComm(CommWrapper):
         )
 
     def _all_equal(self, own: str) -> bool:
-        """Return whether all ranks have the same text; push the transfers of `inner` meanwhile."""
+        """Return whether all ranks have the same text; advance the transfers of `inner` meanwhile."""
         digest = np.frombuffer(hashlib.sha256(own.encode()).digest()[:DIGEST], np.uint8)
         found = np.empty(DIGEST * self._control.size, np.uint8)
         handle = self._control.allgather(digest, found, Partition(found.size, self._control.size), "digests")
@@ -164,7 +164,7 @@ class CheckedComm(CommWrapper):
 
 
 def spelled(about: Array | Partition | str) -> str:
-    """Return the facts that all ranks must share, in words: an array's size and type, a buffer's cuts."""
+    """Describe an argument that all ranks must share: an array's size and type, or a partition's cuts."""
     if isinstance(about, str):
         return about
     if isinstance(about, Partition):

@@ -1,8 +1,8 @@
-"""The transports, as data: their names, the sizes of their chunks, and the memory that they take.
+"""The transports as data: their names, the sizes of their chunks, and the memory that they need.
 
-Every `Comm` has its kind (`comm.kind`). This is the only list: the values of `--transport`, the choices of a
-run and the numbers of a plan all come from here. The transports cut their buffers by the sizes below and a
-plan asks for their sum, so neither can be wrong about the other. Nothing here needs MPI or a GPU.
+Every `Comm` has a kind (`comm.kind`). This is the only list of kinds: the values of `--transport`, the
+choices of a run and the numbers of a plan come from here. Transports cut their buffers by the sizes below and
+a plan adds up the same sizes, so the two always agree. Nothing here needs MPI or a GPU.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from functools import partial
 from zero_mpi.device.types import ALIGNMENT
 from zero_mpi.errors import UsageError
 
-AUTO = "auto"  # value of --transport: the best transport that is there
-PAGE = 4096  # bytes that the system gives at once
-SUM = 4  # bytes of an element of a sum, which is a float32 whatever type gradients travel in
+AUTO = "auto"  # value of --transport: the best transport that is available
+PAGE = 4096  # bytes that the system allocates at once
+SUM = 4  # bytes of an element of a sum, which is float32 whatever the type of the gradients that are sent
 
-# Exact sums of messages (`comm.mpi`).
+# Exact sums by messages (`comm.mpi`).
 EXACT_CHUNK = 1 << 18  # elements of a slice per round: 1 MiB, in cache at 8 ranks
 EXACT_DEPTH = 2  # chunks in flight
 
-# Counters of a rank in shared memory (`comm.shared`): each begins a cache line, words have 8 bytes.
+# Counters of a rank in shared memory (`comm.shared`): each begins a cache line; words have 8 bytes.
 POSTED, SUMMED, WRITTEN, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
 ENTRIES = 64  # entries of the table
 WORDS = TABLE + ENTRIES
 RANK_BYTES = 8 * WORDS
 
 # Sums that travel from node to node (`comm.nodes`).
-CHAIN_CHUNK = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and polls are few
-FULL_CHUNKS = 8  # nodes up to which chunks are as long; of more, those of a node take no longer to pass all
-LEAST_CHAIN_CHUNK = 1 << 13  # elements: shorter ones are polled for longer than they travel
-CHAIN_DEPTH = 4  # chunks on their way at once
+CHAIN_CHUNK = 1 << 17  # elements: 512 KiB, so that a few chunks stay in cache and polls are few
+FULL_CHUNKS = 8  # most nodes with chunks this long; with more nodes, chunks are shorter
+LEAST_CHAIN_CHUNK = 1 << 13  # elements: shorter chunks are polled for longer than they travel
+CHAIN_DEPTH = 4  # chunks in flight
 
 # Arrays of a GPU (`comm.gpu`).
-TRANSFERS = 4  # in progress at once: gathers of prefetched stages, and reductions behind backward
+TRANSFERS = 4  # most in progress: gathers of prefetched stages, and reductions behind backward
 AWARE_CHUNK = 1 << 20  # elements of a slice per round: long enough for a fast link, short for the buffers
 AWARE_DEPTH = 2  # rounds in progress
 NCCL_CHUNK = 1 << 20  # elements of a slice per round of an exact reduction
-NCCL_DEPTH = 1  # everything is in the order of one stream, so that buffers are used again at once
+NCCL_DEPTH = 1  # one stream orders everything, so buffers can be reused at once
 STAGE_BYTES = 8 << 20  # bytes of a stage in each direction, shared by the other ranks' chunks
-LEAST_STAGE = 64 << 10  # bytes of a chunk, where ranks are many
+LEAST_STAGE = 64 << 10  # least bytes of a chunk, if there are many ranks
 STAGED_DEPTH = 3  # stages of a transfer: one on its way to the host, one in MPI, one on its way back
-STAGED_ALIGNED = 1024  # elements, at whose multiples longer chunks end
+STAGED_ALIGNED = 1024  # elements: longer chunks end at multiples of this
 
 
 # ----------------------------------------------------------------------------------------------- memory
@@ -51,15 +51,15 @@ STAGED_ALIGNED = 1024  # elements, at whose multiples longer chunks end
 
 @dataclass(frozen=True)
 class Reductions:
-    """The reductions of a job, as far as a transport's scratch depends on them, from the view of rank 0.
+    """The properties of a job's reductions that determine a transport's scratch memory, as seen by rank 0.
 
-    slices          elements of its slice of each unit that is trained
-    itemsize        bytes of an element of a gradient on its way
-    in_flight       reductions in progress at once, at most
-    contributors    the different numbers of ranks that give something to a round
-    exact           sums are in rank order
-    accumulates     sums are added to those of earlier rounds
-    replicated      every node has all slices
+    slices          elements of rank 0's slice of each trained unit
+    itemsize        bytes of an element of a gradient that is sent
+    in_flight       most reductions in progress at once
+    contributors    the different numbers of ranks that contribute to a round
+    exact           whether sums are in rank order
+    accumulates     whether sums are added to the sums of earlier rounds
+    replicated      whether every node has all slices
     """
 
     ranks: int
@@ -75,16 +75,16 @@ class Reductions:
 
     @property
     def longest(self) -> int:
-        """Elements of the largest slice."""
+        """Number of elements of the largest slice."""
         return max(self.slices, default=0)
 
 
 def of_messages(asked: Reductions) -> int:
-    """Return the bytes for what arrives at a rank of the host before it is added.
+    """Return the bytes that a host rank needs for received data before it is added.
 
     An exact reduction in progress has up to two chunks of every contributor; rounds with fewer contributors
-    have their own. Each has places of EXACT_CHUNK elements; shorter slices touch their beginnings.
-    The library's sums arrive in place, unless they are added to those of earlier rounds.
+    have separate chunks. Each is EXACT_CHUNK elements long; shorter slices use only its beginning.
+    The library's sums arrive in place, unless they are added to the sums of earlier rounds.
     """
     if asked.replicated:
         return by_chain(asked, posted=asked.per_node - 1)
@@ -96,14 +96,14 @@ def of_messages(asked: Reductions) -> int:
 
 
 def chain_chunk(nodes: int) -> int:
-    """Return the elements of a chunk of a sum that passes `nodes` nodes; the last waits for the first."""
+    """Return the elements of a chunk of a sum over `nodes` nodes; the last node waits for the first."""
     return max(LEAST_CHAIN_CHUNK, CHAIN_CHUNK * FULL_CHUNKS // max(FULL_CHUNKS, nodes))
 
 
 def by_chain(asked: Reductions, posted: int = 0) -> int:
-    """Return the bytes of chunks from the node before, and of `posted` gradients from ranks of the node.
+    """Return the bytes of chunks from the previous node, and of `posted` gradients from ranks of this node.
 
-    A lane carries a slice of each node's owner, or only the rank's own slice where every node has all slices.
+    A lane carries a slice of each node's owner, or only the rank's own slice if every node has all slices.
     """
     carried = asked.longest * (1 if asked.replicated else asked.nodes)
     chunk = chain_chunk(asked.nodes)
@@ -113,9 +113,9 @@ def by_chain(asked: Reductions, posted: int = 0) -> int:
 
 
 def on_gpus(depth: int, place: int, asked: Reductions) -> int:
-    """Return the bytes on a GPU for `depth` chunks of `place` elements of each other rank, if sums are exact.
+    """Return the bytes on a GPU of `depth` chunks of `place` elements from each other rank, for exact sums.
 
-    The library's sums need a buffer of each size where they are added to earlier ones.
+    The library's sums need a buffer of each size if they are added to earlier sums.
     """
     if asked.exact:
         return asked.in_flight * depth * (asked.ranks - 1) * place * asked.itemsize
@@ -123,23 +123,23 @@ def on_gpus(depth: int, place: int, asked: Reductions) -> int:
 
 
 def staged_chunk(others: int) -> int:
-    """Return the bytes of pinned memory for a chunk of one of the other ranks."""
+    """Return the bytes of pinned memory for one chunk of one other rank."""
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 
 def through_host(asked: Reductions) -> int:
-    """Return the bytes on the GPU, beside the memory of the host that everything passes through."""
+    """Return the bytes on the GPU, without the host memory through which all data passes."""
     place = staged_chunk(asked.ranks - 1) // asked.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
     return asked.in_flight * STAGED_DEPTH * (asked.ranks - 1) * place * asked.itemsize
 
 
 def padded(length: int) -> int:
-    """Return the bytes of `length` float32 elements, up to the next cache line."""
+    """Return the bytes of `length` float32 elements, rounded up to full cache lines."""
     return -(-length * SUM // ALIGNMENT) * ALIGNMENT
 
 
 def window_bytes(full: Iterable[int], buffers: Iterable[int], ranks: int) -> int:
-    """Return the bytes of a node's window, from elements: the full arrays once, the buffers of each rank."""
+    """Return the bytes of a node's window, given elements: the full arrays once, and each rank's buffers."""
     return max(1, sum(map(padded, full)) + ranks * sum(map(padded, buffers)))
 
 
@@ -148,17 +148,17 @@ def window_bytes(full: Iterable[int], buffers: Iterable[int], ranks: int) -> int
 
 @dataclass(frozen=True)
 class Transport:
-    """Carrier of the collectives of a run.
+    """A transport that can carry the collectives of a run.
 
-    name            in one word
-    flag            the value of --transport that asks for it; empty: none does
-    text            how things travel, for messages
-    on_gpu          carries arrays that lie on GPUs
-    adds            has sums of the library, in an order of its own (`--reduction fast`)
-    stages          what GPUs send goes through pinned memory of the host
-    shares_memory   ranks of a node see each other's gradients
-    spans_nodes     ranks may be on several nodes
-    takes           bytes of scratch, beside the arrays that it carries, for reductions on several ranks
+    name            name in one word
+    flag            value of --transport that selects it; empty if no value does
+    text            description of how data is sent, for messages
+    on_gpu          whether it carries arrays on GPUs
+    adds            whether the library can sum, in its own order (`--reduction fast`)
+    stages          whether GPUs send through pinned memory of the host
+    shares_memory   whether ranks of a node see each other's gradients
+    spans_nodes     whether ranks may be on several nodes
+    takes           bytes of scratch, without the arrays that it carries, for reductions on several ranks
     """
 
     name: str
@@ -172,11 +172,11 @@ class Transport:
     takes: Callable[[Reductions], int] = lambda asked: 0
 
     def scratch(self, asked: Reductions) -> int:
-        """Return the bytes of receive buffers of a rank, on the device of its arrays."""
+        """Return the bytes of a rank's receive buffers, on the device of its arrays."""
         return self.takes(asked) if asked.ranks > 1 else 0
 
     def pinned(self, ranks: int) -> int:
-        """Return bytes of pinned memory of the host that a rank's transfers go through."""
+        """Return the bytes of pinned host memory through which a rank's transfers pass."""
         if not self.stages or ranks == 1:
             return 0
         return TRANSFERS * STAGED_DEPTH * 2 * staged_chunk(ranks - 1) * (ranks - 1)
@@ -205,12 +205,12 @@ CHOICES = (AUTO, *dict.fromkeys(kind.flag for kind in TRANSPORTS if kind.flag))
 
 
 def asked_for(flag: str, on_gpu: bool) -> tuple[Transport, ...]:
-    """Return the transports of a --transport value on a device; none if it is for the other device."""
+    """Return the transports that a --transport value allows on a device; none if it is for another device."""
     return tuple(kind for kind in TRANSPORTS if kind.flag == flag and kind.on_gpu == on_gpu)
 
 
 def check_flag(flag: str, on_gpu: bool) -> None:
-    """Raise UsageError for a value of --transport that only the other device has."""
+    """Raise UsageError for a --transport value that is only for the other device."""
     if flag != AUTO and not asked_for(flag, on_gpu):
         why = "it needs GPU arrays; use --device cuda or --transport mpi"
         if on_gpu:
@@ -219,10 +219,10 @@ def check_flag(flag: str, on_gpu: bool) -> None:
 
 
 def expected(flag: str, *, on_gpu: bool, ranks: int, nodes: int) -> Transport:
-    """Return the transport that a --transport value becomes where everything is in order.
+    """Return the transport that a --transport value selects if there is no problem.
 
-    On the host this is shared memory wherever several ranks are on a node. `auto` on GPUs is taken to send
-    through the host, which works everywhere. `asked_for` tells whether a value is one of the device.
+    On the host this is shared memory if a node has several ranks. On GPUs, `auto` is assumed to send through
+    the host, which works everywhere. `asked_for` returns whether a value fits the device.
     """
     if ranks == 1 and (on_gpu or flag == AUTO):
         return SERIAL

@@ -1,7 +1,7 @@
-"""Meters of a rank's communication: bytes given to others, seconds spent waiting, and the current wait.
+"""Meters of a rank's communication: bytes given to other ranks, seconds spent waiting, and the current wait.
 
-A wait is `with meter.waiting("allgather", label):`. It records in two plain attributes what is waited for
-and since when, so that a thread which watches the process can tell it at any moment, also while the main
+A wait is written `with meter.waiting("allgather", label):`. It records in two plain attributes what is
+awaited and since when, so a thread that watches the process can read them at any time, even while the main
 thread is inside the MPI library. `meters()` lists all meters of the process.
 """
 
@@ -17,14 +17,14 @@ _known: list[weakref.ref[Meter]] = []
 
 
 class Meter:
-    """Counters since the start of a transport; take the difference over a step.
+    """Counters since the start of a transport; the difference of two readings gives the cost of a step.
 
-    wait_seconds   seconds in waits for transfers and other ranks, with the work in a wait that completes one
-                   (adding chunks of a reduction), without transfers that move while layers compute
-    sent_bytes     slices of parameters, gradients and vectors given to other ranks, in a message or, where
-                   memory is shared, by letting them read (gathers are free there)
-    what           the collective of the last wait: its kind, and the label of what travels
-    changed        `time.perf_counter` when that wait began, or ended if nothing is waited for now
+    wait_seconds   seconds in waits for transfers and other ranks, including work that completes a transfer
+                   (adding chunks of a reduction), but not transfers that proceed while layers compute
+    sent_bytes     bytes of parameters, gradients and vectors given to other ranks, by messages or, if memory
+                   is shared, by letting other ranks read (gathers are free there)
+    what           collective of the last wait: its kind, and the label of the data
+    changed        `time.perf_counter` when that wait began, or when it ended if there is no wait now
     """
 
     def __init__(self) -> None:
@@ -37,16 +37,16 @@ class Meter:
 
     @property
     def waits(self) -> bool:
-        """Return whether a thread stands in a wait now."""
+        """Return whether a thread is waiting now."""
         return self._depth > 0
 
     def beat(self) -> None:
-        """Note that this rank gets on without waiting for another one."""
+        """Record that this rank makes progress without waiting for another rank."""
         self.changed = time.perf_counter()
 
     def waiting(self, kind: str, label: str = "") -> Meter:
-        """Return a context to wait in, which notes the collective (`kind`) and what travels (`label`)."""
-        if self._depth == 0:  # a wait may lead to another one; the outer one is what the caller wants
+        """Return a context for a wait, which records the collective's `kind` and the `label` of its data."""
+        if self._depth == 0:  # a wait may contain another one; the caller means the outer one
             self.what = kind, label
         return self
 
@@ -68,7 +68,7 @@ class Meter:
             self.changed = now
 
     def account(self) -> int:
-        """Return the bytes that were counted since the last call."""
+        """Return the bytes counted since the last call."""
         nbytes, self._accounted = self.sent_bytes - self._accounted, self.sent_bytes
         return nbytes
 
@@ -79,7 +79,7 @@ class Meter:
 
 
 def meters() -> list[Meter]:
-    """Return the meters of this process that are in use, the oldest first."""
+    """Return the meters in use in this process, oldest first."""
     return [meter for known in _known if (meter := known()) is not None]
 
 

@@ -1,7 +1,7 @@
-"""MPI: allgather by the library; reductions exact (pairwise exchange, ordered sum) or by the library.
+"""MPI transport: the library's allgather; exact reductions (pairwise exchange, ordered sum) or the library's.
 
-The exact reduction is as fast as the library's Reduce_scatter or faster: its receive buffers stay in cache.
-Each purpose has a communicator of its own, so that parameters, gradients and control messages cannot meet.
+The exact reduction is at least as fast as the library's Reduce_scatter: its receive buffers stay in cache.
+Each purpose has its own communicator, so that parameters, gradients and control messages cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ TAGS = 1 << 14
 
 
 class MPIComm(Comm):
-    """The ranks of an MPI communicator (the world, unless another is given).
+    """The ranks of an MPI communicator, by default COMM_WORLD.
 
-    exact     reductions add in rank order; otherwise the library chooses the order
-    threaded  a thread pushes transfers on while the rank computes; left out: where that gains something
-    poll      seconds between two looks of the thread
-    patient   waits sleep instead of spinning, for the calls of a thread in the background
+    exact     whether reductions add in rank order; otherwise the library chooses the order
+    threaded  whether a thread advances transfers while the rank computes; by default, if that helps
+    poll      seconds between two checks by the thread
+    patient   whether waits sleep instead of spinning, for calls by a background thread
     """
 
-    most = 1 << 30  # elements in one message: counts are C ints in older interfaces
+    most = 1 << 30  # elements in one message, because counts are C ints in older interfaces
     exact_chunk = EXACT_CHUNK
-    fast_chunk = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
+    fast_chunk = 1 << 20  # elements per call of library reductions: longer ones are several times slower
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class MPIComm(Comm):
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
-        """Return whether a progress thread helps: the library allows it, with spare cores or other hosts."""
+        """Return whether a progress thread helps: the library allows it, with free cores or several hosts."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here, alone = node.Get_size(), node.Get_size() == self.size
         node.Free()
@@ -70,10 +70,10 @@ class MPIComm(Comm):
         return all(self.allgather_object(pays))
 
     def start(self, running: Running, kind: str, label: str, record: Record | None = None) -> Handle:
-        """Start a transfer, and push it until it is complete; `record`: that of the collective."""
+        """Start a transfer, and advance it until it is complete; `record` is the record of its collective."""
         transfer = Transfer(running, self.meter, kind, label, record)
         if transfer.test():
-            transfer.wait()  # nothing to wait for, but an error would come out
+            transfer.wait()  # it is complete, but an error would be raised here
             return DONE
         self._progress.add(transfer)
         return transfer
@@ -82,7 +82,7 @@ class MPIComm(Comm):
         self._progress.push()
 
     def poke_progress(self) -> None:
-        """Let the library send messages that it has buffered, though their requests are complete."""
+        """Let the library send messages that it has buffered although their requests are complete."""
         self._control.Iprobe()
 
     # -------------------------------------------------------------------------------------- on arrays
@@ -107,11 +107,11 @@ class MPIComm(Comm):
         return self.start(running, "reduce_scatter", asked.label)
 
     def _exact_reduce(self, asked: ReduceScatter) -> Running:
-        """Reduce in rounds: post the next chunk, wait for the oldest, add its slices in rank order."""
+        """Reduce in rounds: post the next chunk, wait for the oldest, and add its slices in rank order."""
         full, partition, contributors = asked.full, asked.partition, asked.contributors
         tag, size = next(self._tags) % TAGS, self.exact_chunk
         starts = range(0, max(partition.counts), size)
-        free = self._scratch[contributors, full.dtype]  # buffers for a chunk from each contributor
+        free = self._scratch[contributors, full.dtype]  # buffers for one chunk from each contributor
         slots = [
             free.pop() if free else empty(contributors * size, full.dtype).reshape(contributors, size)
             for _ in starts[:EXACT_DEPTH]
@@ -133,7 +133,7 @@ class MPIComm(Comm):
         free.extend(slots)
 
     def _post(self, full: Array, slot: Array, partition: Partition, start: int, tag: int) -> list[Any]:
-        """Post receives into `slot` (contributors, chunk), then sends."""
+        """Post receives into `slot` (contributors, chunk), and then sends."""
         contributors, size = slot.shape
         part = partition.span(self.rank, start, size)
         length, kind = part.stop - part.start, mpi_type(full)
@@ -196,7 +196,7 @@ class MPIComm(Comm):
     # ------------------------------------------------------------------------------------- on objects
 
     def _finish(self, request: Any, kind: str, label: str = "") -> None:
-        """Wait for one request: blocking, or asleep so that other threads and ranks keep the cores."""
+        """Wait for one request, blocking, or sleeping so that other threads and ranks can use the cores."""
         with self.meter.waiting(kind, label):
             if not self._patient:
                 request.Wait()
@@ -204,7 +204,7 @@ class MPIComm(Comm):
                 time.sleep(POLL_SECONDS)
 
     def _gathering(self, kind: str) -> Any:
-        """Return the communicator of objects once all ranks are there: a patient rank does not spin."""
+        """Return the communicator for objects once all ranks are there, so a patient rank does not spin."""
         if self._patient:
             self._finish(self._control.Ibarrier(), kind)
         return self._control

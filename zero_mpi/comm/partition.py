@@ -1,4 +1,4 @@
-"""Partitions of a flat array among ranks: the slice of each rank, and the chunks that it travels in."""
+"""Partitions of a flat array among ranks: the slice of each rank, and the chunks in which it is sent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zero_mpi.arguments import whole
 
 @dataclass(frozen=True)
 class Partition:
-    """A flat buffer of `length` elements dealt out to `parts` ranks in contiguous slices.
+    """A flat buffer of `length` elements that is divided among `parts` ranks in contiguous slices.
 
-    Boundaries lie on multiples of `quantum`; lengths are as even as that allows, longer ones first, unless
-    `ends` says where each slice ends. A rank may own nothing.
+    Boundaries are multiples of `quantum`. Lengths are as even as that allows, with longer slices first, if
+    `ends` does not say where each slice ends. A rank may own no elements.
     """
 
     length: int
@@ -29,7 +29,7 @@ class Partition:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """parts + 1 offsets: rank r owns [bounds[r], bounds[r + 1])."""
+        """parts + 1 offsets; rank r owns [bounds[r], bounds[r + 1])."""
         if self.ends:
             return (0, *self.ends)
         share, longer = divmod(-(-self.length // self.quantum), self.parts)
@@ -38,7 +38,7 @@ class Partition:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Elements that each rank owns."""
+        """Number of elements that each rank owns."""
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def part(self, rank: int) -> slice:
@@ -46,7 +46,7 @@ class Partition:
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def span(self, rank: int, start: int, length: int) -> slice:
-        """Return the segment [start, start + length) of `rank`'s slice, as far as the slice has it."""
+        """Return the segment [start, start + length) of `rank`'s slice, cut off at the slice's end."""
         first, last = self.bounds[rank], self.bounds[rank + 1]
         return slice(min(first + start, last), min(first + start + length, last))
 
@@ -55,7 +55,7 @@ class Partition:
         return self.length - self.counts[rank]
 
     def cut(self, most: int) -> Iterator[Chunk]:
-        """Yield the buffer in contiguous chunks of at most `most` elements."""
+        """Yield contiguous chunks of the buffer, of at most `most` elements."""
         for start in range(0, self.length, most):
             stop = min(start + most, self.length)
             inside = [min(max(bound, start), stop) - start for bound in self.bounds]
@@ -65,13 +65,13 @@ class Partition:
 
 @lru_cache(maxsize=4096)
 def dealt_out(length: int, parts: int, quantum: int) -> Partition:
-    """Return a partition, one object for all equal ones: bounds take 72 bytes per rank, lengths are few."""
+    """Return a cached partition, one object for all equal ones, since its bounds take 72 bytes per rank."""
     return Partition(length, parts, quantum)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A segment [start, stop) of a flat buffer: per rank, how much of it and where, from `start`."""
+    """A segment [start, stop) of a flat buffer: how many elements each rank owns, and where, from `start`."""
 
     start: int
     stop: int
@@ -79,11 +79,11 @@ class Chunk:
     offsets: tuple[int, ...]
 
     def of_slice(self, partition: Partition, rank: int) -> slice:
-        """Return the part of `rank`'s slice that is in the chunk, counted from the slice's own beginning."""
+        """Return the part of `rank`'s slice that is in the chunk, relative to the beginning of the slice."""
         first = self.start + self.offsets[rank] - partition.bounds[rank]
         return slice(first, first + self.counts[rank])
 
 
 def others(rank: int, size: int) -> list[int]:
-    """Return the other ranks, the next one first, so that not all begin with the same one."""
+    """Return the other ranks, starting with the next one, so that not all ranks begin with the same one."""
     return [(rank + step) % size for step in range(1, size)]

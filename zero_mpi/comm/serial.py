@@ -1,4 +1,4 @@
-"""One process: the same path as many ranks, whose collectives are copies."""
+"""One process: it runs the same code as many ranks, and its collectives are copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_mpi.device.types import Array
 
 
 class SerialComm(Comm):
-    """A group of one rank; needs no MPI."""
+    """A group of one rank, which needs no MPI."""
 
     rank, size, exact, sums_in_place = 0, 1, True, True
     kind = SERIAL
@@ -24,7 +24,7 @@ class SerialComm(Comm):
         self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
         zeros = device.in_use().zeros
-        return ModuleMemory([zeros(one.length) for one in full], BufferPool())  # the slice is the whole
+        return ModuleMemory([zeros(one.length) for one in full], BufferPool())  # the slice is the full array
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         if shard is not None:

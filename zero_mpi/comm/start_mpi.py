@@ -1,6 +1,6 @@
-"""The MPI library, which is started where this module is first imported, and nowhere else.
+"""The MPI library, which is started when this module is first imported, and nowhere else.
 
-Any thread may call it: a transfer is pushed on by whoever has time.
+Any thread may call the library, because any idle thread may advance a transfer.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from mpi4py import MPI as MPI  # noqa: E402  (the setting above is read when MPI
 
 
 def mpi_type(array: Any) -> Any:
-    """Return the MPI type of an array's elements; for low precision a type that is moved and never added."""
+    """Return the MPI type of an array's elements; low-precision types are only copied and never added."""
     assert array.flags.c_contiguous, "a collective needs a contiguous array"
     if array.dtype.itemsize == 2:
         return MPI.UINT16_T

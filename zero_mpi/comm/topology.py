@@ -1,12 +1,12 @@
-"""Topology of a job: the ranks of each node.
+"""Topology of a job: which ranks are on each node.
 
-Traffic between nodes costs ten times that inside a node, so the transports that know several nodes let ranks
-of the same position on their nodes carry it, each its share: such ranks form a lane. That needs nodes with
-equally many ranks; and where sums pass from node to node in rank order, each node's ranks must follow
-one another.
+Traffic between nodes costs ten times as much as inside a node. Transports for several nodes therefore divide
+it among the ranks that have the same position on their nodes: such ranks form a lane. Lanes need equally many
+ranks on every node. If sums pass from node to node in rank order, the ranks of each node must also be
+consecutive.
 
-With ZERO_MPI_RANKS_PER_NODE=n in the environment every n ranks count as a node of their own, whatever the
-hardware: for trying out on one machine what is meant for several.
+With ZERO_MPI_RANKS_PER_NODE=n in the environment, every n ranks count as a node, whatever the hardware. This
+makes it possible to try features for several nodes on one machine.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ PRETEND = "ZERO_MPI_RANKS_PER_NODE"
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks of all nodes. members: those of each node, ascending; nodes in the order of their first ranks."""
+    """Ranks of all nodes. members: the ranks of each node, ascending; nodes ordered by their first rank."""
 
     members: tuple[tuple[int, ...], ...]
     rank: int
 
-    @cached_property  # found once: a sum asks with each of its chunks, and nodes may be thousands
+    @cached_property  # computed once: a sum needs it for each chunk, and there may be thousands of nodes
     def node(self) -> int:
-        """The number of this rank's node."""
+        """Number of this rank's node."""
         return next(number for number, ranks in enumerate(self.members) if self.rank in ranks)
 
     @cached_property
     def local(self) -> int:
-        """This rank's position on its node."""
+        """Position of this rank on its node."""
         return self.members[self.node].index(self.rank)
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
+        """Number of nodes."""
         return len(self.members)
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks of the first node."""
+        """Number of ranks of the first node."""
         return len(self.members[0])
 
     @property
     def problem(self) -> str:
-        """The reason why no lanes can be formed that keep the order of ranks, or an empty text."""
+        """Reason why no lanes can be formed that keep the order of ranks, or an empty text."""
         if self.nodes == 1:
             return "there is only one node"
         counts = sorted({len(ranks) for ranks in self.members})
@@ -64,7 +64,7 @@ class Topology:
 
 
 def node_communicator(world: Any) -> Any:
-    """Return the ranks of `world` that share this one's memory, in the same order. Collective."""
+    """Return the communicator of the ranks of `world` on this node, in the same order. Collective."""
     pretended = os.environ.get(PRETEND, "")
     if pretended.isdigit() and int(pretended) > 0:
         return world.Split(world.Get_rank() // int(pretended), world.Get_rank())
@@ -72,14 +72,14 @@ def node_communicator(world: Any) -> Any:
 
 
 def find_topology(world: Any, node: Any) -> Topology:
-    """Return the nodes of `world`, of which `node` is this rank's communicator. Collective."""
+    """Return the topology of `world`, where `node` is the communicator of this rank's node. Collective."""
     leader = node.bcast(world.Get_rank())
     members = members_of(world.allgather(leader)).values()
     return Topology(tuple(map(tuple, members)), world.Get_rank())
 
 
 def nodes_of(world: Any) -> list[int]:
-    """Return the node of each rank of `world`, by number. Collective."""
+    """Return the number of the node of each rank of `world`. Collective."""
     node = node_communicator(world)
     members = find_topology(world, node).members
     node.Free()

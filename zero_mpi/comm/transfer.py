@@ -1,11 +1,11 @@
-"""Transfers of several steps, as generators that any idle thread pushes on.
+"""Transfers of several steps, as generators that any idle thread can advance.
 
-A generator yields what it needs next: a list of MPI requests that must be complete, or a function that says
-whether something has come about (a counter in shared memory has risen). So a reduction in chunks, or one that
-goes on from node to node, moves by a thread, by a test between layers, or in the wait of its owner.
+A generator yields what it needs next: a list of MPI requests that must be complete, or a function that tests
+a condition (a counter in shared memory has risen). So a thread, a test between layers, or a wait of the owner
+can advance a reduction in chunks, or one that goes from node to node.
 
-Where a core is free one thread tests what is in progress and sleeps between rounds (`ProgressEngine`); where
-ranks fill the cores it would only take time from the computation.
+If a core is free, one thread tests the transfers in progress and sleeps between rounds (`ProgressEngine`). If
+ranks fill the cores, such a thread would only take time from the computation.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.telemetry import spans
 
-Needed = list[Any] | Callable[[], bool]  # MPI requests, or a function that tells if it is complete
+Needed = list[Any] | Callable[[], bool]  # MPI requests, or a function that returns whether a condition holds
 Running = Iterator[Needed]
-CHECK_SECONDS = 2e-5  # seconds between looks at something that is no request
-POLL_SECONDS = 2e-4  # seconds between rounds of the thread; a busier or an adaptive poll hid no more
+CHECK_SECONDS = 2e-5  # seconds between checks of a condition that is not a request
+POLL_SECONDS = 2e-4  # seconds between rounds of the thread; a shorter or an adaptive interval hid no more
 
 
 def has_come(needed: Needed) -> bool:
@@ -34,8 +34,8 @@ def has_come(needed: Needed) -> bool:
 
 @contextmanager
 def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
-    """Lend an object from a list of free ones, or a new one; it is free again afterwards."""
-    try:  # another thread may be here as well
+    """Lend an object from a list of free ones, or a new object; add it to the list afterwards."""
+    try:  # another thread may run this at the same time
         lent = free.pop()
     except IndexError:
         lent = new()
@@ -46,10 +46,10 @@ def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
 
 
 class Transfer(Handle):
-    """Runner of a generator that yields what it needs next; `test` and `wait` drive it.
+    """Runner of a generator that yields what it needs next; `test` and `wait` advance it.
 
-    The lock lets the progress thread and the owner push the same transfer. `record`: the record of the
-    collective that the transfer is part of, for the timeline.
+    The lock lets the progress thread and the owner advance the same transfer. `record` is the record of the
+    collective to which the transfer belongs, for the timeline.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Transfer(Handle):
     def _advance(self, may_go_on: Callable[[Needed], bool]) -> bool:
         """Continue if possible; return whether there is more to do.
 
-        Any error, of MPI or of a device, is raised where the owner waits, whichever thread pushed.
+        Any error, of MPI or of a device, is raised in the owner's wait, whichever thread advances it.
         """
         try:
             if not may_go_on(self._needed):
@@ -76,12 +76,12 @@ class Transfer(Handle):
             spans.end(self._record)
         except BaseException as error:
             self._done, self._error = True, error
-            self._running = iter(())  # and what it held is free for others
+            self._running = iter(())  # and release what the generator held
         return not self._done
 
     def test(self) -> bool:
         if not self._lock.acquire(blocking=False):
-            return False  # another thread pushes it
+            return False  # another thread advances it
         try:
             while not self._done and self._advance(has_come):
                 pass
@@ -106,7 +106,7 @@ class Transfer(Handle):
 
 
 class ProgressEngine:
-    """The transfers in progress, pushed by a thread of its own or by calls of `push`."""
+    """The transfers in progress, which a separate thread or calls of `push` advance."""
 
     def __init__(self, threaded: bool, poll: float = POLL_SECONDS) -> None:
         self._active: list[Handle] = []
@@ -118,13 +118,13 @@ class ProgressEngine:
             self._thread.start()
 
     def add(self, handle: Handle) -> None:
-        """Look after `handle` until it is complete."""
+        """Advance `handle` until it is complete."""
         with self._changed:
             self._active.append(handle)
             self._changed.notify()
 
     def push(self) -> None:
-        """Test everything in progress once, unless the thread does that."""
+        """Test all transfers in progress once, unless the thread does so."""
         if self._thread is None:
             self._test_all()
 
@@ -146,7 +146,7 @@ class ProgressEngine:
             time.sleep(self._poll)
 
     def close(self) -> None:
-        """End the thread; what is in progress must have been waited for."""
+        """End the thread; all transfers must have been waited for."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""Wrappers of a transport that forward every call. Subclasses override some calls."""
+"""Wrappers of a transport, which forward every call. Subclasses override some calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
-    """Make a method that reports a collective, then hands it on; `about`: text equal on all ranks."""
+    """Return a method that reports a collective and forwards it; `about` returns text equal on all ranks."""
 
     def method(self: CommWrapper, *given: Any, **named: Any) -> Any:
         self.on_collective(name, "", *about(*given, **named))
@@ -25,9 +25,9 @@ def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given:
 
 
 class CommWrapper(Comm):
-    """Wrapper that hands every call on to `inner`.
+    """Wrapper that forwards every call to `inner`.
 
-    `on_collective` sees all that is collective first, `wrapped` the handles of transfers, and `wrap` the
+    `on_collective` is called before each collective, `wrapped` gets the handles of transfers, and `wrap` the
     other transports that `inner` makes.
     """
 
@@ -35,18 +35,18 @@ class CommWrapper(Comm):
         self._inner, self.kind, self.meter = inner, inner.kind, inner.meter
         self.rank, self.size, self.exact = inner.rank, inner.size, inner.exact
         self.sums_in_place, self.replicates_by_node = inner.sums_in_place, inner.replicates_by_node
-        self._group: tuple[Comm, Comm] | None = None  # the inner transport's shard group, and its wrapper
+        self._group: tuple[Comm, Comm] | None = None  # inner shard group, and its wrapper
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Note that a collective is about to start; ranks must have `about` alike. Arrays come as they are:
-        their size and type must be alike, and most implementations need not spell them out."""
+        """Handle a collective that is about to start, with an `about` equal on all ranks. Arrays are passed
+        unchanged: their size and type must be equal, and most implementations need no text of these."""
 
     def wrapped(self, inner: Handle) -> Handle:
-        """Return what the caller gets for a handle of the inner transport."""
+        """Return the handle that the caller gets for a handle of the inner transport."""
         return inner
 
     def wrap(self, other: Comm) -> Comm:
-        """Wrap another transport of these ranks, or of some of them, in the same way. Collective."""
+        """Wrap another transport of all or some of these ranks in the same way. Collective."""
         return other
 
     @property
@@ -56,13 +56,13 @@ class CommWrapper(Comm):
     # -------------------------------------------------------------------------------------- on arrays
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        where = "its slices in place" if shard is None else "from slices"
+        where = "slices in place" if shard is None else "from slices"
         self.on_collective("allgather", label, full, partition, where)
         return self.wrapped(self._inner.allgather(shard, full, partition, label))
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
         ranks = f"{asked.contributors} contributors"
-        how = "added to what is there" if asked.accumulate else "from zero"
+        how = "added to the output" if asked.accumulate else "from zero"
         self.on_collective("reduce_scatter", asked.label, asked.full, asked.partition, ranks, how)
         return self.wrapped(self._inner.reduce_scatter(**vars(asked)))
 
@@ -123,7 +123,7 @@ class CommWrapper(Comm):
 
 
 class ProgressingWrapper(CommWrapper):
-    """Wrapper over messages that pushes all transfers while it waits: another rank may need them."""
+    """Wrapper over MPI messages that advances all transfers while it waits, as other ranks may need them."""
 
     def __init__(self, inner: MPIComm, ranks_here: int) -> None:
         super().__init__(inner)
@@ -131,7 +131,7 @@ class ProgressingWrapper(CommWrapper):
         self._crowded = ranks_here > environment.node_cores()
 
     def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
-        """Push the transfers in progress until `ready()`; `kind` and `label` name what is waited for."""
+        """Advance the transfers in progress until `ready()`; `kind` and `label` name the collective."""
 
         def pushed() -> bool:
             self.progress()
@@ -148,7 +148,7 @@ class ProgressingWrapper(CommWrapper):
 
 
 class ProgressingHandle(Handle):
-    """A transfer whose wait pushes all other transfers too."""
+    """A transfer whose wait also advances all other transfers."""
 
     def __init__(self, comm: ProgressingWrapper, inner: Handle) -> None:
         self._comm, self._inner, self.kind, self.label = comm, inner, inner.kind, inner.label
@@ -160,4 +160,4 @@ class ProgressingHandle(Handle):
     def wait(self) -> None:
         if not self._inner.test():
             self._comm.wait_until(self._inner.test, self.kind, self.label)
-        self._inner.wait()  # complete: an error comes out
+        self._inner.wait()  # it is complete, but an error is raised here

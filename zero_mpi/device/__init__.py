@@ -1,14 +1,14 @@
-"""Devices: arrays live in the host's memory, or in that of the one GPU that a rank uses.
+"""Devices: arrays are either in the host's memory or in the memory of the one GPU that a rank uses.
 
-A process computes on one device, chosen once, before the first large array. A device offers the
-few things that both kinds have: flat memory, memory lent to an array that tells when it comes back, copies
-between host and device, and marks in the order of the device's work. Everything else is array code that NumPy
-and CuPy share. `arrays` makes pools of buffers from that, and `ordered_sum` adds arrays in the order of
-ranks.
+A process computes on one device, chosen once, before the first large array. A device provides the few
+operations that hosts and GPUs have in common: flat memory, memory lent to an array that is returned after
+use, copies between host and device, and markers in the order of the device's work. All other array code runs
+on NumPy and CuPy alike. `arrays` builds pools of buffers on this, and `ordered_sum` adds arrays in rank
+order.
 
-Where the launcher tells a rank its number on the node, `claim` takes that rank's GPU before MPI starts, since
-MPI libraries look for the GPU of the thread that starts them. All computing goes to one stream. A step asks
-the GPU for one number only, the norm of the gradient: losses stay there until the step's total is formed. So
+If the launcher gives a rank its number on the node, `claim` takes that rank's GPU before MPI starts, because
+MPI libraries use the GPU of the thread that starts them. All computation goes to one stream. A step copies
+only one number from the GPU, the norm of the gradient; losses stay there until the step's total is formed. So
 the host runs ahead and launches work while the GPU computes.
 """
 
@@ -33,15 +33,15 @@ _in_use: Device = HOST
 
 
 def in_use() -> Device:
-    """Return the device of this process."""
+    """Return the device that this process computes on."""
     return _in_use
 
 
 def use(name: str, on_node: int = 0) -> Device:
-    """Choose the device of this process: "cpu", "cuda", or "auto", a GPU where CuPy finds one.
+    """Choose the device of this process: "cpu", "cuda", or "auto", which is a GPU if CuPy finds one.
 
     A rank takes the GPU with its number on the node, modulo the number of GPUs; `on_node` is that number if
-    the launcher does not give it. Raises UsageError if a GPU is asked for and there is none.
+    the launcher does not give it. Raise UsageError if "cuda" is requested and there is no GPU.
     """
     count = 0 if name == "cpu" else gpus()
     if name == "cuda" and not count:
@@ -53,30 +53,30 @@ def use(name: str, on_node: int = 0) -> Device:
 def claim(name: str) -> None:
     """Take this rank's GPU before MPI starts, if the launcher gives the rank's number on the node.
 
-    Errors are not reported here: `use` meets them again, when all ranks can agree on them.
+    Errors are not reported here; they occur again in `use`, when all ranks can agree on them.
     """
     number, count = environment.local_rank(), 0 if name == "cpu" else gpus()
     if number is not None and count:
         cuda = import_cupy().cuda
         with contextlib.suppress(cuda.runtime.CUDARuntimeError):
             cuda.Device(number % count).use()
-            cuda.runtime.free(0)  # only makes the context
+            cuda.runtime.free(0)  # only creates the context
 
 
 def adopt(chosen: Device) -> Device:
-    """Compute on a device from now on."""
+    """Compute on a device from now on, and return it."""
     global _in_use
     _in_use = chosen
     return chosen
 
 
 def is_cupy(x: Array) -> bool:
-    """Return whether `x` is a CuPy array, without importing CuPy for the answer."""
+    """Return whether `x` is a CuPy array, without importing CuPy."""
     return type(x).__module__.partition(".")[0] == "cupy"
 
 
 def home_of(x: Array) -> Device:
-    """Return the device that an array lies on."""
+    """Return the device that holds an array."""
     return in_use() if is_cupy(x) else HOST
 
 

@@ -1,10 +1,10 @@
-"""Arrays: the module that they belong to, and buffers that are used again.
+"""Arrays: the module that they belong to, and buffers that are reused.
 
-Everything above this module computes on "an array", NumPy's or CuPy's; `namespace` gives the module
-whose functions apply to it, `device` says where they lie. `BufferPool` hands out the large flat buffers of
-the runtime (gathered units, gradients of a unit), which are given back by hand; `recycled` the activations,
-whose memory comes back by itself when the last view of it is gone. Both only grow, so that a training step
-allocates nothing large once each size has been seen.
+Modules above this one compute on "arrays" of NumPy or CuPy. `namespace` returns the module whose functions
+apply to an array, and `device` says where arrays are kept. `BufferPool` lends the large flat buffers of the
+runtime (gathered units, gradients of a unit), which callers return explicitly. `recycled` lends memory for
+activations, which returns by itself when its last view is gone. Both kinds of pools only grow, so a training
+step allocates no large memory once each size has been used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_mpi import device
 from zero_mpi.device import HOST, Device
 from zero_mpi.device.types import Array
 
-Scalar = Any  # a float; on a GPU an array without dimensions, so that nobody has to wait for it
+Scalar = Any  # a float; on a GPU an array without dimensions, so that the host need not wait for it
 namespace = device.namespace
 empty = HOST.empty  # in the host's memory, whatever the device is
 
@@ -29,7 +29,7 @@ empty = HOST.empty  # in the host's memory, whatever the device is
 def read_only(whole: Array) -> Array:
     """Return a read-only view of an array that all ranks share."""
     view = whole.view()
-    if not device.is_cupy(view):  # which has no such flag
+    if not device.is_cupy(view):  # CuPy arrays have no such flag
         view.flags.writeable = False
     return view
 
@@ -40,12 +40,12 @@ def address(x: Array) -> int:
 
 
 def to_device_of(x: Array, other: Array) -> Array:
-    """Return `x` where `other` lies: itself, or a copy on the GPU."""
+    """Return `x` on the device of `other`: itself, or a copy on the GPU."""
     return device.in_use().from_host(x) if device.is_cupy(other) else x
 
 
 def side_by_side(parts: tuple[Array, ...]) -> Array | None:
-    """Return the array (..., W) whose columns, without gaps, the parts (..., heads, width) are, or None."""
+    """Return the array (..., W) whose columns are the parts (..., heads, width), without gaps, or None."""
     joint = parts[0].base
     if not isinstance(joint, type(parts[0])) or any(part.base is not joint for part in parts):
         return None
@@ -63,20 +63,20 @@ def side_by_side(parts: tuple[Array, ...]) -> Array | None:
 
 
 class BufferPool:
-    """Flat float32 buffers that are lent and given back. It grows when it must and never shrinks.
+    """Flat float32 buffers that are lent and returned. The pool grows when necessary and never shrinks.
 
-    `take` returns a buffer of at least the wanted size, so that a caller who needs less cuts it. They lie
-    on the device in use unless another is given.
+    `take` may return a longer buffer than requested, so a caller that needs less cuts it. The buffers are
+    on the device in use unless another device is given.
     """
 
     def __init__(self, where: Device | None = None) -> None:
         self._device = device.in_use() if where is None else where
         self._free: list[Array] = []
         self._lent: dict[int, Array] = {}
-        self.peak_lent = 0  # the most buffers that were out at once
+        self.peak_lent = 0  # the most buffers that were lent at the same time
 
     def take(self, size: int) -> Array:
-        """Return a buffer of at least `size` elements: the smallest free one that fits, else a new one."""
+        """Return a buffer of at least `size` elements: the smallest free one that fits, or a new one."""
         fitting = [buffer for buffer in self._free if buffer.size >= size]
         if fitting:
             buffer = min(fitting, key=lambda candidate: int(candidate.size))
@@ -94,40 +94,40 @@ class BufferPool:
 
     @property
     def lent(self) -> int:
-        """The number of buffers that are lent now."""
+        """Number of buffers that are lent now."""
         return len(self._lent)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Elements of each buffer, lent or free, longest first."""
+        """Number of elements of each buffer, lent or free, longest first."""
         return tuple(sorted((int(b.size) for b in [*self._free, *self._lent.values()]), reverse=True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, lent or free."""
+        """Total bytes of all buffers, lent or free."""
         return sum(int(buffer.nbytes) for buffer in [*self._free, *self._lent.values()])
 
 
 # ------------------------------------------------------------------------- memory that comes back by itself
 
-RECYCLED_FROM = 16 << 10  # bytes; below it the library's own allocator is as good
+RECYCLED_FROM = 16 << 10  # bytes; for smaller arrays the library's allocator is as good
 
 
 def size_class(nbytes: int) -> int:
-    """Return `nbytes` rounded up to one of eight sizes between a power of two and the next."""
+    """Return `nbytes` rounded up to one of the eight sizes between two powers of two."""
     step = 1 << max(6, (nbytes - 1).bit_length() - 4)
     return -(-nbytes // step) * step
 
 
 @lru_cache(4096)
 def class_of(shape: tuple[int, ...], dtype: Any) -> int:
-    """Return the size class of an array; 0 for one that is not worth recycling."""
+    """Return the size class of an array, or 0 if it is too small to recycle."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     return 0 if nbytes < RECYCLED_FROM else size_class(nbytes)
 
 
 class _Block:
-    """Memory of one size class, forever in the pool: lent, or in the list `home` of the free ones."""
+    """Memory of one size class, which stays in the pool: lent, or in the list `home` of free blocks."""
 
     __slots__ = ("home", "lease", "memory")
 
@@ -137,7 +137,7 @@ class _Block:
 
 
 class _Lease(weakref.ref[Any]):
-    """Watches the owner of a lent block, an object that lives as long as any array on it."""
+    """Weak reference to the owner of a lent block, an object that lives as long as any array on the block."""
 
     __slots__ = ("block",)
     block: _Block
@@ -149,7 +149,7 @@ def _came_back(lease: _Lease) -> None:
 
 
 class RecycledStats(NamedTuple):
-    """A pool of recycled memory: bytes in all, bytes that arrays refer to, allocations made so far."""
+    """State of a pool of recycled memory: total bytes, bytes that arrays use, and number of allocations."""
 
     held: int
     lent: int
@@ -157,23 +157,23 @@ class RecycledStats(NamedTuple):
 
 
 class Recycler:
-    """Memory of a device for activations, which comes back when the last view of it is gone.
+    """Device memory for activations, which returns by itself when its last view is gone.
 
-    The base of an array is an object made for this loan. NumPy and CuPy keep a reference to it for every
-    view, and for views of views; when the last one is gone the memory may be lent again. Nothing has to be
-    given back, and what is still referenced is never lent. On a GPU that is right because all that computes
-    on activations is in the order of one stream.
+    The base of an array is an object made for each loan. NumPy and CuPy keep a reference to it in every view,
+    and in views of views. When the last view is gone, the memory may be lent again. Callers return nothing,
+    and memory that is still referenced is never lent. On a GPU this is correct because all computations on
+    activations are in the order of one stream.
     """
 
     def __init__(self, where: Device) -> None:
         self._device = where
         self._blocks: list[_Block] = []
         self._free: dict[int, list[_Block]] = {}  # by size class; append and pop of a list need no lock
-        self._rest: Array | None = None  # rest of the last chunk
+        self._rest: Array | None = None  # unused rest of the last chunk
         self._cuts = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Return an uninitialised, aligned array, on memory that was used before if some has its size."""
+        """Return an uninitialised, aligned array, in used memory if some of its size is free."""
         size = class_of(shape, dtype)
         if not size:
             return self._device.small(shape, dtype)
@@ -189,7 +189,7 @@ class Recycler:
         return array
 
     def _cut(self, size: int) -> Array:
-        """Return memory for a block: of the last chunk, or of a new one."""
+        """Return memory for a block, from the last chunk or from a new one."""
         with self._cuts:
             if self._rest is None or self._rest.size < size:
                 self._rest = self._device.lasting(max(size, self._device.chunk))
@@ -199,7 +199,7 @@ class Recycler:
     def trim(self) -> None:
         """Free all memory that is not lent, for example before work with other sizes.
 
-        A chunk goes when none of its blocks is left.
+        A chunk is freed when none of its blocks is left.
         """
         self._rest = None
         free = {id(block) for home in self._free.values() for block in home}
@@ -208,14 +208,14 @@ class Recycler:
             home.clear()
 
     def stats(self) -> RecycledStats:
-        """Return what the pool holds now."""
+        """Return the current state of the pool."""
         blocks = list(self._blocks)
         lent = sum(int(block.memory.nbytes) for block in blocks if block.lease is not None)
         return RecycledStats(sum(int(block.memory.nbytes) for block in blocks), lent, len(blocks))
 
 
 def pool_of(where: Device) -> Recycler:
-    """Return the recycled memory of a device."""
+    """Return the pool of recycled memory of a device."""
     pool: Recycler | None = where.activations
     if pool is None:
         pool = where.activations = Recycler(where)

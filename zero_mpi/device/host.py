@@ -1,4 +1,4 @@
-"""Arrays of the host: NumPy's, in the process's own memory."""
+"""NumPy arrays in the memory of the host."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import numpy as np
 
 from zero_mpi.device.types import ALIGNMENT, Array
 
-HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on others with pages of 4 KiB
+HUGE_PAGE = 2 << 20  # bytes, on x86-64 and other processors with pages of 4 KiB
 
 
 class Done:
-    """A mark behind work that is complete already: the host computes at once."""
+    """A marker after work that is already complete, because the host computes at once."""
 
     done = True
 
     def wait(self) -> None:
-        """Return when the work before the mark is complete."""
+        """Return when the work before the marker is complete."""
 
 
 class Host:
-    """NumPy arrays in the process's own memory."""
+    """The host as a device: NumPy arrays in the process's own memory."""
 
     name = about = "cpu"
-    stream: Any = None  # on a GPU the stream that computes
-    activations: Any = None  # the `arrays.Recycler` in use; None: `arrays.pool_of` makes it
-    chunk = 64 << 20  # bytes that a pool takes at once; pages without a write take no memory
+    stream: Any = None  # on a GPU, the stream that computes
+    activations: Any = None  # the `arrays.Recycler` in use, which `arrays.pool_of` makes
+    chunk = 64 << 20  # bytes that a pool allocates at once; pages that are never written take no memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
         """Return a flat uninitialised array that starts at a cache line.
 
-        The same alignment everywhere keeps vector code on the same path whatever slice a rank holds.
+        Equal alignment keeps vector code on the same path, whatever slice a rank owns.
         """
         itemsize = np.dtype(dtype).itemsize
         raw = np.empty(size * itemsize + ALIGNMENT, np.uint8)
@@ -43,19 +43,19 @@ class Host:
         return raw[skip : skip + size * itemsize].view(dtype)
 
     def zeros(self, size: int, dtype: Any = np.float32) -> Array:
-        """Return a flat array of zeros, aligned as `empty`."""
+        """Return a flat array of zeros with the alignment of `empty`."""
         array = self.empty(size, dtype)
         array.fill(0)
         return array
 
     def lasting(self, nbytes: int) -> Array:
-        """Return uninitialised bytes that a pool keeps: in huge pages, where the system has them.
+        """Return uninitialised bytes for a pool, in huge pages if the system has them.
 
-        A processor keeps the addresses of some thousand pages. In pages of 4 KiB these are a few megabytes,
-        and a step walks through all of its activations.
+        A processor caches the addresses of some thousand pages. With pages of 4 KiB that is a few megabytes,
+        but a step uses all of its activations.
         """
         memory = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # some kernels have no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         raw = np.frombuffer(memory, np.uint8)
         skip = -raw.ctypes.data % HUGE_PAGE
@@ -67,7 +67,7 @@ class Host:
         return owner, np.ndarray(shape, dtype, owner)
 
     def small(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an uninitialised array too small to be worth more than the library's own allocator."""
+        """Return an uninitialised array from the library's allocator, for sizes that are not recycled."""
         return np.empty(shape, dtype)
 
     def from_host(self, x: Array) -> Array:
@@ -83,26 +83,26 @@ class Host:
         return self.empty(nbytes, np.uint8)
 
     def fetch(self, pairs: list[tuple[Array, Array]]) -> Any:
-        """Copy arrays, as (target, source); return a mark behind the last copy."""
+        """Copy arrays, given as (target, source); return a marker after the last copy."""
         for target, source in pairs:
             target[...] = source
         return Done()
 
     def before_update(self) -> None:
-        """Order later computing after the copies of `fetch`, which are complete."""
+        """Order later computation after the copies of `fetch`, which are already complete."""
 
     def mark(self) -> Any:
-        """Return a mark in the order of work; on the host, work is complete when its call returns."""
+        """Return a marker in the order of work; on the host, work is complete when its call returns."""
         return Done()
 
     def wait_for(self, mark: Any) -> None:
-        """Order later computing after a mark."""
+        """Order later computation after a marker."""
 
     def synchronize(self) -> None:
         """Return when all work is complete."""
 
     def memory_in_use(self) -> int:
-        """Return the bytes of this process in the host's memory, what it shares with others included."""
+        """Return the bytes of host memory of this process, including memory shared with other processes."""
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * mmap.PAGESIZE
 
@@ -111,12 +111,12 @@ class Host:
 
 
 class HostStopwatch:
-    """The host's clock: work is done when its call returns, so a stamp is the time."""
+    """The host's clock. Work is done when its call returns, so a stamp is the current time."""
 
     stamp = staticmethod(time.perf_counter)
 
     def seconds(self, stamp: float) -> float:
-        """Return `stamp` itself, a time of `time.perf_counter`."""
+        """Return `stamp` itself, which is a time of `time.perf_counter`."""
         return stamp
 
 

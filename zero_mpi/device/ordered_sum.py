@@ -1,7 +1,7 @@
 """Sums in a given order, on the host and, by small kernels with the same bits, on a GPU.
 
-The transports have this sum of their own, because they add chunks as these arrive, on a stream beside the
-one that computes, and because `comm` does not know the operations.
+Transports use this sum and not an operation of `ops`, because they add chunks as these arrive, on another
+stream than the one that computes, and because `comm` does not import `ops`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from zero_mpi.device.types import Array
 SOURCE = Path(__file__).with_suffix(".cu")
 OPTIONS = ("-std=c++17",)
 KINDS, PAIRWISE = ("float32", "bfloat16", "float16"), "pairwise_sums"
-LEAF = 128  # numbers that NumPy's sum of a vector adds without cutting it in halves
-MAX_PARTS = 8  # parts that one launch adds, as the source says
+LEAF = 128  # most numbers that NumPy's sum of a vector adds without cutting the vector in half
+MAX_PARTS = 8  # parts that one launch adds, as in the CUDA source
 THREADS, BLOCKS = 256, 1024  # threads per block; most blocks: enough to fill any GPU, few enough to share it
-PER_THREAD = 4  # elements that a thread takes at a time
+PER_THREAD = 4  # elements that a thread adds at a time
 
 
 @cache
 def kernels() -> dict[Any, Any]:
-    """Return the kernels of sums by the type that they add, and PAIRWISE."""
+    """Return the kernels for sums by the type of the parts, and the kernel PAIRWISE."""
     module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
     with libraries():
         found = {np.dtype(kind): module.get_function(f"add_{kind}") for kind in KINDS}
@@ -36,9 +36,9 @@ def kernels() -> dict[Any, Any]:
 
 
 def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any) -> None:
-    """Set out = parts[0] + parts[1] + ..., or out + parts[0] + ..., on a stream.
+    """Set out = parts[0] + parts[1] + ..., or out + parts[0] + ... if `accumulate`, on a stream.
 
-    `out` is float32; the parts are of one type, float32, bfloat16 or float16, and as long as `out`.
+    `out` is float32. The parts have the length of `out` and one type: float32, bfloat16 or float16.
     """
     assert out.dtype == np.float32, "sums are float32"
     if not out.size:
@@ -53,7 +53,7 @@ def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, str
 
 
 def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
-    """Set out = parts[0] + parts[1] + ..., or out + parts[0] + ..., from left to right, in place.
+    """Set out = parts[0] + ..., or out + parts[0] + ... if `accumulate`, from left to right, in place.
 
     Parts of a lower type are widened before they are added.
     """
@@ -71,9 +71,9 @@ def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
 
 
 def pairwise_sums(x: Array, segments: Array) -> Array:
-    """Return NumPy's sums of float64 x[start : start + length], with the same bits on a GPU.
+    """Return NumPy's float64 sums of x[start : start + length], with the same bits on a GPU.
 
-    segments (2, N): starts, and lengths up to LEAF.
+    segments (2, N): the starts, and the lengths, which are at most LEAF.
     """
     count = segments.shape[1]
     if is_cupy(x):

@@ -1,9 +1,9 @@
-"""Names that all of the package's devices share."""
+"""Types and constants that all devices share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-Array = Any  # numpy.ndarray or cupy.ndarray: the two share the methods that are used here
+Array = Any  # numpy.ndarray or cupy.ndarray, which share the methods that are used here
 
 ALIGNMENT = 64  # bytes: a cache line, and the width of the widest CPU vector registers

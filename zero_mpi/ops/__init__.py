@@ -1,9 +1,9 @@
-"""The operations of layers and optimizers, dispatched by the type of their first array.
+"""The operations of layers and optimizers, which are dispatched by the type of their first array.
 
-`reference` defines each one, with `registry.operation`; faster versions for an array type are added by
-`registry.implements`. Callers write `ops.NAME(...)` for arrays on any device. For NumPy arrays the faster
-versions are `ops.cpu`, if numba and SciPy are installed; `prepare` or the first operation loads them, unless
-ZERO_MPI_OPS=reference is set. For CuPy arrays they are `ops.gpu`.
+`reference` defines each operation with `registry.operation`, and `registry.implements` adds faster versions
+for an array type. Callers write `ops.NAME(...)` for arrays on any device. If numba and SciPy are installed,
+NumPy arrays use the versions in `ops.cpu`, which `prepare` or the first operation loads, unless
+ZERO_MPI_OPS=reference is set. CuPy arrays use the versions in `ops.gpu`.
 """
 
 import os
@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from zero_mpi import device, environment
 from zero_mpi.ops import code_cache, low_precision, threads
-from zero_mpi.ops.reference import *  # noqa: F403  (their types, for those who check them)
+from zero_mpi.ops.reference import *  # noqa: F403  (gives type checkers the types)
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS, register
 
 globals().update(OPERATIONS)
@@ -28,7 +28,7 @@ _INSTEAD = {  # reason why operations are not compiled -> whether it applies
     "numba is not installed: pip install 'zero-mpi[fast,onednn]'": find_spec("numba") is None,
 }
 _compiles = not any(_INSTEAD.values())
-GENERATION = "generation"  # kernels that training does not need
+GENERATION = "generation"  # kernels that only generation needs
 
 
 def backend() -> str:
@@ -46,11 +46,11 @@ def compiles() -> bool:
 
 
 def products(kind: Any) -> tuple[str, str]:
-    """Return (the library that multiplies a type on the host, ""), or ("", why float32 copies are used).
+    """Return (the host's matmul library for a type, ""), or ("", the reason for using float32 copies).
 
     The result is ("", "") on a GPU, and for float32 if BLAS multiplies it.
     """
-    if device.in_use() is not device.HOST or kind == np.float64:  # which NumPy multiplies, by the reference
+    if device.in_use() is not device.HOST or kind == np.float64:  # NumPy multiplies float64, by the reference
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
         return "", "kernels of a specific CPU are disabled"
@@ -63,7 +63,7 @@ def products(kind: Any) -> tuple[str, str]:
 
 
 def slower(kind: Any) -> str:
-    """Return why computing in a type is slower here than it could be; empty if it is not."""
+    """Return the reason why computing in a type is slower here than it could be, or an empty string."""
     if device.in_use().name == "cuda":
         from zero_mpi.ops import gpu
 
@@ -73,7 +73,7 @@ def slower(kind: Any) -> str:
 
 
 def compiled_for() -> str:
-    """Return the processor that the operations are compiled for; empty for the reference or a GPU."""
+    """Return the CPU that the operations are compiled for, or an empty string for the reference or a GPU."""
     if not _compiles or device.in_use().name == "cuda":
         return ""
     from zero_mpi.ops.cpu import jit
@@ -91,11 +91,11 @@ def prepare_gpu() -> None:
 
 
 def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) -> None:
-    """Compile all kernels of a type for the device in use, unless the cache has them; one call is enough.
+    """Compile all kernels of a type for the device in use, unless the cache has them. One call is enough.
 
-    Before it compiles for a processor, which takes about ten seconds, it calls `say` with one line. If many
-    ranks start at once, let one of each node go first: the others then find the cache filled. Kernels that
-    were not prepared, such as the host's if a GPU is in use, are compiled by the first call of each.
+    Before it compiles for a CPU, which takes about ten seconds, it calls `say` with one line. If many ranks
+    start at once, call it first on one rank of each node, which fills the cache for the other ranks. Kernels
+    that were not prepared, such as the host's kernels on a GPU run, are compiled when they are first called.
     """
     if device.in_use().name == "cuda":
         prepare_gpu()
@@ -106,7 +106,7 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
 
 
 def fill_cache(kind: str, say: Callable[[str], object] | None = None) -> None:
-    """Compile the kernels of a type, or those that only generation needs, if the cache lacks them."""
+    """Compile the kernels of a type, or the kernels that only generation needs, unless the cache has them."""
     if code_cache.is_complete(kind):
         return
     if say is not None:
@@ -123,9 +123,9 @@ def fill_cache(kind: str, say: Callable[[str], object] | None = None) -> None:
 
 
 def use_threads(count: int | None = None) -> int:
-    """Set the number of compute threads of this process, by default from environment variables; return it.
+    """Set and return the number of compute threads of this process; the default comes from the environment.
 
-    For the reference, these are the threads of NumPy's BLAS.
+    The reference uses this many threads in NumPy's BLAS.
     """
     if count is None:
         count = threads.of_libraries() if environment.threads_were_set else 1
@@ -140,13 +140,13 @@ def prepare_cpu() -> None:
     """Register compiled operations for NumPy arrays."""
     from zero_mpi.ops import cpu  # noqa: F401
 
-    for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # no kernel: the reference computes
+    for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # without a kernel, use the reference
         OPERATIONS[name].register(np.ndarray, OPERATIONS[name].dispatch(object))
     register(np.ndarray)
 
 
 def _on_first_use(name: str) -> Callable[..., Any]:
-    """Return a placeholder of an operation that imports the kernels when it is called."""
+    """Return a placeholder for an operation, which imports the kernels when it is called."""
 
     def load_and_call(*arguments: Any, **named: Any) -> Any:
         prepare_cpu()

@@ -1,4 +1,4 @@
-"""Activations and gated pairs in plain array code, elementwise: definitions like those in `reference`."""
+"""Elementwise activations and gated activations in plain array code, defined as in `reference`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gelu_backward(dy: Array, x: Array) -> Array:
 
 
 def sigmoid(x: Array) -> Array:
-    """Return 1 / (1 + exp(-x)), by tanh, which does not overflow."""
+    """Return 1 / (1 + exp(-x)), computed by tanh, which does not overflow."""
     xp = namespace(x)
     return 0.5 + 0.5 * xp.tanh(0.5 * x)
 

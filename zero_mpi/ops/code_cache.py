@@ -1,8 +1,8 @@
-"""Cache of compiled kernels between runs: a folder for this machine type and these versions.
+"""Cache of compiled kernels between runs: one folder per machine type and set of package versions.
 
-Its name is a hash of everything that changes the code, so its content is never out of date, and machines of
-different kinds may share a home. Code loaded from it is executed, so it must belong to this user alone. If no
-such folder can be written, a temporary one is used, and kernels are compiled in every run.
+The folder's name is a hash of everything that changes the code, so its content is never out of date, and
+machines of different types may share a home directory. Code from the folder is executed, so only this user
+may own it. If no such folder can be written, kernels go to a temporary one and are compiled in every run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zero_mpi.environment import portable
 
 SOURCES = Path(__file__).parent / "cpu"
 PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
-COMPLETE = "complete-{}"  # a file that marks that all kernels of a type exist
+COMPLETE = "complete-{}"  # this file exists if the folder has all kernels of a type
 
 
 def installed(package: str) -> str:
-    """Return a package's version, or an empty string."""
+    """Return a package's version, or an empty string if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -34,7 +34,7 @@ def installed(package: str) -> str:
 
 
 def processor() -> str:
-    """Return the processor that code is compiled for: the pinned one, or the name that the system gives."""
+    """Return the CPU that code is compiled for: the pinned one, or the system's description of this one."""
     if portable.active:
         return f"{portable.TARGET} {portable.FEATURES}"
     try:
@@ -46,9 +46,9 @@ def processor() -> str:
 
 
 def key() -> str:
-    """Return a hash of everything that the code depends on."""
+    """Return the folder's name, which contains a hash of everything that the code depends on."""
     digest = hashlib.sha256()
-    place = str(SOURCES)  # numba's cache depends on it too
+    place = str(SOURCES)  # numba's own cache depends on this path too
     for text in (
         place,
         platform.python_version(),
@@ -64,7 +64,7 @@ def key() -> str:
 
 
 def candidates() -> Iterator[Path]:
-    """Yield the possible parents of the folder, best first."""
+    """Yield the directories in which the cache folder may be created, best first."""
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(given)
     if given := os.environ.get("XDG_CACHE_HOME"):
@@ -75,7 +75,7 @@ def candidates() -> Iterator[Path]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether only this user can write into the folder; make it if it does not exist."""
+    """Return whether only this user can write to the folder; create the folder if it does not exist."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
@@ -88,7 +88,7 @@ def is_ours(folder: Path) -> bool:
 
 @cache
 def folder() -> Path:
-    """Return the cache folder, or a temporary one if no parent is usable; never fails."""
+    """Return the cache folder, or a temporary folder if no directory is usable. This never fails."""
     name = key()
     for base in candidates():
         if is_ours(base / name):
@@ -99,13 +99,13 @@ def folder() -> Path:
 
 
 def is_complete(kind: str) -> bool:
-    """Return whether all kernels of a type ("float32", "bfloat16") are in the folder."""
+    """Return whether the folder has all kernels of a type ("float32", "bfloat16", "generation")."""
     return (folder() / COMPLETE.format(kind)).exists()
 
 
 def mark_complete(kind: str) -> None:
-    """Mark the folder as having all kernels of a type."""
+    """Record that the folder has all kernels of a type."""
     try:
         (folder() / COMPLETE.format(kind)).touch()
-    except OSError:  # then the next run announces a compilation that does not happen
+    except OSError:  # then the next run announces a compilation although nothing is compiled
         return

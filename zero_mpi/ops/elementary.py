@@ -1,10 +1,10 @@
-"""Logarithms, powers, cosines and normal numbers, with the same bits on every machine if requested.
+"""Logarithms, powers, cosines and normal random numbers, with the same bits on every machine if requested.
 
-The C library's functions differ in the last bit between versions and processors. So do NumPy's, which call it
-or have their own vector code. Under `--bits portable` functions of this module replace them. These use only
-what IEEE 754 rounds in one way (sums, products, quotients, square roots, and powers of two by their bits) and
-`decimal`, which computes without the processor's floats. Otherwise the libraries' functions are used.
-Training code takes these functions from here, never from `math` or NumPy.
+The C library's functions differ in the last bit between versions and processors, and so do NumPy's functions,
+which call it or use vector code of their own. Under `--bits portable` the functions of this module replace
+them. They use only operations that IEEE 754 rounds in exactly one way (sums, products, quotients, square
+roots, and powers of two by their bits) and `decimal`, which does not use the processor's floats. Other runs
+use the libraries' functions. Training code takes these functions from here, never from `math` or NumPy.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ QUARTER_TURN = tuple(
     map(float.fromhex, ("0x1.921fb54400000p+0", "0x1.0b4611a600000p-34", "0x1.3198a2e037073p-69"))
 )
 TURN = float.fromhex("0x1.921fb54442d18p+2")
-MOST_ANGLE = 2.0**20  # up to it, the quarters times the first two parts of a quarter turn are exact
-SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9, 0, -1)]  # Taylor coefficients, the last first
+MOST_ANGLE = 2.0**20  # up to this angle, quarter turns times the first two parts of pi/2 are exact
+SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9, 0, -1)]  # Taylor series, highest order first
 EXPONENTIAL = [1 / math.factorial(n) for n in range(14, 0, -1)]
 COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(9, 1, -1)]
 
 
 def log_of_parts(m: Any, e: Any) -> Any:
-    """Return the logarithm of m 2^e for m from sqrt(1/2) to sqrt(2), scalars or arrays, to 1 ulp.
+    """Return the logarithm of m 2^e to 1 ulp, for scalars or arrays m from sqrt(1/2) to sqrt(2).
 
-    log m = 2 artanh s for s = (m - 1) / (m + 1), by its series; the first term is computed separately,
+    log m = 2 artanh s, by its series, for s = (m - 1) / (m + 1). The first term is computed separately,
     because s is rounded.
     """
     f = m - 1.0
@@ -53,7 +53,7 @@ def log_of_parts(m: Any, e: Any) -> Any:
 
 
 def log_of_array(x: Array) -> Array:
-    """Return the logarithms of finite numbers above 0, float64."""
+    """Return the float64 logarithms of finite numbers above 0."""
     m, e = np.frexp(x)
     less = m < ROOT_HALF
     found: Array = log_of_parts(np.where(less, m + m, m), (e - less).astype(np.float64))
@@ -61,7 +61,7 @@ def log_of_array(x: Array) -> Array:
 
 
 def exp_of_array(x: Array) -> Array:
-    """Return e^x for numbers of at most 0, float64, to 2 ulp; below -745 it counts as -745."""
+    """Return e^x to 2 ulp for float64 numbers of at most 0; numbers below -745 are treated as -745."""
     x = np.maximum(x, -745.0)
     count = np.floor(x * (1 / (LN2_HIGH + LN2_LOW)) + 0.5)
     rest = (x - count * LN2_HIGH) - count * LN2_LOW
@@ -69,7 +69,7 @@ def exp_of_array(x: Array) -> Array:
 
 
 def decimal_log(x: float) -> float:
-    """Return the logarithm of a number above 0, rounded once; raise ValueError for others, like `math`."""
+    """Return the logarithm of a number above 0, rounded once; raise ValueError for other numbers."""
     if not x > 0:
         raise ValueError(f"the logarithm of {x}: expected a number above 0")
     return float(Decimal(x).ln(EXACTLY))
@@ -77,20 +77,20 @@ def decimal_log(x: float) -> float:
 
 @lru_cache(maxsize=256)
 def decimal_power(x: float, y: float) -> float:
-    """Return x^y, rounded once, for x >= 0, and y >= 0 if x is 0."""
+    """Return x^y, rounded once. x must be at least 0, and so must y if x is 0."""
     return float(EXACTLY.power(Decimal(x), Decimal(y))) if x and y else float(not y)
 
 
 def power_by_decimal(x: float, y: Any) -> Any:
-    """Return x^y of a number, or of an array of exponents."""
+    """Return x^y for a number x and one exponent or an array of exponents."""
     if isinstance(y, np.ndarray):
         return np.array([decimal_power(float(x), float(each)) for each in y.flat]).reshape(y.shape)
     return decimal_power(float(x), float(y))
 
 
 def quarters(x: Array) -> tuple[Array, Array]:
-    """Split angles into full quarter turns modulo 4 and the rest, between -pi/4 and pi/4."""
-    assert not np.size(x) or np.abs(x).max() < MOST_ANGLE, "a larger angle loses its bits"
+    """Split angles into full quarter turns, modulo 4, and remainders between -pi/4 and pi/4."""
+    assert not np.size(x) or np.abs(x).max() < MOST_ANGLE, "a larger angle would lose precision"
     count = np.floor(x * (2 / math.pi) + 0.5)
     for part in QUARTER_TURN:
         x = x - count * part
@@ -98,7 +98,7 @@ def quarters(x: Array) -> tuple[Array, Array]:
 
 
 def series(z: Array, factors: Iterable[float]) -> Array:
-    """Return z (f_n + z (f_n-1 + ...)), the last factor first."""
+    """Return the polynomial z (f_n + z (f_n-1 + ...)), where f_n is the last of `factors`."""
     total = np.zeros_like(z)
     for factor in factors:
         total = (total + factor) * z
@@ -106,7 +106,7 @@ def series(z: Array, factors: Iterable[float]) -> Array:
 
 
 def sine_ahead(x: Array, ahead: int) -> Array:
-    """Return the sines of angles that are `ahead` quarter turns ahead of x, float64, to 3 ulp."""
+    """Return the float64 sines of x plus `ahead` quarter turns, to 3 ulp."""
     quarter, r = quarters(np.asarray(x, np.float64))
     quarter, z = quarter + ahead, r * r
     sine = r + r * series(z, SINE)
@@ -116,12 +116,12 @@ def sine_ahead(x: Array, ahead: int) -> Array:
 
 
 def sine_of_array(x: Array) -> Array:
-    """Return the sines of angles, float64, to 3 ulp."""
+    """Return the float64 sines of angles, to 3 ulp."""
     return sine_ahead(x, 0)
 
 
 def cosine_of_array(x: Array) -> Array:
-    """Return the cosines of angles, float64, to 3 ulp."""
+    """Return the float64 cosines of angles, to 3 ulp."""
     return sine_ahead(x, 1)
 
 
@@ -131,8 +131,8 @@ def cosine_of_number(x: float) -> float:
 
 
 def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
-    """Return standard normal numbers (count,), float32; the count is even (Box and Muller, 1958)."""
-    u = generator.random(count)  # a generator's integers, times a power of two
+    """Return `count` standard normal float32 numbers; `count` must be even (Box and Muller, 1958)."""
+    u = generator.random(count)  # random integers times a power of two
     radius = np.sqrt(-2.0 * log_of_array(1.0 - u[::2]))
     angle = TURN * u[1::2]
     pairs = np.stack((radius * cosine_of_array(angle), radius * sine_of_array(angle)), axis=1)
@@ -140,12 +140,12 @@ def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
 
 
 def normals_by_numpy(generator: np.random.Generator, count: int) -> Array:
-    """Return standard normal numbers (count,), float32."""
+    """Return `count` standard normal float32 numbers."""
     return generator.standard_normal(count, np.float32)
 
 
 def chosen(own: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
-    """Return this module's function if bits are portable, and otherwise the library's."""
+    """Return this module's function under `--bits portable`, and the library's function otherwise."""
     return own if portable.active else library
 
 

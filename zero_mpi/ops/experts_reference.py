@@ -1,7 +1,7 @@
-"""Mixtures of experts in plain array code: the choice of experts, and products of rows grouped by expert.
+"""Mixtures of experts in plain array code: choosing experts, and products of rows grouped by expert.
 
-T tokens, N experts, U of them used by a token; R = T U rows, sorted by expert, then by token. The shapes do
-not depend on the choice: `starts` (N + 1,) says where the rows of each expert begin.
+There are T tokens and N experts, of which each token uses U. The R = T U rows are sorted by expert, then by
+token. No shape depends on the choice: `starts` (N + 1,) has the first row of each expert.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero_mpi.ops.registry import operation
 
 
 def groups(starts: Array) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, and the slice of its rows."""
+    """Yield the number of each expert that has rows, with the slice of its rows."""
     for expert, (start, stop) in enumerate(pairwise(starts.tolist())):
         if stop > start:
             yield expert, slice(start, stop)
@@ -33,11 +33,11 @@ def linear_wide(x: Array, w: Array, plus: Array | None = None) -> Array:
 
 @operation("logits T N, used; 0 < used <= N", widens=False)
 def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
-    """Choose the `used` experts of each token by a router's logits (T, N).
+    """Choose `used` experts for each token from a router's logits (T, N).
 
-    Return p (T, N), the softmax; chosen (T, U), the experts with the largest p in descending order, ties by
-    lower index; rows (R,), the place of each sorted row in chosen (flat); tokens (R,), its token; weights
-    (R, 1), its p, divided by the sum over its token's experts if `normalized`; starts (N + 1,).
+    Return p (T, N), the softmax; chosen (T, U), the experts of largest p in descending order, the lower index
+    first on ties; rows (R,), the flat index in `chosen` of each sorted row; tokens (R,), each row's token;
+    weights (R, 1), the p of each row, divided by the token's sum if `normalized`; starts (N + 1,).
     Shazeer et al., "Outrageously Large Neural Networks", 2017.
     """
     xp = namespace(logits)
@@ -56,7 +56,7 @@ def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 
 @operation("dw R 1, w R 1 wide, p T N wide, chosen T U int64, rows R int64 -> T N; R == T * U")
 def route_backward(dw: Array, w: Array, p: Array, chosen: Array, rows: Array, normalized: bool) -> Array:
-    """Return dlogits (T, N) of `route` from dw (R, 1); no gradient passes through the choice."""
+    """Return dlogits (T, N) of `route` from dw (R, 1). The choice itself has no gradient."""
     xp = namespace(dw)
     d, share = xp.empty((2, rows.size), p.dtype)
     d[rows], share[rows] = dw[:, 0], w[:, 0]
@@ -73,7 +73,7 @@ def route_backward(dw: Array, w: Array, p: Array, chosen: Array, rows: Array, no
 
 @operation("gate R F, up R F, w R 1 wide -> R F")
 def weighted_swiglu(gate: Array, up: Array, w: Array) -> Array:
-    """Return w silu(gate) * up of rows (R, F) with weights w (R, 1)."""
+    """Return w * silu(gate) * up for rows (R, F) with weights w (R, 1)."""
     return w * swiglu(gate, up)
 
 
@@ -85,7 +85,7 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
 
 @operation("x R C, w N O C, starts M int64, plus? R O -> R O; M == N + 1")
 def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None) -> Array:
-    """Return y (R, O): each row of x (R, C) times its expert's matrix of w (N, O, C), transposed, + plus."""
+    """Return y (R, O): each row of x (R, C) times its expert's transposed matrix in w (N, O, C), + plus."""
     y = namespace(x).empty((x.shape[0], w.shape[1]), x.dtype)
     for expert, part in groups(starts):
         y[part] = x[part] @ w[expert].T
@@ -94,7 +94,7 @@ def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None)
 
 @operation("dy R O, w N O C, starts M int64, into?+ R C -> R C; M == N + 1")
 def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | None = None) -> Array:
-    """Return dx (R, C) of `grouped_linear`; if given, add to `into` in place."""
+    """Return dx (R, C) of `grouped_linear`; if `into` is given, add dx to it in place."""
     dx = namespace(dy).zeros((dy.shape[0], w.shape[2]), dy.dtype) if into is None else into
     for expert, part in groups(starts):
         dx[part] += dy[part] @ w[expert]
@@ -103,6 +103,6 @@ def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | 
 
 @operation("dy R O, x R C, dw+ N O C real, starts M int64; M == N + 1")
 def grouped_linear_backward_w(dy: Array, x: Array, dw: Array, starts: Array) -> None:
-    """Add the gradient of w into dw (N, O, C); an expert without rows has none."""
+    """Add the gradient of w to dw (N, O, C). An expert without rows has no gradient."""
     for expert, part in groups(starts):
         dw[expert] += dy[part].T @ x[part]

@@ -1,4 +1,4 @@
-"""The part of `reference` that works on flat buffers: updates, averages, sums, GGUF's blocks."""
+"""The operations of `reference` on flat buffers: updates, averages, sums, and GGUF's blocks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zero_mpi.ops.elementary import power
 from zero_mpi.ops.registry import operation
 from zero_mpi.ops.sizes import run_length
 
-ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of them stay in the second-level cache
+ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of this size stay in the second-level cache
 CHUNK = 1 << 18  # elements unpacked at a time, a multiple of every block: temporaries stay small
 
-# The order in which gradients of biases and norms are summed over rows: one sum over thousands of rows loses
-# a bit when their number grows fourfold. Of each LANES * LANE_ROWS rows, row i goes to lane i mod LANES, and
-# lanes are added in pairs. These short sums are added one after the other. The order depends on the number of
-# rows alone. GPU blocks use another order, with sums as short.
+# Order in which gradients of biases and norms are summed over rows. A single sum over thousands of rows loses
+# a bit whenever the number of rows grows fourfold. So of each LANES * LANE_ROWS rows, row i is added to lane
+# i mod LANES, lanes are added in pairs, and the results of these short sums are added one after the other.
+# The order depends only on the number of rows. GPU blocks use another order, with equally short sums.
 LANES, LANE_ROWS = 4, 16
 
 
@@ -41,13 +41,13 @@ def adamw(
     step: int,
     low: Array | None = None,
 ) -> None:
-    """Compute one AdamW update, in place in p, m and v; all flat and of one size. `low` takes p rounded.
+    """Apply one AdamW update in place to flat p, m and v of equal size. `low` receives the rounded p.
 
-    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2 with g times grad_scale;
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2, where g is multiplied by grad_scale;
     p = p (1 - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
-    decay (n,), float64: one number for each of the n runs of equal length that p consists of.
+    decay (n,), float64: one number for each of the n equally long runs of p.
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The temporaries are blocks that
-    stay in cache; each element is computed alone, so the bits do not depend on how an array is cut.
+    stay in cache. Each element is computed alone, so the bits do not depend on how an array is cut.
     """
     xp = namespace(p)
     root_c2 = math.sqrt(1.0 - power(beta2, step))
@@ -76,7 +76,7 @@ def adamw(
 
 @operation("e N, p N", widens=False)
 def moving_average(e: Array, p: Array, keep: float) -> None:
-    """Compute e = keep e + (1 - keep) p, in place in e; both flat and of one size.
+    """Compute e = keep e + (1 - keep) p, in place in e; e and p are flat and of equal size.
 
     Each element is computed alone, as in `adamw`.
     """
@@ -88,9 +88,9 @@ def moving_average(e: Array, p: Array, keep: float) -> None:
 
 @operation("g N, chunk; chunk > 0 and N % chunk == 0", widens=False)
 def chunk_squares(g: Array, chunk: int) -> Array:
-    """Return float64 sums of squares of g (n * chunk,) over runs of `chunk` elements: (n,).
+    """Return float64 sums of squares (n,) of g (n * chunk,), one sum for each run of `chunk` elements.
 
-    Each sum depends on its own run alone, so a vector of them is the same however the runs are dealt out.
+    Each sum depends only on its own run, so it does not matter which rank computes which run.
     """
     xp = namespace(g)
     sums = xp.empty(g.size // chunk, xp.float64)
@@ -105,12 +105,12 @@ def chunk_squares(g: Array, chunk: int) -> Array:
 
 @operation("raw N uint8, kind, out M real; N == bytes_of(kind, M)", widens=False)
 def dequantize(raw: Array, kind: str, out: Array) -> None:
-    """Fill out (n,) with the elements of full blocks raw (bytes,), rounded once if `out` is of a low type.
+    """Unpack full blocks raw (bytes,) into out (n,); round each element once if `out` has a lower type.
 
-    kind: a name of `BLOCK_KINDS`.
+    kind: a name in `BLOCK_KINDS`.
     """
     raw, block = np.ascontiguousarray(raw), BLOCK_KINDS[kind]
-    with np.errstate(all="ignore"):  # values that are not finite are refused when a file is read
+    with np.errstate(all="ignore"):  # values that are not finite are rejected when a file is read
         if kind in PLAIN:
             out[...] = raw.view(PLAIN[kind])
             return
@@ -124,7 +124,7 @@ def column_sums(x: Array) -> Array:
     xp, (n, width) = namespace(x), x.shape
     parts = -(-n // (LANES * LANE_ROWS))
     missing = parts * LANES * LANE_ROWS - n
-    if missing:  # zeros change no sum
+    if missing:  # added zeros do not change a sum
         x = xp.concatenate((x, xp.zeros((missing, width), x.dtype)))
     lanes = x.reshape(parts, LANE_ROWS, LANES, width).sum(axis=1)
     return ((lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])).sum(axis=0)

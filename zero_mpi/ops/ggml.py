@@ -1,6 +1,6 @@
-"""The functions of ggml that make and read blocks of every quantized type, called by ctypes.
+"""Calls by ctypes of the functions of ggml that write and read blocks of every quantized type.
 
-The library comes with the extra `ggml`, or ZERO_MPI_GGML names the site's own libggml-base.so.
+The extra `ggml` installs the library; ZERO_MPI_GGML may name another libggml-base.so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from zero_mpi.errors import UsageError
 
 VARIABLE, PACKAGE, FILE = "ZERO_MPI_GGML", "libggml", "lib64/libggml-base.so"
-CHUNK = 1 << 18  # elements read at a time where they are rounded afterwards
+CHUNK = 1 << 18  # elements read at a time if they are rounded afterwards
 SIZE, POINTER = ctypes.c_size_t, ctypes.c_void_p
 CALLS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_row_size": (SIZE, [ctypes.c_int, ctypes.c_int64]),
@@ -31,7 +31,7 @@ CALLS: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def library(user: str) -> Any:
-    """Return the loaded library; UsageError, which begins with `user`, if there is none."""
+    """Return the loaded library; raise UsageError with a text that begins with `user` if there is none."""
     path = os.environ.get(VARIABLE)
     remedy = f"pip install 'zero-mpi[ggml]', or set {VARIABLE} to the path of a libggml-base.so"
     if not path:
@@ -45,13 +45,13 @@ def library(user: str) -> Any:
             call = getattr(found, name)
             call.restype, call.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise UsageError(f"{user}: {path} is no library of ggml ({error}): {remedy}") from None
+        raise UsageError(f"{user}: {path} is not a ggml library ({error}): {remedy}") from None
     return found
 
 
 @cache
 def reader(kind: str) -> Any:
-    """Return the library's function that reads blocks of a type; None without a library."""
+    """Return the library's function that reads blocks of a type, or None if there is no library."""
     try:
         found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower().replace('_k', '_K')}", None)
     except UsageError:
@@ -62,9 +62,9 @@ def reader(kind: str) -> Any:
 
 
 def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
-    """Fill out (n,) with the elements of full blocks; return False if no library does it.
+    """Unpack full blocks into out (n,); return False if no library can do so.
 
-    Each float32 has the bits of the package gguf; elements of a lower type are rounded from it.
+    The float32 elements have the bits of the package gguf. Elements of a lower type are rounded from float32.
     """
     call, (block, nbytes) = reader(kind), GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if call is None:
@@ -82,9 +82,9 @@ def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
 def quantize(
     rows: NDArray[np.float32], kind: GGMLQuantizationType, importance: NDArray[np.float32] | None = None
 ) -> NDArray[np.uint8]:
-    """Return rows (n, width) in blocks of a type, (n, bytes); importance: (width,) weight of each column.
+    """Return rows (n, width) as blocks (n, bytes) of a type; importance (width,): weight of each column.
 
-    Raises OverflowError for numbers that the type cannot hold.
+    Raise OverflowError for numbers that the type cannot represent.
     """
     ggml, (count, width) = library(kind.name), rows.shape
     block, nbytes = GGML_QUANT_SIZES[kind]
@@ -94,10 +94,10 @@ def quantize(
     if importance is None and ggml.ggml_quantize_requires_imatrix(int(kind)):
         raise ValueError(f"{kind.name}: expected an importance matrix")
     importance = None if importance is None else np.ascontiguousarray(importance, np.float32)
-    assert importance is None or importance.shape == (width,), "an importance of each column"
+    assert importance is None or importance.shape == (width,), "expected one importance per column"
     rows, out = np.ascontiguousarray(rows, np.float32), np.empty((count, expected), np.uint8)
     weights = None if importance is None else importance.ctypes.data
     ggml.ggml_quantize_chunk(int(kind), rows.ctypes.data, out.ctypes.data, 0, count, width, weights)
     if not ggml.ggml_validate_row_data(int(kind), out.ctypes.data, out.nbytes):
-        raise OverflowError(f"a number is more than {kind.name} can hold")
+        raise OverflowError(f"a number is too large for {kind.name}")
     return out

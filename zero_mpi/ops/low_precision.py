@@ -1,9 +1,9 @@
-"""The operations in bfloat16 and float16 on the host: inputs widened to float32, results rounded once.
+"""The operations in bfloat16 and float16 on the host: they compute in float32 and round each result once.
 
-This defines low precision: sums and products are those of float32, and results have the low type. It is a
-slow reference; tests compare kernels, of a GPU or for bfloat16 on the host, with it.
-Statistics that a forward keeps for its backward, losses and the tables of rotary positions are never low. A
-gradient that is added to keeps its own type, low or not.
+This module defines low precision: sums and products are computed in float32, and results have the low type.
+It is a slow reference, with which tests compare the kernels of a GPU and the bfloat16 kernels of the host.
+Statistics that forward keeps for backward, losses and the tables of rotary positions are never low. A
+gradient to which an operation adds keeps its own type, low or not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LOW = (BFLOAT16, FLOAT16)
 
 @dataclass(frozen=True)
 class Roles:
-    """Low arguments and results of an operation.
+    """The arguments and results of an operation that may have a low type.
 
-    type_from     the index of the argument whose type decides
-    rounded     the indices of low results; None: the only result
-    written     arguments that are written to; a result that is one of them is not copied
+    type_from     index of the argument whose type decides the type of the results
+    rounded     indices of the low results; None: the only result
+    written     arguments that the operation writes; a result that is one of them is not copied
     """
 
     type_from: int
@@ -38,11 +38,11 @@ class Roles:
     written: tuple[str, ...]
 
 
-ROLES: dict[str, Roles] = {}  # by name of an operation
+ROLES: dict[str, Roles] = {}  # by name of the operation
 
 
 def add_roles(definition: Callable[..., Any], expected: Signature) -> None:
-    """Add the roles of an operation to `ROLES`, as its signature gives them."""
+    """Add the roles of an operation, taken from its signature, to `ROLES`."""
     type_from = next(entry.name for entry in expected.entries if entry.kind == "same")
     low = tuple(
         place for place, result in enumerate(expected.results) if result.axes and result.kind == "same"
@@ -53,15 +53,15 @@ def add_roles(definition: Callable[..., Any], expected: Signature) -> None:
 
 
 def widened(x: Any) -> Any:
-    """Return a float32 copy of a low array; any other value unchanged."""
+    """Return a float32 copy of a low-precision array; return any other value unchanged."""
     is_low = hasattr(x, "dtype") and x.dtype.itemsize == 2 and x.dtype in LOW
     return x.astype(np.float32) if is_low else x
 
 
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
-    """Return `operation`, of float32 and wider, extended to low arrays; unchanged if it has no `ROLES`.
+    """Return `operation` extended to low-precision arrays, or unchanged if it has no `ROLES`.
 
-    `native`: the low types that it supports without float32 copies.
+    `native`: the low types that `operation` computes without float32 copies.
     """
     roles = ROLES.get(name)
     if roles is None:
@@ -80,7 +80,7 @@ def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] =
 
 
 def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) -> Any:
-    """Run the operation on widened arguments; round its results to the type of the deciding argument."""
+    """Run the operation on widened arguments; round its results to the type of the argument `type_from`."""
     kind = list(given.values())[roles.type_from].dtype
     wide = {name: widened(value) for name, value in given.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow to infinity
@@ -96,6 +96,6 @@ def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) 
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x`, if any, rounded to nearest, ties to even; overflow gives infinity, which the norm shows."""
+    """Return `x`, or None, rounded to nearest, ties to even. Overflow gives infinity; the norm shows it."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)

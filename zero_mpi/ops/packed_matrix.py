@@ -1,4 +1,4 @@
-"""Matrices that stay in the blocks of their file: one, for layers that only run forward, or a stack."""
+"""Matrices kept in the blocks of their file: one for layers that only run forward, or a stack."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
 
-FEW = 8  # rows of an input that are multiplied with blocks; for more, the matrix is unpacked first
+FEW = 8  # most rows of an input that are multiplied with blocks; for more rows, the matrix is unpacked first
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """Matrix (O, C) in blocks of a kind of `PACKED`: raw (O, bytes of a row) uint8. Slices share memory."""
+    """Matrix (O, C) in blocks of a `PACKED` kind: raw (O, bytes of a row) uint8. Slices share its memory."""
 
     raw: Array
     kind: str
@@ -32,7 +32,7 @@ class PackedMatrix:
         return PackedMatrix(self.raw[part], self.kind)
 
     def rows(self, places: Array) -> Array:
-        """Return rows (..., C) float32 at places (...)."""
+        """Return the rows at indices `places` (...), as float32 (..., C)."""
         y = np.empty((*places.shape, self.shape[1]), np.float32)
         ops.dequantize(self.raw[places].reshape(-1), self.kind, y.reshape(-1))
         return y
@@ -57,9 +57,9 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedStack:
-    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8; an index unpacks one matrix.
+    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8. An index unpacks one matrix.
 
-    kept     the type to which its elements are rounded; `dtype`: the type of an unpacked matrix
+    kept     type to which the elements are rounded; `dtype`: the type of an unpacked matrix
     """
 
     raw: Array
@@ -76,10 +76,10 @@ class PackedStack:
         return w.astype(self.dtype, copy=False)
 
     def astype(self, dtype: Any) -> PackedStack:
-        """Return the same elements as another type."""
+        """Return a stack of the same elements that unpacks matrices of type `dtype`."""
         return replace(self, dtype=np.dtype(dtype))
 
 
 def packs(kind: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor of a type and shape can be a `PackedMatrix`: its rows are full blocks."""
+    """Return whether a tensor of this type and shape can be a `PackedMatrix`, whose rows are full blocks."""
     return kind in PACKED and len(shape) == 2 and shape[1] % BLOCK_KINDS[kind].elements == 0

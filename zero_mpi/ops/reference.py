@@ -1,8 +1,8 @@
-"""Every operation and its backward in plain array code: the definition that fast versions are held to.
+"""Definitions of all operations and their backwards in plain array code; tests compare fast versions to them.
 
 Axes: N rows (tokens), B sequences, T positions, C model width, O output width, H query heads, K key/value
-heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* into the array given
-for them. Inputs are written only if a docstring says "in place". Results are computed in the inputs' type.
+heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* to the array passed for
+them. An input is written only if the docstring says "in place". Results have the type of the inputs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from zero_mpi.ops.flat_reference import column_sums
 from zero_mpi.ops.registry import operation
 from zero_mpi.ops.sizes import check_kept
 
-LOGITS_BYTES = 64 << 20  # of logits per chunk; for each chunk, a head reads its weights and adds to dw once
+LOGITS_BYTES = 64 << 20  # bytes of logits per chunk; a head reads its weights and adds to dw once per chunk
 WITH_MEAN = "dy ... C, x ... C, w C, mean ... 1 wide, r ... 1 wide, "
-GROUPED = "; S >= T and K > 0 and H % K == 0"  # heads of q share those of k and v
+GROUPED = "; S >= T and K > 0 and H % K == 0"  # several heads of q share one of k and v
 
 
 def rows(x: Array) -> Array:
@@ -60,7 +60,7 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
 
 @operation("dy ... O, w O C, into?+ ... C -> ... C")
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
-    """Return dx (..., C) of `linear`, from dy (..., O) and w (O, C); if given, add to `into` in place."""
+    """Return dx (..., C) of `linear` from dy (..., O) and w (O, C); add dx to `into` in place if given."""
     dx = (rows(dy) @ w).reshape(*dy.shape[:-1], w.shape[1])
     if into is None:
         return dx
@@ -70,13 +70,13 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
 
 @operation("dy ... O, x ... C, dw+ O C real")
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
-    """Add the gradient of w into dw (O, C)."""
+    """Add the gradient of w to dw (O, C)."""
     dw += rows(dy).T @ rows(x)
 
 
 @operation("dy ... O, db+ O real")
 def linear_backward_b(dy: Array, db: Array) -> None:
-    """Add the gradient of b, the sum over rows, into db (O,)."""
+    """Add the gradient of b, the sum over rows, to db (O,)."""
     db += column_sums(rows(dy))
 
 
@@ -85,16 +85,16 @@ def linear_backward_b(dy: Array, db: Array) -> None:
 
 @operation("tokens ... whole, w V C -> ... C", widens=False)
 def embedding(tokens: Array, w: Array) -> Array:
-    """Return y (..., C), the rows of w (V, C) of tokens (...), integers below V."""
+    """Return y (..., C): for each of the tokens (...), integers below V, its row of w (V, C)."""
     return w[tokens]
 
 
 @operation("tokens ... whole, dy ... C, dw+ V C real")
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
-    """Add each row of dy (..., C) into the row of dw (V, C) that its token names.
+    """Add each row of dy (..., C) to the row of dw (V, C) that its token selects.
 
-    Rows of one token are first brought together by a stable sort and summed in their order, so the
-    result does not depend on how a machine schedules additions.
+    A stable sort brings the rows of each token together, and they are summed in this order, so the result
+    does not depend on how a machine schedules additions.
     """
     xp = namespace(dy)
     flat = tokens.reshape(-1)
@@ -111,7 +111,7 @@ def positions(x: Array, w: Array) -> Array:
 
 @operation("dy B T C, dw+ T C real")
 def positions_backward(dy: Array, dw: Array) -> None:
-    """Add the gradient of w, the sum over sequences, into dw (T, C)."""
+    """Add the gradient of w, the sum over sequences, to dw (T, C)."""
     dw += dy.sum(axis=0)
 
 
@@ -133,7 +133,7 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
 def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
-    """Return dx of `rms_norm`, + plus; add the gradient of w into dw (C,) unless that is None."""
+    """Return dx of `rms_norm`, + plus; add the gradient of w to dw (C,) unless dw is None."""
     n = x * r
     if dw is not None:
         dw += column_sums(rows(dy * n))
@@ -144,7 +144,7 @@ def rms_norm_backward(
 
 @operation("x ... C, w C, b C -> ... C, ... 1 wide, ... 1 wide")
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
-    """Return y = (x - mean) / sqrt(var + eps) * w + b over the last axis, mean and reciprocal root.
+    """Return y = (x - mean) / sqrt(var + eps) * w + b over the last axis, the mean and the reciprocal root.
 
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
@@ -166,7 +166,7 @@ def layer_norm_backward(
     db: Array | None,
     plus: Array | None = None,
 ) -> Array:
-    """Return dx of `layer_norm`, + plus; add the gradients of w and b into dw and db (C,) unless None."""
+    """Return dx of `layer_norm`, + plus; add the gradients of w and b to dw and db (C,) unless None."""
     n = (x - mean) * r
     if dw is not None:
         dw += column_sums(rows(dy * n))
@@ -182,11 +182,11 @@ def layer_norm_backward(
 
 @operation("x B T H D, cos T E wide, sin T E wide, out?+ B T H D -> B T H D; 2 * E <= D")
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    """Turn pairs of x (B, T, H, D) by the angles whose cosines and sines are cos, sin (T, P), P <= D/2.
+    """Rotate pairs of x (B, T, H, D) by angles with the cosines and sines cos, sin (T, P), P <= D/2.
 
-    `interleaved`: pair j is (x[2j], x[2j+1]), llama.cpp's NORM order; otherwise (x[j], x[j + P]), its
-    NEOX order. Elements behind the P pairs do not change. Backward is the same with -sin. `out` takes the
-    result and may be x itself.
+    If `interleaved`, pair j is (x[2j], x[2j+1]), llama.cpp's NORM order; otherwise (x[j], x[j + P]), its
+    NEOX order. Elements after the P pairs do not change. Backward is the same operation with -sin. The result
+    is written to `out` if it is given; `out` may be x itself.
     Su et al., "RoFormer", 2021.
     """
     y = namespace(x).empty_like(x) if out is None else out
@@ -206,18 +206,18 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
 
 
 def grouped(x: Array, kv_heads: int) -> Array:
-    """Return x (B, T, H, D) as a view (B, K, R, T, D): R query heads share a key/value head."""
+    """Return x (B, T, H, D) as a view (B, K, R, T, D), in which R query heads share a key/value head."""
     b, t, h, d = x.shape
     return x.reshape(b, t, kv_heads, h // kv_heads, d).transpose(0, 2, 3, 1, 4)
 
 
 @operation("q B T H D, k B S K D, v B S K E, begins? B T int64 -> B T H E, kept" + GROUPED)
 def causal_attention(q: Array, k: Array, v: Array, scale: float, begins: Any = None) -> tuple[Array, Any]:
-    """Compute softmax attention in which a position sees itself and earlier ones.
+    """Compute softmax attention in which each position sees itself and earlier positions.
 
     q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) with S >= T: the queries are the last T of S positions.
     begins (B, T): the first of the S positions that each query sees; it never decreases along a row.
-    Return y (B, T, H, E) and the input of backward, here the weights (B, K, R, T, S). Query head h uses
+    Return y (B, T, H, E) and an array for backward, here the weights (B, K, R, T, S). Query head h uses
     key/value head h // (H / K) (Ainslie et al., "GQA", 2023).
     """
     xp = namespace(q)
@@ -239,7 +239,7 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float, begins: Any = N
 def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, p: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Return (dq, dk, dv) of `causal_attention`, from dy (B, T, H, E) and its second result."""
+    """Return (dq, dk, dv) of `causal_attention` from dy (B, T, H, E) and the second result of the forward."""
     xp, kv, (b, t, h, _) = namespace(q), k.shape[2], q.shape
     check_kept((p, b * t * h * k.shape[1]))
     dy_g = grouped(dy, kv)
@@ -260,11 +260,11 @@ def causal_attention_backward(
 
 @operation("logits ... V, targets ... whole -> loss, ... V")
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Array]:
-    """Return the loss and its gradient by the logits (..., V), for integer targets (...).
+    """Return the loss and its gradient with respect to the logits (..., V), for integer targets (...).
 
     loss = scale * sum over rows of -log softmax(logits)[target], a float64 scalar; dlogits has the same
-    factor; a row whose target is UNCOUNTED adds to neither. With scale = 1 / (targets of the whole
-    step) the sum over micro-batches is the mean.
+    factor. A row with target UNCOUNTED adds nothing to the loss or the gradient. With scale = 1 / (number of
+    targets in the whole step), the sum over micro-batches is the mean.
     """
     xp = namespace(logits)
     z = rows(logits)
@@ -282,7 +282,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Arr
 
 
 def chunk_rows(n: int, vocabulary: int) -> int:
-    """Return the rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
+    """Return the rows of logits to compute at a time: n rows in equal chunks of at most LOGITS_BYTES."""
     chunks = -(-n * vocabulary * 4 // LOGITS_BYTES)
     return max(1, -(-n // max(1, chunks)))
 
@@ -298,10 +298,10 @@ def linear_cross_entropy(
     db: Array | None = None,
     need_dx: bool = True,
 ) -> tuple[Any, Array | None]:
-    """Compute `cross_entropy` of logits x (..., C) @ w (V, C) transposed + b (V,) and its backward in one.
+    """Compute `cross_entropy` of the logits x (..., C) @ w (V, C) transposed + b (V,), and its backward.
 
-    Returns (loss, dx), dx None unless `need_dx`; adds the gradients of w and b into dw and db unless None.
-    Never more than one chunk of logits exists, whatever the number of rows.
+    Return (loss, dx), with dx None unless `need_dx`; add the gradients of w and b to dw and db unless None.
+    Only one chunk of logits exists at a time, whatever the number of rows.
     """
     flat, ids = rows(x), targets.reshape(-1)
     dx = namespace(x).empty_like(flat) if need_dx else None

@@ -1,7 +1,7 @@
-"""Registration of operations: `operation` registers a definition, `implements` a faster version.
+"""Registration of operations: `operation` registers definitions, and `implements` faster versions.
 
-Both are decorators and return the function unchanged. All lists of operations, in the package
-and its tests, are read from here.
+Both are decorators that return the function unchanged. The package and its tests take all lists of
+operations from here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ defined = SimpleNamespace()
 
 
 class Found(dict[type, Callable[..., Any]]):
-    """The version for each type of array that a call had; a look-up by singledispatch is slower."""
+    """Cache of the version for each type of array, because a look-up by singledispatch is slower."""
 
     def __init__(self, search: Callable[[type], Callable[..., Any]]) -> None:
         self._search = search
@@ -38,8 +38,8 @@ class Found(dict[type, Callable[..., Any]]):
 def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
     """Return a decorator that makes a definition an operation, which checks its arrays in every version.
 
-    text        its signature (`signatures`)
-    widens      False: the definition takes low arrays itself, and is given no float32 copies
+    text        signature of the operation, see `signatures`
+    widens      whether the definition gets bfloat16 and float16 arrays as float32 copies
     """
 
     def define(definition: F) -> F:
@@ -71,9 +71,9 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
 def implements(
     definition: Callable[..., Any], kind: type = np.ndarray, low: Sequence[Any] = (BFLOAT16,)
 ) -> Callable[[F], F]:
-    """Return a decorator that makes a function the version of an operation for a type of array.
+    """Return a decorator that makes a function the version of an operation for an array type.
 
-    low: the low types that it supports; on the host it gets arrays of other low types as float32 copies.
+    low: low types that the function supports; on the host others become float32 copies.
     """
 
     def add(version: F) -> F:
@@ -85,6 +85,6 @@ def implements(
 
 
 def register(kind: type) -> None:
-    """Use the faster versions of operations for arrays of a type."""
+    """Use the faster versions of all operations for arrays of this type from now on."""
     for name, version in VERSIONS[kind].items():
         OPERATIONS[name].register(kind, version)

@@ -1,4 +1,4 @@
-"""Rounding to the numbers of a quantized type, so that training uses those of the exported file."""
+"""Rounding to the values of a quantized type, so that training uses the values of the exported file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CHUNK = 1 << 18  # elements rounded at a time, a multiple of every block
 
 
 def round_to(kind: str, values: Array, out: Array) -> None:
-    """Fill out (n,) with float32 `values` as blocks of a type hold them."""
+    """Fill out (n,) with the values that blocks of a type hold for float32 `values`."""
     if kind in PLAIN:
         out[...] = values.astype(PLAIN[kind])
         return
     block, type = BLOCK_KINDS[kind].elements, GGMLQuantizationType[kind]
-    make = quantize if ggml.reader(kind) is None else ggml.quantize  # these give the same bytes
+    make = quantize if ggml.reader(kind) is None else ggml.quantize  # both functions give the same bytes
     for start in range(0, values.size, CHUNK):
         rows = np.asarray(values[start : start + CHUNK]).reshape(-1, block)
         ops.dequantize(make(rows, type).reshape(-1), kind, out[start : start + CHUNK])

@@ -1,13 +1,13 @@
-"""Shapes and types of the arrays that each operation takes, checked before any version of it runs.
+"""Shapes and types of the arrays of each operation, which are checked before any version of it runs.
 
-Kernels check no bounds: they would read and write beyond the end of an array that is too small. A call whose
-shapes and types were seen before costs a look-up.
+Kernels do not check bounds: they would read and write beyond the end of an array that is too small. If the
+shapes and types of a call were seen before, the check costs one look-up.
 
-A signature has an entry `name axes type` for each array, separated by commas; `?` marks one that may be None,
-`+` one that is written. Axes are those of `reference`, `...` stands for any number of them, and a letter has
-one length throughout. All arrays without a type have the same one; `wide` is that type or float32, whichever
-is wider; `real` and `whole` are any such type. A name alone is a number or a string, which a condition after
-a semicolon may read. Results follow after an arrow, without names: `axes type`.
+A signature has an entry `name axes type` for each array, separated by commas. `?` marks an array that may be
+None, and `+` an array that is written. Axes are those of `reference`; `...` is any number of axes, and a
+letter has the same length throughout. All arrays without a type have the same type. `wide` is that type or
+float32, whichever is wider; `real` and `whole` are any real or integer type. A name without axes is a number
+or a string, which a condition after a semicolon may use. Results follow an arrow, without names: `axes type`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from zero_mpi.ops.block_kinds import BLOCK_KINDS
 SINGLE = np.dtype(np.float32)
 REAL = (SINGLE, np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float64))
 WHOLE = tuple(map(np.dtype, ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")))
-EXAMPLES = {"float": 0.3, "int": 5, "bool": False}  # by annotation
-SEEN = 256  # shapes and types of an operation that are remembered
+EXAMPLES = {"float": 0.3, "int": 5, "bool": False}  # values by annotation
+SEEN = 256  # combinations of shapes and types that are remembered for each operation
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An argument or a result in a signature; without axes it is a number or a string."""
+    """Argument or result in a signature. Without axes, it is a number or a string."""
 
     name: str
     axes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Signature:
-    """Arguments and results of an operation, and the condition that they meet; `text` has all of them."""
+    """Arguments and results of an operation and the condition that they satisfy, as given by `text`."""
 
     entries: tuple[Entry, ...]
     results: tuple[Entry, ...]
@@ -73,7 +73,7 @@ def axes_and_kind(words: list[str]) -> tuple[tuple[str, ...], str]:
 def checked(
     definition: Callable[..., Any], expected: Signature, versions: Mapping[type, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return a function with the parameters of `definition` that calls the version for the first one's type.
+    """Return a function with the parameters of `definition`; it calls the version for the first array's type.
 
     It raises ValueError if its arrays do not fit. It is made from source text, so that a call looks at each
     array once, makes no list of its arguments, and calls no other function in between.
@@ -95,7 +95,7 @@ def checked(
 
 
 def examine(name: str, signature: Signature, *given: Any) -> None:
-    """Raise ValueError unless each array's (shape, type), or False in the place of None, fits its entry."""
+    """Raise ValueError unless each array's (shape, type), or False if it is None, fits its entry."""
     sizes: dict[str, Any] = {"1": 1}
     types, expected = {"real": REAL, "whole": WHOLE, "same": REAL}, ""
     for entry, found in zip(signature.entries, given, strict=True):
@@ -122,16 +122,16 @@ def examine(name: str, signature: Signature, *given: Any) -> None:
 
 
 def shape_of(axes: Sequence[str], sizes: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of these axes; `sizes` has their lengths, a tuple for `...`; the default is 4."""
+    """Return the shape for these axes. `sizes` has their lengths, and a tuple for `...`; the default is 4."""
     lengths = (sizes.get(axis, 4) for axis in axes)
     return tuple(n for length in lengths for n in (length if isinstance(length, tuple) else (length,)))
 
 
 def example(operation: Any, sizes: Mapping[str, Any], draw: Callable[..., Any], full: bool) -> dict[str, Any]:
-    """Return arguments that fit an operation, by name; None for optional ones unless `full`.
+    """Return arguments that fit an operation, by name; optional ones are None unless `full`.
 
-    sizes: lengths of axes (`shape_of`). draw(shape, kind, number, below) makes the array of the argument with
-    a number; integers in it must be less than `below`.
+    sizes: lengths of axes, as in `shape_of`. draw(shape, kind, number, below) makes the array of argument
+    `number`; integers in the array must be less than `below`.
     """
     entries = {entry.name: entry for entry in operation.signature.entries}
     axes = {axis for entry in entries.values() for axis in entry.axes if axis.isalpha()}
@@ -149,7 +149,7 @@ def example(operation: Any, sizes: Mapping[str, Any], draw: Callable[..., Any], 
 
 
 def results_of(signature: Signature, given: Mapping[str, Any]) -> list[tuple[tuple[int, ...], Any] | None]:
-    """Return (shape, type) of each result, by arguments that fit; None for a result that is no array."""
+    """Return (shape, type) of each result for arguments that fit; None for a result that is not an array."""
     sizes, same = dict[str, Any]({"1": 1}), SINGLE
     for entry in reversed(signature.entries):
         if entry.axes and given.get(entry.name) is not None:
@@ -169,6 +169,6 @@ def bind(axes: Sequence[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> 
 
 
 def bytes_of(kind: str, size: int) -> int:
-    """Return the bytes of `size` elements in blocks of a kind; -1 if there are no such blocks."""
+    """Return the bytes of `size` elements in blocks of a kind, or -1 if there are no such blocks."""
     block = BLOCK_KINDS.get(kind)
     return -1 if block is None or size % block.elements else block.bytes_of(size)

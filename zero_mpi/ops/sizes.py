@@ -1,7 +1,7 @@
-"""Sizes of the buffers that operations need beside their results, in a module that any other can import.
+"""Sizes of the buffers that operations need besides their results; any other module can import this one.
 
-One package of operations compiles when it is imported and the other needs CuPy; a plan that counts bytes must
-load neither. So operations and plan both use the numbers and formulas of this module.
+One package of operations compiles when it is imported and the other needs CuPy, but a plan that counts bytes
+must load neither. Operations and the plan therefore both use the numbers and formulas of this module.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from zero_mpi.device.types import Array
 Take = Callable[[tuple[int, ...], Any], Array]  # makes an array of a shape and a type
 
 # Attention on the CPU.
-BLOCK = 64  # rows: smaller blocks need more calls, larger ones compute more above the diagonal
-KEPT_WEIGHTS = 64 << 10  # a head with at most so many weights keeps them for backward
+BLOCK = 64  # rows: smaller blocks need more calls, larger ones compute more scores above the diagonal
+KEPT_WEIGHTS = 64 << 10  # a head with at most this many weights keeps them for backward
 LOW_BLOCK = 128  # rows in bfloat16: a product by oneDNN takes ten microseconds to begin
-LOW_TILE = 256 << 10  # scores in bfloat16 attention at a time: so many stay in cache
+LOW_TILE = 256 << 10  # scores in bfloat16 attention at a time: this many stay in cache
 
 # Kernels of the GPU.
 PACK = 16  # bytes that a thread loads at once
-THREADS = 256  # of a block, by default
+THREADS = 256  # threads of a block, by default
 COLUMN_ROWS, COLUMN_LINES = 32, 128  # in a sum over rows: rows per line of partial sums, and the most lines
-RUN = 32  # sorted places that a thread of an embedding's gradient walks through, as in embedding.cu
+RUN = 32  # sorted positions that a thread handles in an embedding's gradient, as in embedding.cu
 HELD = 4  # packs of a norm's sums that a thread holds, as in norm.cu
 NORM_LINES = 512  # most lines of a norm's partial sums
 
 # Attention, heads and products on the GPU.
 SCORES = 256 << 20  # most bytes of float32 scores at a time, unless one query per head needs more
-EVEN = 16  # the queries of a block are a multiple of it, unless they are fewer
-SLOPES = 4 << 30  # most bytes of cuDNN's backward that grow with the square of T
-LOGITS_BYTES = 2 << 30  # of logits per chunk; for each chunk, a head reads its weights and adds to dw once
-LARGE_GPU = 40e9  # bytes of memory; smaller ones take a quarter of the slopes and an eighth of the logits
-LINE = 8  # elements that a row of logits is a multiple of: products of other lengths are slow
+EVEN = 16  # a block has a multiple of this many queries, unless there are fewer queries
+SLOPES = 4 << 30  # most bytes of cuDNN's backward buffers that grow with the square of T
+LOGITS_BYTES = 2 << 30  # bytes of logits per chunk; a head reads its weights and adds to dw once per chunk
+LARGE_GPU = 40e9  # bytes of memory; smaller GPUs use a quarter of the slopes and an eighth of the logits
+LINE = 8  # a row of logits has a multiple of this many elements, because products of other lengths are slow
 WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
 
 
@@ -51,14 +51,14 @@ def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Arr
 
 
 def head_weights(length: int, total: int, block: int = BLOCK) -> int:
-    """Return the elements of a head's weights in blocks up to the diagonal, for T queries of S positions."""
+    """Return the number of a head's weights in blocks up to the diagonal, for T queries of S positions."""
     blocks, before = -(-length // block), total - length
     whole = block * ((blocks - 1) * before + block * ((blocks - 1) * blocks // 2))
     return whole + (length - (blocks - 1) * block) * total
 
 
 def unseen_weights(begins: Array, block: int = BLOCK) -> int:
-    """Return the weights that one head of all sequences omits, because no row of a block sees their key.
+    """Return how many weights one head of all sequences omits because no row of a block sees their key.
 
     begins (B, T): the first key that each row sees.
     """
@@ -67,55 +67,55 @@ def unseen_weights(begins: Array, block: int = BLOCK) -> int:
 
 
 def tile_heads(batch: int, heads: int, length: int, total: int) -> tuple[int, int]:
-    """Return (sequences, heads) of T queries of S positions that are computed at a time in bfloat16."""
+    """Return the (sequences, heads) of T queries of S positions that attention in bfloat16 takes at once."""
     most = max(1, LOW_TILE // (min(length, LOW_BLOCK) * total))
     return min(batch, max(1, most // heads)), min(most, heads)
 
 
 def low_tile(batch: int, heads: int, length: int, total: int) -> int:
-    """Return the most scores that are computed at a time in bfloat16; `heads`: heads of keys."""
+    """Return the most scores that attention in bfloat16 takes at a time; `heads`: the number of key heads."""
     sequences, together = tile_heads(batch, heads, length, total)
     last = (length - 1) % LOW_BLOCK + 1
     return sequences * together * max(last * total, LOW_BLOCK * (total - last) if last < length else 0)
 
 
 def column_lines(rows: int) -> int:
-    """Return the lines of partial sums over `rows` rows."""
+    """Return the number of lines of partial sums over `rows` rows."""
     return min(COLUMN_LINES, -(-rows // COLUMN_ROWS))
 
 
 def norm_lanes(width: int, pack: int, held: int) -> int:
-    """Return the threads per row: one per pack, each with up to `held` in longer rows; a power of two."""
+    """Return the threads per row, a power of two: one per pack, or one per `held` packs in longer rows."""
     packs = -(-width // pack)
     wanted = packs if packs <= 32 else max(32, -(-packs // held))
     return min(THREADS, 1 << (wanted - 1).bit_length())
 
 
 def norm_blocks(rows: int, lanes: int) -> int:
-    """Return the blocks of a norm; in backward each writes a line of partial sums, up to NORM_LINES."""
+    """Return the number of blocks of a norm; in backward, up to NORM_LINES blocks write partial sums."""
     return -(-rows // (THREADS // lanes))
 
 
 def embedding_runs(tokens: int) -> int:
-    """Return the runs of sorted places; each has partial sums of the rows of its first and last place."""
+    """Return the number of runs of sorted positions, which have partial sums for their first and last row."""
     return -(-tokens // RUN)
 
 
 def scores_across(total: int) -> int:
-    """Return the elements from a row of scores to the next: a multiple of 8, so that rows are aligned."""
+    """Return the elements from the start of a row of scores to the next: a multiple of 8, for alignment."""
     return -(-total // 8) * 8
 
 
 def score_rows(heads: int, total: int) -> int:
-    """Return the most queries in a block of attention; `heads`: those of all sequences."""
+    """Return the most queries in a block of attention; `heads`: the number of heads of all sequences."""
     most = max(1, SCORES // (4 * heads * scores_across(total)))
     return most // EVEN * EVEN if most > EVEN else most
 
 
 def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]:
-    """Return (sequences, key/value heads) per call of cuDNN's backward of q (B, T, H, D), by `most` bytes.
+    """Return (sequences, key/value heads) per cuDNN backward call of `most` bytes; shape: q (B, T, H, D).
 
-    One call takes all if one head needs more than that, or if a part of the logarithms would be unaligned.
+    One call computes all if one head needs more bytes, or if a part of the logarithms would be unaligned.
     """
     batch, length, heads, _ = shape
     fit = int(min(most / slopes_of(heads // kv, length), batch * kv))  # key/value heads at a time
@@ -126,17 +126,17 @@ def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]
 
 
 def most_slopes(memory: float = LARGE_GPU) -> int:
-    """Return the bytes of scores that cuDNN's backward may hold on a GPU of so many bytes."""
+    """Return the bytes of scores that cuDNN's backward may hold on a GPU with `memory` bytes."""
     return SLOPES if memory >= LARGE_GPU else SLOPES // 4
 
 
 def slopes_of(heads: int, length: int) -> int:
-    """Return the bytes of the scores of `heads` heads in blocks of 64 by 128, in 16 bits."""
+    """Return the bytes of the 16-bit scores of `heads` heads, in blocks of 64 by 128."""
     return 2 * heads * (-(-length // 64) * 64) * (-(-length // 128) * 128)
 
 
 def cudnn_slopes(shape: tuple[int, ...], kv: int) -> int:
-    """Return the bytes that cuDNN's backward needs: scores, or a float32 dq if one head has too many."""
+    """Return the bytes that cuDNN's backward needs: scores, or float32 dq if one head has too many scores."""
     batch, length, heads, width = shape
     sequences, together = cudnn_group(shape, kv, SLOPES)
     slopes = slopes_of(sequences * together * (heads // kv), length)
@@ -149,7 +149,7 @@ def logit_width(vocabulary: int) -> int:
 
 
 def logit_rows(n: int, row_bytes: int, memory: float = LARGE_GPU) -> int:
-    """Return the rows of logits at a time on a GPU of `memory` bytes: n rows in equal, bounded chunks."""
+    """Return the rows of logits at a time on a GPU of `memory` bytes: the n rows in equal, bounded chunks."""
     most = LOGITS_BYTES if memory >= LARGE_GPU else LOGITS_BYTES // 8
     chunks = max(1, -(-n * row_bytes // most))
     return max(1, -(-n // chunks))
@@ -160,10 +160,10 @@ def check_kept(*kept: tuple[Array | None, int]) -> None:
     for x, size in kept:
         if x is not None and x.size != size:
             raise ValueError(
-                f"causal_attention_backward: expected {size} elements of forward; got {x.shape} {x.dtype}"
+                f"causal_attention_backward: expected {size} elements from forward; got {x.shape} {x.dtype}"
             )
 
 
 def run_length(p: Array, runs: Array) -> int:
-    """Return the length of a run, if p consists of one run per entry of `runs`, all equal; at least 1."""
+    """Return the length of a run, if p consists of one equally long run per entry of `runs`; at least 1."""
     return max(1, int(p.size) // max(1, int(runs.size)))

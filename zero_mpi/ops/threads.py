@@ -1,9 +1,9 @@
-"""The threads of a rank: its computations are cut into independent parts.
+"""The compute threads of a rank: its computations are cut into independent parts.
 
 A kernel or a product runs on one thread and releases the interpreter's lock, so Python's own threads are
-enough. The libraries of products are limited to one thread: more would spin on the cores that ours need.
-Parts are equal runs of rows, one for each thread, and the calling thread takes the last one. Results that
-depend on one row have the same bits on any number of threads; sums over rows are added part by part, in the
+enough. Matmul libraries are limited to one thread: more threads would spin on the cores that ours need.
+Parts are equal runs of rows, one for each thread, and the calling thread computes the last one. Results that
+depend on one row have the same bits on any number of threads. Sums over rows are added part by part, in the
 order of the rows.
 """
 
@@ -22,19 +22,19 @@ from zero_mpi.device.types import Array
 
 T = TypeVar("T")
 
-LEAST = 1 << 16  # elements per part: to wake a thread and wait for it takes fifty microseconds
-LEAST_PRODUCT = 1 << 22  # multiplications per part: so many take as long
-EVEN_ROWS = 16  # parts of a matrix have a multiple of it: the libraries' kernels take so many at a time
-EVEN = 256  # parts of flat arrays have a multiple of it: full vectors, as in one loop over the array
+LEAST = 1 << 16  # least elements per part: waking a thread and waiting for it takes fifty microseconds
+LEAST_PRODUCT = 1 << 22  # least multiplications per part, which take equally long
+EVEN_ROWS = 16  # parts of a matrix have a multiple of this many rows, as the libraries' kernels do
+EVEN = 256  # parts of flat arrays have a multiple of this length: full vectors, as in one loop over the array
 
 _threads = 1
 _pool: ThreadPoolExecutor | None = None
-resting: Array = np.zeros(1, np.int64)  # not zero: threads that wait in compiled code end (`ops.cpu.decode`)
+resting: Array = np.zeros(1, np.int64)  # if not zero, threads waiting in compiled code end (`ops.cpu.decode`)
 
 
 @cache
 def of_libraries() -> int:
-    """Return the default number of threads of product libraries, before the first call of `use`."""
+    """Return the default number of threads of the matmul libraries, before the first call of `use`."""
     return max((pool["num_threads"] for pool in threadpool_info()), default=1)
 
 
@@ -51,28 +51,28 @@ def use(count: int) -> None:
 
 
 def count() -> int:
-    """Return the number of threads, including the calling one."""
+    """Return the number of compute threads, including the calling thread."""
     return _threads
 
 
 def start(work: Callable[..., T], *given: Any) -> Future[T]:
-    """Start a call on another thread; there must be more than one."""
+    """Start a call on another thread; this process must have more than one thread."""
     assert _pool is not None
     return _pool.submit(work, *given)
 
 
 def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
-    """Return equal parts of the rows of an array of a shape, multiples of `even`; one part if it is small."""
+    """Return equal parts of the rows of an array, multiples of `even`; one part if the array is small."""
     return slices(shape[0], prod(shape) // LEAST, even)
 
 
 def slices(rows: int, most: int, even: int) -> list[slice]:
-    """Return rows in equal parts, multiples of `even`: one per thread, and `most` at most."""
+    """Return `rows` cut into equal parts, multiples of `even`: one per thread, but at most `most` parts."""
     return equal_parts(rows, min(_threads, most), even)
 
 
 def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
-    """Return rows in `parts` equal parts, multiples of `even`; fewer parts if there are too few rows."""
+    """Return `rows` in `parts` equal parts, multiples of `even`; fewer parts if there are too few rows."""
     parts = min(parts, rows // even)
     if parts < 2:
         return [slice(0, rows)]
@@ -81,7 +81,7 @@ def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
 
 
 def run(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of calls, in order; the last call runs here, the others on other threads."""
+    """Return the results of calls, in order; the last call runs on this thread, earlier ones on others."""
     if _pool is None or len(calls) < 2:
         return [call() for call in calls]
     resting[0] = 1
@@ -91,14 +91,14 @@ def run(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def in_parts(shape: tuple[int, ...], work: Callable[[slice], T], even: int = 1) -> list[T]:
-    """Return the results of `work` for each part of the rows of an array of a shape; see `cut`."""
+    """Return the results of `work` for each part of the rows of an array; see `cut`."""
     if _threads == 1:
         return [work(slice(0, shape[0]))]
     return run([partial(work, part) for part in cut(shape, even)])
 
 
 def flat_parts(kernel: Callable[..., Any], *arrays: Array) -> None:
-    """Call a kernel that works element by element on parts of flat arrays."""
+    """Call an elementwise kernel on parts of flat arrays."""
     if _threads == 1:
         kernel(*arrays)
         return
@@ -106,9 +106,9 @@ def flat_parts(kernel: Callable[..., Any], *arrays: Array) -> None:
 
 
 def shared(product: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a product(a, b, c, bias=, plus=, adds=) of one or many matrices that all threads compute.
+    """Return `product`(a, b, c, bias=, plus=, adds=), of one or many matrices, computed on all threads.
 
-    One matrix c is cut by rows, or if it is wide by columns; many are divided among the threads.
+    A single matrix c is cut by rows, or by columns if it is wide; many matrices are divided among threads.
     """
     if _threads == 1:
         return product
@@ -134,7 +134,7 @@ def cut_product(part: slice, axis: int, **of: Any) -> dict[str, Any]:
 
 
 def with_sums(shape: tuple[int, ...], work: Callable[..., None], *sums: Array) -> None:
-    """Call `work(part, *sums)`, which adds sums over a part's rows; each of several parts has its own."""
+    """Call `work(part, *sums)`, which adds sums over a part's rows. Several parts first get separate sums."""
     parts = cut(shape)
     if len(parts) == 1:
         work(parts[0], *sums)

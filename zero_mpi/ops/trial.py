@@ -1,11 +1,11 @@
-"""A small trial that shows whether two machines compute the same bits: every operation on fixed numbers.
+"""A short trial that shows whether two machines compute the same bits: every operation runs on fixed numbers.
 
-Names are not enough: OpenBLAS has one name for Zen 5 and Intel's AVX-512 cores, compiled code depends on the
-processor, and products on the number of threads. So each operation runs once, by the same code as in
-training, on numbers made by integer arithmetic, and the results are hashed. Products have the shapes that
-libraries have special kernels for: forward and both backwards, odd edges, a single row, sums longer than a
-block, and sizes that threads share. Nothing depends on the rank, the job or the model. Unpacking a file's
-blocks is not tried: it adds up nothing, and the format defines its bits.
+Comparing names is not enough: OpenBLAS has one name for Zen 5 and Intel's AVX-512 cores, compiled code
+depends on the processor, and products depend on the number of threads. So each operation runs once, by the
+same code as in training, on numbers made by integer arithmetic, and the results are hashed. Products have
+shapes for which libraries have special kernels: forward and both backwards, odd edges, a single row, sums
+longer than a block, and sizes that threads share. Nothing depends on the rank, the job or the model. Reading
+blocks of a file is not tried, because it adds nothing up and the format defines its bits.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from zero_mpi.ops import signatures
 from zero_mpi.ops.registry import OPERATIONS
 
 # (rows, inputs, outputs) of linear layers. OpenBLAS has special kernels for products of up to a million
-# steps, cuts sums of some hundreds of terms (each size is that long once) and divides larger products.
+# multiplications, cuts sums of some hundred terms (each size is that long once) and divides larger products.
 PRODUCTS = (
     (1, 96, 65), (7, 33, 130), (64, 64, 64), (96, 192, 576), (64, 1040, 200), (520, 96, 72), (160, 264, 700)
 )  # fmt: skip
-# (sequences, positions, heads, key/value heads, width of a head): weights kept, then recomputed.
+# (sequences, positions, heads, key/value heads, width of a head): first weights kept, then recomputed.
 ATTENTIONS = ((2, 70, 4, 2, 32), (1, 400, 1, 1, 24))
-STREAM = 1 << 18  # numbers: a few more than the largest array has
-ROWS, WIDTH = 67, 193  # for operations on rows: no multiples of a vector or an unrolled loop
+STREAM = 1 << 18  # slightly more numbers than the largest array has
+ROWS, WIDTH = 67, 193  # sizes for operations on rows: not multiples of a vector or an unrolled loop
 VOCABULARY = 301
 SIZES = {
     "...": (ROWS,),
@@ -59,12 +59,12 @@ OWN |= {
     "dequantize",
 }
 
-Draw = Callable[..., Array]  # `numbers`, of one type
+Draw = Callable[..., Array]  # `numbers` for one type
 
 
 @cache
 def stream() -> Array:
-    """Return numbers between -1 and 1, the same everywhere: no library's generator makes them."""
+    """Return numbers between -1 and 1 that are the same everywhere; no library's generator makes them."""
     bits = np.arange(STREAM, dtype=np.uint32) * np.uint32(2654435761)
     bits ^= bits >> np.uint32(15)
     bits *= np.uint32(2246822519)
@@ -73,20 +73,20 @@ def stream() -> Array:
 
 
 def numbers(*shape: int, seed: int, times: float = 1, kind: Any = np.float32) -> Array:
-    """Return an array of numbers of `stream` in a type; each seed starts at another place."""
+    """Return an array of numbers of `stream` in a type; each seed starts at another offset."""
     start = 997 * seed
     values = stream()[start : start + math.prod(shape)].reshape(shape) * np.float32(times)
     return device.in_use().from_host(values.astype(kind))
 
 
 def whole(count: int, *shape: int) -> Array:
-    """Return integers below `count`, each of them often."""
+    """Return integers below `count`, each of which occurs often."""
     values = np.arange(math.prod(shape), dtype=np.int64) * 7919 % count
     return device.in_use().from_host(values.reshape(shape))
 
 
 def products(draw: Draw) -> Iterator[Array]:
-    """Try the linear layer in every shape, forward and backward."""
+    """Yield the results of the linear layer in every shape, forward and backward."""
     for rows, inputs, outputs in PRODUCTS:
         x, w, b = draw(rows, inputs, seed=1), draw(outputs, inputs, seed=2), draw(outputs, seed=3)
         y = ops.linear(x, w, b, draw(rows, outputs, seed=4))
@@ -98,7 +98,7 @@ def products(draw: Draw) -> Iterator[Array]:
 
 
 def attention(draw: Draw) -> Iterator[Array]:
-    """Try attention, forward and backward."""
+    """Yield the results of attention, forward and backward."""
     for batch, length, heads, shared, width in ATTENTIONS:
         q = draw(batch, length, heads, width, seed=1)
         k, v = (draw(batch, length, shared, width, seed=seed) for seed in (2, 3))
@@ -108,7 +108,7 @@ def attention(draw: Draw) -> Iterator[Array]:
 
 
 def head(draw: Draw) -> Iterator[Array]:
-    """Try the loss with its head."""
+    """Yield the results of the loss with its head."""
     targets, x = whole(VOCABULARY, ROWS), draw(ROWS, WIDTH, seed=1)
     w, b = draw(VOCABULARY, WIDTH, seed=3), draw(VOCABULARY, seed=4)
     dw, db = draw(VOCABULARY, WIDTH, seed=5), draw(VOCABULARY, seed=6)
@@ -117,10 +117,10 @@ def head(draw: Draw) -> Iterator[Array]:
 
 
 def experts(draw: Draw) -> Iterator[Array]:
-    """Try the choice of experts, and products of rows sorted by expert."""
+    """Yield the results of choosing experts, and of products of rows sorted by expert."""
     x, w, gate = draw(2 * ROWS, WIDTH, seed=1), draw(5, 64, WIDTH, seed=2), draw(2 * ROWS, 64, seed=3)
     logits = draw(ROWS, 5, seed=4)
-    logits = numbers(ROWS, 5, seed=4) if logits.itemsize < 4 else logits  # a router's are at least float32
+    logits = numbers(ROWS, 5, seed=4) if logits.itemsize < 4 else logits  # a router needs float32
     for normalized in (True, False):
         p, chosen, rows, _, weights, starts = ops.route(logits, 2, normalized)
         dw = draw(2 * ROWS, 1, seed=5)
@@ -131,7 +131,7 @@ def experts(draw: Draw) -> Iterator[Array]:
 
 
 def others(draw: Draw) -> Iterator[Array]:
-    """Try every other operation by its signature: with all arguments and without the optional ones."""
+    """Yield the results of every other operation, with all arguments and without the optional ones."""
 
     def fill(shape: tuple[int, ...], kind: str, number: int, below: int) -> Array:
         if kind == "whole":
@@ -148,7 +148,7 @@ def others(draw: Draw) -> Iterator[Array]:
 
 
 def updates() -> Iterator[Array]:
-    """Try the optimizer, and the sums of its gradient's norm."""
+    """Yield the results of the optimizer, and the sums of the gradient's norm."""
     p, g, m = (numbers(3072, seed=seed) for seed in (1, 2, 3))
     v, decay = numbers(3072, seed=4) ** 2, np.array([0.1, 0.0, 0.1])
     yield ops.chunk_squares(g, 1024)
@@ -162,7 +162,7 @@ PARTS = (products, attention, head, experts, others)
 
 
 def results(kind: Any) -> Iterator[Array]:
-    """Yield the results of all operations in float32, and in the low type that a run computes in."""
+    """Yield the results of all operations in float32, and in the low type of a run if it has one."""
     for part in PARTS:
         yield from part(numbers)
     yield from updates()
@@ -171,11 +171,11 @@ def results(kind: Any) -> Iterator[Array]:
 
 
 def digest(kind: Any = np.float32) -> str:
-    """Return a short hash of the bits of all results; it takes some tens of milliseconds once compiled."""
+    """Return a short hash of the bits of all results. This takes some tens of milliseconds once compiled."""
     found = hashlib.sha256()
     where = device.in_use()
     for result in results(kind):
         found.update(np.ascontiguousarray(where.to_host(result)).tobytes())
-    pool_of(where).trim()  # a training has other sizes
+    pool_of(where).trim()  # training uses other sizes
     stream.cache_clear()
     return found.hexdigest()[:16]

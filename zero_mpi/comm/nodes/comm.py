@@ -1,11 +1,11 @@
-"""Ranks of several nodes: what they gather lies once per node, and sums travel from node to node.
+"""Ranks of several nodes: each node holds gathered data once, and sums travel from node to node.
 
-*Gathers.* Each rank keeps its slice to itself. To gather a unit, the ranks of a lane bring their slices
-into a buffer that their node shares, so that every slice comes to a node once; when all ranks of the node
-have done that for their lanes, the buffer is whole. It is lent again when all of them have released it: all
-lend and give back in the same order, so a count tells.
+*Gathers.* Each rank keeps its slice private. To gather a unit, the ranks of a lane bring their slices into a
+buffer that their node shares, so that every slice reaches a node once. When all ranks of the node have done
+that for their lanes, the buffer is complete. It can be lent again when all ranks of the node have released
+it. All ranks lend and return buffers in the same order, so a count shows that.
 
-*Reductions* are those of `sums`. Everything else goes over MPI.
+*Reductions* are those of `sums`. All other communication uses MPI.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Needs:
 
 
 class NodesComm(ProgressingWrapper):
-    """The ranks of an MPI communicator (the world, unless another is given) on several like nodes.
+    """The ranks of an MPI communicator, by default COMM_WORLD, on several nodes of equal size.
 
-    `needs(ranks per node)`: the arguments of the first call of `memory`, of this transport or its
-    `shard_group`. Collective; raises NoSharedMemory on all ranks alike where there is not enough, or nothing
-    to share.
+    `needs(ranks per node)` returns the arguments of the first call of `memory`, of this transport or its
+    `shard_group`. Collective; raises NoSharedMemory on all ranks if there is not enough memory, or if ranks
+    have no memory to share.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class NodesComm(ProgressingWrapper):
         self._memory = NodeMemory(node, full, wanted.buffers)
         self._flat = MPIComm(world, threaded=threaded)
         super().__init__(self._flat, self.topology.ranks_per_node)
-        self.kind, self.exact = NODES, True  # also where `fast` would do
-        self.replicates_by_node = True  # then it lies on a node once, and a sum comes to a node once
+        self.kind, self.exact = NODES, True  # also for `fast`
+        self.replicates_by_node = True  # then a node holds it once and receives each sum once
         self._lane = world.Split(self.topology.local, self.topology.node)
         self._sums = NodeSums(self._flat, self.topology, self._lane, node, self._memory)
         self._owners: ShardGroup | None = None
         self._pools: weakref.WeakSet[GatherPool] = weakref.WeakSet()
-        self._started = self._launched = self._gathered = 0  # gathers
-        self._released = 0  # shared buffers that this rank has given back
+        self._started = self._launched = self._gathered = 0  # gathers: how many have come how far
+        self._released = 0  # number of shared buffers that this rank has returned
 
     def _gather_buffers(self, gathers: Sequence[int]) -> list[Partition]:
-        """Return partitions of buffers for gathered units: each rank of the node touches its part first."""
+        """Return partitions of buffers for gathered units: each rank of the node first touches its part."""
         return [Partition(length, self.topology.ranks_per_node, 1024) for length in gathers]
 
     def shard_group(self) -> Comm:
@@ -91,19 +91,19 @@ class NodesComm(ProgressingWrapper):
         return ModuleMemory([None] * len(full), slots, pool)
 
     def _release(self) -> int:
-        """Count one more buffer that was given back, so that the others see it. Returns their number."""
+        """Count one more returned buffer, so that other ranks see it. Return the count."""
         self._released += 1
         self._memory.counters.raise_to(RELEASED, self._released)
         return self._released
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that all ranks of this node together have now."""
+        """Bytes of shared memory that all ranks of this node together use now."""
         return self._memory.nbytes
 
     @property
     def about(self) -> str:
-        """Description of what the transport uses, for messages."""
+        """Description of the transport for messages."""
         return (
             f"shared inside {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks, mpi between "
             f"them, {self.shared_bytes / 2**20:.1f} MiB of each node's shared memory"
@@ -123,7 +123,7 @@ class NodesComm(ProgressingWrapper):
         self, number: int, lent_after: int, shard: Array, full: Array, partition: Partition
     ) -> Running:
         counters = self._memory.counters
-        # Nonblocking collectives of the lane must begin in the same order on all its ranks.
+        # Nonblocking collectives of a lane must start in the same order on all of its ranks.
         yield lambda: self._launched == number and counters.all_reached(RELEASED, lent_after)
         full[partition.part(self.rank)] = shard
         lane = [ranks[self.topology.local] for ranks in self.topology.members]
@@ -134,7 +134,7 @@ class NodesComm(ProgressingWrapper):
         yield [request]
         yield lambda: self._gathered == number
         counters.raise_to(GATHERED, number + 1)
-        self._gathered += 1  # last: another thread may run the next gather from here on
+        self._gathered += 1  # last, because from here on another thread may run the next gather
         yield lambda: counters.all_reached(GATHERED, number + 1)
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
@@ -143,7 +143,7 @@ class NodesComm(ProgressingWrapper):
         return self._sums.start(self, asked, replicated=False)
 
     def close(self) -> None:
-        """Free the windows, but for those in which arrays still lie: these stay to the end of the process."""
+        """Free all windows except those that contain arrays, which stay until the process ends."""
         if self._owners is not None:
             self._owners.close()
         self._memory.close()
@@ -152,11 +152,11 @@ class NodesComm(ProgressingWrapper):
 
 
 class GatherPool(BufferPool):
-    """Buffers that the ranks of a node share, all of which lend and give back in the same order.
+    """Buffers that the ranks of a node share; all ranks lend and return them in the same order.
 
-    It grows by private memory, into which units are gathered without the help of the others. `released`
-    counts a buffer that is given back, over all pools of a transport. `lent_after`: by the address of a
-    shared buffer, how many buffers all ranks must have given back before it may be written.
+    It grows by private memory, into which this rank gathers units without the node's other ranks. `released`
+    counts a returned buffer, over all pools of a transport. `lent_after` maps the address of a shared buffer
+    to the number of buffers that all ranks must have returned before it may be written.
     """
 
     def __init__(self, arrays: Sequence[Array], released: Callable[[], int]) -> None:
@@ -166,7 +166,7 @@ class GatherPool(BufferPool):
         self.lent_after = dict.fromkeys(map(address, arrays), 0)
 
     def give(self, buffer: Array) -> None:
-        """Take back a buffer that `take` lent; the others learn of it."""
+        """Take back a buffer that `take` lent, and signal that to the other ranks."""
         super().give(buffer)
         if address(buffer) in self.lent_after:
             self.lent_after[address(buffer)] = self._released()

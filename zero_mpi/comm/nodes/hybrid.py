@@ -1,8 +1,8 @@
-"""Slices that are dealt out within each node and replicated between nodes (HYBRID_SHARD).
+"""Slices that are sharded within each node and replicated between nodes (HYBRID_SHARD).
 
-The ranks of a node are the owners of the slices: a node gathers by itself, by its shared
-memory or by messages. Reductions sum over all ranks of all nodes, in their order, and bring each sum to its
-owner on every node.
+The ranks of a node own the slices, so a node gathers without other nodes, by its shared memory or by
+messages. Reductions sum over all ranks of all nodes, in rank order, and each sum goes to its owner on every
+node.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from zero_mpi.errors import UsageError
 
 
 class ShardGroup(SharingWrapper):
-    """The ranks of a node; `contributors` of a reduction, always given, counts ranks of the whole job."""
+    """The ranks of a node. A reduction needs `contributors`, which counts ranks of the whole job."""
 
     def __init__(self, flat: Messages, sums: NodeSums) -> None:
         super().__init__(Messages(sums.node, threaded=False), sums.topology.ranks_per_node, sums.memory)
         self.meter = self._inner.meter = flat.meter
         self.kind = MPI if sums.memory is None else NODES
-        self.exact = True  # also where `fast` would do
+        self.exact = True  # also for `fast`
         self._flat, self._sums = flat, sums
 
     def progress(self) -> None:
@@ -34,19 +34,19 @@ class ShardGroup(SharingWrapper):
         return self._sums.start(self, asked, replicated=True)
 
     def close(self) -> None:
-        """Free the communicators of the node; the memory belongs to its maker."""
+        """Free the communicators of the node; the memory is freed by the object that created it."""
         self._inner.close()
 
 
 class MPIComm(Messages):
-    """`comm.mpi.MPIComm` for scripts and runs: its `shard_group` sends messages inside nodes too."""
+    """`comm.mpi.MPIComm` for scripts and runs; its `shard_group` uses messages inside nodes too."""
 
     _owners: Comm | None = None
 
     def shard_group(self) -> Comm:
-        """Return the owners among the ranks; on one node this transport. Collective.
+        """Return the group of owners among the ranks, or on one node this transport. Collective.
 
-        Raises UsageError where the nodes are not alike.
+        Raise UsageError if the nodes have different shapes.
         """
         if self._owners is None:
             world = self._control

@@ -1,14 +1,14 @@
-"""Sums over the ranks of several nodes, in their order, that travel from node to node.
+"""Sums over the ranks of several nodes, in rank order, that travel from node to node.
 
-Ranks of the same position on their nodes form a lane. Each lane carries a part of a unit: on node 0 its rank
-adds what the ranks of its node contribute and sends the sum to node 1, which adds its own ranks to what came
-before, and passes it on: ((out + rank 0) + rank 1) + ..., chunk by chunk, so that all nodes are at work. A
-link carries an element once, however many ranks per node has. (To add within the nodes first would need no
-order between them, but it is another sum.) From the last node a sum goes to its owner; where every node has
-an owner, it goes back along the lane.
+Ranks with the same position on their nodes form a lane, and each lane carries a part of a unit. On node 0,
+its rank adds the gradients of the node's ranks and sends the sum to node 1, which adds the gradients of its
+own ranks and sends it on: ((out + rank 0) + rank 1) + ..., chunk by chunk, so that all nodes are busy. A link
+carries an element once, however many ranks a node has. (Adding within the nodes first would not need this
+order between nodes, but it gives another sum.) The last node sends a sum to its owner; if every node has an
+owner, the sum returns along the lane.
 
-Where the ranks of a node share memory they write their gradients into slots and say so, and a carrier reads
-them there; a slot is free again once all carriers of the node have read it. Otherwise they send them.
+If the ranks of a node share memory, they write their gradients into slots and announce them; a carrier reads
+them there. A slot is free again once all carriers of the node have read it. Otherwise ranks send gradients.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
 
 TAGS = 1 << 12
-FORWARD, START, TOTAL = 0, 1, 2  # the kinds of messages in a lane
+FORWARD, START, TOTAL = 0, 1, 2  # kinds of messages in a lane
 
 
 @dataclass(frozen=True)
 class Item:
-    """Elements [start, stop) of a unit whose sum is for node `home`, or for all nodes."""
+    """Elements [start, stop) of a unit, whose sum goes to node `home`, or to all nodes."""
 
     start: int
     stop: int
@@ -56,33 +56,33 @@ class Item:
 
 @dataclass(eq=False)
 class Sum:
-    """One reduction; `replicated`: every node has an owner of each element.
+    """One reduction. `replicated`: whether every node has an owner of each element.
 
-    Partitions are over the ranks of a node where sums are replicated, else over all ranks.
+    Partitions are over the ranks of a node if sums are replicated, and over all ranks otherwise.
     """
 
     number: int
     asked: ReduceScatter
     replicated: bool
-    items: list[Item]  # those that this rank's lane carries, in the order in which it does
-    last: int  # the last node with a rank that contributes
-    added: int = 0  # chunks that this rank has added so far
-    lends: bool = False  # whether the sums that this rank lends are on their way
+    items: list[Item]  # items that this rank's lane carries, in order
+    last: int  # last node with a rank that contributes
+    added: int = 0  # number of chunks that this rank has added
+    lends: bool = False  # whether the old sums in `out` are being sent
     lent: dict[int, Any] = field(default_factory=dict)  # by chunk: the request that sends `out` to node 0
-    done: list[str] = field(default_factory=list)  # of the two parts of this rank
+    done: list[str] = field(default_factory=list)  # the parts of this rank's work that are done, of two
 
     def tag(self, kind: int) -> int:
-        """Return the tag of its messages of a kind."""
+        """Return the tag of this reduction's messages of a kind."""
         return kind + 4 * (self.number % TAGS)
 
 
 class NodeSums:
-    """The reductions of the ranks of `flat`, in their order.
+    """The reductions of the ranks of `flat`, in order.
 
-    flat       transport of all ranks; its thread, or a rank that waits, pushes the transfers
-    lane       the ranks of this one's position on all nodes, in the order of nodes
+    flat       transport of all ranks; its thread, or a rank that waits, advances the transfers
+    lane       the ranks with this rank's position on all nodes, in the order of nodes
     node       the ranks of this node
-    memory     the memory that they share, or None
+    memory     memory that the ranks of this node share, or None
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class NodeSums:
         self.flat, self.topology, self.lane, self.node, self.memory = flat, topology, lane, node, memory
         self.chunk = chain_chunk(topology.nodes)
         self._started = 0
-        self._settled = 0  # reductions in which this rank has done its parts
-        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for the next sums
+        self._settled = 0  # number of reductions in which this rank has done its parts
+        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # by type: buffers for the next sums
 
     def start(self, comm: ProgressingWrapper, asked: ReduceScatter, *, replicated: bool) -> Handle:
-        """Begin a reduction of `comm`, which pushes it where it waits; see `Sum`. Collective."""
+        """Start a reduction of `comm`, which advances it while it waits; see `Sum`. Collective."""
         number, self._started = self._started, self._started + 1
         if self.memory is not None and number >= ENTRIES:  # its entry of the table is used again
             counters, earlier = self.memory.counters, number - ENTRIES
@@ -112,7 +112,7 @@ class NodeSums:
         return comm.wrapped(AllOf([self.flat.start(each, *of, record) for each in running], *of))
 
     def _items(self, partition: Partition, replicated: bool, local: int) -> list[Item]:
-        """Return the items that the lane of position `local` carries, in the order in which it does."""
+        """Return the items that the lane of position `local` carries, in order."""
         parts: list[tuple[int | None, slice]] = [(None, partition.part(local))]
         if not replicated:
             owners = [ranks[local] for ranks in self.topology.members]
@@ -124,7 +124,7 @@ class NodeSums:
         ]
 
     def _given(self, total: Sum) -> int:
-        """Return the bytes that this rank sends to other nodes, and gives to other ranks of its own."""
+        """Return the bytes that this rank sends to other nodes and gives to other ranks of its node."""
         node, last = self.topology.node, total.last
         full = sum(item.length for item in total.items)
         own = sum(item.length for item in total.items if item.home in (None, node))
@@ -137,29 +137,29 @@ class NodeSums:
         return away * int(total.asked.out.itemsize) + given * int(total.asked.full.itemsize)
 
     def _source(self, total: Sum) -> Source:
-        """Announce where this rank's gradient lies; return the source of the node's gradients."""
+        """Announce the place of this rank's gradient; return the source of the node's gradients."""
         node = self.topology.members[self.topology.node]
         givers = [local for local, rank in enumerate(node) if rank < total.asked.contributors]
         if self.memory is None:
             return GradientsByMessages(self.node, self.topology.local, givers, total, self.chunk)
         pool, offset = self.memory.find(total.asked.full)
-        assert pool is not None, "a gradient lies in a slot where memory is shared"
+        assert pool is not None, "a gradient must be in a slot if memory is shared"
         self.memory.counters.note(total.number, offset)
         self.memory.counters.raise_to(POSTED, total.number + 1)
         return GradientsInSharedMemory(self.memory, pool, givers, total)
 
     def _settle(self, total: Sum, memory: NodeMemory) -> Running:
-        """Announce that this rank reads no slots any more and has its sum, in the order of reductions.
+        """Announce that this rank has read all slots and has its sum, in the order of reductions.
 
-        When all ranks of the node have done so, slots are free, and sums that the node shares are whole.
+        When all ranks of the node have done so, slots are free, and sums that the node shares are complete.
         """
         yield lambda: self._settled == total.number and len(total.done) == 2
         memory.counters.raise_to(SUMMED, total.number + 1)
-        self._settled += 1  # last: another thread may run the next reduction from here on
+        self._settled += 1  # last, because from here on another thread may run the next reduction
         yield lambda: memory.counters.all_reached(SUMMED, total.number + 1)
 
     def _give(self, total: Sum) -> Running:
-        """Send this rank's gradient to the ranks of its node that carry it."""
+        """Send this rank's gradient to the ranks of its node that carry its parts."""
         requests: list[Any] = []
         if self.topology.rank < total.asked.contributors:
             for local in others(self.topology.local, self.topology.ranks_per_node):
@@ -178,7 +178,7 @@ class NodeSums:
         return [other for other in (node - 1, node + 1) if 0 <= other < self.topology.nodes]
 
     def _out(self, total: Sum, item: Item) -> Array:
-        """Return the chunk of this rank's slice."""
+        """Return an item's part of this rank's slice."""
         number = self.topology.local if total.replicated else self.topology.rank
         first = total.asked.partition.bounds[number]
         return total.asked.out[item.start - first : item.stop - first]
@@ -186,7 +186,7 @@ class NodeSums:
     # ------------------------------------------------------------------------------------------ forward
 
     def _carry(self, total: Sum, source: Source) -> Running:
-        """Add this node's part chunk by chunk and pass the sums on; do nothing on nodes without a part."""
+        """Add this node's part chunk by chunk and send the sums on; do nothing on a node without a part."""
         if self.topology.node <= total.last:
             yield source.ready
             yield lambda: total.lends
@@ -206,7 +206,7 @@ class NodeSums:
         for number in range(len(items) + CHAIN_DEPTH - 1):
             slot = number % CHAIN_DEPTH
             if number < len(items):
-                yield sent[slot]  # then its memory is free
+                yield sent[slot]  # then its buffer is free
                 posted.append(self._post(total, source, items[number], slots[slot], slot))
             done = number - (CHAIN_DEPTH - 1)
             if 0 <= done < len(items):
@@ -228,7 +228,7 @@ class NodeSums:
         return requests
 
     def _comes_from(self, total: Sum, item: Item) -> int | None:
-        """Return the node that sends what this one adds to; None: nothing is sent."""
+        """Return the node that sends the sum to which this node adds, or None if no node does."""
         if self.topology.node:
             return self.topology.node - 1
         return item.home if total.asked.accumulate and item.home else None
@@ -241,7 +241,7 @@ class NodeSums:
         ordered_sum(target, parts, accumulate=total.asked.accumulate or not is_head)
 
     def _pass_on(self, total: Sum, item: Item, slot: Array) -> list[Any]:
-        """Send the sum to the next node; the last node sends it to the owner."""
+        """Send the sum to the next node, or from the last node to the owner."""
         node, summed = self.topology.node, slot[: item.length]
         if node < total.last:
             return [self._send(summed, node + 1, FORWARD, total)]
@@ -255,9 +255,9 @@ class NodeSums:
     # --------------------------------------------------------------------------------------------- back
 
     def _collect(self, total: Sum, source: Source) -> Running:
-        """Receive the sums that this rank owns, and hand them on where others own them too.
+        """Receive the sums that this rank owns, and send them on if other nodes own them too.
 
-        It first waits until all of the node have announced the reduction: they may read `out` until then.
+        First wait until all ranks of the node have announced the reduction: they may read `out` until then.
         """
         yield source.ready
         node, last, items = self.topology.node, total.last, total.items
@@ -281,7 +281,7 @@ class NodeSums:
         total.done.append("collected")
 
     def _may_be_written(self, total: Sum, number: int) -> Any:
-        """Return the condition for receiving a sum into `out`: its old content must have been taken."""
+        """Return the condition for receiving into `out`: its old content must have been sent or added."""
         if number in total.lent:
             return [total.lent[number]]
         if total.asked.accumulate and self.topology.node == 0:
@@ -290,21 +290,21 @@ class NodeSums:
 
 
 class GradientsInSharedMemory:
-    """Gradients in the memory that the ranks of a node share."""
+    """Gradients in the shared memory of a node."""
 
     def __init__(self, memory: NodeMemory, pool: SharedGradientPool, givers: list[int], total: Sum) -> None:
         self.counters, self.pool, self.givers, self.total = memory.counters, pool, givers, total
 
     def ready(self) -> bool:
-        """Return whether the gradients may be asked for."""
+        """Return whether the gradients are complete."""
         return self.counters.all_reached(POSTED, self.total.number + 1)
 
     def post(self, span: slice, slot: int) -> list[Any]:
-        """Return requests that must be complete before `parts` of the same arguments."""
+        """Return the requests that must be complete before `parts` is called with the same arguments."""
         return []
 
     def parts(self, span: slice, slot: int) -> list[Array]:
-        """Return the elements `span` of the unit of each contributing rank of the node, in rank order."""
+        """Return elements `span` of the unit from each contributing rank of the node, in rank order."""
         number, full = self.total.number, self.total.asked.full
         return [
             self.pool.of_rank(rank, self.counters.noted(rank, number), full, span) for rank in self.givers
@@ -312,11 +312,11 @@ class GradientsInSharedMemory:
 
 
 class GradientsByMessages:
-    """Gradients that the ranks of a node send to each other, in chunks of so many elements."""
+    """Gradients that the ranks of a node send to each other in chunks of `chunk` elements."""
 
     def __init__(self, node: Any, local: int, givers: list[int], total: Sum, chunk: int) -> None:
         self.node, self.local, self.givers, self.total, self.chunk = node, local, givers, total, chunk
-        self.buffers: dict[tuple[int, int], Array] = {}  # by slot and rank: where a rank's part arrives
+        self.buffers: dict[tuple[int, int], Array] = {}  # by slot and rank: buffer for a rank's part
 
     def ready(self) -> bool:
         return True

@@ -1,7 +1,7 @@
-"""Ranks of one node by shared memory: parameters lie there once (`comm`), sums are made where gradients lie.
+"""Ranks of one node with shared memory: it holds parameters once (`comm`), and gradients are summed in place.
 
-Free space is checked and pages are brought in beforehand (`memory`), because Open MPI looks for space on one
-rank only and the others would wait forever. Without space the run uses `mpi` and says why. The sizes come
-from `sharding.layout` before the model is there. The bytes that travel are those of `mpi`, read instead of
-sent.
+Free space is checked and pages are allocated in advance (`memory`), because Open MPI checks for space on only
+one rank, and the other ranks would wait forever. Without space the run uses `mpi` and says why. Sizes come
+from `sharding.layout` before the model exists. The transport moves the same bytes as `mpi`, but they are read
+instead of sent.
 """

@@ -1,17 +1,17 @@
-"""Ranks of one node that share memory: parameters lie there once, gradients are added where they lie.
+"""Ranks of one node that share memory: it holds parameters once, and gradients are added in place.
 
-*Full arrays.* A buffer whose slices the ranks own is one array for all of them. A gather waits until the
-owners have written: each counts its writes (`signal_written`), and a reader waits until all have counted as
-far as itself (`wait_written`). Before slices are written again no rank may read them any more
-(`barrier_readers`).
+*Full arrays.* A buffer in which ranks own slices is one array for all ranks. A gather waits until the owners
+have written: each rank counts its writes (`signal_written`), and a reader waits until all ranks have counted
+as far as it has (`wait_written`). Before slices are written again, all ranks must have finished reading
+them (`barrier_readers`).
 
-*Reductions.* A rank announces that its gradient is complete and where it lies; an owner whose slice all ranks
-have announced adds it, in rank order, and announces the sum. A reduction is complete when all owners have
-added: then the buffers may be used again, and what the owners wrote may be read. The bits are those of the
-exact reduction over MPI, since the additions are. Nobody works for another rank, and there is no thread:
-sums are made when the runtime tests between layers, or waits.
+*Reductions.* A rank announces that its gradient is complete, and its address. When all ranks have done so,
+each owner adds its slice in rank order and announces the sum. A reduction is complete when all owners have
+added. Then the buffers may be used again, and the sums may be read. The bits are those of the exact reduction
+over MPI, because the additions are the same. No rank works for another rank, and there is no thread: a rank
+adds when the runtime tests between layers, or when it waits.
 
-All ranks do these things in the same order, so a number identifies each. Everything else goes over MPI.
+All ranks start these operations in the same order, so each has a number. Other communication uses MPI.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.spans import OpenTransfer as Record
 
-SUM_CHUNK = 1 << 15  # elements that are added over all ranks before the next ones: 128 KiB stay in cache
+SUM_CHUNK = 1 << 15  # elements that are added over all ranks at a time: 128 KiB, which stay in cache
 
 
 @dataclass(eq=False)
 class Reduction(Handle):
-    """Reduction `number` of a transport, of gradients that lie in `pool`."""
+    """Reduction `number` of a transport, whose gradients are in `pool`."""
 
     comm: SharedComm
     number: int
     pool: SharedGradientPool
     asked: ReduceScatter
-    record: Record | None  # for the timeline
+    record: Record | None  # record of the collective for the timeline
     kind = "reduce_scatter"
 
     def test(self) -> bool:
@@ -56,7 +56,7 @@ class Reduction(Handle):
         self.comm.note_ends()
 
     def add(self) -> None:
-        """Add the slices that lie where the ranks said; call it once all of them have."""
+        """Add the slices at the places that the ranks announced; all ranks must have announced them."""
         asked, span = self.asked, self.asked.partition.part(self.comm.rank)
         parts = [
             self.pool.of_rank(rank, self.comm.counters.noted(rank, self.number), asked.full, span)
@@ -68,9 +68,9 @@ class Reduction(Handle):
 
 
 class OverMPI(ProgressingHandle):
-    """A transfer of the inner transport; a rank that waits for it continues with its sums meanwhile.
+    """A transfer of the inner transport. A rank that waits for it continues its own sums meanwhile.
 
-    Another rank may need these sums to get as far as this one.
+    Another rank may need these sums before it can start the same transfer.
     """
 
     def __init__(self, comm: SharedComm, inner: Handle) -> None:
@@ -84,7 +84,7 @@ class OverMPI(ProgressingHandle):
 
 
 class SharingWrapper(ProgressingWrapper):
-    """Wrapper over messages whose ranks keep the arrays of modules in the memory of their node, if any."""
+    """Wrapper over MPI messages; it keeps the arrays of modules in the node's shared memory, if any."""
 
     def __init__(self, inner: MPIComm, ranks_here: int, node_memory: NodeMemory | None) -> None:
         super().__init__(inner, ranks_here)
@@ -112,10 +112,10 @@ class SharingWrapper(ProgressingWrapper):
 
 
 class SharedComm(SharingWrapper):
-    """The ranks of an MPI communicator (the world, unless another is given), all of one node.
+    """The ranks of an MPI communicator, by default COMM_WORLD, which must all be on one node.
 
-    `full`, `buffers`: arguments of `memory`'s first call, set aside at once. Collective; raises
-    NoSharedMemory on all ranks alike where the ranks are on several nodes or there is not enough memory.
+    `full`, `buffers`: arguments of the first call of `memory`, which is reserved at once. Collective; raises
+    NoSharedMemory on all ranks if the ranks are on several nodes or there is not enough memory.
     """
 
     def __init__(
@@ -127,16 +127,16 @@ class SharedComm(SharingWrapper):
         threaded: bool | None = None,
     ) -> None:
         world = MPI.COMM_WORLD if comm is None else comm
-        node = node_communicator(world)  # on one node: the same ranks in the same order
+        node = node_communicator(world)  # if all ranks are on one node, the same ranks in the same order
         nodes = world.allreduce(1 if node.Get_rank() == 0 else 0)
         if nodes > 1:
             node.Free()
             raise NodesApart(f"the ranks are on {nodes} nodes, but shared memory needs one node")
         self._memory = NodeMemory(node, full, buffers)
         super().__init__(MPIComm(world, threaded=threaded), self._memory.size, self._memory)
-        self.kind, self.exact = SHARED, True  # also where `fast` would do: the library has no faster sum
+        self.kind, self.exact = SHARED, True  # also for `fast`, because the library has no faster sum
         self.counters = self._memory.counters
-        self._started = 0  # reductions
+        self._started = 0  # number of reductions started
         self.due: deque[Reduction] = deque()  # reductions that this rank has not added yet
         self._recorded: deque[Reduction] = deque()  # reductions in progress that a timeline records
 
@@ -151,12 +151,12 @@ class SharedComm(SharingWrapper):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that all ranks together have now."""
+        """Bytes of shared memory that all ranks together use now."""
         return self._memory.nbytes
 
     @property
     def about(self) -> str:
-        """Description of what the transport uses, for messages."""
+        """Description of the transport for messages."""
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
@@ -179,10 +179,10 @@ class SharedComm(SharingWrapper):
         return reduction
 
     def _add_what_is_posted(self) -> None:
-        """Add the slices of reductions that all ranks have announced, in their order.
+        """Add the slices of reductions that all ranks have announced, in order.
 
-        All ranks, not only those that contribute: one that is behind may still read what `out` held (the
-        summed gradient by which it updates its parameters, where these are replicated).
+        All ranks are needed, not only contributors: a slower rank may still read the old `out` (the
+        summed gradient by which it updates its parameters, if these are replicated).
         """
         while self.due and self.counters.all_reached(POSTED, self.due[0].number + 1):
             reduction = self.due.popleft()
@@ -194,11 +194,11 @@ class SharedComm(SharingWrapper):
         return self.counters.all_reached(SUMMED, number + 1)
 
     def note_ends(self) -> None:
-        """Note for the timeline which reductions are over: no message tells it, so this checks."""
+        """Record for the timeline which reductions are complete; no message reports that, so this checks."""
         while self._recorded and self.is_complete(self._recorded[0].number):
             spans.end(self._recorded.popleft().record)
 
     def close(self) -> None:
-        """Free the windows, but for those in which arrays still lie: these stay to the end of the process."""
+        """Free all windows except those that contain arrays, which stay until the process ends."""
         self._memory.close()
         self._inner.close()

@@ -1,14 +1,14 @@
-"""The shared memory of a node's ranks: windows, counters of progress, and pools of gradient buffers.
+"""The shared memory of a node's ranks: windows, progress counters, and pools of gradient buffers.
 
-*Windows.* An MPI shared window is made only where there is room for it. The libraries back a window with a
-file in /dev/shm that has its length but not its pages; a page for which there is no room ends the process
-with SIGBUS, hours later. So free space is checked first, and each rank brings its own pages in as soon as
-the window is there, which also puts them next to its cores. A failure is raised on all ranks. The file has no
-name once the window is made, so nothing is left behind.
+*Windows.* An MPI shared window is created only if there is enough space. The libraries back a window with a
+file in /dev/shm that has the full length but no pages yet; touching a page without space kills the process
+by SIGBUS, hours later. So free space is checked first, and each rank allocates its own pages as soon as the
+window exists, which also puts them near its cores. A failure is raised on all ranks. The file has no name
+once the window exists, so nothing is left behind.
 
-*Counters.* A counter only grows and is written by one rank; it has a cache line of its own. A writer first
-writes the data that the counter announces: data, fence, counter; a reader goes the other way: counter, fence,
-data. A store or load of eight aligned bytes is one access to memory, so nobody sees half a number.
+*Counters.* A counter only grows, is written by one rank, and has its own cache line. A writer writes the data
+that the counter announces, then a fence, then the counter. A reader goes in the other order: counter, fence,
+data. A load or store of eight aligned bytes is one memory access, so no rank sees half of a number.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from zero_mpi.device.arrays import BufferPool, address
 from zero_mpi.device.types import ALIGNMENT, Array
 from zero_mpi.errors import UsageError
 
-PLACE = Path("/dev/shm")  # where MPICH and Open MPI keep shared windows
-MARGIN = 1 << 20  # bytes that the library may need beside ours
-POPULATE_WRITE = 23  # Linux 5.14 and later; mmap has no name for it yet
+PLACE = Path("/dev/shm")  # directory in which MPICH and Open MPI keep shared windows
+MARGIN = 1 << 20  # bytes that the library may need in addition
+POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap does not name it yet
 FLOAT = np.dtype(np.float32)
 
 Range = tuple[int, int]  # bytes [start, stop)
@@ -44,7 +44,7 @@ Request = tuple[tuple[Partition, ...], tuple[int, ...]]
 
 
 class NoSharedMemory(UsageError):
-    """The ranks cannot share memory; the text says why."""
+    """The ranks cannot share memory; the text gives the reason."""
 
 
 class NodesApart(NoSharedMemory):
@@ -55,9 +55,9 @@ class NodesApart(NoSharedMemory):
 
 
 class Window:
-    """`nbytes` bytes of shared memory; raises NoSharedMemory on all ranks alike. Collective.
+    """Window of `nbytes` bytes of shared memory. Collective; raises NoSharedMemory on all ranks.
 
-    own: the byte ranges that this rank writes first.
+    own: byte ranges that this rank writes first.
     """
 
     def __init__(self, node: Any, nbytes: int, own: Iterable[Range] = ()) -> None:
@@ -75,7 +75,7 @@ class Window:
         problem = "" if node.allgather(skip) == [skip] * node.Get_size() else "it is aligned differently"
         problem = problem or populate(memory[skip:], own)
         self._kept: Array | None = memory[skip : skip + nbytes]
-        self._root = weakref.ref(memory)  # every array that is made of the window keeps this one alive
+        self._root = weakref.ref(memory)  # every array made from the window keeps this object alive
         del memory, shared
         try:
             agree(node, problem)
@@ -84,44 +84,44 @@ class Window:
             raise
 
     def hand_over(self) -> Array:
-        """Return the memory as a flat array of bytes; the window lives as long as arrays made of it."""
-        assert self._kept is not None, "the memory of a window is handed over once"
+        """Return the memory as a flat byte array; the window lives as long as arrays made from it."""
+        assert self._kept is not None, "the memory of a window can be handed over only once"
         memory, self._kept = self._kept, None
         return memory
 
     @property
     def in_use(self) -> bool:
-        """Return whether some array of this rank lies in the window."""
+        """Return whether any array of this rank uses the window."""
         return self._root() is not None
 
     def fence(self) -> None:
-        """Order this rank's reads and writes of shared memory: those before come before those after."""
+        """Order this rank's reads and writes of shared memory before the call ahead of those after it."""
         self._window.Sync()
 
     def free(self) -> None:
-        """Unmap the memory. Collective; no array may lie in it any more."""
+        """Unmap the memory. Collective; no array may use it any more."""
         self._kept = None
-        assert not self.in_use, "arrays still lie in the window"
+        assert not self.in_use, "arrays still use the window"
         self._window.Unlock_all()
         self._window.Free()
 
 
 def agree(node: Any, problem: str) -> None:
-    """Raise NoSharedMemory on all ranks, if one has a problem. Collective."""
+    """Raise NoSharedMemory on all ranks if any rank has a problem. Collective."""
     found = next((text for text in node.allgather(problem) if text), "")
     if found:
         raise NoSharedMemory(found)
 
 
 def space_problem(nbytes: int) -> str:
-    """Return why `nbytes` do not fit into shared memory now, or an empty text."""
+    """Return the reason why `nbytes` do not fit into shared memory now, or an empty text."""
     needed = f"{nbytes / 2**20:.1f} MiB of shared memory"
     try:
         about = os.statvfs(PLACE)
         free = about.f_bavail * about.f_frsize
         if free < nbytes:
-            return f"{needed} are needed, {PLACE} has only {free / 2**20:.1f} MiB free"
-        with tempfile.TemporaryFile(dir=PLACE) as probe:  # a quota or a group of processes may allow less
+            return f"{needed} are needed, but {PLACE} has only {free / 2**20:.1f} MiB free"
+        with tempfile.TemporaryFile(dir=PLACE) as probe:  # a quota or a cgroup may allow less
             os.posix_fallocate(probe.fileno(), 0, nbytes)
     except OSError as error:
         return f"{needed} cannot be reserved in {PLACE}: {error.strerror or error}"
@@ -129,10 +129,10 @@ def space_problem(nbytes: int) -> str:
 
 
 def populate(memory: Array, own: Iterable[Range]) -> str:
-    """Bring in the pages of the ranges; return why that cannot be done, or an empty text.
+    """Allocate the pages of the ranges; return the reason if that is impossible, or an empty text.
 
-    Unlike a write, the call returns an error where there is no page. An older kernel does not know the call:
-    then the check before the window was made must do.
+    Unlike a write, the call returns an error if there is no page. Older kernels do not have the call; then
+    only the check before the window was created protects the process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for start, stop in own:
@@ -150,9 +150,9 @@ def populate(memory: Array, own: Iterable[Range]) -> str:
 
 
 class Counters:
-    """The counters POSTED, SUMMED, WRITTEN, ... of each rank, and a table of small numbers beside them.
+    """The counters POSTED, SUMMED, WRITTEN, ... of each rank, and a table of small numbers for each rank.
 
-    Collective; raises NoSharedMemory on all ranks alike.
+    Collective; raises NoSharedMemory on all ranks.
     """
 
     def __init__(self, node: Any) -> None:
@@ -162,17 +162,17 @@ class Counters:
         self._words = memoryview(self._window.hand_over()).cast("q")
         for word in range(self._first, self._first + WORDS):
             self._words[word] = 0
-        self._seen = dict.fromkeys(range(POSTED, TABLE, 8), 0)  # how far all ranks are known to have come
+        self._seen = dict.fromkeys(range(POSTED, TABLE, 8), 0)  # values that all ranks have reached
         self._window.fence()
         node.Barrier()
 
     def raise_to(self, counter: int, value: int) -> None:
-        """Set this rank's counter, after everything that the rank has written so far."""
+        """Set this rank's counter, ordered after everything that the rank has written so far."""
         self._window.fence()
         self._words[self._first + counter] = value
 
     def all_reached(self, counter: int, value: int) -> bool:
-        """Return whether every rank's counter is `value` or more: then what it stands for may be read."""
+        """Return whether every rank's counter is at least `value`; the announced data may then be read."""
         if self._seen[counter] >= value:
             return True
         for word in range(counter, self._ranks * WORDS, WORDS):
@@ -183,21 +183,21 @@ class Counters:
         return True
 
     def note(self, entry: int, value: int) -> None:
-        """Write into this rank's table; a counter that is raised later says that it is there."""
+        """Write into this rank's table; raise a counter afterwards to announce the entry."""
         self._words[self._first + TABLE + entry % ENTRIES] = value
 
     def noted(self, rank: int, entry: int) -> int:
-        """Read from a rank's table."""
+        """Return an entry of a rank's table."""
         return self._words[rank * WORDS + TABLE + entry % ENTRIES]
 
     def close(self) -> None:
-        """Give the memory back. Collective."""
+        """Free the memory. Collective."""
         self._words.release()
         self._window.free()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all ranks' counters."""
+        """Number of bytes of all ranks' counters."""
         return self._window.nbytes
 
 
@@ -207,8 +207,8 @@ class Counters:
 class SharedGradientPool(BufferPool):
     """A pool that cannot grow: this rank's block of shared memory, cut into buffers of the given lengths.
 
-    `blocks`: the blocks of all ranks, as bytes; they are cut alike, but ranks may lend in another order.
-    An owner adds gradients where they were written.
+    `blocks`: the blocks of all ranks, as bytes. All are cut in the same way, but ranks may lend their buffers
+    in different orders. An owner adds gradients at the places where they were written.
     """
 
     def __init__(self, blocks: Sequence[Array], rank: int, lengths: Sequence[int]) -> None:
@@ -222,17 +222,17 @@ class SharedGradientPool(BufferPool):
             offset += padded(length)
 
     def take(self, size: int) -> Array:
-        """Return a free slot, as from a BufferPool, but one that fits must be there."""
-        assert any(buffer.size >= size for buffer in self._free), f"no gradient slot of {size} elements left"
+        """Return a free slot like BufferPool.take, but fail if no free slot fits."""
+        assert any(buffer.size >= size for buffer in self._free), f"no free gradient slot has {size} elements"
         return super().take(size)
 
     def offset(self, array: Array) -> int | None:
-        """Return where in this rank's block an array begins, in bytes; None if it lies elsewhere."""
+        """Return the byte offset of an array in this rank's block, or None if it is not in the block."""
         first = address(array)
         return first - self.start if self.start <= first < self.stop else None
 
     def of_rank(self, rank: int, offset: int, array: Array, part: slice) -> Array:
-        """Return the elements `part` of the array like `array` that begins at `offset` in `rank`'s block."""
+        """Return elements `part` of the array of `rank` at byte `offset`, which is like `array`."""
         first, last = (offset + index * array.itemsize for index in (part.start, part.stop))
         return self.blocks[rank][first:last].view(array.dtype)
 
@@ -243,10 +243,10 @@ Allotment = tuple[list[Array], SharedGradientPool]
 class NodeMemory:
     """Memory of the ranks of `node`, an MPI communicator that is freed with it.
 
-    A window holds arrays that all ranks of the node see (full), and for each rank a block of buffers that
-    it writes and the others read (slots). `full`, `buffers`: arguments of `allot`'s first call, set
-    aside at once, so that a job knows at its start whether there is room. Collective; raises NoSharedMemory
-    on all ranks alike where there is not enough.
+    A window holds the full arrays, which all ranks of the node see, and for each rank a block of slots, which
+    this rank writes and other ranks read. `full`, `buffers`: arguments of `allot`'s first call, allocated
+    at once, so that a job knows at its start whether there is enough space. Collective; raises NoSharedMemory
+    on all ranks if there is not.
     """
 
     def __init__(self, node: Any, full: Sequence[Partition], buffers: Sequence[int]) -> None:
@@ -255,7 +255,7 @@ class NodeMemory:
         self._windows: list[Window] = []
         self._pools: weakref.WeakSet[SharedGradientPool] = weakref.WeakSet()
         self._prepared: tuple[Request, Allotment] | None = None
-        self._writes = 0  # times that this rank has published
+        self._writes = 0  # times that this rank has signalled
         try:
             self.counters = Counters(node)
         except NoSharedMemory:
@@ -269,9 +269,9 @@ class NodeMemory:
             raise
 
     def allot(self, full: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
-        """Return zeroed arrays as long as `full`, of which each rank first writes its part; and a pool.
+        """Return zeroed arrays as long as `full`, of which each rank first writes its part, and a pool.
 
-        Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks alike.
+        Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks.
         """
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == (tuple(full), tuple(buffers)):
@@ -281,7 +281,7 @@ class NodeMemory:
         return self._allot(full, buffers)
 
     def _allot(self, full: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
-        """Make one window: first the full arrays, then a block of buffers for each rank."""
+        """Create one window: first the full arrays, then a block of buffers for each rank."""
         starts = list(itertools.accumulate((padded(one.length) for one in full), initial=0))
         block = sum(map(padded, buffers))
         blocks = [starts[-1] + rank * block for rank in range(self.size + 1)]
@@ -295,7 +295,7 @@ class NodeMemory:
         for first, last in slices:
             memory[first:last] = 0
         window.fence()
-        self.node.Barrier()  # others may write into what this rank has just made zeros
+        self.node.Barrier()  # other ranks may write into the part that this rank has just zeroed
         arrays = [
             memory[start : start + FLOAT.itemsize * one.length].view(FLOAT)
             for start, one in zip(starts, full, strict=False)
@@ -308,7 +308,7 @@ class NodeMemory:
         return arrays, pool
 
     def _free_unused(self) -> None:
-        """Free the windows in which no rank has an array any more: modules that are gone. Collective."""
+        """Free the windows that no rank's arrays use any more, because modules are gone. Collective."""
         used = self.node.allgather([window.in_use for window in self._windows])
         for window, in_use in zip(self._windows[:], zip(*used, strict=True), strict=True):
             if not any(in_use):
@@ -316,16 +316,16 @@ class NodeMemory:
                 self._windows.remove(window)
 
     def signal_written(self) -> None:
-        """Announce that this rank has completely written its parts of arrays."""
+        """Announce that this rank has finished writing its parts of arrays."""
         self._writes += 1
         self.counters.raise_to(WRITTEN, self._writes)
 
     def all_written(self) -> bool:
-        """Return whether every rank of the node has published as often as this one."""
+        """Return whether every rank of the node has signalled as often as this one."""
         return self.counters.all_reached(WRITTEN, self._writes)
 
     def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:
-        """Return the pool that an array is of, and where in this rank's block it begins."""
+        """Return the pool that contains an array, and the array's offset in this rank's block."""
         for pool in self._pools:
             offset = pool.offset(array)
             if offset is not None:
@@ -334,11 +334,11 @@ class NodeMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shared memory that all ranks of the node together have now."""
+        """Bytes of shared memory that all ranks of the node together use now."""
         return self.counters.nbytes + sum(window.nbytes for window in self._windows)
 
     def close(self) -> None:
-        """Free the windows, but for those in which arrays still lie: these stay to the end of the process."""
+        """Free all windows except those that contain arrays, which stay until the process ends."""
         self._prepared = None
         self._free_unused()
         self.counters.close()

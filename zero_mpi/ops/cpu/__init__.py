@@ -1,12 +1,12 @@
-"""The operations for `numpy.ndarray`, compiled; a kernel is loaded when it is first called.
+"""Compiled operations for `numpy.ndarray`. A kernel is loaded when it is first called.
 
-Inputs in float32 or bfloat16 are computed here; the reference computes other types. A kernel runs on one
-thread; its rows are divided among the rank's threads (`ops.threads`). Compiled code is kept in a folder
-named after versions, processor and source (`ops.code_cache`); one rank of a node fills it before the others
-read it.
+Kernels compute inputs in float32 or bfloat16, and the reference computes other types. A kernel runs on one
+thread, and its rows are divided among the rank's threads (`ops.threads`). Compiled code is kept in a folder
+named after versions, processor and source (`ops.code_cache`). One rank of a node fills the folder before the
+other ranks read it.
 
-Results are in recycled memory (`device.arrays`), so a step allocates no large array after the first two
-steps. Products call the OpenBLAS that NumPy has loaded, and add gradients straight into the flat buffer.
+Results use recycled memory (`device.arrays`), so a step allocates no large array after the first two steps.
+Products call the OpenBLAS that NumPy has loaded, and they add gradients directly to the flat buffer.
 Kernels propagate NaN and infinity, so that a bad number is noticed. AdamW is compiled without fast-math, so
 its bits do not depend on where a buffer is cut into slices.
 """

@@ -1,9 +1,9 @@
-"""Products of many small matrices of bfloat16 by a processor's tile units (AMX), for attention.
+"""Products of many small bfloat16 matrices by a processor's tile units (AMX), for attention.
 
-A tile has 16 rows of 64 bytes, and one instruction adds the product of two to a third: 16 x 32 elements by
-32 x 16, the latter as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four sums of 16 x 16 are held
-while 32 rows meet 32 columns. b is packed as pairs once per matrix, and a unless its rows form full tiles;
-oneDNN takes longer to copy heads whose rows lie apart than to multiply them (docs/benchmarks.md).
+A tile has 16 rows of 64 bytes. One instruction adds the product of two tiles to a third: 16 x 32 elements by
+32 x 16, with the second factor as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four tiles hold the
+sums of 32 rows by 32 columns. b is packed as pairs once per matrix, and a unless its rows form full tiles;
+oneDNN takes longer to copy heads with rows far apart than to multiply them (docs/benchmarks.md).
 
 Import it only where `products.by_tiles` does: elsewhere the compiler lacks these types and ends the process.
 """
@@ -45,9 +45,9 @@ ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row; of a float32 or 
 
 
 def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
-    """Return an intrinsic of one instruction: its arguments are constant tile numbers, an address, a step."""
+    """Return an intrinsic of one instruction; its arguments are constant tile numbers, an address, a step."""
     if not all(isinstance(tile, types.IntegerLiteral) for tile in tiles):
-        return None  # numba asks again, with constants
+        return None  # numba calls this again, with constants
 
     def emit(builder: Any, *values: Any) -> None:
         numbers = [BYTE(tile.literal_value) for tile in tiles]
@@ -61,7 +61,7 @@ def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def configure(context: Any, place: Any) -> Any:
-    """Configure the tiles of this thread by a configuration at an address."""
+    """Configure the tiles of this thread with the configuration at an address."""
     return instruction("ldtilecfg", (), place)
 
 
@@ -79,31 +79,31 @@ def clear(context: Any, tile: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def add_product(context: Any, total: Any, a: Any, b: Any) -> Any:
-    """Add to tile `total`, float32, the product of tiles a and b."""
+    """Add the product of tiles a and b to the float32 tile `total`."""
     return instruction("tdpbf16ps", (total, a, b))
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def load(context: Any, tile: Any, place: Any, step: Any) -> Any:
-    """Fill a tile with rows from an address on, `step` bytes apart."""
+    """Fill a tile with rows that start at an address and are `step` bytes apart."""
     return instruction("tileloadd64", (tile,), place, step)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def store(context: Any, tile: Any, place: Any, step: Any) -> Any:
-    """Write a tile's rows from an address on, `step` bytes apart."""
+    """Write a tile's rows to an address, `step` bytes apart."""
     return instruction("tilestored64", (tile,), place, step)
 
 
 def pairs_of(builder: Any, above: Any, below: Any) -> Any:
-    """Return sixteen pairs of elements at two addresses, each pair a word, the first in its lower half."""
+    """Return sixteen words of two elements, one at address `above` (lower half) and one at `below`."""
     kind = ir.VectorType(HALF, ELEMENTS)
     low, high = (builder.zext(loaded(builder, place, kind), SIXTEEN) for place in (above, below))
     return builder.or_(low, builder.shl(high, constant(16)))
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose sixteen vectors of words: blocks of 1, 2, 4 and 8 across the diagonal change places."""
+    """Transpose sixteen vectors of words: exchange blocks of 1, 2, 4 and 8 words across the diagonal."""
     for step in (1, 2, 4, 8):
         for i in (each for each in range(ELEMENTS) if not each & step):
             first, second = rows[i], rows[i + step]
@@ -116,13 +116,13 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def steps_from(builder: Any, start: Any, step: Any) -> list[Any]:
-    """Return sixteen addresses, one step from each to the next."""
+    """Return sixteen addresses from `start` on, `step` bytes apart."""
     return [builder.add(start, builder.mul(step, PLACE(i))) for i in range(ELEMENTS)]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pair_lines(context: Any, above: Any, below: Any, out: Any) -> Any:
-    """Write sixteen pairs of elements of two rows, all three by address."""
+    """Write sixteen pairs of elements of two rows; all three arguments are addresses."""
 
     def emit(builder: Any, above: Any, below: Any, out: Any) -> None:
         stored(builder, pairs_of(builder, above, below), out)
@@ -132,7 +132,7 @@ def pair_lines(context: Any, above: Any, below: Any, out: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def turn(context: Any, start: Any, step: Any, out: Any, out_step: Any) -> Any:
-    """Write a block of 16 x 16 words as its transpose; rows are `step` and `out_step` bytes apart."""
+    """Write the transpose of a block of 16 x 16 words; rows are `step` and `out_step` bytes apart."""
 
     def emit(builder: Any, start: Any, step: Any, out: Any, out_step: Any) -> None:
         rows = [loaded(builder, place, SIXTEEN) for place in steps_from(builder, start, step)]
@@ -144,7 +144,7 @@ def turn(context: Any, start: Any, step: Any, out: Any, out_step: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def turn_elements(context: Any, start: Any, step: Any, out: Any, out_step: Any) -> Any:
-    """Write 32 rows of 16 elements as their transpose, 16 rows of 32."""
+    """Write the transpose of 32 rows of 16 elements, as 16 rows of 32 elements."""
 
     def emit(builder: Any, start: Any, step: Any, out: Any, out_step: Any) -> None:
         above = steps_from(builder, start, builder.add(step, step))
@@ -157,7 +157,7 @@ def turn_elements(context: Any, start: Any, step: Any, out: Any, out_step: Any) 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow_line(context: Any, sums: Any, out: Any) -> Any:
-    """Write sixteen float32 as the nearest bfloat16, as `jit.narrow` does."""
+    """Write sixteen float32 numbers as the nearest bfloat16, as `jit.narrow` does."""
 
     def emit(builder: Any, sums: Any, out: Any) -> None:
         words = nearest_low(builder, loaded(builder, sums, SINGLES), SIXTEEN, constant)
@@ -170,7 +170,7 @@ def narrow_line(context: Any, sums: Any, out: Any) -> Any:
 
 
 def configuration() -> Array:
-    """Return the bytes that LDTILECFG reads: the first palette, eight tiles of 16 rows of 64 bytes."""
+    """Return the bytes that LDTILECFG reads: the first palette, and eight tiles of 16 rows of 64 bytes."""
     layout = np.zeros(64, np.uint8)
     layout[0] = 1
     layout[16:32:2], layout[48:56] = ROW_BYTES, ROWS
@@ -182,7 +182,7 @@ TILES = configuration()
 
 @helper
 def pair_of(x: Array, i: int, j: int, down: int, right: int) -> Any:
-    """Return the word of elements (i, j) and (i + down, j + right); elements beyond x are zero."""
+    """Return the word of elements (i, j) and (i + down, j + right); elements outside x are zero."""
     low, high = np.uint32(x[i, j]), np.uint32(0)
     if i + down < x.shape[0] and j + right < x.shape[1]:
         high = np.uint32(x[i + down, j + right])
@@ -191,7 +191,7 @@ def pair_of(x: Array, i: int, j: int, down: int, right: int) -> Any:
 
 @fixed_helper
 def pack_pairs(b: Array, packed: Array) -> None:
-    """Pack pairs of rows of b (K, N) into packed (N / 16, K / 2, 16), by 16 columns; the rest stays."""
+    """Pack row pairs of b (K, N) into packed (N / 16, K / 2, 16), by 16 columns; padding is not written."""
     (k, n), (down, right), start = b.shape, b.strides, b.ctypes.data
     for first in range(0, n, ROWS):
         panel, at = packed[first // ROWS], start + first * right
@@ -212,7 +212,7 @@ def pack_pairs(b: Array, packed: Array) -> None:
 
 @fixed_helper
 def pack_rows(a: Array, packed: Array) -> None:
-    """Pack rows of a (M, K), as pairs, into packed (M, K / 2); the rest stays."""
+    """Pack pairs of elements of a (M, K) into packed (M, K / 2); padding is not written."""
     (m, k), (down, right), start = a.shape, a.strides, a.ctypes.data
     whole, deep = (m // ROWS * ROWS, k // DEPTH * DEPTH) if down == LOW_BYTES else (0, 0)
     for i in range(0, whole, ROWS):
@@ -226,7 +226,7 @@ def pack_rows(a: Array, packed: Array) -> None:
 
 @helper
 def add_panel(a: Any, a_step: Any, b: Any, next_b: Any, depth: Any) -> None:
-    """Add to tiles 0 to 3 the product of 32 rows of a and two panels of 16 columns of b, all by address."""
+    """Add to tiles 0 to 3 the product of 32 rows of a and two panels of 16 columns of b, given by address."""
     for k in range(0, depth, DEPTH):
         load(4, a + k * LOW_BYTES, a_step)
         load(5, a + k * LOW_BYTES + ROWS * a_step, a_step)
@@ -240,7 +240,7 @@ def add_panel(a: Any, a_step: Any, b: Any, next_b: Any, depth: Any) -> None:
 
 @helper
 def begin(out: Any, step: Any, adds: Any) -> None:
-    """Fill tiles 0 to 3 with a block of 32 x 32 sums if `adds`, else with zeros."""
+    """Fill tiles 0 to 3 with a block of 32 x 32 sums if `adds`, and with zeros otherwise."""
     if adds:
         load(0, out, step)
         load(1, out + ROW_BYTES, step)
@@ -313,7 +313,7 @@ def multiply_many(a: Array, b: Array, c: Array, adds: bool, tiles: Array) -> Non
 def multiply(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
     """Return c (B, H, M, N) after computing a (B, H, M, K) b (B, H, K, N), plus c if `adds`.
 
-    a and b are bfloat16, c bfloat16 or float32; each has contiguous rows or contiguous columns.
+    a and b are bfloat16; c is bfloat16 or float32. Each array has contiguous rows or contiguous columns.
     """
     multiply_many(bits(a), bits(b), bits(c), adds, TILES)
     return c

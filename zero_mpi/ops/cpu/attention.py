@@ -1,9 +1,9 @@
-"""Causal attention on CPUs, head by head in blocks of rows, every product by BLAS from inside the kernel.
+"""Causal attention on CPUs, head by head in blocks of rows; the kernel calls BLAS for every product.
 
-A block of n queries ends at position m and needs the scores of the first m keys only: scores above the
+A block of n queries that ends at position m needs the scores of only the first m keys. Scores above the
 diagonal, half of a full mask, are neither computed nor stored. Short sequences keep the weights of their
-blocks for backward; long ones keep the logarithm of each row's sum and compute the block again, so that
-memory grows with T (Dao et al., "FlashAttention", 2022). `attention_bf16` computes bfloat16.
+blocks for backward. Long ones keep the logarithm of each row's sum and compute the block again, so that
+memory grows with T (Dao et al., "FlashAttention", 2022). bfloat16 is computed by `attention_bf16`.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, LOW_BLOCK, check_kept, gradi
 
 @helper
 def weights_before(number: int, block: int, before: int) -> int:
-    """Return the elements of a head's weights in earlier blocks; `before`: positions ahead of query 0."""
+    """Return the number of a head's weights in earlier blocks; `before`: positions ahead of query 0."""
     return block * (number * before + block * (number * (number + 1) // 2))
 
 
 @helper
 def at(x: Array, b: int, t: int, h: int) -> tuple[int, int]:
-    """Return a head's rows of x from x[b, t, h] on, in the form that `gemm` takes."""
+    """Return the rows of a head of x from x[b, t, h] on, as (address, elements between rows) for `gemm`."""
     address = x.ctypes.data + b * x.strides[0] + t * x.strides[1] + h * x.strides[2]
     return address, max(x.strides[1] // 4, x.shape[3], 1)
 
 
 @helper
 def first_seen(begins: Array, row: int) -> int:
-    """Return the first key that a block sees: that of its first row."""
+    """Return the first key that a block sees, which is the first key that its first row sees."""
     return begins[row] if begins.size else 0
 
 
 @helper
 def hide(row: Array, begins: Array, i: int, value: float) -> None:
-    """Set row i of a block to `value` at the keys that the block's first row sees but row i does not."""
+    """Set row i of a block to `value` at the keys that the block's first row sees and row i does not see."""
     if begins.size:
         row[: begins[i] - begins[0]] = value
 
 
 @helper
 def soften(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
-    """Turn n rows of m scores into weights, in place; sums[i] = the logarithm of a row's sum of exponentials.
+    """Turn n rows of m scores into weights in place; sums[i]: the logarithm of row i's sum of exponentials.
 
-    The rows are the last n of m positions, each of which sees itself and earlier ones: from begins[i] on,
-    where begins[0] is the first of the m, or all of them if `begins` is empty.
+    The rows are the last n of m positions. Row i sees the keys from begins[i] up to its own position, where
+    begins[0] is the first of the m keys; a row sees all earlier keys if `begins` is empty.
     """
     for i in range(n):
         row = p[i * m : (i + 1) * m]
@@ -88,7 +88,7 @@ def soften(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
 
 @helper
 def soften_again(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
-    """Turn scores into weights again, with the sums of `soften`."""
+    """Turn scores into weights again, using the sums of `soften`."""
     for i in range(n):
         row = p[i * m : (i + 1) * m]
         less = sums[i]
@@ -100,7 +100,7 @@ def soften_again(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
 
 @helper
 def slopes(p: Array, d: Array, n: int, m: int) -> None:
-    """Turn the gradient d of n rows of weights p into that of their scores: p (d - sum(p d))."""
+    """Turn the gradient d of n rows of weights p into the gradient of their scores: p (d - sum(p d))."""
     for i in range(n):
         row = p[i * m : (i + 1) * m]
         slope = d[i * m : (i + 1) * m]
@@ -124,7 +124,7 @@ def forward(
     p: Array,
     sums: Array,
 ) -> None:
-    """Fill y of `causal_attention` and row sums (B H T,); p holds all weights if `keep`, else one block's."""
+    """Fill y of `causal_attention` and row sums (B H T,); p has all weights if `keep`, else one block's."""
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
     end = 0
@@ -163,8 +163,8 @@ def backward(
 ) -> None:
     """Fill the gradients of `forward`; d is scratch space for a block.
 
-    The last block of a head comes first: it sees all keys, so it writes the gradients to which the others
-    add; with `begins` it adds to zeros. Heads that share keys add their gradients in order of heads.
+    A head's last block comes first: it sees all keys, so it writes the gradients to which the other blocks
+    add; with `begins` it adds to zeros. Heads that share keys add their gradients in the order of heads.
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
@@ -192,7 +192,7 @@ def backward(
 
 
 def rowwise(x: Array) -> Array:
-    """Return x (B, T, heads, width), or a copy, whose heads' rows are contiguous and do not overlap."""
+    """Return x (B, T, heads, width), or a copy, with contiguous rows of each head that do not overlap."""
     down, right = x.strides[1], x.strides[3]
     return x if right == 4 and down % 4 == 0 and down >= 4 * x.shape[3] else np.ascontiguousarray(x)
 
@@ -201,7 +201,7 @@ def rowwise(x: Array) -> Array:
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """Compute `reference.causal_attention`; it keeps (weights or None, logarithms of sums, begins)."""
+    """Compute `reference.causal_attention`, and keep (weights or None, logarithms of sums, begins)."""
     multiplies = product_of(q, k, v)
     if multiplies is None or not q.size or not v.size:
         found: tuple[Array, Any] = otherwise(causal_attention, q, k, v, scale, begins)

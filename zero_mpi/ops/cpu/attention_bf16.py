@@ -1,8 +1,8 @@
-"""Causal attention in bfloat16 on CPUs: blocks of rows of many heads at a time, every product by oneDNN.
+"""Causal attention in bfloat16 on CPUs, in blocks of rows of many heads at a time; oneDNN computes products.
 
-Blocks are as in `ops.cpu.attention`, but several heads are computed together: a call of the library costs ten
-microseconds before it begins. Scores and all sums are float32. Weights are rounded to bfloat16 for their
-products, and so are the gradients of scores, as in GPU kernels.
+Blocks are as in `ops.cpu.attention`, but several heads are computed together, because a call of the library
+takes ten microseconds to begin. Scores and all sums are float32. Weights and the gradients of scores are
+rounded to bfloat16 for their products, as in GPU kernels.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from zero_mpi.ops.cpu.jit import (
 from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights
 
 Multiply = Callable[..., Array]
-EVEN = 16  # a row is computed up to a multiple of it, beyond the diagonal: full vectors
+EVEN = 16  # a row is computed up to a multiple of it, past the diagonal, in full vectors
 
 
 @kernel("f4 i2 f b f3+ l4+")
 def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
-    """Compute p, the weights of scores s (B, H, n, m) times scale: the last n of m positions, causal.
+    """Compute p, the causal weights of scores s (B, H, n, m) times scale, for the last n of m positions.
 
     sums (B, H, n): the logarithm of each row's sum of exponentials; an input if `again`. hidden (B, n): the
     number of first keys that a row does not see, or empty.
@@ -77,7 +77,7 @@ def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: A
 
 @kernel("l4 f4 f l4+")
 def slopes(p: Array, dp: Array, scale: float, ds: Array) -> None:
-    """Compute ds = p (dp - sum(p dp)) scale, the gradient of scores, from p (B, H, n, m) and its gradient."""
+    """Compute the gradient of scores ds = p (dp - sum(p dp)) scale, from p (B, H, n, m) and its gradient."""
     batch, heads, n, m = p.shape
     for b in range(batch):
         for h in range(heads):
@@ -100,7 +100,7 @@ def lower(x: Array, out: Array) -> None:
 
 
 def by_heads(x: Array) -> Array:
-    """Return x (B, T, heads, width), or a copy, whose heads' rows are contiguous."""
+    """Return x (B, T, heads, width), or a copy, with contiguous rows of each head."""
     return x if x.strides[3] == x.itemsize else np.ascontiguousarray(x)
 
 
@@ -134,14 +134,14 @@ def forward(
 
 
 def largest(parts: list[HeadShare], q: Array, k: Array) -> int:
-    """Return the elements of the largest tile of any share."""
+    """Return the number of elements of the largest tile of any share."""
     return max(tiles_for(*share.cut(q, k))[1] for share in parts)
 
 
 def backward(
     multiplies: Multiply, dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v of `forward`."""
+    """Return the gradients of q, k and v for `forward`."""
     (p, sums, begins), parts = kept, shares(q, k)
     size, most = head_weights(q.shape[1], k.shape[1], LOW_BLOCK), largest(parts, q, k)
     s, slope = recycled((len(parts) * most,)), recycled((len(parts) * most,), BFLOAT16)
@@ -171,9 +171,9 @@ def backward_of(
     *,
     keep: bool,
 ) -> None:
-    """Write results dq, dk, dv of one share, of views dy, q, k and v.
+    """Write the gradients dq, dk and dv of one share, given views of its dy, q, k and v.
 
-    buffers: for scores, their gradients, weights (all, if `keep`) and sums of rows
+    buffers: for scores, their gradients, weights (all weights if `keep`) and row sums
     """
     (dy, q, k, v), (dq, dk, dv), (score_buffer, slope_buffer, kept, sums) = views, results, buffers
     found = tuple(tile.within(begins) for tile in tiles_for(q, k)[0])
@@ -192,7 +192,7 @@ def backward_of(
 
 
 class KeySums:
-    """Gradient of keys or values (B, S, G, width): parts that several tiles add to are summed in float32."""
+    """Gradient of keys or values (B, S, G, width). Parts to which several tiles add are summed in float32."""
 
     def __init__(self, result: Array, found: tuple[Tile, ...]) -> None:
         self._result, self._sums = result, None
@@ -203,7 +203,7 @@ class KeySums:
             self._sums, self._low = recycled((size,)), recycled((size,), BFLOAT16)
 
     def add(self, multiplies: Multiply, tile: Tile, weights: Array, x: Array) -> None:
-        """Add weights^T x, of n rows of some heads."""
+        """Add weights^T x, for n rows of some heads."""
         if self._sums is None:
             multiplies(weights.swapaxes(2, 3), x, tile.of_keys(self._result))
             return

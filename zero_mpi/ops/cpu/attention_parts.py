@@ -1,6 +1,6 @@
-"""Parts of attention: shares of heads, one for each thread, and the tiles of a share in bfloat16.
+"""Parts of attention: the heads are divided into one share per thread, and in bfloat16 a share into tiles.
 
-A tile is a block of rows of some heads, and the keys that they see; it is computed at once.
+A tile is a block of rows of some heads together with the keys that they see. A tile is computed at once.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ ALL, NONE = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """One thread's share of attention: some sequences, and of them some heads of keys with their queries."""
+    """One thread's share of attention: some sequences, and in them some key heads with their query heads."""
 
     number: int  # index of this share
-    before: int  # pairs of a sequence and a head of queries in earlier shares
-    sequences: slice  # of the batch
-    heads: slice  # of the heads of keys
-    shared: int  # heads of queries per head of keys
-    keys: int  # total heads of keys
+    before: int  # pairs of a sequence and a query head in earlier shares
+    sequences: slice  # range of sequences in the batch
+    heads: slice  # range of key heads
+    shared: int  # query heads per key head
+    keys: int  # total number of key heads
 
     def cut(self, *arrays: Array) -> list[Array]:
-        """Return its part of arrays (B, T, heads of queries or of keys, width), as views."""
+        """Return this share's part of arrays (B, T, query or key heads, width), as views."""
         return [x[self.sequences, :, self.of(x.shape[2] // self.keys)] for x in arrays]
 
     def begins(self, begins: Array | None) -> Array:
-        """Return the first position that each position of the share sees, by sequence; empty: all."""
+        """Return the first position that each position of the share sees, by sequence; empty: all seen."""
         return ALL if begins is None else np.ascontiguousarray(begins[self.sequences]).reshape(-1)
 
     def of(self, times: int) -> slice:
-        """Return the slice of its heads in an array with `times` heads per head of keys."""
+        """Return the slice of this share's heads in an array with `times` heads per key head."""
         return slice(self.heads.start * times, self.heads.stop * times)
 
 
@@ -59,35 +59,35 @@ def shares(q: Array, k: Array) -> list[HeadShare]:
 
 
 def busy(parts: list[slice]) -> float:
-    """Return the average number of busy threads until the one with the largest part is done."""
+    """Return the average number of busy threads until the thread with the largest part is done."""
     return float(parts[-1].stop / max(part.stop - part.start for part in parts))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of rows of some heads, which is computed at once."""
+    """Block of rows of some heads, which is computed at once."""
 
     shape: tuple[int, int, int, int]  # (sequences, heads, n, m): n rows, which see at most the first m keys
-    sequences: slice  # of the batch
-    queries: slice  # heads of q
-    keys: slice  # heads of k and v that they use
-    rows: slice  # positions of the queries
-    seen: slice  # positions of the keys
-    weights: int  # start of its weights among those of all tiles in order
-    sums: int  # the same of its rows' sums
+    sequences: slice  # range of sequences in the batch
+    queries: slice  # range of heads of q
+    keys: slice  # range of heads of k and v that they use
+    rows: slice  # range of query positions
+    seen: slice  # range of key positions
+    weights: int  # start of this tile's weights among the weights of all tiles in order
+    sums: int  # start of this tile's row sums among the row sums of all tiles
     begins: bool  # this tile is the first to add to the gradients of its keys
-    ends: bool  # it is the last
+    ends: bool  # this tile is the last to add to them
 
     def of_queries(self, x: Array) -> Array:
-        """Return its rows of q, y or dy (B, T, H, width), as a matrix for each sequence and head."""
+        """Return this tile's rows of q, y or dy (B, T, H, width), as a matrix per sequence and head."""
         return x[self.sequences, self.rows, self.queries].transpose(0, 2, 1, 3)
 
     def of_keys(self, x: Array) -> Array:
-        """Return its rows of k or v (B, S, G, width), as a matrix for each sequence and head."""
+        """Return this tile's rows of k or v (B, S, G, width), as a matrix per sequence and head."""
         return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
 
     def within(self, begins: Array | None) -> Tile:
-        """Return the tile without the first keys that no row sees, cut at blocks to keep shapes few."""
+        """Return the tile without first keys that no row sees, cut at blocks so that there are few shapes."""
         if begins is None:
             return self
         first = int(begins[self.sequences, self.rows.start].min()) // LOW_BLOCK * LOW_BLOCK
@@ -95,21 +95,21 @@ class Tile:
         return replace(self, shape=shape, seen=slice(first, self.seen.stop))
 
     def hidden(self, begins: Array | None) -> Array:
-        """Return the number of first keys that each of its rows does not see; empty: each sees all."""
+        """Return how many of the first keys each row of the tile does not see; empty: each sees all."""
         return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
 
     def cut(self, buffer: Array, start: int = 0) -> Array:
-        """Return its matrices of scores or weights in a buffer for several tiles."""
+        """Return this tile's matrices of scores or weights in a buffer for several tiles."""
         return buffer[start : start + prod(self.shape)].reshape(self.shape)
 
     def cut_sums(self, sums: Array) -> Array:
-        """Return the sums of its rows, (sequences, heads, n)."""
+        """Return the sums of this tile's rows, (sequences, heads, n)."""
         shape = self.shape[:3]
         return sums[self.sums : self.sums + prod(shape)].reshape(shape)
 
 
 def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the (sequences, heads of keys) that are computed at a time."""
+    """Yield the (sequences, key heads) that are computed at a time."""
     sequences, together = tile_heads(batch, heads, length, total)
     for b in range(0, batch, sequences):
         for g in range(0, heads, together):
@@ -118,10 +118,10 @@ def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[sl
 
 @cache
 def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
-    """Return the tiles of B sequences of T queries in H heads; `shared` heads each see S keys of one head.
+    """Return the tiles of B sequences of T queries in H heads, where `shared` heads see S keys of one head.
 
-    The last block of a head comes first: it sees all keys, so it writes the gradients to which the other
-    blocks, and then the heads that share the keys, add.
+    A head's last block comes first: it sees all keys, so it writes the gradients to which the other
+    blocks, and then the other heads that share the keys, add.
     """
     found: list[Tile] = []
     weights = sums = 0
@@ -144,6 +144,6 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
 
 
 def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
-    """Return (the tiles, elements of the largest)."""
+    """Return (the tiles, the number of elements of the largest tile)."""
     (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
     return tiles(batch, length, heads, heads // of_keys, total), low_tile(batch, of_keys, length, total)

@@ -1,10 +1,10 @@
-"""Matrix products by BLAS, from Python and from inside kernels, into existing memory.
+"""Matrix products by BLAS into existing memory, called from Python and from inside kernels.
 
-The routine is the Fortran sgemm of the OpenBLAS that NumPy itself has loaded, or if NumPy has another
-library, the one that SciPy exports to Cython. Unlike `numpy.matmul` it adds to its result (beta = 1), so a
-gradient goes straight into its place in the flat buffer, and a kernel may call it thousands of times without
-the interpreter. SciPy's alone would also work; it is a second library with its own threads and buffers, takes
-a quarter of a second to load, and in today's wheels is older and a few per cent slower.
+The routine is the Fortran sgemm of the OpenBLAS that NumPy has loaded, or if NumPy uses another library, the
+sgemm that SciPy exports to Cython. Unlike `numpy.matmul` it can add to its result (beta = 1), so a gradient
+goes directly into its place in the flat buffer, and a kernel may call sgemm thousands of times without the
+interpreter. SciPy's library alone would also work, but it is a second library with its threads and buffers,
+takes a quarter of a second to load, and in today's wheels is older and a few per cent slower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops.cpu.jit import ONE, ZERO, helper, kernel
 
 SYMBOL = "zero_mpi_sgemm"
-EXPORTED = ("scipy_sgemm_64_", "sgemm_64_", "scipy_sgemm_", "sgemm_")  # as builds of OpenBLAS name it
+EXPORTED = ("scipy_sgemm_64_", "sgemm_64_", "scipy_sgemm_", "sgemm_")  # names in different builds of OpenBLAS
 PLAIN, TURNED = ord("N"), ord("T")
 NN, NT, TN = (PLAIN, PLAIN), (PLAIN, TURNED), (TURNED, PLAIN)
 
@@ -42,7 +42,7 @@ def address_in_openblas() -> int | None:
 
 
 def address_in_scipy() -> int:
-    """Return the address of SciPy's sgemm; give it BLAS's number of threads, as it was loaded later."""
+    """Return the address of SciPy's sgemm, and limit its threads like BLAS's, because it was loaded later."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     address: int = get_cython_function_address("scipy.linalg.cython_blas", "sgemm")
     ThreadpoolController().limit(limits=max(threads, default=1), user_api="blas")
@@ -69,17 +69,17 @@ def sgemm(
     c: Any,
     ldc: Any,
 ) -> Any:
-    """Call BLAS's sgemm by Fortran's conventions: matrices column-major, addresses as integers.
+    """Call BLAS's sgemm by Fortran's conventions: matrices are column-major and addresses are integers.
 
-    Sizes are passed as the address of 64 bits. A library with integers of 32 bits reads the lower half,
-    which comes first on little-endian machines: the same compiled code works for both.
+    Sizes are passed by the addresses of 64-bit integers. A library with 32-bit integers reads the lower half,
+    which comes first on little-endian machines, so the same compiled code works for both kinds of libraries.
     """
     whole, real = types.int64, types.float32
     signature = types.void(whole, whole, whole, whole, whole, real, *[whole] * 4, real, whole, whole)
     letter, pointer = ir.IntType(8), ir.IntType(8).as_pointer()
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        def address_of(value: Any) -> Any:  # Fortran takes every argument by its address
+        def address_of(value: Any) -> Any:  # Fortran receives every argument by its address
             return builder.bitcast(cgutils.alloca_once_value(builder, value), pointer)
 
         def argument(place: int) -> Any:
@@ -101,7 +101,7 @@ def sgemm(
 def gemm(turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) -> None:
     """Compute c (m, n) = alpha op(a) (m, k) op(b) (k, n) + beta c, row-major: Fortran sees c^T = b^T a^T.
 
-    `turns`: NN, NT or TN, which of a and b are transposed; `sizes`: (m, n, k); a matrix: (address, elements
+    `turns`: NN, NT or TN, whether a and b are transposed; `sizes`: (m, n, k); a matrix: (address, elements
     from one row to the next).
     """
     m, n, k = sizes
@@ -125,13 +125,13 @@ def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
 
 
 def times(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
-    """Return c after computing c = a b, + c if `adds`, of float32 matrices as `multiply` takes them."""
+    """Return c after computing c = a b, + c if `adds`, of float32 matrices with strides as for `multiply`."""
     multiply(a, b, ONE if adds else ZERO, c)
     return c
 
 
 def by_rows(x: Array) -> bool:
-    """Return whether a matrix has contiguous rows that do not overlap: BLAS needs that of results."""
+    """Return whether a matrix has contiguous rows that do not overlap, as BLAS requires of results."""
     (down, right), size = x.strides, x.itemsize
     return bool(x.flags.c_contiguous or (right == size and down >= size * x.shape[1] and down % size == 0))
 
@@ -142,5 +142,5 @@ def by_row(x: Array) -> Array:
 
 
 def fitting(x: Array) -> Array:
-    """Return a matrix if its rows, or columns, are as BLAS needs them, else a copy."""
+    """Return a matrix if its rows or its columns are as BLAS requires, else a copy."""
     return x if by_rows(x) or by_rows(x.T) else np.ascontiguousarray(x)

@@ -1,13 +1,13 @@
-"""Instructions that compute one position of a model per sequence, as `nn.decoding` records them.
+"""Instructions that compute one position per sequence of a model, as recorded by `nn.decoding`.
 
-An instruction is a row of words: its operation, then addresses and sizes. All arrays are float32, and each
-has a row for each sequence. An instruction is cut into parts that threads may compute at the same time, so
-that a position costs one call of compiled code for all layers.
+An instruction is a row of words: its operation, then addresses and sizes. All arrays are float32 and have one
+row per sequence. An instruction is cut into parts that threads may compute at the same time, so that one call
+of compiled code computes all layers for a position.
 
-A crew of threads waits for them inside compiled code: products of one row take less time than to wake a
-thread. It computes instructions one step after the other. The caller puts the number of a step into words
-that all threads see, and then the number of its parts that are left; each thread takes parts until there are
-none. A thread that has waited for `PATIENCE` rounds ends, as it does if `threads.run` needs its place.
+A crew of threads waits for instructions inside compiled code, because products of one row take less time than
+waking a thread. Steps are computed one after the other. The caller writes the number of a step and then the
+number of its remaining parts into words that all threads see, and each thread takes parts until none is left.
+A thread ends when it has waited for `PATIENCE` rounds, or when `threads.run` needs the pool.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from zero_mpi.ops.cpu.jit import (
 MATRIX, DENSE, NORM, CENTRED_NORM, TURN, KEEP, ATTEND, SWIGLU, GEGLU, GELU, ADD, SCALE = range(12)
 COLUMNS = 16
 # Columns of all instructions: the operation, how many of a step may be computed at the same time, the number
-# of parts, and the addresses of input and output. A to H mean what the function of the operation says.
+# of parts, and the addresses of input and output. The function of each operation defines A to H.
 OPERATION, AT_ONCE, PARTS, X, Y, A, B, C, D, E, F, G, H = range(13)
 
-PART = 1 << 15  # elements of a matrix in a part of a product: about two microseconds
+PART = 1 << 15  # matrix elements in a part of a product, which takes about two microseconds
 MOST_PARTS = 64
 
 compiled: Callable[[Any], Any] = numba.njit(fastmath=LIBERTIES, error_model="numpy")
@@ -69,7 +69,7 @@ def product(w: Any, x: Array, y: Array) -> list[int]:
 
 
 def instructions(*steps: list[list[int]]) -> Array:
-    """Return instructions (N, COLUMNS); those of a step may be computed at the same time."""
+    """Return instructions (N, COLUMNS); the instructions of a step may be computed at the same time."""
     lines = [[line[0], len(step), *line[1:]] for step in steps for line in step]
     return np.array([line + [0] * (COLUMNS - len(line)) for line in lines], np.int64)
 
@@ -106,7 +106,7 @@ def words_at(place: int, size: int) -> Any:
 
 @compiled
 def multiply_rows(line: Array, part: int, sequences: int) -> None:
-    """Compute a part of y (E,) = W x (F,): A address of W, B bytes of a row, C kind, D blocks of a row."""
+    """Compute a part of y (E,) = W x (F,). A: address of W, B: bytes of a row, C: kind, D: blocks per row."""
     x, outputs, columns = line[X], line[E], line[F]
     first, last = outputs * part // line[PARTS], outputs * (part + 1) // line[PARTS]
     for n in range(sequences):
@@ -124,7 +124,7 @@ def multiply_rows(line: Array, part: int, sequences: int) -> None:
 
 @compiled
 def normalize(line: Array, sequences: int) -> None:
-    """Compute y of vectors: A weights, B biases, C width, D vectors of a sequence, E address of epsilon."""
+    """Normalize x into y. A: weights, B: biases, C: width, D: vectors per sequence, E: epsilon address."""
     width, epsilon = line[C], floats(line[E], 1)[0]
     w = floats(line[A], width)
     for i in range(sequences * line[D]):
@@ -147,7 +147,7 @@ def normalize(line: Array, sequences: int) -> None:
 
 @compiled
 def turn(line: Array, sequences: int, positions: Array) -> None:
-    """Rotate C heads of width D in place: A, B cosines and sines, E elements that turn, F adjacent pairs."""
+    """Rotate C heads of width D in place. A, B: cosines and sines, E: rotated elements, F: adjacent pairs."""
     half, heads, neighbours = line[E] // 2, line[C], line[F] != 0
     for n in range(sequences):
         cos = floats(line[A] + 4 * positions[n] * half, half)
@@ -162,7 +162,7 @@ def turn(line: Array, sequences: int, positions: Array) -> None:
 
 @compiled
 def keep(line: Array, sequences: int, positions: Array) -> None:
-    """Write x (A,) into the cache y (B, A) at the sequence's position."""
+    """Write x (A,) to the cache y (B, A) at the position of each sequence."""
     size = line[A]
     for n in range(sequences):
         x = floats(line[X] + 4 * n * size, size)
@@ -173,7 +173,7 @@ def keep(line: Array, sequences: int, positions: Array) -> None:
 
 @compiled
 def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
-    """Compute a head: A, B cached keys and values, C capacity, D window, E factor, F, G widths, H heads."""
+    """Compute a head. A, B: cached keys, values; C: capacity, D: window, E: factor, F, G: width, H: heads."""
     heads, key_width, width = line[PARTS], line[F], line[G]
     group = head * line[H] // heads
     for n in range(sequences):
@@ -203,9 +203,9 @@ def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
 
 @compiled
 def combine(line: Array, sequences: int, positions: Array) -> None:
-    """Compute y (A,) of x and another array at B, element by element.
+    """Compute y (A,) from x and another array at B, element by element.
 
-    C, for sums: the rows at B belong to sequences (0) or positions (2), or there is only one row (1)
+    For sums, C says whether the rows at B belong to sequences (0) or positions (2), or are one row (1).
     """
     size, operation = line[A], line[OPERATION]
     for n in range(sequences):
@@ -250,7 +250,7 @@ def compute(line: Array, part: int, sequences: int, positions: Array) -> None:
 # ------------------------------------------------------------------------------------------------ the crew
 
 PATIENCE = 1 << 15  # rounds of waiting: about a millisecond
-# Words that threads share; those that change in a step have a cache line of their own.
+# Words that threads share. The words that change in a step have a cache line of their own.
 LEFT, DONE, REST, STEP, PROGRAM, SEQUENCES, POSITIONS = 0, 8, 16, 24, 25, 26, 27
 WORDS = 32
 
@@ -263,7 +263,7 @@ def seen(context: Any, place: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def show(context: Any, place: Any, word: Any) -> Any:
-    """Write a word, after all that was written before."""
+    """Write a word, ordered after everything that was written before."""
 
     def emit(builder: Any, place: Any, word: Any) -> None:
         builder.store_atomic(word, word_at(builder, place), "release", 8)
@@ -273,7 +273,7 @@ def show(context: Any, place: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_one(context: Any, place: Any) -> Any:
-    """Add one to a word, and return what it was."""
+    """Add one to a word, and return its earlier value."""
     return emitted(
         PLACES(PLACES), lambda b, place: b.atomic_rmw("add", word_at(b, place), PLACE(1), "acq_rel")
     )
@@ -281,7 +281,7 @@ def add_one(context: Any, place: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def take(context: Any, place: Any, word: Any) -> Any:
-    """Subtract one from a word if it is still `word`; return whether it was."""
+    """Subtract one from the word at `place` if it equals `word`; return whether it did."""
 
     def emit(b: Any, place: Any, word: Any) -> Any:
         found = b.cmpxchg(word_at(b, place), word, b.sub(word, PLACE(1)), "acq_rel", "acquire")
@@ -292,7 +292,7 @@ def take(context: Any, place: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pause(context: Any) -> Any:
-    """Tell the processor that this thread waits, where there is an instruction for it."""
+    """Let the processor know that this thread waits, if it has an instruction for that."""
 
     def emit(builder: Any) -> None:
         if platform.machine() in ("x86_64", "AMD64"):
@@ -304,7 +304,7 @@ def pause(context: Any) -> Any:
 
 @fixed_helper
 def take_parts(words: Array, place: int) -> bool:
-    """Compute parts of the step until none is left; return whether there were any."""
+    """Compute parts of the step until no part is left; return whether there were any."""
     found = False
     left = seen(place + 8 * LEFT)
     while left > 0:
@@ -324,7 +324,7 @@ def take_parts(words: Array, place: int) -> bool:
 
 @kernel("i1+", liberties=False)
 def serve(words: Array) -> None:
-    """Compute parts of steps until none has come for `PATIENCE` rounds or `threads` needs this thread."""
+    """Compute parts of steps until no step has come for `PATIENCE` rounds or `threads` needs this thread."""
     place, waited = words.ctypes.data, 0
     while waited < PATIENCE and seen(place + 8 * REST) == 0:
         waited = 0 if take_parts(words, place) else waited + 1
@@ -333,7 +333,7 @@ def serve(words: Array) -> None:
 
 @kernel("i1+ i2 i1", liberties=False)
 def run_steps(words: Array, program: Array, positions: Array) -> None:
-    """Compute all instructions for sequences at these positions, in parts that all threads take."""
+    """Compute all instructions for sequences at these positions; all threads share the parts."""
     words[PROGRAM], words[POSITIONS] = program.ctypes.data, positions.ctypes.data
     words[SEQUENCES] = positions.size
     place, step = words.ctypes.data, 0
@@ -355,7 +355,7 @@ def run_steps(words: Array, program: Array, positions: Array) -> None:
 
 
 class Crew:
-    """The waiting threads of this process, which occupy the pool of `threads` until other work needs it."""
+    """The waiting threads of this process. They occupy the pool of `threads` until other work needs it."""
 
     def __init__(self) -> None:
         self._words, self._servants = np.zeros(WORDS, np.int64), list[Future[None]]()

@@ -1,8 +1,8 @@
-"""Blocks of GGUF (`ops.block_kinds`): unpacked in one pass to the layers' buffer, or multiplied as they are.
+"""Blocks of GGUF (`ops.block_kinds`), unpacked in one pass into the layers' buffer or multiplied directly.
 
-Each kind is written once, as a function that emits the elements of a block in vectors of sixteen float32. A
-kernel stores them, with the bits of `reference.dequantize` for any scale, or multiplies a row of them with an
-input and adds up. The byte layout of a kind is that of llama.cpp's ggml-common.h.
+Each kind has one function, which emits the elements of a block in vectors of sixteen float32. A kernel either
+stores these vectors, with the bits of `reference.dequantize` for any scale, or multiplies a row of them by an
+input and adds up. The byte layout of each kind is defined in llama.cpp's ggml-common.h.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts
 
 BYTES = ir.VectorType(BYTE, ELEMENTS)
-TOTALS = 4  # sums of a row that grow side by side, since an addition takes four cycles
+TOTALS = 4  # independent sums of a row, since an addition takes four cycles
 
 
 class Block:
-    """Code that reads a block at an address: bytes, float16, and vectors of sixteen elements."""
+    """Code that reads a block at an address as bytes, float16, and vectors of sixteen elements."""
 
     def __init__(self, builder: Any, place: Any) -> None:
         self.builder, self._place = builder, place
@@ -60,14 +60,14 @@ class Block:
         return self.builder.zext(self._read(at, BYTE), WORD)
 
     def signed(self, at: int) -> Any:
-        """Return a byte with a sign as a float32."""
+        """Return a signed byte as a float32."""
         return self.builder.sitofp(self._read(at, BYTE), SINGLE)
 
     def half(self, at: int) -> Any:
-        """Return a float16 as float32: move its bits, then correct its exponent by a product."""
+        """Return a float16 as float32: shift its bits, then correct its exponent by a multiplication."""
         b, word = self.builder, self.builder.zext(self._read(at, HALF), WORD)
         body = b.shl(b.and_(word, WORD(0x7FFF)), WORD(13))
-        finite = b.fmul(b.bitcast(body, SINGLE), SINGLE(2.0**112))  # between the exponents of both types
+        finite = b.fmul(b.bitcast(body, SINGLE), SINGLE(2.0**112))  # the types' exponents differ by 112
         top = b.icmp_unsigned(">=", body, WORD(0x7C00 << 13))
         body = b.select(top, b.or_(body, WORD(0x7F800000)), b.bitcast(finite, WORD))
         return b.bitcast(b.or_(body, b.shl(b.and_(word, WORD(0x8000)), WORD(16))), SINGLE)
@@ -80,7 +80,7 @@ class Block:
         return self.builder.zext(found, SIXTEEN)
 
     def scaled(self, whole: Any, factor: Any, least: Any = None) -> Any:
-        """Return words with signs as float32 times a factor, plus a minimum if there is one."""
+        """Return signed words as float32 times a factor, plus a minimum if there is one."""
         b, spread = self.builder, ir.Constant(SIXTEEN, [0] * ELEMENTS)
 
         def all_lanes(number: Any) -> Any:
@@ -104,20 +104,20 @@ class Block:
 
 
 def plain_8(x: Block) -> list[Any]:
-    """Q8_0: a scale, 32 signed bytes."""
+    """Read Q8_0: a scale, 32 signed bytes."""
     b, d = x.builder, x.half(0)
     return [x.scaled(b.sext(x._read(at, BYTES), SIXTEEN), d) for at in (2, 18)]
 
 
 def nibbles(x: Block, has_least: bool) -> list[Any]:
-    """Q4_0 and Q4_1: a scale, a minimum if it has one, 16 bytes: low halves before high ones."""
+    """Read Q4_0 and Q4_1: a scale, a minimum if `has_least`, 16 bytes with low halves before high halves."""
     d, (least, start) = x.half(0), (x.half(2), 4) if has_least else (None, 2)
     whole = [x.sixteen(start, shift, 15) for shift in (0, 4)]
     return [x.scaled(q if has_least else x.builder.sub(q, constant(8)), d, least) for q in whole]
 
 
 def five_bits(x: Block, has_least: bool) -> list[Any]:
-    """Q5_0 and Q5_1: as with four bits, and the fifth bits in four bytes before them."""
+    """Read Q5_0 and Q5_1: like four bits, with the fifth bits in four bytes before them."""
     b, d, (least, start) = x.builder, x.half(0), (x.half(2), 4) if has_least else (None, 2)
     first = b.insert_element(ir.Constant(SIXTEEN, ir.Undefined), x._read(start, WORD), WORD(0))
     tops = b.shuffle_vector(first, ir.Constant(SIXTEEN, ir.Undefined), constant(0))
@@ -130,7 +130,7 @@ def five_bits(x: Block, has_least: bool) -> list[Any]:
 
 
 def two_bits(x: Block) -> list[Any]:
-    """Q2_K: sixteen nibble pairs of scale and minimum, 64 bytes of bit pairs, their two factors."""
+    """Read Q2_K: sixteen nibble pairs of scale and minimum, 64 bytes of bit pairs, their two factors."""
     d, least, found = x.half(80), x.builder.fneg(x.half(82)), []
     for j in range(16):
         both = x.byte(j)
@@ -140,7 +140,7 @@ def two_bits(x: Block) -> list[Any]:
 
 
 def three_bits(x: Block) -> list[Any]:
-    """Q3_K: 32 bytes of third bits, 64 of pairs of bits, twelve of sixteen 6-bit scales, their factor."""
+    """Read Q3_K: 32 bytes of third bits, 64 of bit pairs, twelve of sixteen 6-bit scales, their factor."""
     b, d, found = x.builder, x.half(108), []
     for j in range(16):
         low = x.part(x.byte(96 + (j & 7)), 4 * (j >> 3), 15)
@@ -153,9 +153,9 @@ def three_bits(x: Block) -> list[Any]:
 
 
 def scaled_bits(x: Block, has_fifth: bool) -> list[Any]:
-    """Q4_K and Q5_K: two factors, eight scales and minima, fifth bits (32 bytes) if any, 128 bytes."""
+    """Read Q4_K and Q5_K: two factors, eight scales and minima, 32 bytes of fifth bits if any, 128 bytes."""
     b, d, least, found = x.builder, x.half(0), x.builder.fneg(x.half(2)), []
-    for j in range(8):  # a scale and a minimum have six bits each, in twelve bytes
+    for j in range(8):  # a scale and a minimum have six bits each, in twelve bytes in all
         if j < 4:
             scale, minimum = x.part(x.byte(4 + j), 0, 63), x.part(x.byte(8 + j), 0, 63)
         else:
@@ -172,7 +172,7 @@ def scaled_bits(x: Block, has_fifth: bool) -> list[Any]:
 
 
 def six_bits(x: Block) -> list[Any]:
-    """Q6_K: 128 bytes of four bits, 64 of two, sixteen signed scales, their factor."""
+    """Read Q6_K: 128 bytes of four bits, 64 of two, sixteen signed scales, their factor."""
     b, d, found = x.builder, x.half(208), []
     for j in range(16):
         half, place = j >> 3, 16 * (j & 7)
@@ -200,7 +200,7 @@ EMITTED: dict[str, Callable[[Block], list[Any]]] = {
 def each_block(
     builder: Any, number: Any, place: Any, blocks: Any, work: Callable[[int, Any, Any], None]
 ) -> None:
-    """Emit a loop over blocks of the kind PACKED[number]: work(elements of a block, its number, vectors)."""
+    """Emit a loop over blocks of kind PACKED[number] that calls work(elements of a block, index, vectors)."""
     after = builder.append_basic_block("after")
     cases = builder.switch(number, after)
     for at, name in enumerate(PACKED):
@@ -216,13 +216,13 @@ def each_block(
 
 
 def place_of(builder: Any, start: Any, index: Any, step: int, nbytes: int) -> Any:
-    """Return the address `step` bytes after the `nbytes` of each earlier block."""
+    """Return the address `step` bytes after the first `index` blocks of `nbytes` bytes."""
     return builder.add(start, builder.add(builder.mul(index, PLACE(nbytes)), PLACE(step)))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, low: Any) -> Any:
-    """Write the elements of blocks at an address to another one, as float32 or as `low`, bfloat16."""
+    """Write the elements of blocks at address `raw` to address `out`, as float32, or bfloat16 if `low`."""
     narrows = low == LOW
     width = 2 if narrows else 4
 
@@ -243,7 +243,7 @@ def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, lo
 
 @intrinsic  # type: ignore[untyped-decorator]
 def row_product(context: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any:
-    """Return the sum of blocks at an address times float32 at another one."""
+    """Return the sum of the elements of blocks at address `raw` times the float32 numbers at address `x`."""
 
     def emit(builder: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any:
         totals = [cgutils.alloca_once(builder, SINGLES) for _ in range(TOTALS)]
@@ -270,7 +270,7 @@ def row_product(context: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any
 
 @kernel("u1 e1+ i i", liberties=False)
 def unpack(raw: Array, out: Array, number: int, blocks: int) -> None:
-    """Fill `out` from full blocks of the kind PACKED[number]."""
+    """Unpack full blocks of kind PACKED[number] into `out`."""
     unpack_blocks(number, raw.ctypes.data, out.ctypes.data, blocks, out[0])
 
 
@@ -294,7 +294,7 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
 
 
 def dequantize_rare(raw: Array, kind: str, out: Array) -> None:
-    """Unpack a type that has no kernel here, by ggml if it is installed."""
+    """Unpack a type that has no kernel here, with ggml if it is installed."""
     block = BLOCK_KINDS[kind]
 
     def work(blocks: slice) -> None:

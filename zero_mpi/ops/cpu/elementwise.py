@@ -1,4 +1,4 @@
-"""Elementwise operations on CPUs: sums, multiples, GELU, gated pairs, the rotary turn. One pass each."""
+"""Elementwise operations on CPUs, in one pass each: sums, multiples, GELU, gated pairs, rotary positions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gelu_share(x: Any) -> Any:
 
 @kernel("l1 l1 l1+")
 def add_low(x: Array, y: Array, z: Array) -> None:
-    """Compute z = x + y of bfloat16; for float32 NumPy's own loop is as fast."""
+    """Compute z = x + y of bfloat16. For float32, NumPy's own loop is as fast."""
     for i in range(x.size):
         z[i] = narrow(z, wide(x[i]) + wide(y[i]))
 
@@ -120,7 +120,7 @@ def geglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array) 
 
 @kernel("e3+ f2 f2 b")
 def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
-    """Rotate the pairs of x (B T, H, D) by the angles of their positions: row i is position i mod T."""
+    """Rotate the pairs of x (B T, H, D) by the angles of their positions; row i is at position i mod T."""
     n, heads = x.shape[:2]
     positions, half = cos.shape
     for i in range(n):
@@ -163,7 +163,7 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 
 
 def pointwise(kernel: Any, definition: Any, *arrays: Array, results: int = 1) -> Any:
-    """Return the results of a kernel for arrays of one shape, or else of its definition."""
+    """Return the results of a kernel for arrays of one shape, or the results of its definition."""
     if not alike(*arrays):
         return definition(*arrays)
     found = tuple(recycled(arrays[0].shape, arrays[0].dtype) for _ in range(results))

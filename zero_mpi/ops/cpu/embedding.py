@@ -1,4 +1,4 @@
-"""Embeddings on CPUs: rows copied out, gradients of rows added in the order of the tokens."""
+"""Embeddings on CPUs: rows are copied out, and gradients of rows are added in the order of the tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_mpi.ops.registry import defined, implements
 
 @kernel("i1 i i -> i")
 def first_outside(ids: Array, least: int, count: int) -> int:
-    """Return the index of the first id outside [least, count), or -1: kernels do not check their indices."""
+    """Return the index of the first id outside [least, count), or -1; kernels do not check their indices."""
     for i in range(ids.size):
         if ids[i] < least or ids[i] >= count:
             return i
@@ -40,7 +40,7 @@ def add_rows(ids: Array, dy: Array, dw: Array) -> None:
 
 @kernel("i1 i1 l2 e2+")
 def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
-    """Add to dw[ids[i]] the sum of its dy[order[i]], rounded once; `ids` ascend."""
+    """Add to each dw[ids[i]] the sum of its rows dy[order[i]], rounded once; `ids` are ascending."""
     total = np.zeros(dy.shape[1], np.float32)
     for i in range(ids.size):
         row, out = dy[order[i]], dw[ids[i]]
@@ -87,7 +87,7 @@ def sum_positions(dy: Array, dw: Array) -> None:
 
 
 def checked(ids: Array, count: int, least: int = 0) -> Array:
-    """Return ids as a flat array of int64; raise IndexError for one below `least`, or not below `count`."""
+    """Return ids as a flat int64 array; raise IndexError for an id below `least`, or not below `count`."""
     found = np.ascontiguousarray(ids.reshape(-1), np.int64)
     place = first_outside(found, least, count)
     if place >= 0:
@@ -106,7 +106,7 @@ def embedding(tokens: Array, w: Array) -> Array:
 
 @implements(reference.embedding_backward)
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
-    """Compute `reference.embedding_backward`; rows of one token are added one by one, in order."""
+    """Compute `reference.embedding_backward`; the rows of a token are added one by one, in order."""
     if dy.dtype == BFLOAT16 and adds_into(dw):
         ids = checked(tokens, dw.shape[0])
         order = np.argsort(ids, kind="stable")

@@ -1,7 +1,7 @@
 """Flat buffers on CPUs: AdamW in one pass, and the sums of squares of a gradient's chunks.
 
-Results must not depend on how a buffer is cut. AdamW is therefore compiled without fast-math: each element
-is rounded alike in the vector part of a loop and in its remainder. A chunk's sum depends on its length.
+Results must not depend on how a buffer is cut. AdamW is therefore compiled without fast-math, so that the
+vector part of a loop and its remainder round each element equally. A chunk's sum depends only on its length.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def update(
 ) -> None:
     """Compute the update of `reference.adamw`, element by element; keep (n,): the factors of n equal runs.
 
-    low: p rounded to bfloat16, while it is in cache; empty if it is not needed.
+    low: receives p rounded to bfloat16 while p is in cache; empty if it is not needed.
     """
     if keep.size == 0:
         return
     length = p.size // keep.size
     for run in range(keep.size):
         kept, here = keep[run], slice(run * length, (run + 1) * length)
-        pr, gr, mr, vr = p[here], g[here], m[here], v[here]  # loops over whole arrays become vector code
+        pr, gr, mr, vr = p[here], g[here], m[here], v[here]  # loops over separate arrays become vector code
         for i in range(pr.size):
             d = gr[i] * scale
             first = mr[i] * beta1 + rest1 * d

@@ -1,10 +1,10 @@
-"""Compilation of kernels: types of their arguments, fast-math flags ("liberties"), cache of the code.
+"""Compilation of kernels: types of their arguments, fast-math flags ("liberties"), and the code's cache.
 
-A kernel is compiled, or loaded from the cache, for float32 or for the bits of bfloat16, by the first call
-with such arrays: no run needs all. `compile_all` compiles them before. Inputs have read-only types, so that
-gathered weights may be read-only views. Sums may be reassociated and products contracted, so the order is
-fixed only for a given length; NaN and infinity are preserved, because a step with gradients that are not
-finite must be noticed.
+A kernel is compiled for float32 or for the bits of bfloat16, or loaded from the cache, by the first call with
+such arrays, because no run needs all kernels. `compile_all` compiles them in advance. Inputs have read-only
+types, so gathered weights may be read-only views. Sums may be reassociated and products contracted, so the
+order is fixed only for a given length. NaN and infinity are preserved, because a step with gradients that are
+not finite must be noticed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from zero_mpi.ops.flat_reference import LANE_ROWS, LANES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_kernels: list[tuple[Any, Any, Any]] = []  # each with its signatures for float32 and bfloat16, often the same
+_kernels: list[tuple[Any, Any, Any]] = []  # each with its signatures for float32 and bfloat16, often equal
 
-# Reciprocals by arcp and roots by afn may be the processor's estimates, which differ between makers.
+# Reciprocals by arcp and roots by afn may be the processor's estimates, which differ between manufacturers.
 LIBERTIES = {"reassoc", "contract", "nsz"} | (set() if portable.active else {"arcp", "afn"})
 FLOAT, DOUBLE = types.float32, types.float64
 LOW = types.uint16  # the bits of a bfloat16
@@ -47,12 +47,12 @@ SECOND_BLAS = "scipy.linalg.cython_blas"
 
 f4: Any = np.float32
 ZERO, ONE = f4(0), f4(1)
-UNSEEN = f4(-3e38)  # a score whose exponential is 0, so that loops over full blocks need no special ends
+UNSEEN = f4(-3e38)  # a score with exponential 0, so that loops over full blocks need no special ends
 
 
 @contextlib.contextmanager
 def out_of_reach(module: str) -> Iterator[None]:
-    """Let an import of a module fail within the context, unless it was imported before."""
+    """Make an import of a module fail within the context, unless the module was imported before."""
     hidden = sys.modules.setdefault(module, cast(Any, None)) is None
     try:
         yield
@@ -75,14 +75,14 @@ def type_of(word: str, either: Any) -> Any:
 def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
     """Return a decorator that compiles a function for these types; it runs without the interpreter's lock.
 
-    text has a word for each argument, and one for the result behind an arrow: f float32, l the bits of a
-    bfloat16, e either of these (all of a call alike), d float64, i int64, u uint8, b a truth value. A digit
-    makes it an array of so many axes, which are contiguous unless there is a `~`; `+`: the kernel writes it.
+    text has a word for each argument, and after an arrow one for the result: f float32, l the bits of a
+    bfloat16, e either of the two (the same for all of a call), d float64, i int64, u uint8, b a boolean. A
+    digit makes it an array of that many axes, contiguous unless followed by `~`. `+`: the kernel writes it.
     """
     arguments, _, result = text.partition(" -> ")
     words, returns = arguments.split(), TYPES[result] if result else types.void
     full, low = (returns(*(type_of(word, kind) for word in words)) for kind in (FLOAT, LOW))
-    place = next((i for i, word in enumerate(words) if word[0] == "e"), None)  # of an argument of either type
+    place = next((i for i, word in enumerate(words) if word[0] == "e"), None)  # the first of either type
 
     def make(function: F) -> F:
         compiled: Any = numba.njit(fastmath=liberties, nogil=True, error_model="numpy")(function)
@@ -94,7 +94,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
             entry(*given)
             return bool(type(compiled)._search_new_conversions(compiled, *given))
 
-        # numba calls these if no loaded version fits a call; the second only while another thread loads one.
+        # numba calls these if no loaded version fits a call, the second only while another thread loads one.
         compiled._search_new_conversions, compiled._compile_for_args = fits_now, entry
         compiled._can_compile = False
         _kernels.append((compiled, full, low))
@@ -104,7 +104,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
 
 
 def load(compiled: Any, signature: Any) -> Any:
-    """Load a kernel for a signature from the cache, or compile it, unless it is loaded; return its code."""
+    """Return a kernel's code for a signature; load it from the cache, or compile it, unless it is loaded."""
     with global_compiler_lock:
         if not isinstance(compiled._cache, QuickCache):
             before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())
@@ -112,25 +112,25 @@ def load(compiled: Any, signature: Any) -> Any:
             numba.config.CACHE_DIR = before
         compiled._can_compile = True
         try:
-            with out_of_reach(SECOND_BLAS):  # numba loads it, in 0.2 s, for products that no kernel computes
+            with out_of_reach(SECOND_BLAS):  # numba loads it, in 0.2 s, for products that no kernel uses
                 return compiled.compile(signature)
         finally:
             compiled._can_compile = False
 
 
 class QuickCache(FunctionCache):  # type: ignore[misc]
-    """Cache of numba that loads code without first importing everything that a compilation needs."""
+    """Cache of numba that loads code without importing everything that a compilation needs."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the code for a signature, None if it is not in the cache."""
+        """Return the code for a signature, or None if it is not in the cache."""
         rtsys.initialize(target_context)
         return self._load_overload(sig, target_context)
 
 
 def compile_all(kind: str) -> None:
-    """Compile all kernels for a type, "float32" or "bfloat16", that the cache lacks."""
+    """Compile all kernels for a type, "float32" or "bfloat16", unless the cache has them."""
     for compiled, full, low in _kernels:
-        for signature in (full,) if kind == "float32" else (full, low):  # amx: bfloat16 products write both
+        for signature in (full,) if kind == "float32" else (full, low):  # amx writes both types
             load(compiled, signature)
 
 
@@ -141,7 +141,7 @@ def helper(function: F) -> F:
 
 
 def fixed_helper(function: F) -> F:
-    """Compile a helper of kernels without fast-math: the order of its sums stays as written."""
+    """Compile a helper of kernels without fast-math, so that the order of its sums stays as written."""
     compiled: F = numba.njit(fastmath=False, error_model="numpy")(function)
     return compiled
 
@@ -152,28 +152,28 @@ def target() -> str:
 
 
 def single(*arrays: Array) -> bool:
-    """Return whether all are float32, as most kernels need; the reference computes other types."""
+    """Return whether all arrays are float32, as most kernels require; the reference computes other types."""
     return all(array.dtype == FLOAT32 for array in arrays)
 
 
 def alike(*arrays: Array) -> bool:
-    """Return whether all are float32, or all bfloat16, as kernels with `e` arguments need."""
+    """Return whether all arrays are float32 or all are bfloat16, as kernels with `e` arguments require."""
     kind = arrays[0].dtype
     return kind in (FLOAT32, BFLOAT16) and all(array.dtype == kind for array in arrays)
 
 
 def bits(x: Array) -> Array:
-    """Return x as kernels take it: bfloat16 as its bits, other types unchanged."""
+    """Return x in the form that kernels accept: bfloat16 as its bits, other types unchanged."""
     return x.view(np.uint16) if x.dtype == BFLOAT16 else x
 
 
 def flat(x: Array) -> Array:
-    """Return x as a contiguous 1-D array, by `bits`; a copy unless x is contiguous."""
+    """Return x as a contiguous 1-D array in the form of `bits`; a copy if not contiguous."""
     return bits(x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1))
 
 
 def matrix(x: Array) -> Array:
-    """Return x (..., C) as a contiguous matrix (N, C), by `bits`; a copy unless x is contiguous."""
+    """Return x (..., C) as a contiguous matrix (N, C) in the form of `bits`; a copy if not contiguous."""
     y = x if x.flags.c_contiguous else np.ascontiguousarray(x)
     return bits(y.reshape(math.prod(y.shape[:-1]), y.shape[-1]))
 
@@ -181,13 +181,13 @@ def matrix(x: Array) -> Array:
 # ------------------------------------------------------------------- code that kernels emit as LLVM's own
 
 BYTE, HALF, PLACE, SINGLE = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.FloatType()
-ELEMENTS = 16  # of a vector
+ELEMENTS = 16  # elements of a vector
 SIXTEEN, SINGLES = ir.VectorType(WORD, ELEMENTS), ir.VectorType(SINGLE, ELEMENTS)
 PLACES = types.int64  # the type of addresses and counts in kernels
 
 
 def emitted(signature: Any, emit: Callable[..., Any]) -> Any:
-    """Return an intrinsic of a signature: emit(builder, values) emits its code and returns its result."""
+    """Return an intrinsic with a signature; emit(builder, values) emits its code and returns its result."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         found = emit(builder, *values)
@@ -197,7 +197,7 @@ def emitted(signature: Any, emit: Callable[..., Any]) -> Any:
 
 
 def constant(number: int) -> Any:
-    """Return sixteen words of one number."""
+    """Return sixteen words that hold one number."""
     return ir.Constant(SIXTEEN, [number] * ELEMENTS)
 
 
@@ -218,7 +218,7 @@ def stored(builder: Any, value: Any, place: Any) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def wide(context: Any, x: Any) -> Any:
-    """Return an element as float32: itself, or the value of the bits of a bfloat16."""
+    """Return an element as float32: the element itself, or the value of the bits of a bfloat16."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if signature.args[0] == FLOAT:
@@ -230,20 +230,20 @@ def wide(context: Any, x: Any) -> Any:
 
 
 def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], Any] = WORD) -> Any:
-    """Return words whose lower halves are the bits of the nearest bfloat16 of float32, ties to even.
+    """Return words whose lower halves are the bits of the bfloat16 nearest to float32 numbers, ties to even.
 
-    `number` is a scalar or a vector: word is the type of its bits, word_of makes a constant of that type.
+    `number` is a scalar or a vector. `word` is the type of its bits, and `word_of` makes a constant of it.
     """
     bits = builder.bitcast(number, word)
     odd = builder.and_(builder.lshr(bits, word_of(16)), word_of(1))
     near = builder.lshr(builder.add(builder.add(bits, word_of(0x7FFF)), odd), word_of(16))
-    is_nan = builder.fcmp_unordered("uno", number, number)  # the addition could carry NaN into another number
+    is_nan = builder.fcmp_unordered("uno", number, number)  # the addition could turn NaN into another number
     return builder.select(is_nan, word_of(0x7FC0), near)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(context: Any, out: Any, x: Any) -> Any:
-    """Return a float32 as `out` stores it: itself, or the bits of the nearest bfloat16, ties to even."""
+    """Return a float32 as `out` stores it: unchanged, or the bits of the nearest bfloat16, ties to even."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if out.dtype == FLOAT:
@@ -257,7 +257,7 @@ def narrow(context: Any, out: Any, x: Any) -> Any:
 def exponential(x: Any) -> Any:
     """Return e^x in float32, to about 2 ulp: a power of two by its bits, times a polynomial (Cephes' expf).
 
-    Unlike a call of the C library it becomes vector code. The result is infinite above 88.3 and zero below
+    Unlike a call of the C library, it becomes vector code. The result is infinite above 88.3 and zero below
     -87.7, because denormal numbers are slow. NaN stays NaN.
     """
     x = f4(-88.0) if x < f4(-88.0) else x
@@ -279,7 +279,7 @@ own_log_of_parts = fixed_helper(log_of_parts)
 
 @fixed_helper
 def portable_log(x: Any) -> Any:
-    """Return the logarithm of a float64, by `elementary.log_of_parts`."""
+    """Return the logarithm of a float64, computed by `elementary.log_of_parts`."""
     if not ZERO < x < np.inf:
         return -np.inf if x == ZERO else x if x > ZERO else np.nan
     m, e = math.frexp(x)
@@ -305,7 +305,7 @@ def logistic(x: Any) -> Any:
 
 @helper
 def in_order(bits: Any) -> Any:
-    """Map bits of a float32 to an int32 with the order of the numbers; a second call maps it back."""
+    """Map the bits of a float32 to an int32 that sorts like the float; a second call maps it back."""
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
@@ -313,8 +313,8 @@ def in_order(bits: Any) -> Any:
 def row_most(row: Array) -> Any:
     """Return the largest element of a contiguous row of at least one element.
 
-    It compares integers: a maximum of floats becomes vector code only if NaN is excluded. NaN may or may not
-    be the result; callers subtract the result from each element, so that NaN stays in its place.
+    It compares integers, because a maximum of floats becomes vector code only if NaN is excluded. NaN may
+    or may not be the result; callers subtract the result from each element, so that NaN stays in its place.
     """
     bits = row.view(np.int32)
     most = in_order(bits[0])
@@ -326,13 +326,13 @@ def row_most(row: Array) -> Any:
 
 @helper
 def lanes_of(width: int) -> Array:
-    """Return zeros for `column_sums`: row i goes to lane i mod LANES; the last line is the total."""
+    """Return zeros for `column_sums`: row i is added to lane i mod LANES; the last line is the total."""
     return np.zeros((LANES + 1, width), np.float32)
 
 
 @fixed_helper
 def settle(lanes: Array, i: int, n: int) -> None:
-    """Add up the lanes (LANES + 1, O) after each LANES * LANE_ROWS rows and after the last; clear them."""
+    """Add up and clear the lanes (LANES + 1, O) after each LANES * LANE_ROWS rows and after the last row."""
     if i < n - 1 and i % (LANES * LANE_ROWS) < LANES * LANE_ROWS - 1:
         return
     for j in range(lanes.shape[1]):
@@ -346,17 +346,17 @@ def settle(lanes: Array, i: int, n: int) -> None:
 def sums_for(dw: Array | None, w: Array) -> Array:
     """Return the array to which a kernel adds sums over rows: dw, or zeros that `add_sums` adds to dw.
 
-    A frozen parameter gets zeros as well, so that the same code runs and dx has the same bits.
+    A frozen parameter also gets zeros, so that the same code runs and dx has the same bits.
     """
     return dw if dw is not None and dw.dtype == FLOAT32 else np.zeros(w.shape, np.float32)
 
 
 def add_sums(sums: Array, dw: Array | None) -> None:
-    """Add separate float32 sums to a gradient of low precision, rounded once."""
+    """Add separate float32 sums to a low-precision gradient, rounded once."""
     if dw is not None and dw is not sums:
         dw[...] = dw.astype(np.float32) + sums
 
 
 def adds_into(*sums: Array | None) -> bool:
-    """Return whether kernels can add to these arrays, in place or through a float32 buffer."""
+    """Return whether kernels can add to these arrays, directly or through a float32 buffer."""
     return all(x is None or (x.dtype in (FLOAT32, BFLOAT16) and x.flags.c_contiguous) for x in sums)

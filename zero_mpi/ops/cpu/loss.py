@@ -1,8 +1,8 @@
 """Cross-entropy on CPUs: logits become their gradient in place, row by row, while a row is in cache.
 
-`linear_cross_entropy` does the head's product, the loss and both gradients for a chunk of rows at a time, so
-that only one chunk of logits exists, for any size of the vocabulary. In bfloat16 logits are float32, their
-gradient is rounded in place, and dw once per chunk.
+`linear_cross_entropy` computes the head's product, the loss and both gradients for a chunk of rows at a time,
+so that only one chunk of logits exists, whatever the size of the vocabulary. In bfloat16, logits are float32;
+their gradient is rounded in place, and dw is rounded once per chunk.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts, with_sums
 
 Loss = tuple[np.float64, Array | None]
-NOTHING = np.zeros((0, 0), np.uint16)  # instead of an array that is not needed
+NOTHING = np.zeros((0, 0), np.uint16)  # used in place of an array that is not needed
 
 
 @kernel("f2+ l2+ i1 f b -> d")
 def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient: bool) -> float:
     """Return the sum of -log softmax(z)[target] over rows; if `gradient`, turn z into its gradient * scale.
 
-    Otherwise z is not changed. low: z viewed as halves of its elements, or empty. Unless it is empty, the
+    Otherwise z does not change. low: z viewed as halves of its elements, or empty. If it is not empty, the
     first half of each row becomes the gradient in bfloat16, and z must not be used any more. A row whose
-    target does not count adds 0, and its gradient is zeros.
+    target does not count adds 0 to the sum and has a gradient of zeros.
     """
     n, width = z.shape
     total = 0.0
-    weights = np.empty(width, np.float32)  # not in z: one loop gives the same bits in both cases
+    weights = np.empty(width, np.float32)  # not in z, so that one loop gives the same bits in both cases
     for i in range(n):
         row = z[i]
         if targets[i] == UNCOUNTED:
@@ -77,7 +77,7 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
 
 
 def consume(z: Array, low: Array, targets: Array, scale: float, gradient: bool) -> float:
-    """Run `consume_logits` with its rows divided among the threads."""
+    """Run `consume_logits` with the rows divided among the threads."""
 
     def work(part: slice) -> float:
         lows = low[part] if low.size else low
@@ -97,7 +97,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[np.float
 
 
 def can_add(x: Array, dw: Array | None, db: Array | None) -> bool:
-    """Return whether the gradients of a head's parameters can be added in place."""
+    """Return whether kernels can add the gradients of a head's parameters in place."""
     fits = dw is None or (by_rows(dw) and dw.dtype in (x.dtype, FLOAT32))
     return fits and (db is None or (x.dtype == db.dtype == FLOAT32 and db.flags.c_contiguous))
 

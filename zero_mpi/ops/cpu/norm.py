@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm on CPUs: a row is read from memory once and then from the first-level cache."""
+"""RMSNorm and LayerNorm on CPUs: a row is read once from memory, and then from the first-level cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zero_mpi.ops.threads import in_parts, with_sums
 
 @kernel("e2 e1 f e2+ f1+")
 def rms_forward(x: Array, w: Array, eps: float, y: Array, r: Array) -> None:
-    """Compute y = x * r * w, with r the reciprocal root of each row's mean square plus eps."""
+    """Compute y = x * r * w, where r is the reciprocal root of each row's mean square plus eps."""
     n, width = x.shape
     for i in range(n):
         square = ZERO
@@ -66,7 +66,7 @@ def rms_backward(
 
 @kernel("e2 e1 e1 f e2+ f1+ f1+")
 def layer_forward(x: Array, w: Array, b: Array, eps: float, y: Array, mean: Array, r: Array) -> None:
-    """Compute y = (x - mean) * r * w + b; the variance of centred values avoids cancellation."""
+    """Compute y = (x - mean) * r * w + b; centring before the variance avoids cancellation."""
     n, width = x.shape
     for i in range(n):
         total = ZERO
@@ -99,7 +99,7 @@ def layer_backward(
 ) -> None:
     """Fill dx = r (d - mean(d) - n mean(d n)) with d = dy w and n = (x - mean) r, + plus if `adds`.
 
-    Add sums over rows to dw and db.
+    Add the sums over rows to dw and db.
     """
     n, width = x.shape
     weights, biases = lanes_of(width), lanes_of(width)
@@ -126,7 +126,7 @@ def layer_backward(
 
 
 def kernels_take(dy: Array, x: Array, w: Array, plus: Array | None, *sums: Array | None) -> bool:
-    """Return whether a kernel computes the backward of these arrays."""
+    """Return whether a kernel can compute the backward of these arrays."""
     return alike(dy, x, w, *(() if plus is None else (plus,))) and adds_into(plus, *sums)
 
 
@@ -142,7 +142,7 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
 
 
 def addend(plus: Array | None, dy: Array) -> tuple[bool, Array]:
-    """Return (True, the matrix added to dx), or (False, an array of the same shape that is not read)."""
+    """Return (True, the matrix added to dx), or (False, an unread array of the same shape)."""
     return (False, dy) if plus is None else (True, matrix(plus))
 
 

@@ -1,10 +1,10 @@
 """Products by oneDNN through its C interface, if the processor has units for bfloat16.
 
-NumPy's BLAS has no product of that type; for float32 oneDNN is faster on such processors. The library is
-taken from $ZERO_MPI_DNNL, the extra `onednn` or the system; the first product loads it. Only documented
-functions are used (oneDNN 3: the matmul primitive with bias and post-operations), so later
-versions work. Sums are float32, and each result is rounded once. Products of subnormal numbers of bfloat16
-count as zero, as in the processor's own instruction. Before a library is used, it must compute a few test
+NumPy's BLAS has no bfloat16 product, and for float32 oneDNN is faster on such processors. The library is from
+$ZERO_MPI_DNNL, the extra `onednn` or the system, and the first product loads it. Only documented functions
+are used (oneDNN 3: the matmul primitive with bias and post-operations), so later versions work.
+Sums are float32, and each result is rounded once. Products of subnormal bfloat16 numbers are
+zero, as in the processor's own instruction. Before a library is used, it must compute a few test
 products correctly.
 """
 
@@ -33,18 +33,16 @@ KINDS = {BFLOAT16: 2, FLOAT32: 3}
 BF16_UNITS, TILE_UNITS = 0x80, 0x200  # bits of the instruction set in use
 SOURCE, WEIGHTS, BIAS, RESULT, SECOND_SOURCE = 1, 33, 41, 17, 2
 BINARY_ADD = 0x1FFF0
-POST_OPERATION = (32768, 16384)  # argument number of the first post-operation: versions differ
+POST_OPERATION = (32768, 16384)  # argument number of the first post-operation, which depends on the version
 MOST_DIMS = 12
-MOST_PRODUCTS = 1024  # kept per thread: nearly every window of packed documents has new shapes
-OF = {
-    "matmul_primitive_desc": "primitive_desc"
-}  # the name under which an object is destroyed, if it is another
+MOST_PRODUCTS = 1024  # kept per thread; nearly every window of packed documents has new shapes
+OF = {"matmul_primitive_desc": "primitive_desc"}  # the name under which an object is destroyed, if it differs
 Handle = ctypes.c_void_p
 Key = tuple[Any, ...]
 
 
 class OneDNNError(Exception):
-    """oneDNN refused a call, or cannot be used; the text says why."""
+    """oneDNN rejected a call or cannot be used; the text gives the reason."""
 
 
 class Argument(ctypes.Structure):
@@ -54,11 +52,11 @@ class Argument(ctypes.Structure):
 
 
 class Product:
-    """Product c = a b of fixed shapes, layouts and types: a primitive, and memory objects for the arrays."""
+    """Product c = a b of fixed shapes, layouts and types: a primitive with memory objects for the arrays."""
 
     def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
         self._library, self._stream, self._memories = library, library.own.stream, list[Handle]()
-        with contextlib.ExitStack() as lent:  # primitive and memory keep copies of these
+        with contextlib.ExitStack() as lent:  # primitive and memory keep copies of these objects
             descriptions = {what: library.description(lent, array) for what, array in arrays.items()}
             for description in descriptions.values():
                 self._memories.append(library.made("memory_create", description, library.engine, None))
@@ -78,17 +76,17 @@ class Product:
             self._library.destroy("memory", memory)
 
     def __call__(self, arrays: dict[int, Array]) -> None:
-        """Compute with arrays of the shapes and layouts that it was made for."""
+        """Compute the product of arrays with the shapes and layouts that it was made for."""
         library = self._library
         for memory, array in zip(self._memories, arrays.values(), strict=True):
-            library.set_handle(memory, array.__array_interface__["data"][0])  # half the time of .ctypes.data
+            library.set_handle(memory, array.__array_interface__["data"][0])  # twice as fast as .ctypes.data
         status = library.execute(self._primitive, self._stream, len(self._arguments), self._arguments)
         library.checked(status, "execute")
         library.wait(self._stream)
 
 
 class OfThread(threading.local):
-    """State of each thread: a stream, and products by shape, which hold pointers to arrays."""
+    """State of each thread: a stream, and the products by shape, which hold pointers to arrays."""
 
     def __init__(self, library: OneDNN) -> None:
         share_threads()
@@ -97,7 +95,7 @@ class OfThread(threading.local):
 
 
 class OneDNN:
-    """A library of oneDNN that has been loaded, and its products."""
+    """A loaded oneDNN library and its products."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -142,8 +140,8 @@ class OneDNN:
     ) -> Array:
         """Return c after computing c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus + c.
 
-        Without `adds`, c is only written. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all
-        are float32; a and b, or their transposes, have rows of unit stride that do not overlap; bias is for
+        Without `adds`, c is not read. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all are
+        float32. a and b, or their transposes, have rows of unit stride that do not overlap. bias is for
         single matrices only. Products that the library lacks are computed on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
@@ -162,7 +160,7 @@ class OneDNN:
         return c
 
     def _new(self, key: Key, arrays: dict[int, Array], adds: bool) -> Product | None:
-        """Make and keep the product of a key, replacing the oldest if there are many; None: there is none."""
+        """Make and keep the product of a key, replacing the oldest if there are many; None if unsupported."""
         products = self.own.products
         if len(products) >= MOST_PRODUCTS:
             oldest = products.pop(next(iter(products)))
@@ -176,18 +174,18 @@ class OneDNN:
     # ------------------------------------------------------------------------------ the C interface
 
     def checked(self, status: int, what: str) -> None:
-        """Raise OneDNNError for a status that is not success."""
+        """Raise OneDNNError unless a status is success."""
         if status:
             raise OneDNNError(f"dnnl_{what} gives status {status}")
 
     def made(self, what: str, *arguments: Any) -> Handle:
-        """Return the object that a function of the library makes and writes to its first argument."""
+        """Return the object that a library function creates and writes to its first argument."""
         made = Handle()
         self.checked(getattr(self._symbols, f"dnnl_{what}")(ctypes.byref(made), *arguments), what)
         return made
 
     def lent(self, until: contextlib.ExitStack, kind: str, *arguments: Any, how: str = "{}_create") -> Handle:
-        """Make an object of a kind, which is destroyed when `until` ends."""
+        """Return a new object of a kind, which is destroyed when `until` ends."""
         found = self.made(how.format(kind), *arguments)
         until.callback(self.destroy, OF.get(kind, kind), found)
         return found
@@ -197,14 +195,14 @@ class OneDNN:
         self.checked(getattr(self._symbols, f"dnnl_{kind}_destroy")(handle), f"{kind}_destroy")
 
     def description(self, lent: contextlib.ExitStack, x: Array) -> Handle:
-        """Return the description of an array of matrices: shape, strides and type."""
+        """Return the library's description of an array of matrices: shape, strides and type."""
         dims = (ctypes.c_int64 * MOST_DIMS)(*x.shape)
         strides = (ctypes.c_int64 * MOST_DIMS)(*(step // x.itemsize for step in x.strides))
         how = "memory_desc_create_with_strides"
         return self.lent(lent, "memory_desc", x.ndim, dims, KINDS[x.dtype], strides, how=how)
 
     def attributes(self, lent: contextlib.ExitStack, added: Handle | None, adds: bool) -> Handle | None:
-        """Return the post-operations of a product: adding another matrix, and the former result."""
+        """Return the post-operations of a product, which add another matrix and the former result."""
         if added is None and not adds:
             return None
         attributes, operations = self.lent(lent, "primitive_attr"), self.lent(lent, "post_ops")
@@ -221,7 +219,7 @@ class OneDNN:
     # ------------------------------------------------------------------------------ before it is trusted
 
     def _try_all(self) -> None:
-        """Find the argument number of post-operations; raise OneDNNError for a wrong product."""
+        """Find the argument number of post-operations; raise OneDNNError if a product is wrong."""
         problem: Exception | None = None
         for self._post_operation in POST_OPERATION:
             self.own.products.clear()
@@ -231,7 +229,7 @@ class OneDNN:
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():
-                    raise OneDNNError("it has no products of these types")
+                    raise OneDNNError("the library has no products of these types")
             except OneDNNError as error:
                 problem = error
             else:
@@ -240,7 +238,7 @@ class OneDNN:
         raise OneDNNError(str(problem))
 
     def _trials(self) -> Iterator[tuple[str, Array, Array]]:
-        """Yield (name, the library's product, the expected one) for every use of products."""
+        """Yield (name, the library's product, the expected product) for every use of products."""
         for m, k, n in ((5, 3, 7), (64, 200, 96)):
             random = np.random.default_rng(m)
             shapes = (m, k), (n, k), (m, n)
@@ -261,7 +259,7 @@ class OneDNN:
 
 def share_threads() -> None:
     """Give the library as many threads as BLAS has, in products that this thread starts. With several BLAS
-    the least number counts: a limit does not reach libraries that were loaded later (SciPy's)."""
+    libraries the least number counts, because a limit does not reach a library loaded later (SciPy's)."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     ThreadpoolController().limit(limits=min(threads, default=1), user_api="openmp")
 
@@ -280,7 +278,7 @@ def candidates() -> Iterator[str]:
 
 @cache
 def load() -> tuple[OneDNN | None, str]:
-    """Return (the library, ""), or (None, why there is none); loaded once per process."""
+    """Return (the library, ""), or (None, the reason why there is none). It is loaded once per process."""
     if portable.active:
         return None, "--bits portable uses OpenBLAS on float32 copies"
     reason = f"no oneDNN was found: pip install 'zero-mpi[onednn]', or set {VARIABLE} to a library"
