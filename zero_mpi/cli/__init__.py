@@ -1,1 +1,1 @@
-"""Command line: `zero-mpi COMMAND`, and the parts that all commands share: parser, text, units."""
+"""Parts of the command line that all commands share: the parser, printed text, and units."""

@@ -1,4 +1,4 @@
-"""Parser of every command line: a `--help` that fits, `--version`, errors that name the intended flag.
+"""Parser of all command lines: a compact `--help`, `--version`, and errors that suggest the right flag.
 
 Errors are UsageErrors: the caller decides which rank prints them. An unknown flag is reported before
 any other error, with the nearest known flag or the equivalent of another trainer's flag. This
@@ -24,7 +24,7 @@ COLUMN = 26  # column at which the texts of --help begin
 NEAR = 0.6  # difflib cutoff: the share of letters that two names must have in common
 PLACES = ("DIR", "PATH", "FILE")  # metavars of values that are paths
 KINDS: dict[Any, str] = {int: "N", float: "X"}  # metavars by type
-OTHERS = {  # flag -> names that other trainers have for it
+OTHERS = {  # flag -> names of this flag in other training programs
     "--batch-size": "--global-batch-size",
     "--context": "--max-length --seq-len --seq-length",
     "--data": "--train-data",
@@ -55,7 +55,7 @@ REMOVED = {  # flags that 0.1.0 had, and their replacements
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """Return the end of an error: "; did you mean X?", or nothing if no known name is near."""
+    """Return the end of an error message: "; did you mean X?", or nothing if no known name is similar."""
     names = list(known)
     meant = [name for name in names if wrong in OTHERS.get(name, "").split()]
     longer = sorted((name for name in names if wrong and name.startswith(wrong)), key=len)
@@ -64,7 +64,7 @@ def nearest(wrong: str, known: Iterable[str]) -> str:
 
 
 def version_lines() -> list[str]:
-    """Return the version of the package, and of those of its libraries that are already loaded."""
+    """Return the versions of the package and of the libraries that are already loaded."""
     lines, loaded = [f"zero_mpi {__version__}"], []
     if "numpy" in sys.modules:
         loaded.append(f"NumPy {sys.modules['numpy'].__version__}")
@@ -75,19 +75,19 @@ def version_lines() -> list[str]:
 
 
 def with_choices(text: str, choices: Sequence[str]) -> str:
-    """Return a flag's text, with its choices unless the text names them all."""
+    """Return the help text of a flag; append its choices unless the text already names them all."""
     named = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
     return text if named else f"{text} [{', '.join(choices)}]"
 
 
 def refuse_empty(name: str, value: Any) -> None:
-    """Raise UsageError for an empty text, which an unset shell variable gives in place of a path."""
+    """Raise UsageError for an empty text, such as a path from an unset shell variable."""
     if value == "" or (isinstance(value, list) and "" in value):
         raise UsageError(f"{name} '': expected a value, got an empty text; is a shell variable unset?")
 
 
 class Help(argparse.HelpFormatter):
-    """Help formatter: texts in one column; defaults shown if there are any; indented lines stay unchanged."""
+    """Help formatter: texts in one column, with their defaults; indented lines stay unchanged."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"max_help_position": COLUMN, **options})
@@ -108,7 +108,7 @@ class Help(argparse.HelpFormatter):
         return text if nothing or "(default" in text else f"{text} (default: %(default)s)"
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
-        """Name values by their type; choices are in the text."""
+        """Return a formatter that names a value by its type; the choices are in the help text."""
         if action.metavar is None and action.option_strings:
             action = copy.copy(action)
             action.metavar = "NAME" if action.choices else KINDS.get(action.type, "TEXT")
@@ -120,7 +120,7 @@ class Help(argparse.HelpFormatter):
         return super()._format_args(action, default_metavar)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Return all names of a flag if there is room for them, else the first."""
+        """Return all names of a flag if they fit in the column, else the first."""
         whole = super()._format_action_invocation(action)
         if len(action.option_strings) < 2 or len(whole) <= COLUMN - 4:
             return whole
@@ -149,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
     def print_help(self, file: Any = None) -> None:
-        """Print help on rank 0 only, even if every rank believes that it is the only process."""
+        """Print help on rank 0 only, also without MPI, where each rank seems to be the only process."""
         if environment.launch_rank() == 0:
             super().print_help(file)
 
@@ -181,7 +181,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def flag_of(text: str) -> str:
-    """Return the flag's name if an argument is a flag; empty for a value, such as a negative number."""
+    """Return the flag's name if the argument is a flag; empty if it is a value, such as a negative number."""
     name = text.partition("=")[0]
     if len(name) < 2 or name[0] != "-" or any(letter.isspace() for letter in name):
         return ""

@@ -13,13 +13,13 @@ WIDTH = 110  # columns of the text
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # units per second
 LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # seconds per unit
-FEW = 8  # hosts, files and ranks that are named; the rest are counted
+FEW = 8  # number of hosts, files or ranks that a message names; it counts all further ones
 
 
 def write(lines: Iterable[str], *, keep: str = "") -> None:
-    """Print each text as one line, whatever is in it; a reader that stops, as in `... | head`, is no error.
+    """Print each text as one line, with control characters escaped; a closed pipe (`... | head`) is no error.
 
-    `keep`: letters that stay although they are unprintable, such as ESC for our own colours.
+    `keep`: unprintable characters that are not escaped, such as ESC for our own colours.
     """
     data = "".join(f"{printable(line, keep)}\n" for line in lines).encode("utf-8", "backslashreplace")
     try:
@@ -48,12 +48,12 @@ def short_size(count: float) -> str:
 
 
 def gibibytes(nbytes: int) -> str:
-    """Return bytes in the form of batch systems."""
+    """Return bytes in GiB, with two decimals, as batch systems show memory."""
     return f"{nbytes / 2**30:.2f} GiB"
 
 
 def short(number: float) -> str:
-    """Return a number with one decimal, if it is below 100 and that decimal is not 0."""
+    """Return a number with one decimal if it is below 100 and the decimal is not 0, else without decimals."""
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}".removesuffix(".0")
 
 
@@ -100,7 +100,7 @@ def plural(count: int, name: str) -> str:
 
 
 def few(names: Sequence[str]) -> list[str]:
-    """Return the first few of many, and how many more there are."""
+    """Return the first FEW names, followed by the number of further names."""
     more = len(names) - FEW
     return [*names] if more <= 0 else [*names[:FEW], f"{more} more"]
 
@@ -117,11 +117,11 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def span(numbers: Iterable[int]) -> str:
-    """Return 1-3 for numbers from 1 to 3, and 2 if all are 2."""
+    """Return the range of numbers: 1-3 for numbers from 1 to 3, 2 if all are 2."""
     ordered = sorted(numbers)
     return "-".join(map(str, dict.fromkeys((ordered[0], ordered[-1]))))
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Return ranks in words: rank 3; ranks 0-3, 7."""
+    """Return ranks with their noun: rank 3; ranks 0-3, 7."""
     return f"rank{'s' * (len(numbers) != 1)} {ranges(numbers)}"

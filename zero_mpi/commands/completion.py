@@ -1,7 +1,7 @@
-"""`zero-mpi completion SHELL`: a script with which a shell completes commands, flags, values and files.
+"""`zero-mpi completion SHELL`: prints a script for a shell to complete commands, flags, values and files.
 
-shtab makes the script from the parsers of the commands. The script needs no Python while somebody
-types. Commands that begin with `zero-mpi` are completed; words behind `mpirun` are the launcher's.
+shtab makes the script from the parsers of the commands. The script works without Python. It completes
+commands that begin with `zero-mpi`, but not words after `mpirun`, which belong to the launcher.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from zero_mpi.errors import import_optional
 from zero_mpi.launch.world import World, run
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars whose values are names of files
+FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars of files and of folders
 INSTALL = """\
 Install the script as:
 
@@ -33,7 +33,7 @@ Examples (the second is for the current bash session only):
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="zero-mpi completion",
         description="Print a shell script that completes the commands and flags of zero-mpi.",
@@ -52,7 +52,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def whole_parser(shtab: Any) -> argparse.ArgumentParser:
-    """Return the console script as one parser, with each command as a part of it."""
+    """Return one parser for zero-mpi, with a subparser for each command."""
     whole = argparse.ArgumentParser(prog="zero-mpi")
     whole.add_argument("--version", action="version", version="", help="show the version and exit")
     parts = whole.add_subparsers(dest="command")

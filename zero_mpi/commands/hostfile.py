@@ -19,7 +19,7 @@ from zero_mpi.files.open import read_file
 from zero_mpi.launch.ending import say
 
 NUMBER = "0{0,99}[1-9][0-9]{0,8}"
-LINE = re.compile(  # the name is that of a host, or its IPv4 address
+LINE = re.compile(  # name or IPv4 address of a host
     rf"(?P<name>(?!-)[A-Za-z0-9._-]+)(:(?P<count>{NUMBER})|(?P<rest>(\s+(max[-_])?slots\s*=\s*{NUMBER})*))",
     re.ASCII | re.IGNORECASE,
 )
@@ -30,7 +30,7 @@ FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """Host and its ranks: `slots`, and `most`, the limit if more ranks are requested."""
+    """Host with its number of ranks (`slots`) and the most ranks that may be requested (`most`)."""
 
     name: str
     slots: int = 1
@@ -38,7 +38,7 @@ class HostEntry:
 
 
 def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
-    """Return the hosts of a file called `where`, in order of first lines. UsageError names the line."""
+    """Return the hosts of a file called `where`, in order of first lines; raise UsageError with the line."""
     hosts: dict[str, HostEntry] = {}
     for number, line in enumerate(lines, 1):
         text = re.sub(r"(^|\s)#.*", "", line).strip()
@@ -54,7 +54,7 @@ def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
 
 
 def read_host(text: str, place: str) -> HostEntry:
-    """Return the host of one line without its comment."""
+    """Return the host of one line, which has no comment."""
     found = LINE.fullmatch(text)
     given = list(SETTING.finditer(found["rest"] or "")) if found else []
     values = {bool(each["most"]): int(each["count"]) for each in given}
@@ -66,7 +66,7 @@ def read_host(text: str, place: str) -> HostEntry:
     return HostEntry(found["name"], slots, most)
 
 
-# Intel MPI reads the ranks of a host only from a file of -machinefile.
+# Intel MPI reads ranks per host only from a file given with -machinefile.
 LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --hostfile and -machinefile
     "mpich": lambda host: f"{host.name}:{host.slots}",
     "openmpi": lambda host: f"{host.name} slots={host.slots}" + f" max-slots={host.most}" * bool(host.most),
@@ -75,7 +75,7 @@ LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --
 
 
 def hosts_in(path: str) -> list[HostEntry]:
-    """Return the hosts of a file, or of standard input for "-". Raises UsageError."""
+    """Return the hosts of a file, or of standard input for "-"; raise UsageError."""
     where = "standard input" if path == "-" else shown(path)
     try:
         data = sys.stdin.buffer.read(MOST_BYTES) if path == "-" else read_file(path, MOST_BYTES)
@@ -87,7 +87,7 @@ def hosts_in(path: str) -> list[HostEntry]:
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="zero-mpi hostfile",
         description="Write a hostfile for a launcher.",
@@ -113,6 +113,6 @@ def command(world: object, arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Run the command."""
-    from zero_mpi.launch.world import run  # loads NumPy, which `supervise` does not need
+    from zero_mpi.launch.world import run  # imports NumPy, which `supervise` does not need
 
     run("hostfile", command, alone=True)

@@ -1,4 +1,4 @@
-"""`zero-mpi COMMAND ...`: the same as `python -m zero_mpi COMMAND ...`."""
+"""`zero-mpi COMMAND ...`, which is the same as `python -m zero_mpi COMMAND ...`."""
 
 import sys
 from importlib.util import find_spec
@@ -29,13 +29,13 @@ zero-mpi COMMAND --help           the flags of a command"""
 
 
 def main() -> None:
-    """Run the console script, and `python -m zero_mpi`."""
+    """Run the console script `zero-mpi`, or `python -m zero_mpi`."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         del sys.argv[1]
         start(name)
         return
-    from zero_mpi.cli.parser import nearest, version_lines  # slow: commands handle signals first
+    from zero_mpi.cli.parser import nearest, version_lines  # slow, so not before a command handles signals
     from zero_mpi.files.foreign import show
 
     if environment.launch_rank() > 0:
@@ -58,7 +58,7 @@ def start(name: str) -> None:
 
 
 def module_of(name: str) -> str:
-    """Return the module of a command that has its `main`."""
+    """Return the name of the module with the command's `main`."""
     if name == "train":
         return "zero_mpi.train.command"
     place = f"zero_mpi.commands.{name}"

@@ -1,6 +1,6 @@
-"""`zero-mpi samples MODEL --data chat.jsonl`: conversations and pairs as training sees them.
+"""`zero-mpi samples MODEL --data chat.jsonl`: shows conversations and pairs as training sees them.
 
-Text that counts in the loss is coloured on a terminal, and stands between « and » elsewhere or with NO_COLOR.
+Text that counts in the loss is coloured on a terminal; without a terminal or with NO_COLOR it is in « ».
 """
 
 import json
@@ -35,7 +35,7 @@ MARKS, COLOURS = ("«", "»"), ("\x1b[32m", "\x1b[0m")
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="zero-mpi samples",
         description="Show conversations as training sees them: the text from the chat template, the tokens "
@@ -93,7 +93,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def parts_of(found: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool]]:
-    """Yield the text of a conversation in runs of tokens that all count, or all do not."""
+    """Yield the text of a conversation, split where tokens begin or cease to count in the loss."""
     changes = np.flatnonzero(np.diff(found.counted)) + 1
     ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
     for first, last in pairwise([0, *changes.tolist(), len(found.ids)]):
@@ -104,13 +104,13 @@ def parts_of(found: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool
 def lines(
     samples: list[dict[str, Any]], totals: tokenized.Totals, notes: list[str], begin: str, end: str
 ) -> Iterator[str]:
-    """Yield the text of samples, totals and notes, with counted text between two signs."""
+    """Yield the lines of samples, totals and notes; counted text is between `begin` and `end`."""
     for sample in samples:
         yield f"{shown(sample['name'])}: {tokenized.described(tokenized.Facts(sample))}"
         text = ""
         for part in sample["parts"]:
             inner = readable(part["text"])
-            if part["counted"] and begin in COLOURS:  # colours end with each line, and begin again
+            if part["counted"] and begin in COLOURS:  # a colour ends at the line end and starts again
                 inner = inner.replace("\n", f"{end}\n{begin}")
             text += f"{begin}{inner}{end}" if part["counted"] else inner
         yield from (*text.split("\n"), "")

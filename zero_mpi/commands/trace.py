@@ -1,8 +1,8 @@
-"""`zero-mpi trace FILE`: a table of where the time of each rank went, from a timeline of `train.timeline`.
+"""`zero-mpi trace FILE`: prints how each rank spent its time, from a timeline of `train.timeline`.
 
-Each moment of a step belongs to the first of `CLAIMS` that is in progress, so the columns of a rank add up to
-the step. Computing takes precedence over waiting: on a GPU the host may wait for a transfer while the device
-computes, and such a transfer is hidden. Transfers in progress while nobody waits for them are hidden too.
+Each moment of a step counts for the first entry of `CLAIMS` that is in progress, so the columns of a rank add
+up to the step. Computing takes precedence over waiting: on a GPU the host may wait for a transfer while the
+device computes, and such a transfer is hidden. A transfer for which no rank waits is hidden too.
 """
 
 import gzip
@@ -27,7 +27,7 @@ from zero_mpi.telemetry import spans
 from zero_mpi.train.timeline import FAMILIES, FIRST
 
 EXPOSED, HIDDEN, OTHER, MOVING = "exposed", "hidden", "other", "moving"
-# Column, track, kinds (all if none are named). The first entry in progress gets the moment.
+# Column, track, kinds (empty: all). A moment counts for the first entry that is in progress.
 CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("evaluation", spans.STEPS, ("evaluation",)),
     ("checkpoint", spans.CHECKPOINT, ()),
@@ -40,21 +40,21 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data", spans.DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
-STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # further indexes: steps, and transfers in progress
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices after those of CLAIMS: steps, and transfers in progress
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(spans.STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
-UNITS = 5  # number of longest-awaited units that are shown
+UNITS = 5  # number of units with the longest waits that are shown
 MEANING = (
     "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
-MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a rank records a quarter, and at most one micro-batch more
+MOST_OF_RANK = 4 * spans.MAX_SPANS  # most events; a rank records a quarter, and at most one micro-batch more
 MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
 MOST_LINE = 1 << 16  # most bytes of an event
-DENSEST, ALWAYS = 50, 8 << 20  # limits of unpacked bytes: per byte of the file; at least
+DENSEST, ALWAYS = 50, 8 << 20  # most unpacked bytes: per byte of the file; limit for small files
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -63,14 +63,14 @@ DENSEST, ALWAYS = 50, 8 << 20  # limits of unpacked bytes: per byte of the file;
 class Slice(NamedTuple):
     """Event of a rank, in microseconds of one clock."""
 
-    family: str  # its track, or the kind of transfer
+    family: str  # track, or kind of transfer
     name: str
     begun: float
     ended: float
     kind: str  # "forward", "allgather", ...
-    unit: str  # the unit or stage that it is about, or nothing
+    unit: str  # unit or stage, or an empty text
     step: int  # from 1
-    nbytes: int  # of a transfer
+    nbytes: int  # bytes of a transfer
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Recorded:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that are complete on every rank."""
+        """Numbers of the steps that are complete on every rank."""
         per_rank = [
             {each.step for each in slices if (each.family, each.kind) == (spans.STEPS, "step")}
             for slices in self.ranks.values()
@@ -92,7 +92,7 @@ class Recorded:
 
 
 def read(path: Path) -> Recorded:
-    """Read the timeline in a file, compressed or not. Raises UsageError for other files."""
+    """Return the timeline in a file, compressed or not; raise UsageError for other files."""
     try:
         lines, ranks = lines_of(path), dict[int, list[Slice]]()
         head = parse_json(next(lines, b"").rstrip(b",\r\n") + b"}", null_for_infinite=True)
@@ -117,7 +117,7 @@ def read(path: Path) -> Recorded:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, each an event, decompressed if needed; in bounded memory."""
+    """Yield the lines of a file, one per event, decompressed if needed, with bounded memory."""
     with open_file(path, "a timeline") as raw:
         is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
         left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
@@ -132,7 +132,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
-    """Add an event to those of its rank. Raises ValueError or any other error for an invalid event."""
+    """Add an event to its rank. Raise ValueError or any other error for an invalid event."""
     slices = ranks.setdefault(within(event["pid"], 0, MOST_RANKS) - FIRST, [])
     if event["ph"] != "X":
         return  # metadata: the name of a rank or track
@@ -140,7 +140,7 @@ def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
         raise ValueError(f"more than {MOST_OF_RANK} events of one rank")
     about, begun = event["args"], float(within(event["ts"], -LATEST, LATEST))
     family, name, kind, unit = (
-        sys.intern(shown(text, LONGEST_NAME))  # stored once however often it occurs
+        sys.intern(shown(text, LONGEST_NAME))  # equal texts are stored once
         for text in (event["cat"], event["name"], about.get("kind", ""), about.get("unit", ""))
     )
     ended = begun + within(event["dur"], 0, LATEST)
@@ -160,24 +160,24 @@ def within(value: Any, least: float, most: float) -> Any:
 
 @dataclass
 class Share:
-    """Time of a rank in its steps, in microseconds."""
+    """Times of a rank over its steps, in microseconds."""
 
     rank: int
     steps: dict[int, float] = field(default_factory=dict)  # length of each step
-    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: the steps'
-    hidden: float = 0.0  # transfers in progress that nothing waited for
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # waits, by the transfer
-    sent: int = 0  # bytes given to other ranks
+    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: `steps`
+    hidden: float = 0.0  # time of transfers in progress without a wait
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # transfer -> time of waits
+    sent: int = 0  # bytes sent to other ranks
 
 
 def shares(recorded: Recorded) -> list[Share]:
-    """Return the share of every rank, over the steps that are complete on all ranks."""
+    """Return the times of every rank, over the steps that are complete on all ranks."""
     steps = set(recorded.steps)
     return [share_of(rank, slices, steps) for rank, slices in recorded.ranks.items()]
 
 
 def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
-    """Return a rank's share by a walk over the beginnings and ends of its events in order of time."""
+    """Return a rank's times, from the starts and ends of its events in order of time."""
     share, marks = Share(rank), list[tuple[float, int, int, Slice]]()
     for each in slices:
         place = PLACES.get((each.family, each.kind), PLACES.get((each.family, "")))
@@ -189,7 +189,7 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
             share.sent += each.nbytes
         if each.ended > each.begun:
             marks += [(each.begun, 1, place, each), (each.ended, 0, place, each)]
-    under_way: list[list[Slice]] = [[] for _ in range(FLIGHT + 1)]  # by index in CLAIMS, the latest last
+    under_way: list[list[Slice]] = [[] for _ in range(FLIGHT + 1)]  # in progress, by index; newest last
     before = 0.0
     for now, begins, place, each in sorted(marks):  # at equal times ends come first
         if under_way[STEP]:
@@ -203,7 +203,7 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
 
 
 def account(share: Share, under_way: list[list[Slice]], lasted: float) -> None:
-    """Add a segment of time to the column of the first claim, and to the exposed or hidden transfers."""
+    """Add a segment of time to the column of the first claim, and to exposed or hidden transfers."""
     column, latest = next(
         ((name, here[-1]) for (name, *_), here in zip(CLAIMS, under_way, strict=False) if here), (OTHER, None)
     )
@@ -217,7 +217,7 @@ def account(share: Share, under_way: list[list[Slice]], lasted: float) -> None:
 
 
 def table(recorded: Recorded) -> Iterator[str]:
-    """Yield lines about a timeline: a row for each rank, and what the ranks waited for."""
+    """Yield lines about a timeline: a row for each rank, and the longest waits."""
     found, steps = shares(recorded), recorded.steps
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     which += f" of {plural(len(found), 'rank')}"
@@ -228,7 +228,7 @@ def table(recorded: Recorded) -> Iterator[str]:
     yield from ("", f"{'rank':>4} {'step':>10}{names} {HIDDEN:>10} {'sent MB':>9}")
     yield from (row(share, columns) for share in found)
     yield from ("", *MEANING, "")
-    waits: dict[str, float] = defaultdict(float)  # mean of the ranks, by what they wait for
+    waits: dict[str, float] = defaultdict(float)  # transfer -> mean wait of the ranks
     for share in found:
         for name, lasted in share.exposed.items():
             waits[name] += lasted / len(share.steps) / len(found)
@@ -255,7 +255,7 @@ def row(share: Share, columns: Sequence[str]) -> str:
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="zero-mpi trace",
         description="Summarize where the time of each rank went, from a timeline of zero_mpi.train --trace. "

@@ -1,1 +1,1 @@
-"""Flags of a run (`settings`), checks of their combination, and the files that they name (`inputs`)."""
+"""Flags of a run (`settings`), checks of these flags (`bounds`), and the files that they name (`inputs`)."""

@@ -1,8 +1,8 @@
-"""Checks of settings: bounds of each by itself, contradictions between them, and flags without effect.
+"""Checks of settings: the range of each value, flags that contradict each other, and flags without effect.
 
-A flag is refused if it asks for something that would never happen. A flag that merely changes nothing is
-noted in one line at the start, because a settings file often has more than a run needs. A flag counts as
-given if its value is not the default, because OUT/config.toml contains all flags.
+A flag is an error if the run cannot do what the flag asks for. A flag that merely changes nothing gives a
+warning of one line at the start, because a settings file often has more than a run needs. A flag counts
+as given if its value is not the default, because OUT/config.toml contains all flags.
 """
 
 import math
@@ -35,7 +35,7 @@ LEAST = {
     "balance_loss": 0, "z_loss": 0,
     "desirable_weight": 0, "undesirable_weight": 0,
 }  # fmt: skip
-LARGEST = 1 << 62  # integer: fits 64 bits, with room for additions
+LARGEST = 1 << 62  # integer; sums of two such values still fit 64 bits
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1, "label_smoothing": 0.5, "teacher_weight": 1.000001}
 MANY_EPOCHS = 10
 DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
@@ -76,7 +76,7 @@ def check(config: Config) -> None:
 
 
 def within(name: str, value: Number, least: float, below: float = LARGEST) -> Number:
-    """Return the value of a flag; raises UsageError, naming the flag, unless it is in [least, below)."""
+    """Return the value of a flag; raise UsageError, naming the flag, unless it is in [least, below)."""
     if not least <= value < below:
         less = "" if value < below else f" and less than {below}"
         raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
@@ -84,7 +84,7 @@ def within(name: str, value: Number, least: float, below: float = LARGEST) -> Nu
 
 
 def thread_count(text: str | None) -> int | None:
-    """Return `--threads` as a number, 0 for auto, None for not given; raises UsageError."""
+    """Return `--threads` as a number: 0 for auto, None if not given. Raise UsageError for any other text."""
     if text is None or text == "auto":
         return None if text is None else 0
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
@@ -93,11 +93,11 @@ def thread_count(text: str | None) -> int | None:
 
 
 def rate_scales(texts: Sequence[str]) -> dict[str, float]:
-    """Return `--lr-scale` as pattern -> factor; raises UsageError."""
+    """Return `--lr-scale` as pattern -> factor; raise UsageError if a text is invalid."""
     found = dict[str, float]()
     for text in texts:
         pattern, _, factor = text.rpartition("=")
-        found.pop(pattern, None)  # the last one counts, in its position
+        found.pop(pattern, None)  # of equal patterns the last counts, in its position
         try:
             found[pattern] = float(factor)
         except ValueError:
@@ -110,7 +110,7 @@ def rate_scales(texts: Sequence[str]) -> dict[str, float]:
 
 
 def seconds(text: str | None) -> float | None:
-    """Return a duration such as 3h50m, 90s, 15m or 3600 in seconds; raises UsageError."""
+    """Return a duration such as 3h50m, 90s, 15m or 3600 in seconds; raise UsageError for any other text."""
     if text is None:
         return None
     units = {"h": 3600, "m": 60, "s": 1}
@@ -124,22 +124,22 @@ def seconds(text: str | None) -> float | None:
 
 
 class Rule(NamedTuple):
-    """Setting that is invalid, or does nothing, if `when` holds. `why`: with settings in braces."""
+    """Setting that is invalid or has no effect if `when` is true. `why`: message, with settings in braces."""
 
     name: str
-    when: Callable[..., bool]  # of the configuration; of an idle setting also of the kind of data
+    when: Callable[..., bool]  # takes the configuration; for a setting without effect also the kind of data
     why: str
 
 
 class DataKind(NamedTuple):
-    """Kind of data. is_text: text, or token files with a tokenizer beside them; are_ids: token files."""
+    """Kind of data. is_text: text, or token files that come with a tokenizer; are_ids: token files."""
 
     is_text: bool
     are_ids: bool = False
 
 
 def apart(name: str, when: Callable[[Config], bool], other: str) -> Rule:
-    """Return the contradiction of two flags, one of which must be removed."""
+    """Return the rule for two flags that exclude each other."""
     return Rule(name, when, f"cannot be combined with {other}: remove one of them")
 
 
@@ -241,7 +241,7 @@ def is_plain(c: Config) -> bool:
 
 
 def without_effect(config: Config, data: DataKind) -> Iterator[str]:
-    """Yield a warning for each flag that has no effect, or not the expected one."""
+    """Yield a warning for each flag that has no effect or an unexpected effect."""
     for name, when, why in IDLE:
         if is_given(config, name) and when(config, data):
             yield f"{written(config, name)} has no effect: {why.format_map(vars(config))}"
@@ -253,19 +253,19 @@ def is_given(config: Config, name: str) -> bool:
 
 
 def written(config: Config, name: str) -> str:
-    """Return a flag with its value."""
+    """Return a flag with its value, as on a command line."""
     return f"{spelled(name)} {shown(getattr(config, name))}"
 
 
-# ------------------------------------------------------------------------------- once the data are known
+# --------------------------------------------------------------------- checks that need the size of the data
 
 
 def in_steps(config: Config, windows: int) -> Config:
-    """Return the configuration with its epochs, if any, converted to steps; `windows`: windows in the data.
+    """Return the configuration with --epochs converted to --steps; `windows`: number of windows in the data.
 
-    From then on the run has that number of `--steps`: records, checkpoints and OUT/config.toml use it. Each
-    window is seen at least `epochs` times: the last step may begin another epoch. Raises UsageError for flags
-    that do not fit the number of steps.
+    Records, checkpoints and OUT/config.toml contain this number of steps. The run reads each window at least
+    `epochs` times; its last step may begin another epoch. Raise UsageError for flags that do not fit the
+    number of steps.
     """
     if config.epochs is None:
         return replace(config, **STEPS) if config.steps is None else config
@@ -278,7 +278,7 @@ def in_steps(config: Config, windows: int) -> Config:
 
 
 def cautions(config: Config, epochs: float) -> Iterator[str]:
-    """Yield warnings on the length of a run, whose steps read the data `epochs` times."""
+    """Yield warnings about the length of a run that reads the data `epochs` times."""
     if config.steps <= 2 * config.warmup > 2:
         yield (
             f"--warmup {config.warmup} takes half of --steps {config.steps} or more, at rates below --lr "
@@ -289,7 +289,7 @@ def cautions(config: Config, epochs: float) -> Iterator[str]:
 
 
 def remarks(config: Config, data: DataKind) -> Iterator[str]:
-    """Yield notes on a configuration for the start of the run."""
+    """Yield the notes that a run prints about its configuration when it starts."""
     if config.removed:
         yield f"--config: removed settings have no effect: {', '.join(config.removed)}"
     if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:
@@ -303,7 +303,7 @@ def remarks(config: Config, data: DataKind) -> Iterator[str]:
 
 
 def threads_within(wanted: int | None) -> int | None:
-    """Return `wanted` if this rank has that many cores; else raise UsageError."""
+    """Return the number `wanted` if this rank has that many cores; else raise UsageError."""
     cores = environment.cores()
     if wanted is not None and wanted > cores:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Flags of `zero_mpi.train`: the parser made from the settings, and values from flags and file."""
+"""Command line of `zero_mpi.train`: a parser made from the settings; it joins flags and the --config file."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ from zero_mpi.config.bounds import check
 from zero_mpi.config.settings import ALIASES, FIELDS, LENGTH, Config, default_text, spelled
 from zero_mpi.config.toml import read_toml
 
-METAVARS = {  # metavars of --help; the others are N, X, TEXT, and NAME for choices
+METAVARS = {  # metavars of --help; all other flags have N, X, TEXT, or NAME for choices
     "out": "DIR", "resume": "WHAT", "init": "PATH", "data": "PATH", "val_data": "PATH", "freeze": "PATTERN",
     "lr_scale": "W=X", "lora": "R", "lora_alpha": "A", "lora_targets": "W", "lora_init": "FILE",
     "add_tokens": "FILE", "teacher": "FILE", "tokenizer": "WHICH", "control_tokens": "HOW",
@@ -36,9 +36,9 @@ Examples:
 
 
 def make_parser(every: bool = True) -> Parser:
-    """Return the command line's parser, in groups. Flags that are not given are absent from the result.
+    """Return the parser of the command line. Its result contains only the flags that are given.
 
-    every: whether --help shows all flags, or those of FIRST.
+    every: if true, --help shows all flags, else only those in FIRST.
     """
     parser = Parser(
         prog="mpirun -n N python -m zero_mpi.train",
@@ -79,7 +79,7 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
-    """Add settings of training as flags of another command; a text that is not empty replaces --help's."""
+    """Add settings of training as flags of another command; a text that is not empty is the help text."""
     for name, text in texts.items():
         parser.add_argument(spelled(name), **argument(FIELDS[name]) | ({"help": text} if text else {}))
 
@@ -87,7 +87,7 @@ def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
 def given(
     parser: Parser, arguments: Sequence[str], names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (the flags of these names, all others) that a command line gives."""
+    """Return the flags of a command line in two parts: those with these names, and all other flags."""
     found = vars(parser.parse_args(arguments))
     return {name: found.pop(name) for name in names if name in found}, found
 
@@ -105,6 +105,6 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Join a file's settings and flags; flags win: --steps also replaces a file's epochs, and the reverse."""
+    """Join settings of a file and flags. Flags win; --steps replaces epochs of the file, --epochs steps."""
     beaten = LENGTH if LENGTH & flags.keys() else set()
     return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)

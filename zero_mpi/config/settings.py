@@ -1,7 +1,7 @@
-"""Flags of `zero_mpi.train`, as one data class: name, default, meaning and place in `--help`.
+"""Flags of `zero_mpi.train`, as one data class: name, default, meaning and group in `--help`.
 
-A TOML file (`--config`) sets the same names; flags on the command line win. `fixed` marks the settings that a
-resumed run must keep, like the sizes of its model, because another value would make it another run.
+A TOML file (`--config`) sets the same names; flags on the command line win. A resumed run must keep the
+settings in `fixed`, like the sizes of its model, because with another value it would be a different run.
 """
 
 import dataclasses
@@ -25,24 +25,24 @@ from zero_mpi.nn.preference import PREFERENCES, Preference
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
 FURTHER: dict[str, Any] = {"lr": 5e-5}  # usual rate for training all pretrained weights
 ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # rate for adapters, which start from zero
-LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: 2e-4 for a width of 4096, as is usual
+LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: the usual 2e-4 at a width of 4096
 CROSS_ENTROPY = "cross-entropy"
-BYTE, FROM_INIT = "byte", "from-init"  # values of --tokenizer beside paths
+BYTE, FROM_INIT = "byte", "from-init"  # values of --tokenizer that are not paths
 OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_date")
-LENGTH = {"steps", "epochs"}  # alternative settings of a run's length
+LENGTH = {"steps", "epochs"}  # two settings of a run's length; a run has one of them
 STEPS: dict[str, Any] = {"steps": 440}  # for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
 EPOCHS, MOST_CONTEXT = 3, 1024  # for conversations
-FEW_WINDOWS = 214  # with fewer windows a batch is smaller, down to 4, so that three epochs are 40 steps
+FEW_WINDOWS = 214  # with fewer windows the batch is smaller, down to 4, so that 3 epochs are 40 steps
 
 
 def batch_size(windows: int) -> int:
-    """Return the default batch size for `windows` windows of conversations, at any number of ranks."""
+    """Return the default batch size for `windows` windows of conversations, for any number of ranks."""
     return 16 if windows >= FEW_WINDOWS else 8 if 2 * windows >= FEW_WINDOWS else 4
 
 
 def default_text(name: str) -> str:
-    """Return the default of a setting in the tables above, for `--help`; empty for another setting."""
+    """Return the text of `--help` on a default in the tables above; empty for a setting in none of them."""
     if name in ANY:
         return f" (default: {ANY[name]}{'' if name == 'warmup' else ', or chosen for the conversations'})"
     if name not in FROM_NOTHING:
@@ -54,7 +54,7 @@ def default_text(name: str) -> str:
 
 
 def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
-    """Return `--trace-steps` as (first, stop), within `steps` if known; None if not given. UsageError."""
+    """Return `--trace-steps` as (first, stop), None if not given; raise UsageError, also beyond `steps`."""
     if text is None:
         return None
     found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
@@ -66,7 +66,7 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
 
 
 def warmup_steps(wanted: Any, steps: int | None) -> int:
-    """Return `--warmup` as a number; a share stays text until `steps` are known. Raises UsageError."""
+    """Return `--warmup` as a number; a percentage stays text until `steps` is known. Raise UsageError."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
         raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
@@ -87,13 +87,13 @@ def flag(
 
 @dataclass
 class Config:
-    """All settings of a run. None means: derived from the others.
+    """All settings of a run. A setting that is None is derived from other settings.
 
-    `steps` is None, and `warmup` may be a share of it, until the data are read (`bounds.in_steps`).
-    `unsaid`: settings without a value, whose defaults may depend on the data or on the run that continues.
+    Until the data are read, `steps` is None and `warmup` may be a percentage (`bounds.in_steps`).
+    `unsaid`: settings that no flag or file gives; their defaults may depend on the data or the resumed run.
     """
 
-    removed = tuple[str, ...]()  # settings of --config that 0.1.0 had; not annotated, so it is no field
+    removed = tuple[str, ...]()  # settings in the --config file that only 0.1.0 had; not annotated: no field
 
     # fmt: off
     out: str = flag("runs/default", str, "run", "folder for checkpoints, metrics and settings of the run")
@@ -290,7 +290,7 @@ class Config:
 
     @property
     def rate_factor(self) -> float:
-        """Factor of default learning rates: smaller for preferences, as the model already knows its task."""
+        """Factor of the default learning rate, smaller for preference losses, as their model is trained."""
         return 1.0 if self.loss == CROSS_ENTROPY else 0.1
 
     @property
@@ -317,7 +317,7 @@ class Config:
         return self.lora is not None and self.lora_init is None and self.add_tokens is None
 
     def stages_ahead(self, on_gpu: bool) -> int:
-        """Return how many stages ahead to gather parameters: a GPU's host launches a stage before it runs."""
+        """Return how many stages ahead parameters are gathered; a GPU's host runs ahead of the GPU."""
         return 1 + on_gpu if self.prefetch is None else self.prefetch
 
     @property
@@ -325,17 +325,17 @@ class Config:
         return self.val_fraction > 0 or bool(self.val_data)
 
     def fixed(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must keep, beside the model's sizes."""
+        """Return the settings that a resumed run must keep, in addition to the model's sizes."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["fixed"]}
 
     def plan(self) -> dict[str, Any]:
-        """Return the settings that a resumed run may change, with another result."""
+        """Return the settings that a resumed run may change although its result then differs."""
         names = [f.name for f in dataclasses.fields(self) if f.metadata["group"] == "optimizer"]
         return {name: value for name in ("steps", *names) if (value := getattr(self, name)) != []}
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-ALIASES = {"learning_rate": "lr"}  # another name of a setting, as a flag and in a file
+ALIASES = {"learning_rate": "lr"}  # second names of settings, for flags and files
 
 
 def spelled(name: str) -> str:

@@ -19,9 +19,9 @@ MOST_SETTINGS = 1 << 20  # bytes of a TOML file
 
 
 def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
-    """Return the settings of a TOML file, by flag names with - or _; raises UsageError naming file and key.
+    """Return the settings of a TOML file; keys may have - or _. Raise UsageError naming the file and the key.
 
-    removed: gets the names of settings that 0.1.0 had and that no longer have an effect
+    removed: the names of settings of 0.1.0 that no longer have an effect are appended to it
     """
     settings = {}
     for name, value in read_tables("--config", path).items():
@@ -33,7 +33,7 @@ def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
 
 
 def read_tables(flag: str, path: Path) -> dict[str, Any]:
-    """Return the content of the TOML file that `flag` names; raises UsageError naming both."""
+    """Return the content of the TOML file that `flag` names; raise UsageError naming flag and file."""
     try:
         return parse_toml(read_file(path, MOST_SETTINGS, "a TOML file"))
     except FileError as error:
@@ -43,13 +43,13 @@ def read_tables(flag: str, path: Path) -> dict[str, Any]:
 
 
 def setting_of(key: str) -> str:
-    """Return the name of the setting that a key of a file means."""
+    """Return the name of the setting for a key of the file."""
     name = key.replace("-", "_")
     return ALIASES.get(name, name)
 
 
 def checked_type(path: Path, key: str, value: Any) -> Any:
-    """Return `value` as the setting's type; raises UsageError for an unknown key or another type."""
+    """Return `value` as the setting's type; raise UsageError for an unknown key or a wrong type."""
     field = FIELDS.get(setting_of(key))
     if field is None:
         meant = nearest(key.replace("-", "_"), [*FIELDS, *ALIASES]) or "; see --help for the names"
@@ -58,7 +58,7 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     if kind is float and type(value) is int and abs(value) < LARGEST:
         return float(value)
     if field.name in ("threads", "max_time", "warmup") and type(value) is int and abs(value) < LARGEST:
-        return str(value)  # a number is valid for these too
+        return str(value)  # in the file these may be numbers
     if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise UsageError(f"--config {shown(path)}: {key} = {shown([*value[:9]])}, expected a list of strings")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -80,11 +80,11 @@ CONFIG_FILE = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
 PATHS: tuple[str, ...] = ("out", "init", "lora_init", "teacher", "data", "val_data", "tokenizer")
 PATHS += ("add_tokens", "chat_template", "trace", "prometheus")
-WORDS = (None, BYTE, FROM_INIT)  # values other than paths, for settings that may be paths
+WORDS = (None, BYTE, FROM_INIT)  # values that are not paths, of settings that may be paths
 
 
 def recorded(config: Config) -> Config:
-    """Return the settings in a form that can be read again from any folder."""
+    """Return the settings with absolute paths, so that they can be read from any folder."""
     settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
     if not os.path.isfile(config.chat_template or ""):
         settings["chat_template"] = config.chat_template  # the name of one of the tokenizer's templates
@@ -100,9 +100,9 @@ def in_full(value: Any) -> Any:
 
 
 def write_config(out: Path, config: Config) -> None:
-    """Write the file. A path that is not UTF-8 keeps its bytes; reading the file then reports it.
+    """Write OUT/config.toml. A path that is not UTF-8 keeps its bytes; reading the file then fails with it.
 
-    Raises UsageError if a folder stands in its place, JobError if it cannot be written.
+    Raise UsageError if the path is a folder, JobError if the file cannot be written.
     """
     place = out / CONFIG_FILE
     if place.is_dir() and not place.is_symlink():

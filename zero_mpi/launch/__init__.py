@@ -1,15 +1,15 @@
-"""A job of ranks from its start to its end: the world, agreement, signals, locks, and one end for all.
+"""Start and end of a job: the ranks of a command, their agreements, signals, locks, and one exit status.
 
 `stopping.start` installs signal handlers before it imports a command. `world` starts the command on all ranks
-and ends them together; `connect` does the same for a script. `consistency` names ranks that differ.
+and ends them together; `connect` does the same for a script. `consistency` finds ranks that differ.
 
-Errors. Rank 0 checks files and the like, and all ranks get the result (`World.on_root`, `World.run_on_all`;
-`comm.agree` works over any transport). Bad input is one line from rank 0 and status 2 on all ranks. Any other
-error is printed with its rank and aborts the job (`ending`). If all ranks fail at once, later ranks wait a
-moment and are ended before they repeat the same message.
+Errors. Rank 0 checks inputs such as files, and all ranks get the result (`World.on_root`, `World.run_on_all`;
+`comm.agree` works over any transport). For bad input rank 0 prints one line and all ranks exit with status 2.
+Any other error is printed with its rank and aborts the job (`ending`). If all ranks fail at once, the job
+ends after the message of the first rank, because the others wait a moment before they print.
 
-Hangs. Every wait records its name and time in a `Meter`, each collective a number; one thread watches both,
-and ranks without progress compare their states (`watchdog`).
+Hangs. A `Meter` records the name and time of every wait and numbers the collectives. A thread watches it, and
+ranks without progress compare their states (`watchdog`).
 
-One job in a folder. Rank 0 locks `OUT/.lock` before the job touches anything there (`folder_lock`).
+Run folders. Rank 0 locks `OUT/.lock` before the job changes anything in OUT (`folder_lock`).
 """

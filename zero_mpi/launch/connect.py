@@ -1,4 +1,4 @@
-"""The transport for a user's script or notebook; it also ends all ranks of a script together.
+"""Communicator for a user's script or notebook; an error on one rank ends all ranks of the script.
 
 If a rank of a script fails, ends early, or starts a different collective, the other ranks would wait for it
 forever. So `connect` ensures that an uncaught exception ends all ranks, and that a wait which cannot succeed
@@ -33,8 +33,8 @@ from zero_mpi.launch.ending import DRAIN, FAILED, await_turn, say
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import END, World, find_world, meet
 
-VARIABLE = "ZERO_MPI_TIMEOUT"  # seconds, if `connect` gets no timeout
-TIMEOUT = 600.0  # seconds, the same default as that of `--timeout`
+VARIABLE = "ZERO_MPI_TIMEOUT"  # timeout in seconds, used if `connect` gets none
+TIMEOUT = 600.0  # seconds, as the default of `--timeout`
 
 
 def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
@@ -44,8 +44,8 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     is installed, it is started. A rank computes on one thread unless the environment says
     otherwise, even if numpy was imported before zero_mpi. Collective.
 
-    timeout   seconds that a rank may wait for others before the job ends with status 86 and prints the state
-              of each rank; 0: never; left out: the variable ZERO_MPI_TIMEOUT, or 600
+    timeout   seconds that a rank may wait for others before the job prints the state of each rank and ends
+              with status 86; 0: no limit; default: the variable ZERO_MPI_TIMEOUT, else 600
     check     compare each collective across ranks before it starts (slower); at the first difference all
               ranks raise an error that shows sizes and types
 
@@ -53,8 +53,8 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     `--bits portable`.
 
     From now on an uncaught exception ends all ranks, and so does a rank that ends, with any status, while
-    others wait for it. Only one thread may start collectives; other threads get UsageError. Raises
-    UsageError if a launcher has started this process and there is no MPI or too little space in /dev/shm, and
+    others wait for it. Only one thread may start collectives; other threads get UsageError. Raise
+    UsageError if a launcher has started this process and there is no MPI or too little space in /dev/shm, or
     if bits cannot be portable; ValueError for a timeout that is not a number of seconds.
     """
     ops.use_threads()
@@ -73,7 +73,7 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
 
 
 def settings(timeout: Any, check: Any) -> tuple[float, dict[str, object]]:
-    """Return the limit of a wait in seconds, and the facts that ranks must share; raise ValueError."""
+    """Return the limit of a wait in seconds, and the settings that all ranks must share; raise ValueError."""
     instance("connect: check", check, bool, "True or False")
     limit, bits = time_limit(timeout), portable.requested()
     if bits not in portable.CHOICES:
@@ -84,7 +84,7 @@ def settings(timeout: Any, check: Any) -> tuple[float, dict[str, object]]:
 
 
 def time_limit(timeout: Any) -> float:
-    """Return the timeout, or else the environment's value, in seconds; raise ValueError."""
+    """Return the timeout in seconds, by default the environment's value; raise ValueError."""
     if timeout is not None:
         return number("connect: timeout", timeout, least=0)
     text = os.environ.get(VARIABLE, "")
@@ -95,7 +95,7 @@ def time_limit(timeout: Any) -> float:
 
 
 class WatchedScript:
-    """Watchdog and exit hooks of a rank of a script, from the first `connect` to its end. Collective."""
+    """Watchdog and exit hooks of a script's rank, from the first `connect` to the exit. Collective."""
 
     running: WatchedScript | None = None  # at most one per process
 
@@ -140,13 +140,13 @@ class WatchedScript:
         self.world.kill(status)
 
     def _exit(self, status: Any = None, /) -> NoReturn:
-        """Record the exit status, then do what sys.exit does: an exit hook cannot read the status."""
+        """Record the exit status, which exit hooks cannot read, then exit as sys.exit does."""
         if threading.current_thread() is threading.main_thread():
             self._status = (status or 0) & 0xFF if isinstance(status, int | None) else FAILED
         raise SystemExit(status)
 
     def _ended(self) -> None:
-        """Tell the other ranks that this process ends, and wait for them."""
+        """Report the end of this process to the other ranks, and wait for them."""
         if os.getpid() != self._process or self.world.mpi.Is_finalized():
             return  # a child process, or a command whose ranks have already ended together
         sys.stdout.flush()
@@ -157,9 +157,9 @@ class WatchedScript:
 
 
 def meeting_place(world: World) -> Path | None:
-    """Return a folder for small files that all ranks see, in the temporary or current folder. Collective.
+    """Return a new folder that all ranks see, in the temporary or the current folder. Collective.
 
-    On several hosts the temporary folder is local, the current one mostly shared. None: neither is shared.
+    On several hosts the temporary folder is local and the current one is usually shared. None if neither is.
     """
     name, probes = f".zero_mpi-{secrets.token_hex(6)}", list[Path]()
     if world.rank == 0:
@@ -167,7 +167,7 @@ def meeting_place(world: World) -> Path | None:
         for probe in probes:
             with suppress(OSError):
                 probe.mkdir(mode=0o700)
-    probes = world.comm.broadcast_object(probes)  # sent after mkdir: ranks check at once
+    probes = world.comm.broadcast_object(probes)  # after mkdir, because ranks look for the folder at once
     seen = world.comm.allgather_object([probe.is_dir() for probe in probes])
     if world.rank == 0:
         for probe in probes:

@@ -1,7 +1,7 @@
-"""Checks that all ranks have the same package, Python, MPI and NumPy, the same flags and model files.
+"""Checks that all ranks have the same package, Python, MPI, NumPy, flags and model files.
 
-Hosts drift apart: one has an older environment, one reads another copy of a file. Such a job would hang, or
-train differently on each rank. So ranks compare these facts; if all agree, one short message suffices.
+Hosts may differ: one has an older environment, another reads a different copy of a file. Then a job would
+hang, or each rank would train differently. So ranks compare these facts, in one short message if all agree.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from zero_mpi.launch.world import World
 T = TypeVar("T")
 SAME_FILES = "copy the same files to all hosts, or use a shared file system"
 SAME_FLAGS = "start all ranks with the same flags and variables"
-# Variables with the number of ranks that a launcher has started, and with the number of this rank.
+# Variables of launchers that contain the number of ranks, and variables that contain this rank's number.
 STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")
 
 
 def check(comm: Comm, facts: Facts, remedy: str) -> None:
-    """Raise UsageError on all ranks if a rank has another fact, naming the first such rank. Collective."""
+    """Raise UsageError on all ranks if facts differ, naming the first rank that differs. Collective."""
     same(comm, lambda: (None, facts), remedy)
 
 
 def same(comm: Comm, prepare: Callable[[], tuple[T, Facts]], remedy: str) -> T:
-    """Return the first item of prepare()'s pair; raise if it fails on a rank or facts differ. Collective."""
+    """Return the first item of prepare(); raise if it fails on a rank or its facts differ. Collective."""
     return alike(comm, prepare, REFUSALS, remedy=f"; {remedy}")
 
 
 def check_installation(world: World) -> None:
-    """Raise UsageError unless all ranks run the same software, as one job. Collective."""
+    """Raise UsageError unless all ranks run the same software and belong to one job. Collective."""
     check_not_alone(world)
     remedy = "use the same environment on all hosts, and --bits portable if their CPUs differ"
     check(world.comm, installation(world), remedy)
 
 
 def installation(world: World) -> dict[str, str]:
-    """Return the versions of the software that this rank computes with."""
+    """Return the versions of the software that this rank uses."""
     facts = {
         "zero_mpi": __version__,
         "zero_mpi's source": own_source(),
@@ -66,7 +66,7 @@ def installation(world: World) -> dict[str, str]:
 
 
 def blas() -> str:
-    """Return NumPy's BLAS library and its kernels in use: different kernels round differently."""
+    """Return NumPy's BLAS library and the kernels that it uses; different kernels round differently."""
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pool = min(pools, key=lambda pool: "numpy" not in pool["filepath"], default={"version": "unknown"})
     about = (pool.get(key) for key in ("internal_api", "version", "architecture"))
@@ -88,7 +88,7 @@ def own_source() -> str:
 
 
 def source_digest(folder: Path) -> str:
-    """Return a short text that changes with any file of the package; the version stays for many commits."""
+    """Return a digest of all files of the package; the version alone is the same for many commits."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(os.fsencode(path.relative_to(folder)) + b"\0")
@@ -102,20 +102,20 @@ def short_digest(value: Any) -> str:
 
 
 def split_into(size: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of started ranks if each believes that it is the only one; otherwise 0."""
+    """Return the number of started ranks if MPI shows each of them only itself; otherwise 0."""
     started = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
     return started if size == 1 < started else 0
 
 
 def is_first(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this rank is the launcher's first; true without a launcher."""
+    """Return True if this is the launcher's first rank, or there is no launcher."""
     return all(environ.get(name, "0") == "0" for name in NUMBERS)
 
 
 def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError if a launcher has started several ranks and each believes it is alone.
+    """Raise UsageError if a launcher has started several ranks and MPI shows each of them only itself.
 
-    Then mpi4py has loaded another MPI library than the launcher's. Only the first rank prints it.
+    In that case mpi4py has loaded a different MPI library than the launcher's. Only the first rank prints.
     """
     started = split_into(world.size, environ)
     if not started:

@@ -1,14 +1,14 @@
 """Segments of MPI libraries in /dev/shm: checks for free space, and removes the segments of killed jobs.
 
-Free space is checked before MPI starts (`check_space`). MPICH dies of a segmentation fault without a message
-if /dev/shm is too small for the segment that all ranks of a node share: in containers it has 64 MiB by
-default. UCX uses most of it, for messages that MPICH can carry by itself; so if space is short, UCX is
-configured to use none. All ranks of a node decide alike: the segment is made after all have checked.
+Free space is checked before MPI starts (`check_space`). MPICH crashes without a message if /dev/shm is too
+small for the segment that all ranks of a node share; containers have 64 MiB by default. UCX uses most of that
+segment for messages that MPICH can send without it, so if space is short, UCX is configured to use none. All
+ranks of a node come to the same result, because the segment is made after all have checked.
 
-A segment is a file, which stays with its pages when a job is killed. So a rank removes its name as soon as
-all ranks hold it (`unname`), and a run starts by removing stale segments (`sweep`): those that no process has
-open or mapped. The kernel knows that: it grants a lease only for a file that no other process has open. A
-file's name does not identify its job, and a list of processes would miss those of other containers.
+A segment is a file, and it keeps its memory when a job is killed. So a rank removes the file's name as soon
+as all ranks have mapped it (`unname`), and a run starts by removing stale segments (`sweep`), which no
+process has open or mapped. The kernel shows this: it grants a lease only for a file that no other process has
+open. A file's name does not identify its job, and a list of processes would not contain other containers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.ending import DRAIN, say
 
 PLACE = Path("/dev/shm")
-SEGMENTS: tuple[str, ...] = ("mpich_shm_*", "mpich_shar_tmp*", "ucx_shm_posix_*")  # MPICH, its windows, UCX
-SEGMENTS += ("vader_segment.*", "sm_segment.*", "osc_sm.*")  # Open MPI 4 and 5, its windows
-SETTLED = 2.0  # seconds after which a library has mapped its new segments
+SEGMENTS: tuple[str, ...] = ("mpich_shm_*", "mpich_shar_tmp*", "ucx_shm_posix_*")  # MPICH, MPICH windows, UCX
+SEGMENTS += ("vader_segment.*", "sm_segment.*", "osc_sm.*")  # Open MPI 4 and 5, windows of Open MPI
+SETTLED = 2.0  # seconds within which a library maps its new segments
 # Bytes per rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
 WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
 SPARE = 1 << 18  # further bytes per node
@@ -39,12 +39,12 @@ REMEDY = "enlarge it (containers: --shm-size=1g or --ipc=host), or start fewer r
 
 
 def check_space(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Raise UsageError if MPI has no space to start; choose settings that need less if it is short."""
+    """Raise UsageError if MPI has too little space to start; if space is short, set UCX to need less."""
     # PMI_FD is set by MPICH and its relatives; Open MPI takes 0.1 MB per rank
     problem = find_problem(environ) if "PMI_FD" in environ else ""
     if problem and environment.local_ranks(environ) < int(environ.get("PMI_SIZE", "0")):
-        # Ranks of other nodes wait in MPI_Init, and if a rank exits before MPI_Init, MPICH's launcher lets
-        # them wait. It ends all ranks if one dies of a signal.
+        # Ranks of other nodes wait in MPI_Init. If a rank exits before MPI_Init, MPICH's launcher leaves
+        # them waiting; if a rank dies of a signal, it ends all ranks.
         if environment.local_rank(environ):
             time.sleep(1.0)  # the first rank of the node prints the error
         else:
@@ -56,7 +56,7 @@ def check_space(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def find_problem(environ: MutableMapping[str, str]) -> str:
-    """Return why MPI could not start, or an empty text; if space is short, set `environ` to need less."""
+    """Return why MPI cannot start, or an empty text; if space is short, set `environ` to limit UCX."""
     free, ranks = free_bytes(), environment.local_ranks(environ)
     needed = ranks * WITH_UCX + SPARE
     if free is not None and free < needed and environ.setdefault("UCX_TLS", "^posix") == "^posix":
@@ -70,7 +70,7 @@ def find_problem(environ: MutableMapping[str, str]) -> str:
 
 
 def free_bytes(place: Path = PLACE) -> int | None:
-    """Return the bytes free for this job in /dev/shm plus those its ranks already use; None if unknown."""
+    """Return the free bytes in /dev/shm plus the bytes that this job's ranks already use; None if unknown."""
     try:
         about = os.statvfs(place)
         files = [path.stat() for path in place.iterdir()]
@@ -92,17 +92,17 @@ def sweep(place: Path = PLACE) -> None:
 
 
 def is_unused(path: Path) -> bool:
-    """Return True if the kernel says that no process has the file open; False also if that is unknown.
+    """Return True if no process has the file open, according to the kernel; False also if it is unknown.
 
-    While the lease is held, for a moment, another process that opens the file waits, and this one gets a
-    signal that does nothing.
+    The lease is held for a moment. If another process opens the file meanwhile, it waits, and this process
+    gets a signal without effect.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with (
         contextlib.suppress(OSError),
         open(path, "rb", 0, opener=lambda name, _: os.open(name, flags)) as file,
     ):
-        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # in place of SIGIO, which ends a process
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # instead of SIGIO, which would end this process
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return True
@@ -112,6 +112,6 @@ def is_unused(path: Path) -> bool:
 def unname() -> None:
     """Remove the names of this job's own segments, once all ranks of the node have them mapped."""
     maps = Path("/proc/self/maps").read_text(errors="replace")
-    for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # never opened again
+    for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # not opened again by MPICH
         with contextlib.suppress(OSError):  # another rank removed it first
             os.unlink(path)

@@ -1,14 +1,14 @@
-"""Ends a job: prints its last messages, ends all ranks, and holds the launcher back while ranks save.
+"""Ends a job: prints the last messages, ends all ranks, and stops the launcher while ranks save.
 
-Several ranks may fail together, and in any thread, also while another thread is inside the MPI library. So
-ranks take turns to print, a message is one write, and the rank that ends the job does not rely on the library
-alone.
+Several ranks may fail at once, in any thread, also while another thread is inside the MPI library. So ranks
+take turns to print, each message is a single write, and the rank that ends the job does not rely on the MPI
+library alone.
 
 When Open MPI's mpirun is ended (Ctrl-C, SIGTERM, a closed terminal), its process on each node sends SIGCONT,
 SIGTERM and SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank that has
-state to save stops that process as soon as SIGTERM arrives (`hold_launcher`), and continues it when all have
-saved, or after a while; a separate process continues it if the ranks are gone. If a rank of the node has
-ended, Open MPI sends SIGTERM because of that, and there is nothing to wait for. A stopped launcher passes on
+state to save stops that process as soon as SIGTERM arrives (`hold_launcher`), and continues it after all have
+saved, or after a time limit; if the ranks are gone, a separate process continues it. If a rank of the node
+has ended, that is why Open MPI sends SIGTERM, and the launcher is not stopped. A stopped launcher passes on
 no output, so ranks write directly to its destination. Other launchers pass signals on and wait.
 """
 
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
     import subprocess
 
 FAILED, BAD_USAGE, REQUEUE = 1, 2, 75
-DRAIN = 0.2  # seconds for the launcher to pass on messages: at an abort it drops unread output
+DRAIN = 0.2  # seconds for the launcher to pass on messages, because it drops unread output at an abort
 STAGGER = 0.3  # seconds per rank: if all fail at once, the first prints and ends the job before the others
-MOST_TURNS = 20  # ranks that take turns; later ones print together with the last of these
+MOST_TURNS = 20  # ranks that take turns; all later ranks print with the last of them
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # the parents of ranks
-HOLD = 120.0  # seconds at most: if the ranks cannot save, the launcher must end the job
-POLL = 0.2  # seconds between two looks at the ranks of the node
-LATER = 5.0  # further seconds until another process continues the launcher, if no rank has done so
+HOLD = 120.0  # most seconds: if the ranks cannot save, the launcher must end the job
+POLL = 0.2  # seconds between checks of the ranks of the node
+LATER = 5.0  # seconds after HOLD until the separate process continues the launcher, if no rank has done so
 
 _is_over = threading.Event()  # set when there is nothing left to wait for
-_held: list[tuple[int, subprocess.Popen[bytes]]] = []  # the launcher's process, and the one that continues it
+_held: list[tuple[int, subprocess.Popen[bytes]]] = []  # pid of the launcher, process that continues it
 
 
 def say(text: str) -> None:
-    """Print lines to stderr, in one write so that lines of several ranks do not mix."""
+    """Print lines to stderr in one write, so that lines of several ranks do not mix."""
     with contextlib.suppress(OSError):
         os.write(2, f"{printable(text, keep=chr(10))}\n".encode(errors="backslashreplace"))
 
 
 def await_turn(rank: int, stagger: float = STAGGER) -> None:
-    """Wait for the turn of a rank: earlier ranks may print the same message and end the job."""
+    """Wait for this rank's turn; an earlier rank may print the same message and end the job."""
     time.sleep(stagger * min(rank, MOST_TURNS))
 
 
 def end_surely(end: Callable[[int], object], status: int) -> NoReturn:
-    """End the job by end(status), or only this process if a lock or a lost host blocks that.
+    """Call end(status), which ends the job; if a lock or a lost host blocks it, end only this process.
 
-    An exit alone is not enough: srun does not end the other ranks, and MPICH's mpiexec may return the signal
-    by which it ended one of them.
+    To exit is not enough: srun does not end the other ranks, and MPICH's mpiexec may return the signal with
+    which it ended a rank instead of this status.
     """
     release_launcher()
     threading.Thread(target=end, args=(status,), daemon=True).start()
@@ -76,7 +76,7 @@ def hold_launcher() -> None:
         is_complete = len(ranks) >= int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
         if not is_complete or Path(f"/proc/{pid}/comm").read_text().strip() not in LAUNCHERS:
             return
-        import subprocess  # not before signal handlers are installed
+        import subprocess  # slow, so only after signal handlers are installed
 
         os.kill(pid, signal.SIGSTOP)
         command, quiet = f"sleep {HOLD + LATER}; kill -CONT {pid}", subprocess.DEVNULL
@@ -100,19 +100,19 @@ def _watch(pid: int, ranks: set[int]) -> None:
 
 
 def ranks_below(pid: int) -> set[int]:
-    """Return the living processes that a launcher has started as ranks, not as daemons of other nodes."""
+    """Return the living ranks that a launcher has started, without its daemons for other nodes."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            variables = (folder / "environ").read_bytes() if int(parent) == pid else b""  # none if it is dead
+            variables = (folder / "environ").read_bytes() if int(parent) == pid else b""  # empty if dead
             if b"\0OMPI_COMM_WORLD_RANK=" in b"\0" + variables:
                 found.add(int(folder.name))
     return found
 
 
 def release_launcher() -> None:
-    """Continue the launcher, if this process stopped it and it lives; it is not stopped again from now on."""
+    """Continue the launcher if this process has stopped it and it lives; from now on it is not stopped."""
     _is_over.set()
     while _held:
         pid, last_resort = _held.pop()

@@ -1,11 +1,11 @@
-"""Lock of a run folder, `OUT/.lock`: the folder belongs to one job at a time, until that job is dead.
+"""Lock of a run folder, `OUT/.lock`: the folder belongs to one job at a time, until that job ends.
 
 The process that creates the file holds the folder; only one can. The holder, rank 0, keeps a flock on the
-file, which ends with the process, and renews its record every few seconds. A refused flock means that the
-holder lives. A granted one means that it is dead only if it was on this machine: between machines flocks may
-be missing or local (NFS and Lustre, depending on mount options). There a holder is dead when its record does
-not change, by the watcher's clock. Its file is then renamed, which only one process can do, and a new file is
-made. If a holder was only stopped, it notices this, or a moved or removed folder, and its job ends.
+file, which ends with the process, and renews its record every few seconds. If a flock is refused, the holder
+lives. If it is granted, the holder is dead only if it was on this machine: between machines flocks may not
+exist or may be local (NFS and Lustre, depending on mount options). A holder on another machine counts as dead
+if its record stops changing, by the local clock. The file is then renamed, which only one process can do, and
+a new file is made. A holder that was only paused notices this, or a moved or removed folder; its job ends.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from zero_mpi.launch.time_limit import find_job
 from zero_mpi.telemetry import log, metrics
 from zero_mpi.telemetry.events import utc
 
-if TYPE_CHECKING:  # a supervisor reads locks, and loads neither NumPy nor MPI
+if TYPE_CHECKING:  # `supervise` reads locks without loading NumPy or MPI
     from zero_mpi.launch.world import World
 
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
 POLL = 0.2  # seconds between looks at a file that another job holds
-SLOW = 2.0  # seconds for a look: if it takes longer the file system hangs, and the holder may wait for it too
+SLOW = 2.0  # seconds: if a read takes longer, the file system hangs, and the holder may wait for it too
 PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine counts as dead
-SETTLE = 5.0  # seconds after which a refused lock counts as held even without a sign of life
-LEAVE = 60.0  # seconds for a holder of the same batch job (requeued, or its previous step) to end
+SETTLE = 5.0  # seconds after which a refused lock counts as held even if the record does not change
+LEAVE = 60.0  # seconds for a holder in the same batch job (requeued, or a previous step) to end
 GRACE = 3.0  # seconds that a job has to end by itself once its folder is lost
 SIZE = 1024  # bytes of a record: always the same number, so that a renewal needs no space on a full disk
-ANY = 1 << 62  # hard links of our own file: a backup may have made them
+ANY = 1 << 62  # most hard links of our own file; a backup may have made some
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors that another --out would not fix: status 1
+THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors that occur with any --out: status 1
 
 
 def machine() -> str:
-    """Return a text that is the same for all processes under one kernel, containers included."""
+    """Return a text that identifies the running kernel; it is the same in all containers of a machine."""
     try:
         return BOOT.read_text().strip()
     except OSError:
@@ -61,15 +61,15 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """Holder of a folder."""
+    """Content of the lock file: the job that holds the folder."""
 
     since: str
     job: str = ""
     host: str = field(default_factory=platform.node)
     pid: int = field(default_factory=os.getpid)
-    machine: str = field(default_factory=machine)  # the system that has the flock
+    machine: str = field(default_factory=machine)  # whose kernel has the flock
     token: str = field(default_factory=lambda: uuid4().hex)  # unique to the job
-    beat: int = 0  # counts the signs of life
+    beat: int = 0  # number of renewals
 
     def __str__(self) -> str:
         job = f" ({shown(self.job, 80)})" if self.job else ""
@@ -80,7 +80,7 @@ class Record:
 
 
 def unpacked(raw: bytes) -> Record | None:
-    """Return the record in a file, whose values are only shown and compared; None for anything else."""
+    """Return the record in a file's content, for messages and comparisons; None for any other content."""
     with contextlib.suppress(ValueError):
         found = parse_json(raw)
         if isinstance(found, dict) and found.keys() == {each.name for each in fields(Record)}:
@@ -89,7 +89,7 @@ def unpacked(raw: bytes) -> Record | None:
 
 
 def find(path: Path, links: int = 1) -> int:
-    """Open a file or raise FileNotFoundError; UsageError if it is no file or has more hard links."""
+    """Open a file. Raise FileNotFoundError, or UsageError for another kind of file or too many hard links."""
     try:
         return open_in_place(path, os.O_RDWR, links)
     except OSError as error:
@@ -111,7 +111,7 @@ def write(handle: int, record: Record) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, links: int = 1) -> Iterator[int]:
-    """Open a file for a moment; raises as `find`."""
+    """Return a context in which a file is open; raise the same errors as `find`."""
     handle = find(path, links)
     try:
         yield handle
@@ -120,7 +120,7 @@ def opened(path: Path, links: int = 1) -> Iterator[int]:
 
 
 def is_held_here(path: Path) -> bool:
-    """Return whether a process of this machine holds the folder of a lock file."""
+    """Return True if a process on this machine holds the folder of this lock file."""
     with contextlib.suppress(OSError, UsageError), opened(path) as handle:
         record = unpacked(read(handle))
         return record is not None and record.machine == machine() and lock(handle) is False
@@ -128,9 +128,9 @@ def is_held_here(path: Path) -> bool:
 
 
 def lock(handle: int) -> bool | None:
-    """Return whether the system grants this process the lock of a file; None: there are no locks here.
+    """Return True if the system grants this process the file's lock; None if it has no locks here.
 
-    Linux passes a flock on to NFS and Lustre. A lock of fcntl ends when any handle of the file is closed.
+    Linux passes a flock on to NFS and Lustre. An fcntl lock would end when any handle of the file is closed.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +140,7 @@ def lock(handle: int) -> bool | None:
 
 
 def is_at(handle: int, path: Path) -> bool:
-    """Return whether a path still names the file of a handle."""
+    """Return True if the path still names the file of this handle."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
     return False
@@ -168,11 +168,11 @@ def create(path: Path, record: Record) -> int | None:
 
 
 def take(path: Path, record: Record) -> int:
-    """Return the handle that keeps the lock of a folder. Raise UsageError, or OSError with the file's name.
+    """Lock a folder; return the handle that keeps the lock. Raise UsageError, or OSError with the file name.
 
-    An existing file is read again and again, until it is free, or its holder shows a sign of life.
+    An existing file is read repeatedly, until it is free or a changed record shows that its holder lives.
     """
-    seen: bytes | None = None  # content of the file at the previous look
+    seen: bytes | None = None  # content of the file when it was last read
     begun = since = time.monotonic()
     is_logged = False
     with naming(path):
@@ -206,13 +206,13 @@ def take(path: Path, record: Record) -> int:
 
 
 def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | None:
-    """Look once: return the handle if we got the file, else (locked, its content); None: the file is gone.
+    """Try once: return the handle if we got the lock, else (locked, content); None: the file is gone.
 
-    We get it if the lock is granted and its holder was on this machine, hence is dead.
+    We get the lock if the system grants it and its holder was on this machine, which means it is dead.
     """
     try:
         handle = find(path)
-    except FileNotFoundError:  # its holder has just ended
+    except FileNotFoundError:  # the holder has just ended
         return None
     with contextlib.ExitStack() as closing:
         closing.callback(os.close, handle)
@@ -228,12 +228,12 @@ def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | No
 
 
 def put_aside(path: Path, raw: bytes, record: Record) -> None:
-    """Remove the file of a dead job, whose content is `raw`; if another job was faster, its file stays."""
+    """Remove a dead job's file, whose content is `raw`; if another job has replaced it, the new one stays."""
     aside = path.with_name(f"{NAME}-{record.token}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
         if aside.read_bytes()[:SIZE] != raw:
-            with contextlib.suppress(OSError):  # no hard links: that job makes a new file
+            with contextlib.suppress(OSError):  # no hard links here: the other job makes a new file
                 os.link(aside, path)
         os.unlink(aside)
 
@@ -242,11 +242,11 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
 
 
 class RunLock:
-    """Folder that is ours from `take` to `release`. lost: why no longer; at_loss: called GRACE s later."""
+    """Lock of our folder from `take` to `release`. lost: why it is lost; at_loss: called GRACE s later."""
 
     def __init__(self, path: Path, record: Record, handle: int) -> None:
         self._path, self._own_record = path, record
-        # The folder is kept open so that no later one gets its inode's number.
+        # The folder stays open so that no new folder gets its inode number.
         self._handles = [handle, os.open(path.parent, os.O_DIRECTORY)]
         self._folder, self.lost = os.fstat(self._handles[1]), ""
         self.at_loss: Callable[[], object] = lambda: None
@@ -267,18 +267,18 @@ class RunLock:
         with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
             if record is not None and record.token == self._own_record.token:
                 os.unlink(self._path)
-        while self._handles:  # none is left at a second call
+        while self._handles:  # empty at a second call
             os.close(self._handles.pop())
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[tuple[int, Record | None]]:
-        """Open the file again: on a network file system this shows writes of others and sends ours."""
+        """Open the file again and read it: so network file systems get writes of others and send ours."""
         with opened(self._path, ANY) as handle:
             yield handle, unpacked(read(handle))
 
     def _renew(self) -> None:
         while not self._over.wait(EVERY):
-            with contextlib.suppress(OSError, UsageError):  # an unreadable file proves nothing
+            with contextlib.suppress(OSError, UsageError):  # the lock is not lost if the file cannot be read
                 self._give_sign()
             if self.lost:
                 if not self._over.wait(GRACE):
@@ -293,13 +293,13 @@ class RunLock:
                     return self.lost
             except (FileNotFoundError, NotADirectoryError):
                 self._over.wait(pause)
-            except OSError:  # a failed look proves nothing
+            except OSError:  # the lock is not lost if the check fails
                 return self.lost
         self.lost = f"the run folder {self._path.parent} was moved or removed while the job was using it"
         return self.lost
 
     def _give_sign(self) -> None:
-        """Renew the record, if it is ours; create the file again if it is gone and the folder is not."""
+        """Renew the record if it is ours; create the file again if it is gone but the folder exists."""
         if self.why_lost():
             return
         try:

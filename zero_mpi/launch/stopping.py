@@ -1,14 +1,14 @@
-"""Stop signals of a run: noted from the program's first line on, and obeyed as soon as all ranks can.
+"""Stop signals of a run: recorded from the start of the program, handled once all ranks agree on them.
 
-A handler only notes the signal, since a rank that exited alone would leave the others waiting. Before the
-first step the ranks agree on it in every agreement (`launch.world.StopAwareComm`), later after each step.
-Long local work without communication is interrupted at once (`cut_short`). A thread receives signals too: the
-main one may be inside the MPI library, where no Python handler runs. The thread answers a second Ctrl-C, and
-ends a run whose ranks reach no agreement during its preparation.
+A handler only records the signal, because a rank that exits alone leaves the others waiting. Ranks share
+recorded signals in every agreement before the first step (`launch.world.StopAwareComm`), then after each
+step. Long local work without communication is interrupted at once (`cut_short`). A thread receives signals
+too, as the main thread may be inside the MPI library, where no Python handler runs. The thread answers a
+second Ctrl-C, and ends a run whose ranks reach no agreement during its preparation.
 
-A program of this package listens from its first line on. A script that calls the function of a command calls
-`signals.listen()` first. On Ctrl-C `train` saves before it ends, any other command ends at once, with a line
-and status 130. An import changes no signal handler.
+A program of this package records signals from its first line on. A script that calls the function of a
+command calls `signals.listen()` first. On Ctrl-C `train` saves before it ends; any other command prints a
+line and ends at once, with status 130. An import changes no signal handler.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from zero_mpi import environment
 from zero_mpi.launch.ending import FAILED, REQUEUE, await_turn, end_surely, hold_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-OF_PEOPLE = ("SIGINT", "SIGHUP")  # people send these, not batch systems, so they never requeue a job
+OF_PEOPLE = ("SIGINT", "SIGHUP")  # sent by people, not by batch systems, so a job is not requeued
 START, PREPARING, STEPS, OVER = "start", "preparing", "steps", "over"
 NO_STEP = "before the first step"
 WHEN = {START: NO_STEP, PREPARING: NO_STEP, STEPS: "after this step", OVER: "at the end of the run"}
-TWICE = 0.4  # seconds within which two count as one: terminal and launcher may both send the same signal
-GRACE = 3.0  # seconds for an agreement of all ranks while a run is prepared
-STAGGER = 0.5  # seconds per rank: if all have to end the job, the first prints it
+TWICE = 0.4  # seconds in which two signals count as one, as terminal and launcher may both send it
+GRACE = 3.0  # seconds for all ranks to agree while a run is prepared
+STAGGER = 0.5  # seconds per rank: if all ranks end the job, only the first prints
 
 INTERRUPTED = 130  # a shell's exit status for a program ended by Ctrl-C
 Handler = Callable[[int, FrameType | None], None]
 
 program = ""  # the command that this process was started for, such as "train"
-_handled: dict[int, Handler] = {}  # the signals that this package has taken
+_handled: dict[int, Handler] = {}  # handlers that this package has installed
 Word = tuple[str, bool]
 
 
 def handle(number: int, handler: Handler) -> None:
-    """Install a handler of a signal, unless the parent of this process has set it to be ignored.
+    """Install a handler of a signal, unless this process was started with the signal ignored.
 
-    nohup does so with SIGHUP, and a shell with SIGINT in the background; a launcher passes its signals on.
+    nohup ignores SIGHUP, and a shell ignores SIGINT in the background; launchers pass signals on.
     """
     ignored = signal.getsignal(number) is signal.SIG_IGN
     kept = number == signal.SIGHUP or (number == signal.SIGINT and not environment.under_launcher())
@@ -59,13 +59,13 @@ def handle(number: int, handler: Handler) -> None:
 
 
 def handle_again() -> None:
-    """Install handlers again that a library has replaced: MPICH's UCX takes SIGHUP when MPI starts."""
+    """Install the handlers again that a library has replaced: UCX replaces that of SIGHUP when MPI starts."""
     for number, handler in _handled.items():
         signal.signal(number, handler)
 
 
 def say_interrupted() -> None:
-    """Print one line, on rank 0."""
+    """Print on rank 0 that the command was interrupted."""
     if environment.launch_rank() == 0:
         report("interrupted", is_error=True)
 
@@ -78,13 +78,13 @@ def leave(status: int) -> NoReturn:
 
 
 def hide_unraisable(kind: type[BaseException]) -> None:
-    """Hide the message of an exception of this kind that a handler raised inside a finalizer."""
+    """Hide Python's message for exceptions of this kind that a signal handler raises inside a finalizer."""
     before = sys.unraisablehook
     sys.unraisablehook = lambda it: None if issubclass(it.exc_type, kind) else before(it)
 
 
 class Terminal(io.FileIO):
-    """A terminal that may be closed: later output is lost without an error."""
+    """Output stream to a terminal; after the terminal is closed, output is dropped without an error."""
 
     def write(self, data: Any) -> int:
         try:
@@ -96,17 +96,17 @@ class Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let stdout and stderr survive the end of their terminal."""
+    """Make stdout and stderr work without errors after their terminal is closed."""
     for name, handle in (("stdout", 1), ("stderr", 2)):
         was = getattr(sys, name)
-        if os.isatty(handle) and was is getattr(sys, f"__{name}__"):  # not a notebook's
+        if os.isatty(handle) and was is getattr(sys, f"__{name}__"):  # not a notebook's stream
             terminal = io.BufferedWriter(Terminal(handle, "w", closefd=False))
             new = io.TextIOWrapper(terminal, was.encoding, was.errors, line_buffering=True)
             setattr(sys, name, new)
 
 
 def report(text: str, *, is_error: bool = False) -> None:
-    """Print one line, from any thread: through the log if the command has set one up, errors to stderr."""
+    """Print one line from any thread: errors to stderr, others to the log, or to stdout without a log."""
     log = sys.modules.get("zero_mpi.telemetry.log")
     with contextlib.suppress(OSError):
         if is_error or log is None or not log.installed():
@@ -117,9 +117,9 @@ def report(text: str, *, is_error: bool = False) -> None:
 
 
 class Stopped(BaseException):
-    """A signal ends the run before its first step. `except Exception` does not catch it.
+    """Exception: a signal ends the run before its first step. `except Exception` does not catch it.
 
-    All ranks raise it together, with the job's exit status; `StopSignals.cut_short` catches any other.
+    All ranks raise it together, with the job's exit status; `StopSignals.cut_short` catches one without.
     """
 
     def __init__(self, name: str, *, again: bool = False) -> None:
@@ -131,9 +131,9 @@ class StopSignals:
     """State of the stop signals of this process.
 
     caught   the first signal's name, empty if there was none
-    phase    of the run: the program's start, its preparation, its steps, or the time after them
-    again    the job before this one was stopped before its first step too; known on rank 0
-    ending   ends all ranks with a status and a reason, from any thread
+    phase    phase of the run: start of the program, preparation, steps, or the time after the steps
+    again    True on rank 0 if the previous job was also stopped before its first step
+    ending   function that ends all ranks with a status and a reason, from any thread
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class StopSignals:
         self._heard: dict[signal.Signals, float] = {}
 
     def listen(self) -> None:
-        """Note signals from now on."""
+        """Record signals from now on."""
         if self._listens:
             return
         self._listens = True
@@ -163,20 +163,20 @@ class StopSignals:
     # ---------------------------------------------------------------------- before the first step
 
     def word(self) -> Word:
-        """Return this rank's part of an agreement: a signal that should end the preparation, and `again`."""
+        """Return this rank's word for an agreement: a signal that should end the preparation, and `again`."""
         return (self.caught if self.phase == PREPARING else ""), self.again
 
     def agreed(self, words: Sequence[Word]) -> None:
-        """Raise Stopped if any rank's word is a signal. All ranks call it with the same words."""
+        """Raise Stopped if any rank has sent a signal. All ranks call this with the same words."""
         name = next((name for name, _ in words if name), "")
         if name:
             self.phase, self.caught = OVER, self.caught or name
             raise Stopped(name, again=words[0][1])
 
     def cut_short(self, action: Callable[[], Any]) -> Any:
-        """Return action(), which must not communicate; None if a signal comes before its end.
+        """Return action(), which must not communicate; None if a signal interrupts it.
 
-        The caller then continues to the next agreement. A program's start and steps are not cut short.
+        The caller then continues to the next agreement. A program's start and steps are never interrupted.
         """
         if self.phase not in (PREPARING, OVER):
             return action()
@@ -195,7 +195,7 @@ class StopSignals:
 
     def _give_up(self) -> None:
         """End the job if the ranks reach no agreement after a signal in the preparation."""
-        time.sleep(GRACE)  # no work can be lost yet
+        time.sleep(GRACE)  # before the first step there is nothing to lose
         await_turn(environment.launch_rank(), STAGGER)
         if self.phase == PREPARING:
             stopped = Stopped(self.caught, again=self.again)
@@ -205,7 +205,7 @@ class StopSignals:
     # ---------------------------------------------------------------------------------- handlers
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread, where Python calls this between two instructions."""
+        """Handle a signal in the main thread; Python calls this between two instructions."""
         self.caught = self.caught or signal.Signals(number).name
         if self._may_leave:
             self._may_leave = False
@@ -218,7 +218,7 @@ class StopSignals:
                     self._hear(signal.Signals(number))
 
     def _hear(self, number: signal.Signals) -> None:
-        """React to a signal in the listening thread, as soon as the signal comes."""
+        """Handle a signal in the listening thread, as soon as it arrives."""
         is_first, now = not self._heard, time.monotonic()
         since = now - self._heard.setdefault(number, now)
         self.caught = self.caught or number.name
@@ -255,7 +255,7 @@ def stopped_early(stopped: Stopped) -> str:
 
 
 def was_stopped_early(reason: str) -> bool:
-    """Return whether a job's recorded reason says that a batch system stopped it before its first step."""
+    """Return True if a job's recorded reason is that a batch system stopped it before its first step."""
     name, _, when = reason.partition(" ")
     return when == NO_STEP and name not in OF_PEOPLE
 
@@ -264,7 +264,7 @@ signals = StopSignals()
 
 
 def start(name: str, module: str) -> None:
-    """Run `main` of a module, the command `name`; handlers are installed before the import, which is slow."""
+    """Install signal handlers, then import a module (slowly) and run its `main` as command `name`."""
     global program
     program = name
     if name == "train":

@@ -1,8 +1,8 @@
-"""Time limit of a run: its own, or that of the batch system.
+"""Time limit of a run, from --max-time or from the batch system.
 
 Slurm and PBS end a job at its limit with a signal and, seconds later, with SIGKILL: too late to save a large
-model. So rank 0 asks for the end time beforehand. A job's variables have the limit as of its start. Limits
-get extended, so squeue and qstat are asked for the time left. A thread calls them, because a busy batch
+model. So rank 0 asks for the end time beforehand. A job's variables show the limit at its start, but a limit
+can be extended later, so squeue or qstat is asked for the time left. A thread calls it, because a busy batch
 system is slow; without an answer nothing changes.
 """
 
@@ -22,16 +22,16 @@ from zero_mpi.environment.limits import process_age
 
 INTERVAL = 240.0  # seconds between two queries
 PATIENCE = 30.0  # seconds for an answer
-NOTICE = 30.0  # seconds before a job's end reserved for the job script and for an inexact end
+NOTICE = 30.0  # seconds reserved before a job's end: for the job script, and because the end is inexact
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """The batch job around this process."""
+    """Batch job in which this process runs."""
 
     name: str  # for messages
     question: tuple[str, ...]  # a command that prints the time left
-    read: Callable[[str], float | None]  # returns the seconds left in its answer; None: not in it
+    read: Callable[[str], float | None]  # returns the seconds left from the answer; None if it has none
     at_start: float | None  # seconds left according to the job's variables
 
 
@@ -39,7 +39,7 @@ def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
     """Return the batch job whose variables are in `environ`, if there are any."""
     if number := environ.get("SLURM_JOB_ID"):
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-        if array and task:  # the id of one task may be that of the full array
+        if array and task:  # one task may have the id of the full array
             number = f"{array}_{task}"
         end = clock_seconds(environ.get("SLURM_JOB_END_TIME", ""))
         left = None if end is None else end - time.time()
@@ -59,10 +59,10 @@ def slurm_left(answer: str) -> float | None:
 
 
 def pbs_left(answer: str) -> float | None:
-    """Return limit minus use in seconds, from qstat -f.
+    """Return the time limit minus the used time in seconds, from the output of qstat -f.
 
-    PBS updates the use only every few minutes, and at first there is none; the job is at least as old as this
-    process. Its start time is not usable: it is text in the server's time zone.
+    PBS updates the used time only every few minutes, and at first it is missing; the job is at least as old
+    as this process. The start time of the job is not usable: it is text in the server's time zone.
     """
     found = dict(re.findall(r"^\s*(Resource_List|resources_used)\.walltime = (\S+)$", answer, re.MULTILINE))
     limit = clock_seconds(found.get("Resource_List", ""))
@@ -81,23 +81,23 @@ def clock_seconds(text: str) -> float | None:
 
 
 def ask(job: BatchJob) -> float | None:
-    """Return the seconds left according to the batch system, or None without an answer."""
+    """Ask the batch system for the time left; return it in seconds, or None without an answer."""
     how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
-    try:  # safe beside MPI: Python uses vfork, which copies no pages
+    try:  # safe in a process with MPI: Python uses vfork, which copies no pages
         answer = subprocess.run(job.question, capture_output=True, timeout=PATIENCE, **how)
-    except (OSError, subprocess.SubprocessError):  # no such command; no answer in time
+    except (OSError, subprocess.SubprocessError):  # the command is missing, or it has not answered in time
         return None
     return job.read(answer.stdout) if answer.returncode == 0 else None
 
 
 class TimeLimit:
-    """The end of a run: `max_time` seconds after the start of the process or NOTICE before the job's end."""
+    """Time limit of a run: `max_time` seconds after the process start, or NOTICE before the job's end."""
 
     def __init__(self, max_time: float | None, job: BatchJob | None, interval: float = INTERVAL) -> None:
         self._own_end = math.inf if max_time is None else time.monotonic() - process_age() + max_time
         self._job, self._job_end = job, math.inf
         if job is not None:
-            if job.at_start is not None and job.at_start > 0:  # a limit that is already past was extended
+            if job.at_start is not None and job.at_start > 0:  # if the limit is already past, it was extended
                 self._job_end = time.monotonic() + job.at_start
             args = job, interval
             threading.Thread(target=self._keep_asking, args=args, name="zero_mpi batch", daemon=True).start()

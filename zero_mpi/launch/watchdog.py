@@ -1,17 +1,17 @@
 """Ends a job without progress, and prints the state of each rank.
 
-The main thread names its work (`beat`), every wait for other ranks records its name and time in a `Meter`,
-and collectives are recorded. One thread watches all of them. A second thread, which uses no files because
-they may hang as well, ends the job some seconds later.
+The main thread names its work (`beat`), and a `Meter` records waits for other ranks and collectives. One
+thread watches these. A second thread ends the job some seconds later if the first does not; it uses no files,
+because files may hang as well.
 
-Ranks without progress exchange their states through small files in a shared folder: the rank that should
-answer a message may be inside the MPI library. A rank that has waited for a while writes its state there (it
-signs), others that find the folder sign as well, and the first of them reads what all have started. If two
-ranks have started different collectives under one number, or one has ended before a collective that another
-has started, then waiting cannot help (`why_stuck`), and one of them prints that and ends the job. Otherwise a
+Ranks without progress exchange their states through small files in a shared folder, because a rank inside the
+MPI library cannot answer messages. A rank that has waited for a while writes its state there (it signs).
+Other waiting ranks that find the folder sign as well, and the first of them reads all states. If two ranks
+have started different collectives with the same number, or a rank has ended before a collective that another
+rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job. Otherwise a
 rank without progress past the limit prints the report for all. A rank that was stopped, or whose host is
-lost, has not signed, which identifies it. Ages are corrected by the file system's clock, since the clocks of
-hosts differ. Each file's name contains its job.
+lost, has not signed, so the report names it. Ages are corrected by the file system's clock, since the clocks
+of hosts differ. Each file's name contains its job.
 """
 
 from __future__ import annotations
@@ -44,44 +44,44 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.launch.ending import DRAIN, FAILED, end_surely, say
 
 STATUS = 86  # exit status of a job that was ended for lack of progress
-POLL = 0.5  # seconds between looks
-GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a report on the others
-CALL, JOIN = 5.0, 0.5  # seconds of a wait after which a rank starts a roll call, and joins one
-MOST_PAUSE = 60.0  # seconds between two comparisons, at most
-SUSPENDED = 2.0  # seconds (at most half the limit) of delay by which a look shows a stopped process
-WATCHERS = (__file__, " in _renew")  # the second: threads that renew status.json and the lock
+POLL = 0.5  # seconds between checks
+GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a report
+CALL, JOIN = 5.0, 0.5  # seconds of waiting after which a rank starts a roll call, or joins one
+MOST_PAUSE = 60.0  # most seconds between comparisons
+SUSPENDED = 2.0  # seconds (at most half the limit): a check this late means a stopped process
+WATCHERS = (__file__, " in _renew")  # " in _renew": threads that renew status.json and the lock
 FOLDER = ".ranks"
-MOST = 1 << 22  # bytes of a signed file, at most
-STACKS = 4  # ranks at most whose stacks are shown
+MOST = 1 << 22  # most bytes of a signed file
+STACKS = 4  # most ranks of which stacks are shown
 
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank, as it signs it for the others."""
+    """State of a rank, as it writes it for the other ranks."""
 
     doing: str  # work of its main thread, such as "step 3"
-    waits: str  # the collective in which it waits; empty: none
-    last: str  # the last collective that it has completed
-    seconds: float  # seconds since the last change of these
-    stacks: str = ""  # of its threads
+    waits: str  # the collective in which the rank waits; empty: none
+    last: str  # the last collective that the rank has completed
+    seconds: float  # since the last change of `doing`, `waits` or `last`
+    stacks: str = ""  # stacks of its threads
     started: Sequence[Sequence[Started]] = ()  # the last collectives that it has started, by communicator
-    ended: int | None = None  # its exit status, if it will start no more collectives
+    ended: int | None = None  # exit status, if the rank will start no more collectives
 
     def texts(self, comm: int) -> dict[int, str]:
-        """Return number -> text of the last collectives that the rank has started on a communicator."""
+        """Return number -> text of the last collectives that the rank has started on communicator `comm`."""
         started = self.started[comm] if comm < len(self.started) else ()
         return {each.number: each.text for each in started}
 
     @property
     def place(self) -> str:
-        """Text of the rank's work and collective; ranks in the same place have the same text."""
+        """Text with the rank's work and collective; it is equal for ranks in the same place."""
         if self.waits:
             return f"{self.doing}, waiting in {self.waits}"
         return f"{self.doing}, in no collective" + (f" since it left {self.last}" if self.last else "")
 
 
 class RankReports:
-    """Folder of a job's reports, as one rank uses it. job: text that identifies the job. Raises OSError."""
+    """Folder of a job's reports, used by one rank. job: text that identifies the job. Raises OSError."""
 
     def __init__(self, out: Path, rank: int, job: str, folder: str = FOLDER) -> None:
         self._folder = out / folder
@@ -94,23 +94,23 @@ class RankReports:
 
     def sign(self, state: RankState) -> None:
         if not os.path.samestat(os.stat(self._folder.parent), self._out):
-            raise FileNotFoundError(self._folder.parent)  # another folder has taken its place
+            raise FileNotFoundError(self._folder.parent)  # there is a different folder at this path
         self._folder.mkdir(mode=0o700, exist_ok=True)
         partial = self._folder / f".{self._file.name}"
         partial.write_text(json.dumps(asdict(state)))
         partial.replace(self._file)
 
     def leave(self) -> None:
-        """Remove this rank's files, as it makes progress; the last rank to leave removes the folder."""
+        """Remove this rank's files, because it makes progress; the last rank to leave removes the folder."""
         with contextlib.suppress(OSError):  # other ranks have files there
             self._file.unlink(missing_ok=True)
             self._folder.rmdir()
 
     def claim(self) -> bool:
-        """Return whether this rank prints the report for all: the first signed rank that asks does."""
+        """Return True if this rank prints the report for all, as the first signed rank that calls this."""
         try:
             os.close(os.open(self._folder / f"{self._job}-speaker", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except (FileExistsError, FileNotFoundError):  # another rank prints, or has printed and cleared
+        except (FileExistsError, FileNotFoundError):  # another rank prints, or has already removed the folder
             return False
         return True
 
@@ -123,7 +123,7 @@ class RankReports:
     def read(self) -> dict[int, RankState]:
         found, now = dict[int, RankState](), 0.0
         for path in self._paths():
-            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # a rank left just now
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # a file was removed
                 now = now or self._file.stat().st_mtime
                 said = parse_json(read_file(path, MOST))
                 said["started"] = [[Started(*each) for each in of_comm] for of_comm in said["started"]]
@@ -132,25 +132,25 @@ class RankReports:
         return found
 
     def clear(self) -> None:
-        """Remove the folder, of whatever job."""
+        """Remove the folder, also one of another job."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-# ------------------------------------------------------------------------------------- waits in vain
+# -------------------------------------------------------------------------- waits that cannot end
 
 
 class Stuck(NamedTuple):
-    """Reason why waiting cannot help, and the exit status of the job."""
+    """Reason why a wait cannot end, and the exit status of the job."""
 
     reason: str
     status: int = FAILED
 
 
 def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
-    """Return why ranks wait in vain, as far as these states show it; None if they do not."""
+    """Return why the waits in these states cannot end; None if the states do not show a reason."""
     count = max((len(state.started) for state in found.values()), default=0)
     comms = [{rank: state.texts(comm) for rank, state in found.items()} for comm in range(count)]
-    for of_ranks in comms:  # two ranks that have started different collectives under one number
+    for of_ranks in comms:  # find two ranks that have started different collectives with one number
         for number in sorted({number for texts in of_ranks.values() for number in texts}):
             started = {rank: texts[number] for rank, texts in of_ranks.items() if number in texts}
             odd = odd_one(list(started.values()))
@@ -163,8 +163,8 @@ def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
                     "start the same in the same order"
                 )
     ended = [rank for rank, state in found.items() if state.ended is not None]
-    for rank in sorted(ended, key=lambda rank: (not found[rank].ended, rank)):  # one that failed, if any
-        for of_ranks in comms:  # a rank that has ended before a collective that others have started
+    for rank in sorted(ended, key=lambda rank: (not found[rank].ended, rank)):  # failed ranks first
+        for of_ranks in comms:  # find a rank that has ended before a collective that others have started
             number, status = max(of_ranks[rank], default=-1) + 1, found[rank].ended
             waiting = [r for r in found if r not in ended and max(of_ranks[r], default=-1) >= number]
             if waiting:
@@ -182,7 +182,7 @@ def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
 
 
 def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
-    """Return lines with the state of each rank, those first for which the others wait.
+    """Return lines with the state of each rank; ranks for which others wait come first.
 
     places: process and host of each rank
     """
@@ -200,13 +200,13 @@ def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
 
 
 def shown_stacks(found: Mapping[int, RankState]) -> str:
-    """Return the stacks of one rank of each place, of STACKS ranks at most."""
+    """Return the stacks of one rank in each place, of at most STACKS ranks."""
     ranks = [group[0] for group in grouped(found)[:STACKS]]
     return "".join(f"stacks of {named([rank])}:\n{found[rank].stacks.rstrip()}\n" for rank in ranks)
 
 
 def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
-    """Return groups of ranks in the same place; first those in no collective, then small groups."""
+    """Return groups of ranks in the same place: first ranks in no collective, then small groups."""
     groups = defaultdict[str, list[int]](list)
     for rank in sorted(found):
         groups[found[rank].place].append(rank)
@@ -214,12 +214,12 @@ def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
 
 
 def waits() -> bool:
-    """Return whether a thread of this process waits for other ranks."""
+    """Return True if a thread of this process waits for other ranks."""
     return any(meter.waits for meter in meters())
 
 
 def stacks() -> str:
-    """Return the stacks of this process's threads, without those that only watch."""
+    """Return the stacks of this process's threads, except those of WATCHERS."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)
@@ -231,11 +231,11 @@ def stacks() -> str:
 
 
 class Watchdog:
-    """Watcher of this process; `limit` in seconds, 0: none.
+    """Threads that watch the progress of this process; `limit` in seconds, 0: no limit.
 
-    `kill`: called with the exit status that ends all ranks.
+    `kill`: function that ends all ranks with an exit status.
     `only_waits`: only a wait for other ranks counts as lack of progress, because the main thread does not
-    name its work. It answers the roll call of others all the same.
+    name its work. The process still joins the roll calls of other ranks.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Watchdog:
         self._at_end: Callable[[int, str], None] = lambda *end: None
         self._kill = kill
         self._signed: float | None = None  # the value of `_changed` when this rank signed
-        self._pause, self._compares_at = POLL / 2, 0.0  # between comparisons, ever longer
+        self._pause, self._compares_at = POLL / 2, 0.0  # time between comparisons, which increases
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
@@ -260,7 +260,7 @@ class Watchdog:
     def stop(self) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join(DRAIN)  # it may be blocked by a file system that hangs
+            thread.join(DRAIN)  # limited, as the thread may hang in a file system
         if self._signed is not None and self._reports is not None:
             self._reports.leave()
 
@@ -271,7 +271,7 @@ class Watchdog:
         folder: str = FOLDER,
         at_end: Callable[[int, str], None] = lambda *end: None,
     ) -> None:
-        """Let the ranks exchange states from now on, through a folder in `out`. Collective.
+        """Make the ranks exchange states from now on, through a folder in `out`. Collective.
 
         `at_end` is called with status and reason when this rank ends the job.
         """
@@ -294,7 +294,7 @@ class Watchdog:
 
     @property
     def _counts(self) -> bool:
-        """True if passing time is lack of progress: in a script only in waits, and before its end."""
+        """True if time now counts as lack of progress; in a script only waits before its end do."""
         return not self.only_waits or (waits() and records.ended is None)
 
     def standing(self, with_stacks: bool = True) -> RankState:
@@ -317,16 +317,16 @@ class Watchdog:
         while not self._over.wait(interval := min(POLL, self.limit / 16)):
             now = time.perf_counter()
             if now - before > interval + min(SUSPENDED, self.limit / 2):
-                self._since = now  # the process was stopped: this is no lack of progress
+                self._since = now  # the process was stopped, which is not a lack of progress
             before, changed = now, self._changed
-            with contextlib.suppress(OSError):  # files do not work: the other thread needs none
+            with contextlib.suppress(OSError):  # if files fail, the second thread ends the job
                 if self._counts and now - changed > self.limit:
                     self._speak(changed, now - changed)
                 if self._reports is not None:
                     self._answer(self._reports, changed, now - changed)
 
     def _answer(self, reports: RankReports, changed: float, age: float) -> None:
-        """Sign or leave the roll call, and compare this rank with others that have signed."""
+        """Sign or leave the roll call, and compare this rank with the ranks that have signed."""
         if self._signed not in (None, changed):
             self._signed = None
             reports.leave()
@@ -341,7 +341,7 @@ class Watchdog:
                 self._speak(changed, age, stuck)
 
     def _is_due(self, reports: RankReports, age: float) -> bool:
-        """Return whether this rank must sign: after a long wait, or a short one if others have signed."""
+        """Return True if this rank must sign: after a long wait, or a short one if others have signed."""
         soon, late = min(JOIN, self.limit / 8), min(CALL, self.limit / 2)
         if records.ended is not None:
             return age > soon
@@ -364,7 +364,7 @@ class Watchdog:
             time.sleep(GRACE)  # the rank that prints is about to end the job
             self._end(age)
         if stuck is not None:
-            time.sleep(min(POLL, self.limit / 8))  # so that ranks that reach the same point are named too
+            time.sleep(min(POLL, self.limit / 8))  # give ranks that are about to sign time to do so
         self._sign(reports, changed)
         states = reports.read()
         each = report(states, self._places)
@@ -385,11 +385,11 @@ class Watchdog:
             age = time.perf_counter() - self._changed
             if late and age > self.limit + GRACE:
                 self._end(age)
-            # Look twice: when a stopped process continues, the other thread must be the first to notice.
+            # Check twice: when a stopped process continues, the first thread must notice it before this one.
             late = self._counts and age > self.limit + GRACE
 
     def _end(self, age: float) -> NoReturn:
-        """End this process, without files."""
+        """End this process without using files."""
         place = self.standing(with_stacks=False).place
         say(f"zero_mpi: rank {self.rank}: no progress for {age:.1f} s: {place}; ending the job")
         faulthandler.dump_traceback(file=2, all_threads=True)

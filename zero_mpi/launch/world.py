@@ -1,8 +1,8 @@
-"""Runs a command on all ranks and ends it on all of them: one line, one traceback, one exit status.
+"""Runs a command on all ranks, and ends all ranks with one message and one exit status.
 
 If a rank of an MPI job dies of an exception, the others wait for it. So all exceptions of a command are
-caught here. Bad input that all ranks know ends with status 2 and a line from rank 0; an error of a single
-rank is printed with its number and aborts the job.
+caught here. For bad input, which all ranks report together, rank 0 prints a line and the status is 2. An
+error of a single rank is printed with the rank's number and aborts the job.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
 HELP, NO_LAUNCHER = {"-h", "--help", "--help-all", "--version"}, "start it without mpirun"
-PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
+PATIENCE = 3.0  # seconds that a rank with a bad exit status waits for the others
 END = "the end of the other ranks"
 MPI_START = 600.0  # seconds for all ranks to reach MPI_Init
-BEAT = 0.25  # seconds at least between signs of life of rank 0
+BEAT = 0.25  # least seconds between two beats of rank 0
 
 
 class StopAwareComm(CommWrapper):
-    """Communicator of agreements. Raises Stopped on all ranks if one got a stop signal before the first step.
+    """Communicator of agreements. Raises Stopped on all ranks after a stop signal before the first step.
 
-    lost: returns on rank 0 why the run folder is no longer the job's; all ranks then raise JobError
+    lost: function that returns, on rank 0, why the job has lost its run folder; all ranks then raise JobError
     """
 
     lost: Callable[[], str] = str
@@ -68,12 +68,12 @@ class World:
     size: int
     mpi: Any = None  # mpi4py's MPI module, or None for a single process
     shutdown: Any = None  # a communicator that is used only at the end
-    # The communicator on which ranks agree.
+    # Communicator for agreements of all ranks.
     comm: StopAwareComm = field(default_factory=lambda: StopAwareComm(SerialComm()), compare=False)
-    # Called on each rank once all ranks have reached the end.
+    # Functions that each rank calls once all ranks have reached the end.
     closing: list[Callable[[], None]] = field(default_factory=list, compare=False)
-    # Called with the exit status and the reason when this rank ends the command, or rank 0 for all: with 0 or
-    # 75 once all ranks have reached the end, with another status before they are ended.
+    # Functions called with status and reason by a rank that ends the job, or by rank 0 for all: with 0 or
+    # 75 after all ranks have reached the end, with any other status before the ranks are ended.
     at_end: list[Callable[[int, str], None]] = field(default_factory=list, compare=False)
 
     @property
@@ -91,12 +91,12 @@ class World:
         return MPIComm(node_communicator(self.mpi.COMM_WORLD), threaded=False)
 
     def check(self, problem: str = "") -> None:
-        """Raise JobError on all ranks if the run folder is lost, or rank 0 has a problem. Collective."""
+        """Raise JobError on all ranks if the run folder is lost, or if rank 0 has a problem. Collective."""
         if why := self.comm.broadcast_object(self.comm.lost() or problem):
             raise JobError(why)
 
     def report_end(self, status: int, reason: str = "") -> None:
-        """Call the listeners in `at_end`, the last one first, as it may depend on earlier ones."""
+        """Call the functions in `at_end`; the last comes first, because it may depend on earlier ones."""
         for listener in reversed(self.at_end):
             listener(status, reason)
 
@@ -117,10 +117,10 @@ class World:
         self.kill(status)
 
     def run_on_all(self, action: Callable[[], Any]) -> Any:
-        """Return action() of this rank; if it raises UsageError or JobError on any rank, all raise the first.
+        """Return this rank's action(); if it raises UsageError or JobError on a rank, all raise the first.
 
-        `action` must not communicate, and is not called if the folder is lost. A signal before the first step
-        ends it. This and the next methods are collective.
+        `action` must not communicate. It is not called if the folder is lost, and a signal before the first
+        step interrupts it. This method and the next ones are collective.
         """
         return agree.run_on_all(self.comm, lambda: self._unless_over(action))
 
@@ -136,7 +136,7 @@ class World:
         return self.results(lambda: action() if self.rank == 0 else None)[0]
 
     def run_on_root_with_beat(self, action: Callable[[Callable[[], None]], Any]) -> Any:
-        """Return action(beat) of rank 0 on all ranks; each `beat()` is progress of the waiting ranks."""
+        """Return rank 0's action(beat) on all ranks; each `beat()` is progress of the waiting ranks."""
         due = 0.0
 
         def beat() -> None:
@@ -162,7 +162,7 @@ class World:
         return agree.results(self.comm, lambda: self._unless_over(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
-        """Call action() on one rank of each node first, then on the others, which use the prepared files."""
+        """Call action() on one rank of each node, then on the others, which use the files of the first."""
         for turn in (True, False):
             if (self.node.rank == 0) == turn:
                 signals.cut_short(action)
@@ -179,7 +179,7 @@ def find_world() -> World:
     Raise UsageError if MPI cannot start.
     """
     dev_shm.check_space()
-    if environment.under_launcher():  # ranks would wait in MPI_Init for a rank that has ended
+    if environment.under_launcher():  # else the other ranks wait in MPI_Init for a rank that has ended
         faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
         from zero_mpi.comm.start_mpi import MPI
@@ -197,7 +197,7 @@ def find_world() -> World:
 
     ranks = MPI.COMM_WORLD
     shutdown = ranks.Dup()
-    dev_shm.unname()  # all ranks have reached Dup, hence hold the library's segments
+    dev_shm.unname()  # all ranks have called Dup, so they have mapped the library's segments
     comm = SerialComm() if ranks.Get_size() == 1 else MPIComm(threaded=False)
     return World(ranks.Get_rank(), ranks.Get_size(), MPI, shutdown, StopAwareComm(comm))
 
@@ -212,10 +212,10 @@ def run(
 ) -> NoReturn:
     """Run command(world, arguments) on this rank and end the process with the job's exit status.
 
-    `alone`: the command is for one process, so MPI is started only if a launcher started us, as for --help
-    and --version; if it started several ranks, the message says what to do `instead`.
+    `alone`: the command is for one process, so MPI starts only under a launcher, as it does for --help and
+    --version; if the launcher started several ranks, the message says what to do `instead`.
     """
-    world, problem = World(environment.launch_rank(), 1), ""  # until it is known
+    world, problem = World(environment.launch_rank(), 1), ""  # until MPI has started
     arguments = sys.argv[1:] if arguments is None else arguments
     helping = not HELP.isdisjoint(arguments)
     try:
@@ -247,7 +247,7 @@ def run(
 def end_interrupted(world: World) -> int:
     """Print that this process was interrupted, and end the job; in a single process return the status."""
     stopping.say_interrupted()
-    if world.size > 1:  # rank 0 has printed it; another rank prints only if it alone was interrupted
+    if world.size > 1:  # rank 0 has printed a line; another rank prints only if it alone was interrupted
         await_turn(world.rank)
         text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
         world.end(stopping.INTERRUPTED, "interrupted", text if world.rank else "")
@@ -263,7 +263,7 @@ def abort(world: World, error: BaseException) -> NoReturn:
 
 
 def meet(world: World, patience: float) -> bool:
-    """Wait until all ranks have called this; return False if they have not after `patience` seconds."""
+    """Wait until all ranks have called this; return False if some have not after `patience` seconds."""
     request, until = world.shutdown.Ibarrier(), time.monotonic() + patience
     while not request.Test():
         if time.monotonic() > until:
@@ -273,10 +273,10 @@ def meet(world: World, patience: float) -> bool:
 
 
 def finish(world: World, status: int, problem: str = "") -> NoReturn:
-    """End this process with `status`, which all ranks have agreed on, once the other ranks end too.
+    """End this process with the agreed `status`, after all ranks have reached this function.
 
-    A rank that ends alone with a bad status ends the job, or the others would wait for it forever; one that
-    ends well waits without limit, since another may still be writing.
+    A rank that is alone here with a bad status ends the job, as the others would wait for it forever. With
+    a good status it waits without limit, since another rank may still be writing.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -295,10 +295,10 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     if world.rank == 0 and fine:  # now all ranks have reached this point
         world.report_end(status, problem)
     if world.shutdown is not None and status == REQUEUE:
-        meet(world, PATIENCE)  # rank 0 calls its listeners first: a released launcher may end all ranks
+        meet(world, PATIENCE)  # rank 0 calls its functions first, as a released launcher may end all ranks
     ending.release_launcher()
     for thread in threading.enumerate():
-        if thread.name == "zero_mpi saver":  # left by a run that failed; it may be inside the MPI library
+        if thread.name == "zero_mpi saver":  # of a run that failed; the thread may be inside the MPI library
             thread.join(PATIENCE)
             if thread.is_alive():
                 end_surely(world.kill, status)

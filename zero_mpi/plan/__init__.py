@@ -1,6 +1,6 @@
-"""Planner: predicts what a run will take before it starts: memory of a rank, traffic, time of a step.
+"""Planner: predicts memory per rank, traffic and time per step of a run before it starts.
 
-`case` is the question. `simulate` runs the real module on arrays without memory (`fake_ops`, with the
+A `case` describes the run. `simulate` executes the real module on arrays without memory (`fake_ops`, with the
 temporaries of `workspaces`), so activations, buffers and transfers are observed, not modelled. `rank_memory`,
-`traffic` and `step_time` read the result; `plan` answers for many cases.
+`traffic` and `step_time` compute the prediction from the result; `plan` does this for many cases.
 """

@@ -1,4 +1,4 @@
-"""Question to plan: which model, on how many ranks and nodes, sharded how, with what batch and loss."""
+"""Case to plan: model, ranks, nodes, sharding, batch and loss."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from zero_mpi.sharding.rounds import Rounds
 from zero_mpi.sharding.strategy import Strategy, strategy_named
 from zero_mpi.sharding.unit import Unit
 
-SAME = (  # fields with the same name in a case and among the flags of a run
+SAME = (  # fields of a case that have the name of a flag of `train`
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
     "offload", "optimizer", "qat", "ema", "checkpoint_io", "writers_per_node", "preference",
 )  # fmt: skip
-OF_LAYOUT = (  # fields that a layout depends on
+OF_LAYOUT = (  # fields that affect the layout
     "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
     "precision_name", "reduce_dtype", "optimizer",
 )  # fmt: skip
 
 
 class SimulatedComm(SerialComm):
-    """Communicator of rank 0 of any number of ranks; it sends nothing."""
+    """Communicator of rank 0 in a world of any size; it sends nothing."""
 
     def __init__(self, case: Case) -> None:
         self.size, self.exact, self.kind = case.ranks, case.exact, case.transport
@@ -45,16 +45,16 @@ class SimulatedComm(SerialComm):
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes as in the flags of `zero_mpi.train`. Ranks fill one node after the other.
+    """Run to plan, with sizes as in the flags of `zero_mpi.train`. Ranks fill one node after the other.
 
-    The plan is that of rank 0: it owns the longest slice of each unit and has a micro-batch in every round.
-    All targets count in the loss. With a preference loss each window holds a pair, each answer half of it; if
-    prompts are learned, the first half of each answer is its prompt.
+    The plan is for rank 0, which owns the longest shard of each unit and has a micro-batch in every round.
+    All targets count in the loss. With a preference loss each window is assumed to have one pair of two equal
+    answers; if prompts are learned, the first half of each answer is its prompt.
 
-    transport_wanted    the value of --transport, or the actual transport of a run
+    transport_wanted    value of --transport, or the actual transport of a run
     packed              windows hold several documents
-    base_is_reference   a preference loss compares with the model without its adapters
-    teacher             the loss has a teacher's predictions
+    base_is_reference   the reference of a preference loss is the model without its adapters
+    teacher             the loss uses a teacher's predictions
     """
 
     model: ModelConfig
@@ -107,7 +107,7 @@ class Case:
 
     @property
     def offloaded(self) -> int:
-        """Number of the optimizer's arrays that lie in the host's memory."""
+        """Number of the optimizer's arrays in host memory."""
         return 0 if self.offload == NONE else len(AdamW.states) + (self.offload == STATE)
 
     @property
@@ -116,19 +116,19 @@ class Case:
 
     @property
     def transport(self) -> Transport:
-        """Transport of the run, or the one that a run would choose."""
+        """Transport of the run, or the transport that a run would choose."""
         if isinstance(self.transport_wanted, Transport):
             return self.transport_wanted
         return kinds.expected(self.transport_wanted, on_gpu=self.on_gpu, ranks=self.ranks, nodes=self.nodes)
 
     @property
     def exact(self) -> bool:
-        """True if reductions add in rank order, as they do even with `fast` where no library adds."""
+        """True if reductions add in rank order; with `fast` too, if no library computes the sums."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
     def allreduces(self) -> bool:
-        """True if micro-batches are summed on the rank, and reduced to all ranks once a step."""
+        """True if a rank sums its micro-batches, and one all-reduce per step adds the sums of all ranks."""
         return accumulates_locally(SimulatedComm(self), self.strategy)
 
     @property
@@ -137,23 +137,23 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """True if every node has all slices: strategies within nodes, or replicated moments over NODES."""
+        """True if each node has all shards: strategies within nodes, or replicated moments over NODES."""
         by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 
     @property
     def passes_sums(self) -> bool:
-        """True if sums travel from node to node and grow on the way."""
+        """True if a sum passes from node to node, and each node adds its part."""
         return self.hybrid or (self.transport == kinds.NODES and self.strategy.shards_moments)
 
     @property
     def owners(self) -> int:
-        """Number of ranks over which each unit is sliced."""
+        """Number of ranks over which each unit is sharded."""
         return self.per_node if self.hybrid else self.ranks
 
     @property
     def shares_full(self) -> bool:
-        """True if the full parameters, of which ranks own slices, are one array for all owners."""
+        """True if all owners of shards use one array with the full parameters."""
         return not self.transport.spans_nodes or (self.hybrid and self.transport == kinds.NODES)
 
     @property
@@ -163,12 +163,12 @@ class Case:
 
     @property
     def rounds(self) -> Rounds:
-        """Rounds by which the micro-batches of a step are dealt to rank 0."""
+        """Rounds of a step, with the micro-batches of rank 0."""
         return Rounds(-(-self.batch_size // self.micro_batch), 0, self.ranks)
 
     @property
     def measured(self) -> tuple[bool, ...]:
-        """Passes over a step's data that measure log-probabilities before its forward; False: no adapters."""
+        """Extra passes of a step that compute log-probabilities, before its forward; False: no adapters."""
         if self.preference is None or not self.preference.has_reference:
             return ()
         unpaired = self.preference.is_unpaired  # this loss also reads answers to other prompts
@@ -176,7 +176,7 @@ class Case:
 
     @property
     def summed(self) -> int:
-        """Number of log-probabilities of a step that are summed over ranks; 0 without a preference loss."""
+        """Number of log-probabilities per step that ranks sum; 0 without a preference loss."""
         return 0 if self.preference is None else 2 * self.batch_size * (1 + self.preference.learns_prompts)
 
     @property
@@ -200,12 +200,12 @@ class Case:
 
     @property
     def slices(self) -> list[tuple[Unit, int]]:
-        """Pairs of each unit and the number of its elements that rank 0 owns."""
+        """Each unit with the number of its elements that rank 0 owns."""
         return [(unit, part.counts[0]) for unit, part in zip(self.layout.units, self.partitions, strict=True)]
 
     @property
     def trained(self) -> list[tuple[Unit, int]]:
-        """Pairs of `slices` whose units are not frozen."""
+        """Items of `slices` with units that are not frozen."""
         return [(unit, own) for unit, own in self.slices if unit.trainable]
 
     @cached_property
@@ -220,12 +220,12 @@ class Case:
 
 @lru_cache(maxsize=64)
 def layout_of(case: Case) -> Layout:
-    """Return the layout that the runtime would work out; many cases share it."""
+    """Return the layout that the runtime would compute; many cases share it."""
     return lay_out(case.model.stages(case.recompute), case.layout_config)
 
 
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
-    """Return the case of a configuration on `ranks` and `nodes`; raises UsageError for an impossible one."""
+    """Return the case of a configuration on `ranks` and `nodes`; raise UsageError if it is impossible."""
     wanted, on_gpu = config.transport, config.device == "cuda"
     kinds.check_flag(wanted, on_gpu)
     if wanted == kinds.SHARED.flag and ranks == nodes > 1:
@@ -255,5 +255,5 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
 
 
 def check_sums(case: Case) -> None:
-    """Raise UsageError where reductions are impossible, as `train` does."""
+    """Raise UsageError if reductions are impossible, as `train` does."""
     check_reduction(SimulatedComm(case), case.precision)

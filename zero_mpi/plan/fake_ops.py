@@ -1,9 +1,9 @@
-"""Operations on fake arrays: results and temporaries of the compiled operations, and their work.
+"""Operations on fake arrays, which count memory and work of the real operations and compute nothing.
 
-Each takes from the memory of its arrays what `ops.cpu` takes from `device.arrays.recycled`, in the same
-order, or on a GPU what `ops.gpu` takes; `workspaces` has the differences. An operation that is not named here
-takes memory only for the results in its signature. (Float32 copies on the host, for float16 or without a
-bfloat16 matmul library, are not counted.)
+Each operation takes the same blocks, in the same order, as `ops.cpu` takes from `device.arrays.recycled` or
+`ops.gpu` takes on a GPU; `workspaces` has the differences. An operation that is not defined here takes memory
+only for the results in its signature. (Float32 copies on the host, for float16 or without a bfloat16 matmul
+library, are not counted.)
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from zero_mpi.ops.packed_matrix import PackedStack
 from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.sizes import head_weights, unseen_weights
 
-NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, address space without memory; `mmap` does not name it yet
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space without memory; not in `mmap` yet
 LEAST_ARENA = 1 << 30  # bytes
 
 
 class FakeArray(np.ndarray[Any, Any]):
-    """Array that must not be read or written; `memory` counts its results."""
+    """Array that must not be read or written; `memory` counts the results made from it."""
 
     memory: FakeMemory | None
 
@@ -61,11 +61,11 @@ class FakeArray(np.ndarray[Any, Any]):
 
 
 class FakeMemory:
-    """Counts the memory of fake arrays, and the cost of making them; `plan.workspaces` has its subclasses.
+    """Counter of the memory and the work of fake arrays; `plan.workspaces` has its subclasses.
 
-    held, small   bytes of recycled blocks; peak bytes of the arrays that are too small for such blocks
-    logits        bytes of the largest chunk of logits, which is one of the recycled blocks
-    flop, moved   floating-point operations of products; bytes that go through other operations
+    held, small   bytes of recycled blocks; peak bytes of arrays that are too small for recycling
+    logits        bytes of the largest chunk of logits, a recycled block
+    flop, moved   floating-point operations of products; bytes that other operations read and write
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class FakeMemory:
         self._arena: Any = b""
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Return a fake array that is counted, as `arrays.recycled` would place it."""
+        """Return a fake array whose memory is counted as `arrays.recycled` would allocate it."""
         fake = self.outside(shape, dtype)
         block = size_class(fake.nbytes) if fake.nbytes >= RECYCLED_FROM else 0
         if not block:
@@ -86,19 +86,19 @@ class FakeMemory:
             self._free[block] -= 1
         else:
             self.held += block
-        # Views of any kind keep the owner of the addresses.
+        # Every view keeps a reference to the owner of the addresses.
         weakref.finalize(fake.base, self._give, block, fake.nbytes).atexit = False
         return fake
 
     def _give(self, block: int, nbytes: int) -> None:
-        """Give back a block: the last view of its fake array is gone."""
+        """Return a block to the pool, after the last view of its fake array is gone."""
         if block:
             self._free[block] += 1
         else:
             self._small_now -= nbytes
 
     def outside(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Return a fake array that is not counted, since its memory belongs elsewhere; raises MemoryError."""
+        """Return a fake array whose memory is counted elsewhere; raise MemoryError."""
         nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         if nbytes > len(self._arena):  # all fake arrays may have the same addresses
             size = max(LEAST_ARENA, 1 << nbytes.bit_length())
@@ -122,7 +122,7 @@ class FakeMemory:
 
 
 class NoMemory(Host):
-    """Device whose arrays are fake and not counted: the memory that a module keeps is counted elsewhere."""
+    """Device with fake arrays that are not counted here; `rank_memory` counts the memory of a module."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self.activations = memory
@@ -135,7 +135,7 @@ class NoMemory(Host):
 
 @contextmanager
 def without_memory(memory: FakeMemory) -> Iterator[None]:
-    """Compute on fake arrays for a while, whatever device is in use."""
+    """Return a context in which arrays of any device are fake."""
     in_use = device.in_use()
     device.adopt(NoMemory(memory))
     try:
@@ -149,7 +149,7 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 def fake(definition: Any) -> Callable[[Operation], Operation]:
-    """Return a decorator: the function replaces an operation if the first array is a fake one."""
+    """Return a decorator: the function replaces an operation if its first array is fake."""
     return lambda function: OPERATIONS[definition.__name__].register(FakeArray, function)
 
 
@@ -162,14 +162,14 @@ def lines(x: Array) -> int:
 
 
 def elementwise(x: Array, reads: int) -> Array:
-    """Return one array of x's shape, made from `reads` such arrays."""
+    """Return an array of x's shape; count `reads` arrays of this shape as read."""
     y = x.memory.take(x.shape, x.dtype)
     x.memory.passes(*[y] * (reads + 1))
     return y
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
-    """Return dx of a norm; `others`: as many statistics as vectors, their gradients, the addend of dx."""
+    """Return dx of a norm; `others`: statistics, one per vector; gradients of the vectors; addend of dx."""
     gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
     dx = elementwise(x, reads=2 + any(array is not None for array in plus))
     x.memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
@@ -214,7 +214,7 @@ def _(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 
 
 def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, axis: int) -> Array:
-    """Return the products of rows with one axis of stacked matrices; a backward adds to its addend."""
+    """Return the products of rows with an axis of stacked matrices; a backward adds to its addend."""
     x.memory.product(x.shape[0], *w.shape[1:])
     if isinstance(w, PackedStack):
         unpacked = x.memory.take(w.shape[1:], x.dtype)
@@ -263,7 +263,7 @@ def _(dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float) -> tuple
 
 
 def count_attention(q: Array, k: Array, widths: int, passes: int, begins: Array | None) -> None:
-    """Count the work of attention, without blocks above the diagonal or before a window."""
+    """Count the work of attention; blocks above the diagonal or before a window are skipped."""
     memory, (batch, length, heads, _) = q.memory, q.shape
     size = batch * head_weights(length, k.shape[1])
     if begins is not None and memory.skips_unseen:
@@ -314,7 +314,7 @@ def _(w: Array, a: Array, b: Array, scale: float, kind: str) -> Array:
 
 @rows_of.register(FakeArray)
 def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
-    """Deal the rows out evenly."""
+    """Return an even distribution of the rows."""
     experts = len(starts) - 1
     first, last, _ = members.indices(experts)
     return slice(count * first // experts, count * last // experts), starts[first : last + 1]
@@ -322,7 +322,7 @@ def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
 
 @parted.register(FakeArray)
 def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
-    none = tokens.reshape(-1)[:0]  # a text has few added tokens
+    none = tokens.reshape(-1)[:0]  # few tokens of a text are added ones
     return tokens, none, none
 
 
@@ -344,7 +344,7 @@ signature = cache(inspect.signature)
 
 
 def one_pass(operation: Any, *given: Any, **named: Any) -> Any:
-    """Return the results that an operation's signature says; count a pass over each of its arrays."""
+    """Return a fake operation with the results in the signature; it counts a pass over each array."""
     arguments, memory = signature(operation).bind(*given, **named).arguments, given[0].memory
     shapes = signatures.results_of(operation.signature, arguments)
     results = [0.0 if shape is None else memory.take(*shape) for shape in shapes]

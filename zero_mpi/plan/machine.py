@@ -1,7 +1,7 @@
-"""Speeds of a machine: the time of messages in a node and between nodes, and the rates of a rank.
+"""Speeds of a machine: links inside a node and between nodes, and the rates of a rank.
 
-They come from the JSON of `zero-mpi doctor`, from a TOML file, from flags, or are assumed; a report names the
-source.
+The numbers come from the JSON of `zero-mpi doctor`, from a TOML file or from flags, or are assumed; a report
+names the source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero_mpi.files.parse import parse_json
 
 @dataclass(frozen=True)
 class Link:
-    """Link over which a message of n bytes takes alpha + beta n seconds."""
+    """Link: a message of n bytes takes alpha + beta n seconds."""
 
     alpha: float
     beta: float
@@ -31,7 +31,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """Level of the network between nodes: up to `nodes` nodes (None: all) are joined by such links."""
+    """Level of the network between nodes: `link` joins groups of up to `nodes` nodes (None: all nodes)."""
 
     name: str
     nodes: int | None
@@ -52,26 +52,26 @@ class Machine:
 
     node: Link  # link between ranks of a node
     between: Link  # link of a node, which its ranks share
-    flops: float  # operations per second of a rank's matrix products, while all ranks compute
+    flops: float  # FLOP per second of a rank's matrix products, while all ranks compute
     moves: float  # bytes per second of a rank in all other operations
-    memory: int | None = None  # bytes for a rank; None: not known
-    host_link: float = 4e10  # bytes per second from a GPU to its host, and as many back at the same time
-    levels: tuple[Level, ...] = ()  # from the inside out; empty: `between` joins all nodes
+    memory: int | None = None  # bytes available to a rank; None: not known
+    host_link: float = 4e10  # bytes per second between a GPU and its host, in each direction
+    levels: tuple[Level, ...] = ()  # innermost first; empty: `between` joins all nodes
     disk: Disk | None = None
 
     def joining(self, nodes: int) -> Machine:
-        """Return the machine with the links of the outermost level that `nodes` nodes need between them."""
+        """Return the machine with the link of the outermost level that `nodes` nodes need."""
         needed = (level for level in self.levels if level.nodes is None or nodes <= level.nodes)
         return replace(self, between=next(needed).link) if self.levels else self
 
 
-# 10 Gbit/s between nodes and the rates of one core; `moves` is fitted to the steps in docs/benchmarks.md.
+# 10 Gbit/s between nodes, and the rates of one core; `moves` is fitted to the steps in docs/benchmarks.md.
 ASSUMED = Machine(Link(5e-6, 2.5e-10), Link(3e-5, 8e-10), flops=5e10, moves=12e9)
 # CPU with bfloat16 units: twice the float32 rate of products, as measured in docs/benchmarks.md.
 ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
-# GPUs of 2023 and their networks: shares of the data sheets' rates that are often reached, not measured.
+# GPUs of 2023 and their networks: typical fractions of the data sheets' rates, not measured.
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
-ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # products of low precision
+ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # rate of products in low precision
 ASSUMED_GPU_FP32 = replace(ASSUMED_GPU, flops=4e13)
 LOW = ASSUMED_BF16, ASSUMED_GPU  # assumed machines for low precision
 
@@ -86,7 +86,7 @@ def bandwidth(beta: float) -> str:
     return f"{1e-9 / beta:.3g} GB/s" if beta else "no time per byte"
 
 
-RATES = {  # flag -> field of `Machine` and of a link in it, help of the flag, form in a report
+RATES = {  # flag -> path of the field in `Machine`, help text, function for a report
     "flops": ("flops", "matmul speed per rank, in FLOP/s", billions, "GFLOP/s per rank"),
     "memory_bandwidth": ("moves", "memory bandwidth per rank, in bytes/s", billions, "GB/s per rank"),
     "host_bandwidth": (
@@ -103,14 +103,14 @@ RATES = {  # flag -> field of `Machine` and of a link in it, help of the flag, f
 
 
 def assumed(on_gpu: bool, precision: str) -> Machine:
-    """Return the values assumed for missing numbers; in bf16 a processor is assumed to have units for it."""
+    """Return the values for missing numbers; for bf16 a processor with bfloat16 units is assumed."""
     if on_gpu:
         return ASSUMED_GPU_FP32 if precision == "fp32" else ASSUMED_GPU
     return ASSUMED_BF16 if precision == "bf16" else ASSUMED
 
 
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
-    """Return the assumed machine with known numbers put in; raises UsageError for an impossible number."""
+    """Return machine `base` with the known numbers in place; raise UsageError for an impossible number."""
     for name, value in numbers.items():
         field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
         if not 0 <= value < math.inf or (not of_link and value == 0):
@@ -124,7 +124,7 @@ def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine
 
 # ------------------------------------------------------------------------------------------------- files
 
-DOCTOR = {  # name -> its place in the doctor's JSON
+DOCTOR = {  # name -> path in the doctor's JSON
     "alpha_node": "links.node.alpha_seconds",
     "beta_node": "links.node.beta_seconds_per_byte",
     "alpha": "links.between.alpha_seconds",
@@ -133,7 +133,7 @@ DOCTOR = {  # name -> its place in the doctor's JSON
     "bf16_flops": "bf16_flops_per_second_per_rank",
     "memory": "memory_bytes_per_rank",
 }
-MOST_DOCTOR = 16 << 20  # bytes of a doctor's JSON
+MOST_DOCTOR = 16 << 20  # most bytes of a doctor's JSON
 LARGEST = 1e30  # upper bound of any rate
 LINK: dict[str, type] = {"alpha_seconds": float, "bytes_per_second": float}
 TABLES: dict[str, dict[str, type]] = {  # table -> key -> type of its number, all above 0
@@ -148,7 +148,7 @@ SAID: dict[type, str] = {int: "a whole number above 0", float: "a number above 0
 
 
 def read_doctor(path: Path) -> dict[str, float]:
-    """Return the numbers of a doctor's JSON by the names of flags, without those it did not measure."""
+    """Return the measured numbers of a doctor's JSON, by the names of flags."""
     place = f"--doctor {shown(path)}"
     try:
         found: Any = parse_json(read_file(path, MOST_DOCTOR))
@@ -171,7 +171,7 @@ def read_doctor(path: Path) -> dict[str, float]:
 
 
 class MachineFile(NamedTuple):
-    """Contents of a machine file; numbers: by the names of flags, for a rank."""
+    """Contents of a machine file; numbers: rates of a rank by the names of flags."""
 
     ranks: int  # ranks of a node
     numbers: dict[str, float]
@@ -180,7 +180,7 @@ class MachineFile(NamedTuple):
 
 
 def read_machine(path: Path) -> MachineFile:
-    """Read a file that describes a machine; raises UsageError that names the file and the key."""
+    """Return the machine that a file describes; raise UsageError naming the file and the key."""
     place = f"--machine {shown(path)}"
     found = read_tables("--machine", path)
     refuse_unknown(place, found, (*TABLES, "network"))
@@ -203,7 +203,7 @@ def read_machine(path: Path) -> MachineFile:
 
 
 def read_levels(place: str, found: Any) -> list[Level]:
-    """Return the levels of the network from the inside out; each joins more nodes than the one before."""
+    """Return the levels of the network, innermost first; each level joins more nodes than the previous."""
     if not isinstance(found, list) or not found:
         raise UsageError(f"{place}: [[network]]: expected a table for each level, found {came(found)}")
     levels = list[Level]()
@@ -232,7 +232,7 @@ def refuse_unknown(place: str, table: Mapping[str, Any], known: Sequence[str]) -
 
 
 def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
-    """Return the values of a table in the order of `keys`, its only keys; raises UsageError."""
+    """Return a table's values in the order of `keys`; raise UsageError for an unknown key or a bad value."""
     if not isinstance(table, dict):
         raise UsageError(f"{place}: expected a table with {', '.join(keys)}, found {came(table)}")
     refuse_unknown(place, table, tuple(keys))
@@ -247,7 +247,7 @@ def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
 
 
 def came(value: Any) -> str:
-    """Return a value of a file as text for an error."""
+    """Return a value of a file as text for an error message."""
     if isinstance(value, dict | list):
         return "a table" if isinstance(value, dict) else "a list"
     return "nothing" if value is None else quoted(value)

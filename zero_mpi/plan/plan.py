@@ -1,4 +1,4 @@
-"""Plans of cases: memory, traffic and time; sweeps over the number of ranks; the micro-batch that fits."""
+"""Plans of cases: memory, traffic and time; sweeps over the number of ranks; largest micro-batch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from zero_mpi.plan.traffic import Traffic, plan_traffic
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory, traffic and time that a case will take."""
+    """Predicted memory, traffic and time of a case."""
 
     case: Case
     memory: Memory
     traffic: Traffic
     time: StepTime
     tokens_per_second: float
-    largest: int | None  # largest micro-batch that fits; None: no limit of memory is known
-    save: float | None  # seconds of a checkpoint; None: no disk is known
+    largest: int | None  # largest micro-batch that fits; None: the memory limit is not known
+    save: float | None  # seconds of a checkpoint; None: the disk is not known
 
     def as_json(self) -> dict[str, Any]:
-        """Return the numbers by name: bytes and seconds; for traffic, the bytes that ranks send in a step."""
+        """Return name -> number, in bytes and seconds; for traffic, the bytes that ranks send per step."""
         given = self.traffic
         sums = {
             "rank_0": given.sent[0],
@@ -69,12 +69,12 @@ def make_plan(case: Case, machine: Machine) -> Plan:
 
 MOST_RANKS = 16384
 LEAST_EFFICIENCY = 0.5
-STAYS = 0.98  # if twice the ranks need this share of a rank's memory, it no longer falls
+STAYS = 0.98  # memory per rank no longer falls if this share remains after doubling the ranks
 
 
 @dataclass(frozen=True)
 class Point:
-    """Plan for one number of ranks. efficiency: tokens per second per rank, relative to a single rank."""
+    """Result for one number of ranks. efficiency: tokens per second per rank, relative to one rank."""
 
     ranks: int
     nodes: int
@@ -87,7 +87,7 @@ class Point:
 
 
 def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]:
-    """Return a point for each power of two up to `most`."""
+    """Return a point for each power-of-two number of ranks up to `most`."""
     points: list[Point] = []
     for ranks in (1 << power for power in range(most.bit_length())):
         here = replace(case, ranks=ranks, nodes=-(-ranks // per_node))
@@ -100,7 +100,7 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
 
 
 def limits(case: Case, points: Sequence[Point]) -> list[str]:
-    """Return what limits the scaling, each from some number of ranks up to the end, the first one first."""
+    """Return the limits of scaling, each with the number of ranks from which it holds, in this order."""
     tests: dict[str, Callable[[Point, Point], bool]] = {
         f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
         "memory per rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
@@ -119,13 +119,13 @@ MOST = 256  # largest micro-batch that is tried
 
 
 def largest_micro_batch(case: Case, limit: int) -> int:
-    """Return the largest micro-batch that fits into `limit` bytes of a rank; 0: none; MOST: more may fit."""
+    """Return the largest micro-batch that fits into `limit` bytes per rank; 0: none; MOST: or more."""
 
-    def total(rows: int) -> int:  # of as many micro-batches as before
+    def total(rows: int) -> int:  # bytes with the same number of micro-batches
         try:
             sized = replace(case, micro_batch=rows, batch_size=rows * case.rounds.micro_batches)
             return plan_memory(sized).total
-        except MemoryError:  # this machine lacks even the address space
+        except MemoryError:  # too large even for this machine's address space
             return sys.maxsize
 
     return bisect_right(range(1, MOST + 1), limit, key=total)

@@ -1,4 +1,4 @@
-"""Telemetry of a run while it works: log, progress bar, metrics, events, status, trackers, spans.
+"""Telemetry of a running job: log, progress bar, metrics, events, status, trackers, spans.
 
-Code that can record spans checks `spans.active`, and does nothing more while no timeline is recorded.
+While no timeline is recorded, instrumented code only checks `spans.active`.
 """

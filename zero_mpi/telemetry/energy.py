@@ -1,7 +1,7 @@
-"""Energy that a host has used, from the counters of Intel and AMD processors or of Cray nodes.
+"""Energy that a host uses, from the counters of Intel and AMD processors or of Cray nodes.
 
-Linux shows the processors' counters (RAPL) below /sys/class/powercap, mostly to root alone: one per socket,
-which includes its cores, and on some machines one for its memory. A Cray's counter covers the full node.
+Linux shows the processors' counters (RAPL) below /sys/class/powercap, on most machines only to root: one per
+socket, which includes its cores, and on some machines one for its memory. A Cray's counter covers the node.
 """
 
 from contextlib import suppress
@@ -11,12 +11,12 @@ from pathlib import Path
 POWERCAP = Path("/sys/class/powercap")
 CRAY = Path("/sys/cray/pm_counters/energy")
 UNREADABLE = OSError, ValueError, IndexError
-COUNTED = ("package", "dram")  # prefixes of the names of zones that do not overlap
+COUNTED = ("package", "dram")  # name prefixes of the zones to add, which do not overlap
 
 
 @dataclass
 class Counter:
-    """File with a count that begins again at 0 after `most`; 0: it never does."""
+    """Energy counter in a file; it restarts at 0 after `most` (0: never)."""
 
     path: Path
     joules: float  # joules per count
@@ -24,14 +24,14 @@ class Counter:
     last: int = 0
 
     def used(self) -> float:
-        """Return the joules used since the last call; OSError or ValueError if the file cannot be read."""
+        """Return the joules used since the last call; raise OSError or ValueError if it is unreadable."""
         now = int(self.path.read_text().split()[0])
         since, self.last = now - self.last, now
         return (since + self.most if since < 0 else since) * self.joules
 
 
 class Energy:
-    """Measures the joules of this host, if it has counters."""
+    """Energy meter of this host, if the host has counters."""
 
     def __init__(self) -> None:
         found = [Counter(CRAY, 1.0)] if CRAY.exists() else []
@@ -45,13 +45,13 @@ class Energy:
         self._joules = 0.0
 
     def count(self) -> None:
-        """Count the energy used since the last call; call often, since processors' counters wrap around."""
+        """Add the energy used since the last call; call this often, because the counters wrap around."""
         try:
             self._joules += sum(counter.used() for counter in self._counters)
         except UNREADABLE:
             self._counters = []
 
     def take(self) -> float | None:
-        """Return joules since the last call or the beginning; None: no counter that this user may read."""
+        """Return the joules since the last call or the start; None if this user cannot read any counter."""
         joules, self._joules = self._joules, 0.0
         return joules if self._counters else None

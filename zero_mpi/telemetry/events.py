@@ -1,8 +1,8 @@
-"""`OUT/events.jsonl`: what happened to a run and when, over all its jobs; one JSON object per line.
+"""`OUT/events.jsonl`: the events of a run with their times, over all its jobs; one JSON object per line.
 
 Steps are in `metrics.jsonl`; this file has all other events: starts, resumes, checkpoints, warnings and
-ends. It is only appended to, also by a resume that goes back. Rank 0 writes it; a failure is written by the
-rank that ends the job. An error of the file is reported once and does not end a run.
+ends. Lines are only appended, also if a run resumes from an earlier step. Rank 0 writes the file, but the
+rank that ends the job writes a failure. An error of the file is reported once and does not end a run.
 """
 
 import json
@@ -24,9 +24,9 @@ RESTARTED, GAVE_UP = "restarted", "gave-up"  # written by `supervise`, between t
 
 
 class Events(logging.Handler):
-    """File of events as one rank sees it. `at` sets the step, `reason` why the run was stopped.
+    """Writer of the events of one rank. `at` sets the step, `reason` the reason why the run was stopped.
 
-    This is also a handler of the log: from `begin` to `end` a logged warning becomes an event.
+    It is also a log handler: from `begin` to `end` each logged warning becomes an event.
     """
 
     def __init__(self, out: Path, rank: int, lost: Callable[[], str] = str) -> None:
@@ -36,7 +36,7 @@ class Events(logging.Handler):
         self.reason = ""
 
     def begin(self, step: int, before: Mapping[str, Any], **about: Any) -> None:
-        """Note the start of the job: first the end of the job before, by its status.json, then this job."""
+        """Write how the previous job ended, according to its status.json, then the start of this job."""
         self._step = step
         if before.get("state") == "running":
             ranks, host, at = (shown(before.get(key, "unknown")) for key in ("ranks", "host", "updated"))
@@ -55,11 +55,11 @@ class Events(logging.Handler):
             self._append(event, more)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write down a logged warning, and the facts that came with it."""
+        """Write an event for a logged warning, with the data of its log record."""
         self.note(WARNING, text=record.getMessage(), **getattr(record, "facts", {}))
 
     def end(self, event: str, reason: str = "") -> None:
-        """Write the job's last event, once, on any rank; without `begin` only a failure is written."""
+        """Write the job's last event, once, on any rank; without `begin`, write only a failure."""
         log.logger.removeHandler(self)
         if self._ended or not (self._begun or event == FAILED):
             return
@@ -80,7 +80,7 @@ class Events(logging.Handler):
 
 
 def append_line(path: Path, text: str) -> None:
-    """Add a line in one write; a line that a crash cut off stays a line of its own. Raises OSError.
+    """Append a line in one write; a line that a crash cut off stays separate. Raise OSError.
 
     `open_in_place` refuses a pipe: without a reader it would take some lines, then block forever.
     """
@@ -94,5 +94,5 @@ def append_line(path: Path, text: str) -> None:
 
 
 def utc() -> str:
-    """Return the time in whole seconds, as ISO 8601."""
+    """Return the time in UTC as ISO 8601, in whole seconds."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,9 +1,9 @@
-"""Log of a run: lines of the standard library's logger "zero_mpi", by level.
+"""Log of a run: lines of the logger "zero_mpi" of the standard library.
 
-Users of the package as a library see nothing unless they set that logger up, as with any other. A
-command installs one handler: rank 0 logs at the level of `--log-level`, to stdout or beside the progress
-bar; the other ranks log only warnings, to stderr, with the prefix `[rank/size]`. At level debug all lines
-have this prefix.
+Users of the package as a library see nothing unless they configure that logger. A command installs one
+handler: rank 0 logs at the level of `--log-level`, to stdout or above the progress bar; the other ranks
+log only warnings, to stderr, with the prefix `[rank/size]`. At level debug all lines have this
+prefix.
 """
 
 import logging
@@ -16,12 +16,12 @@ DEBUG, INFO, WARNING, ERROR = "debug", "info", "warning", "error"
 WORDS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 logger = logging.getLogger("zero_mpi")
-logger.addHandler(logging.NullHandler())  # a library is silent: without it warnings would go to stderr
+logger.addHandler(logging.NullHandler())  # else Python prints warnings of a library to stderr
 debug, info, warning = logger.debug, logger.info, logger.warning
 
 
 class Caution(str):
-    """Note that is logged as a warning."""
+    """Text of a note that is logged as a warning."""
 
 
 def log_note(note: str) -> None:
@@ -35,9 +35,9 @@ def info_text(title: str, text: str) -> None:
 
 
 class Lines(logging.Handler):
-    """Writes each record as one line; a progress bar may replace `write` for a while.
+    """Log handler that writes each record as one line; a progress bar may replace `write` for a while.
 
-    Errors of the stream are raised: a log on a full disk ends a run with the cause, not silently.
+    Errors of the stream are raised, so if the disk of the log is full, the run ends with this error.
     """
 
     def __init__(self, rank: int, size: int, level: str) -> None:
@@ -52,13 +52,13 @@ class Lines(logging.Handler):
         stream.flush()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record as one line, whatever it contains; a text of `info_text` keeps its lines."""
+        """Write a record as one line, even if it has line ends; a text of `info_text` keeps its lines."""
         form = readable if getattr(record, "is_text", False) else one_line
         self.write(form(f"{self.prefix}{WORDS.get(record.levelno, '')}{record.getMessage()}"))
 
 
 def install(rank: int, size: int, level: str = INFO) -> Lines:
-    """Install the handler of this process: commands do so, an import never does."""
+    """Install the handler of this process; commands call this, an import never does."""
     remove()
     handler = Lines(rank, size, level)
     logger.addHandler(handler)
@@ -81,11 +81,11 @@ def installed() -> list[Lines]:
 
 
 def says(level: str) -> bool:
-    """Return whether a command's handler shows lines of that level."""
+    """Return True if a command's handler shows lines of that level."""
     return any(handler.level <= getattr(logging, level.upper()) for handler in installed())
 
 
 def write_through(write: Callable[[str], object] | None) -> None:
-    """Send lines to `write`, for example around a progress bar; None: print them again."""
+    """Send lines to `write`, for example to a progress bar; None: print them again."""
     for handler in installed():
         handler.write = write or handler.print

@@ -1,8 +1,8 @@
-"""Records of a run, from rank 0: a line of `metrics.jsonl` per step, its progress, the trackers.
+"""Writes the records of a run on rank 0: to `metrics.jsonl`, the progress bar and the trackers.
 
-The chain over both records and checkpoints (`telemetry.proof`) is written along with them. Floats are written
-in full precision, so two exact runs have the same text. A record is written in full or not at all. After a
-failure no more records are written, and `problem` says why, so that all ranks end.
+It also writes the hash chain over records and checkpoints (`telemetry.proof`). Floats have full precision, so
+two exact runs have the same text. A record is written in full or not at all. After a failure no more records
+are written, and `problem` has the reason, so that all ranks end.
 """
 
 import json
@@ -23,15 +23,15 @@ from zero_mpi.telemetry.proof import MOST_STEPS, PROOF, JobStart, Proof
 from zero_mpi.telemetry.trackers import Tracker
 
 METRICS = "metrics.jsonl"
-TAIL = 1 << 18  # bytes that hold the last records, even of thousands of ranks
-MARK = b'"step"'  # part of every record, searched first: a million other lines take no time
+TAIL = 1 << 18  # bytes at the end of a file that contain the last records, even of thousands of ranks
+MARK = b'"step"'  # every record contains it; this search skips other lines fast
 
 
 class Records:
-    """Writes the records of a run; does nothing on ranks other than 0.
+    """Writer of the records of a run; it does nothing on ranks other than 0.
 
-    `trackers`: function that makes the trackers. `beginning`: start of the chain over the records,
-    if there is one. Raises JobError if one of them cannot begin, on rank 0 only.
+    `trackers`: function that makes the trackers. `beginning`: start of the hash chain, if there is one.
+    Raises JobError on rank 0 if a file or a tracker cannot be opened.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Records:
         self._display = Display(done, steps)
 
     def logs(self, step: int) -> bool:
-        """Return whether a step gets a line in the log for its number; the same on all ranks."""
+        """Return True if a step is logged because of its number; the same on all ranks."""
         return step in (self._done + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Records:
         self._display.step(record, self.logs(record["step"]) or "val_loss" in record)
 
     def saved(self, step: int, name: str, state: str) -> None:
-        """Note a complete checkpoint of a step: its id, and the digest of its tensors."""
+        """Record a complete checkpoint of a step: its id, and the digest of its tensors."""
         if self._chain is not None:
             self._attempt(partial(self._chain.saved, step, name, state))
 
@@ -87,7 +87,7 @@ class Records:
         return "" if self._chain is None else self._chain.head
 
     def _attempt(self, write: Callable[[], None]) -> None:
-        """Call write(), unless something failed before; keep the reason if it fails."""
+        """Call write() unless an earlier write failed; if it fails, keep the reason."""
         try:
             if not self.problem:
                 with naming(self._file.name):
@@ -96,7 +96,7 @@ class Records:
             self.problem = explain(error)
 
     def close(self) -> None:
-        """Close the files and the bar; keep the reason if a file cannot be closed."""
+        """Close the files and the bar; if a file cannot be closed, keep the reason."""
         if self._active:
             self._attempt(self._file.close)
             if self._chain is not None:
@@ -107,7 +107,7 @@ class Records:
 
 
 def finite_or_none(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record as JSON can have it: values that are not finite become null."""
+    """Return a record with None for values that are not finite, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
@@ -128,7 +128,7 @@ def last_record(path: Path) -> dict[str, Any]:
 
 
 def record_of(line: bytes) -> dict[str, Any]:
-    """Return a record of a step; empty for any other line, such as one cut off by a crash."""
+    """Return the record in a line; empty for any other line, such as one cut off by a crash."""
     if MARK not in line:
         return {}
     try:
@@ -140,7 +140,7 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def check(out: Path) -> None:
-    """Raise UsageError if a file that a job appends to exists and is a link or not a regular file."""
+    """Raise UsageError if a file that a job appends to is a link or not a regular file."""
     for name in (METRICS, PROOF, events.NAME):
         if os.path.lexists(out / name):
             with refusing("", out / name, "cannot be written"):
@@ -148,7 +148,7 @@ def check(out: Path) -> None:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the records after `step`, which a resumed run writes again, and lines that are no records."""
+    """Remove the records after `step`, which a resumed run writes again, and lines that are no records."""
     lines = read_lines(path, MARK, "a file of records") if os.path.lexists(path) else ()
     kept = (line for line in lines if 0 < record_of(line).get("step", 0) <= step)
     write_whole(path, "".join(line.decode().rstrip("\r\n") + "\n" for line in kept))

@@ -1,7 +1,7 @@
-"""Progress of a run: a bar on a terminal, a line now and then in a log.
+"""Progress of a run: a bar on a terminal, else a line of the log every few steps.
 
-Both show the same in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
-Launchers put a pipe between the ranks and the terminal, so the parents' stderr counts as well.
+Bar and line show, in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
+Launchers put a pipe between ranks and terminal, so the stderr of parent processes is checked as well.
 """
 
 import math
@@ -16,13 +16,13 @@ from tqdm import tqdm
 
 from zero_mpi.telemetry import log
 
-LAUNCHERS = ("mpi", "hydra", "prte", "srun")  # parts of the names of processes that forward a rank's output
-WIDTH = 79  # width of a bar, where the terminal's is unknown
+LAUNCHERS = ("mpi", "hydra", "prte", "srun")  # parts of the names of launchers, which forward output
+WIDTH = 79  # columns of a bar if the width of the terminal is unknown
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
 
 
 class Display:
-    """Shows the steps of a run that begins after `done` of `steps` steps."""
+    """Display of the steps of a run that begins after `done` of `steps` steps."""
 
     def __init__(self, done: int, steps: int) -> None:
         self._done, self._steps, self._memory = done, steps, 0
@@ -32,11 +32,11 @@ class Display:
             seen = sys.stderr.isatty()
             shape = {"dynamic_ncols": seen, "ncols": None if seen else WIDTH}
             self._bar = tqdm(total=steps, initial=done, bar_format=BAR, **shape)
-            # Lines use the bar's own stream, also after its end: two pipes would mix their order.
+            # Lines always use the stream of the bar, because two pipes do not keep the order of lines.
             log.write_through(lambda text: tqdm.write(text, file=sys.stderr))
 
     def step(self, record: Mapping[str, Any], logged: bool) -> None:
-        """Show that a step is done; `logged`: it gets a line where there is no bar."""
+        """Show that a step is done; `logged`: print a line if there is no bar."""
         self._memory = max(record.get("memory_bytes", [self._memory]))
         number = record["step"]
         if self._bar is not None:
@@ -88,7 +88,7 @@ def interval(seconds: float) -> str:
 
 
 def watched() -> bool:
-    """Return whether stderr of this process, or of a launcher above it, is a terminal."""
+    """Return True if stderr of this process or of its launcher is a terminal."""
     if sys.stderr.isatty():
         return True
     pid = os.getppid()
@@ -97,7 +97,7 @@ def watched() -> bool:
             if os.readlink(f"/proc/{pid}/fd/2").startswith(("/dev/pts/", "/dev/tty")):
                 name = Path(f"/proc/{pid}/comm").read_text()
                 return any(launcher in name for launcher in LAUNCHERS)
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # parent's pid
         except (OSError, ValueError, IndexError):
             return False
     return False

@@ -1,12 +1,12 @@
-"""`OUT/proof.jsonl`: the claims of a run, as a chain of lines that nobody can change unnoticed.
+"""`OUT/proof.jsonl`: hash chain over the results of a run; a changed line is detected.
 
-    {"step": 0, "run": {...}, "chain": HEX}      what the bits of the steps from here on depend on
-    {"step": 1, "record": {...}, "chain": HEX}   the part of a record of metrics.jsonl that is bits, not time
-    {"step": 1, "saved": {...}, "chain": HEX}    the id of a checkpoint, which stands for its full content
+    {"step": 0, "run": {...}, "chain": HEX}      all facts that the bits of the following steps depend on
+    {"step": 1, "record": {...}, "chain": HEX}   the reproducible fields of a record of metrics.jsonl
+    {"step": 1, "saved": {...}, "chain": HEX}    the id of a checkpoint, which is a digest of its content
 
-HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or a record is the
-next head, so the last head stands for all that was computed. The line of a checkpoint is bound to its
-place and leaves the head as it is. Runs of the same bits have the same head: it depends on no rank,
+HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or a record line is
+the next head, so the last head is a digest of all results. A checkpoint's line depends on the head before
+it and does not change the head. Runs with the same bits have the same head: it depends on no rank,
 strategy, transport, folder, time or checkpoint. In chains of 0.1.0 a checkpoint ("checkpoint", not
 "saved") made a new head. A resume drops the lines after its checkpoint, as it does in metrics.jsonl.
 """
@@ -28,11 +28,11 @@ from zero_mpi.files.parse import parse_json
 PROOF = "proof.jsonl"
 RUN, RECORD, CHECKPOINT, SAVED = "run", "record", "checkpoint", "saved"
 KINDS = (RUN, RECORD, CHECKPOINT, SAVED)
-CHAIN = "chain"  # origin of a job that resumes, with other settings, from the state that the chain leads to
+CHAIN = "chain"  # origin of a job that resumes with changed settings from the state at the end of the chain
 FIRST = "0" * 64  # head before the first line
-ID, ORIGIN = "id", "from"  # id of a checkpoint; id of the one that a run resumes from
+ID, ORIGIN = "id", "from"  # keys: id of a checkpoint; id of the checkpoint that a run resumes from
 MOST_STEPS = 1 << 52  # upper bound of a step
-# Fields of a record that are equal in all jobs of the same run; others depend on machines, ranks and time.
+# Fields of a record that are reproducible; all other fields depend on machines, ranks or time.
 BITS = (
     *("loss", "grad_norm", "lr", "tokens", "skipped", "val_loss", "val_losses", "val_loss_before"),
     *("balance_loss", "z_loss", "load_least", "load_most"),
@@ -40,7 +40,7 @@ BITS = (
 
 
 class Broken(ValueError):
-    """Line that is not the next one of a chain: its number, and why."""
+    """Error: a line does not continue the chain; it has the line's number and the reason."""
 
     def __init__(self, number: int, why: str, *, torn: bool = False) -> None:
         super().__init__(f"line {number}: {why}")
@@ -48,7 +48,7 @@ class Broken(ValueError):
 
 
 class Line(NamedTuple):
-    """Line of a chain, SAVED read as CHECKPOINT. head: of the chain after the line; end: its end in bytes."""
+    """Line of a chain; SAVED has kind CHECKPOINT. head: head after the line; end: its end in the file."""
 
     number: int
     step: int
@@ -59,17 +59,17 @@ class Line(NamedTuple):
 
 
 class JobStart(NamedTuple):
-    """Start of a job: the step, what its bits depend on, and the id of the checkpoint, if from one."""
+    """Start of a job: step, facts that its bits depend on, and id of the checkpoint it resumes from."""
 
     step: int
     run: Mapping[str, Any]
     origin: str | None = None
     state: str | None = None
-    own: bool = False  # whether that checkpoint is in this run folder
+    own: bool = False  # True if that checkpoint is in this run folder
 
 
 def bits_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a record that is bits."""
+    """Return the fields of a record that are reproducible."""
     return {name: record[name] for name in BITS if name in record}
 
 
@@ -77,14 +77,14 @@ def bits_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_proof(path: Path) -> Generator[Line, None, None]:
-    """Yield the lines of a chain, one held at a time; raise Broken at the first that is not the next.
+    """Yield the lines of a chain, reading one at a time; raise Broken for a line that does not continue it.
 
     Raises FileError if the file cannot be read.
     """
     head, end, number = FIRST, 0, 0
     try:
         with BufferedReader(open_file(path, "a file of lines")) as file:
-            while raw := file.readline(MOST_LINE):  # a longer line comes without its end
+            while raw := file.readline(MOST_LINE):  # a longer line is read without its line end
                 number += 1
                 line = opened(number, raw, head, end)
                 head, end = line.head, line.end
@@ -94,7 +94,7 @@ def read_proof(path: Path) -> Generator[Line, None, None]:
 
 
 def opened(number: int, raw: bytes, before: str, start: int) -> Line:
-    """Return the line that comes after the head `before`; raises Broken for anything else."""
+    """Return a line parsed; raise Broken unless it continues the chain with head `before`."""
     if not raw.endswith(b"\n"):
         raise Broken(number, "it has no line end", torn=True)
     body, mark, tail = raw.rpartition(b', "chain": "')
@@ -114,7 +114,7 @@ def opened(number: int, raw: bytes, before: str, start: int) -> Line:
 
 
 def digest_after(before: str, body: bytes) -> str:
-    """Return the digest of a line that follows one with the digest `before`."""
+    """Return the digest of a line that follows the head `before`."""
     return hashlib.sha256(before.encode() + b"\n" + body).hexdigest()
 
 
@@ -123,7 +123,7 @@ def digest_after(before: str, body: bytes) -> str:
 
 @dataclass
 class ProofPrefix:
-    """Part of a chain that stays at a resume."""
+    """Part of a chain that a resumed run keeps."""
 
     head: str = FIRST
     end: int = 0
@@ -134,7 +134,7 @@ class ProofPrefix:
 
 
 def kept_up_to(path: Path, step: int) -> ProofPrefix:
-    """Return the sound lines of a file up to a step; none if the run begins at its first step. FileError."""
+    """Return the valid lines up to a step; none if the run starts at its first step. Raise FileError."""
     kept, over = ProofPrefix(), False
     if step == 0 or not exists(path):
         return kept
@@ -144,18 +144,18 @@ def kept_up_to(path: Path, step: int) -> ProofPrefix:
                 kept.tip = line.step, line.value.get(ID)
                 if over:
                     kept.late.append((line.step, line.value))
-            over |= line.step > step - (line.kind == RUN)  # a job that began at this step made no step
+            over |= line.step > step - (line.kind == RUN)  # a job that began at this step has made no step
             if not over:
                 kept.head, kept.end, kept.at = line.head, line.end, max(kept.at, line.step)
                 if line.kind == RUN:
                     kept.run = {key: value for key, value in line.value.items() if key != ORIGIN}
     except Broken:
-        pass  # cut off by a kill, or changed by somebody: the chain is valid up to here
+        pass  # a line was cut off by a kill or was changed: the chain is valid up to here
     return kept
 
 
 class Proof:
-    """Writer of the file, on rank 0. Raises OSError. head: the digest of everything computed so far."""
+    """Writer of the file, on rank 0. Raises OSError. head: digest of all results so far."""
 
     def __init__(self, path: Path, beginning: JobStart) -> None:
         kept = kept_up_to(path, beginning.step)

@@ -1,9 +1,9 @@
-"""Activity of a rank as spans of time, while a timeline is recorded.
+"""Spans: named intervals of a rank's work, recorded for a timeline.
 
-`active` is the recorder, or None while none is on: the recorded code checks this and does no more. A span
-is a tuple in a list that only grows; names are composed and times computed from stamps after the last
-step. Computing is stamped by the clock of the device (`device.stopwatch`), since the host only launches
-work on a GPU; waits and transfers by the host's clock. `train.timeline` starts recorders on all ranks.
+`active` is the recorder, or None if nothing is recorded; then instrumented code does nothing more. A span
+is a tuple in a list that only grows; names and times are computed from stamps after the last step.
+Computing is stamped by the clock of the device (`device.stopwatch`), since the host only launches work on
+a GPU; waits and transfers are stamped by the host's clock. `train.timeline` starts recorders on all ranks.
 """
 
 import threading
@@ -12,35 +12,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB while they are kept, 110 MB while written
+MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB in memory, 110 MB while written
 
-# The tracks of a rank. A span's label names what it is about: the scope of a stage, a unit, a folder.
-STEPS = "steps"  # steps; in them micro-batches and evaluations
+# The tracks of a rank. A span's label is the scope of a stage, a unit, or a folder.
+STEPS = "steps"  # steps, and inside them micro-batches and evaluations
 COMPUTE = "compute"  # forward and backward of a stage, the loss
 OPTIMIZER = "optimizer"  # the norm and the update
-BETWEEN = "between stages"  # main thread's work for transfers: starts, waits, pushes, sums, releases
+BETWEEN = "between stages"  # main thread: starts, waits, pushes, sums, releases of transfers
 WAITS = "waits"  # waits for transfers and for other ranks
 STALLS = "stalls"  # a GPU waits for a transfer of its memory
 DATA = "data"  # reading micro-batches
 CHECKPOINT = "checkpoint"
-BACKGROUND = "checkpoint behind training"  # work of another thread
+BACKGROUND = "checkpoint behind training"  # work of the saving thread
 BACKGROUND_WAITS = "waits behind training"
 TRACKS = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, WAITS, STALLS, DATA, CHECKPOINT, BACKGROUND, BACKGROUND_WAITS)
-OF_DEVICE = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, STALLS)  # stamped by the device's clock
+OF_DEVICE = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, STALLS)  # tracks stamped by the device's clock
 
 Span = tuple[str, str, str, Any, Any, int, int | None]  # track, name, label, stamps, step, micro-batch
 Open = list[Any]  # track, name, label, stamp of the beginning
-OpenTransfer = list[Any]  # kind, label, bytes, begun, ended (None: not yet), step, micro-batch
+OpenTransfer = list[Any]  # kind, label, bytes, start, end (None: not yet), step, micro-batch
 ENDED = 4  # index of the end in a transfer
 
 
 class SpanRecorder:
     """Recorder of the spans and transfers of this rank.
 
-    watch               the device's clock: it marks the end of the work queued so far, and reads times later
-    step, micro_batch   numbers in progress now, which each span notes
+    watch               clock of the device; a stamp is the time when all work queued so far is done
+    step, micro_batch   current numbers, stored in each new span
     ends_in             the step in which recording ended because there were too many spans, or None
-    open                spans of `during` that have begun and not ended
+    open                unfinished spans of `during`
     """
 
     def __init__(self, watch: Any) -> None:
@@ -64,31 +64,31 @@ class SpanRecorder:
         self._lap = now
 
     def begin_step(self, number: int) -> None:
-        """Note that a step begins, and that the step before it ends."""
+        """Record that a step begins, and that the previous step ends."""
         now = self._stamp()
         if self._in_step:
             self.end_steps(now)
         self.step, self._begun, self._in_step = number, now, True
 
     def end_steps(self, now: Any = None) -> None:
-        """Note that the last step ends; if no step was begun, the full recording is one step."""
+        """Record that the last step ends; if no step was begun, the full recording is one step."""
         if self.ends_in is None:  # otherwise the step is incomplete
             ended = self._stamp() if now is None else now
             self.spans.append((STEPS, "step", str(self.step), self._begun, ended, self.step, None))
             self._stay_bounded()
 
     def begin_micro_batch(self, number: int | None) -> None:
-        """Set the micro-batch, or none, that the next spans belong to."""
+        """Set the micro-batch of the next spans, or None."""
         self.micro_batch = number
         self._stay_bounded()
 
     def _stay_bounded(self) -> None:
-        """Stop recording at the limit, so that memory is bounded; one micro-batch may exceed it."""
+        """Stop recording at MAX_SPANS to limit memory; one micro-batch may exceed the limit."""
         if len(self.spans) + len(self.transfers) > MAX_SPANS and self.ends_in is None:
             self.ends_in = self.step
             stop()
 
-    # ---------------------------------------------------------------------------------- of any thread
+    # ---------------------------------------------------------------------------------- on any thread
 
     def begin(self, track: str, name: str, label: str = "") -> Open:
         found = [track, name, label, self._stamp_of(track)]
@@ -105,7 +105,7 @@ class SpanRecorder:
         self.spans.append((track, kind, label, begun, ended, self.step, self.micro_batch))
 
     def transfer(self, kind: str, label: str, nbytes: int) -> OpenTransfer:
-        """Note a transfer that begins; `end` notes its completion, once per part."""
+        """Record and return a transfer that begins; `end` records its completion, once per part."""
         found = [kind, label, nbytes, time.perf_counter(), None, self.step, self.micro_batch]
         self.transfers.append(found)
         return found
@@ -118,7 +118,7 @@ active: SpanRecorder | None = None
 
 
 def start(watch: Any) -> SpanRecorder:
-    """Record from now on."""
+    """Start recording this rank's spans."""
     global active
     active = SpanRecorder(watch)
     return active
@@ -131,14 +131,14 @@ def stop() -> None:
 
 
 def end(transfer: OpenTransfer | None) -> None:
-    """Note that a transfer, or its last part so far, is complete."""
+    """Record that a transfer, or a part of it, is complete now."""
     if transfer is not None:
         transfer[ENDED] = time.perf_counter()
 
 
 @contextmanager
 def during(track: str, name: str, label: str = "") -> Iterator[None]:
-    """Return a context that records a span."""
+    """Return a context that is recorded as a span."""
     recorder = active
     begun = recorder.begin(track, name, label) if recorder is not None else []
     try:
@@ -150,7 +150,7 @@ def during(track: str, name: str, label: str = "") -> Iterator[None]:
 
 @contextmanager
 def computing(name: str, label: str) -> Iterator[None]:
-    """Return a context that records the computing of a stage; time before it belongs to transfers."""
+    """Return a context that records a stage's computing; the time before it is recorded as BETWEEN."""
     recorder = active
     if recorder is not None:
         recorder.lap(BETWEEN, "before", label)
@@ -162,12 +162,12 @@ def computing(name: str, label: str) -> Iterator[None]:
 
 
 def restart() -> None:
-    """Begin the next lap now, if a recorder is on."""
+    """Start the next lap now, if a recorder is active."""
     if active is not None:
         active.restart()
 
 
 def lap(track: str, name: str, label: str = "") -> None:
-    """End a lap now, if a recorder is on."""
+    """End the current lap now and record it as a span, if a recorder is active."""
     if active is not None:
         active.lap(track, name, label)

@@ -1,9 +1,9 @@
-"""`OUT/status.json`: whether a run is running, is done, or why it ended; for scripts and people.
+"""`OUT/status.json`: state of a run (running, done, or the reason why it ended), for scripts and people.
 
-A launcher's exit status is no proof: some return 0 although a host was lost. So rank 0 writes "done" after
-all ranks have reached the end. During a run a thread renews the file every few seconds, so an old file
-shows a killed job. The rank that ends a job for a failure writes why. The file is replaced by a
-rename, so nobody reads half of it, and no step waits for it.
+A launcher's exit status is unreliable: some return 0 although a host was lost. So rank 0 writes "done" after
+all ranks have reached the end. During a run a thread renews the file every few seconds, so an old file means
+that the job was killed. The rank that ends a job after a failure writes the reason. The file is replaced by
+a rename, so a reader never sees a part of it, and no step waits for it.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
 MOST_BYTES = 1 << 20  # most bytes of the file
 RENEWAL_SECONDS = 5.0  # seconds between renewals
-DISK_BLOCK = 4096  # bytes that a file takes at least on a disk
-RENEWAL_WAIT = 2.0  # seconds that the last write waits for a renewal in progress: the disk may hang
+DISK_BLOCK = 4096  # bytes: the least space of a file on a disk
+RENEWAL_WAIT = 2.0  # seconds that the last write waits for a renewal in progress, as the disk may hang
 
 
 class Status:
-    """Status file of a job as one rank sees it. Never raises: an error of the file must not end a run.
+    """Writer of a job's status on one rank. It never raises, as an error of the file must not end a run.
 
     Fields: state, reason (why it failed), step and steps, ranks; host and pid of rank 0; started and updated,
-    in UTC; version of the package. `steps` may be set later, and `slow`: ranks that are behind. `lost` says
-    why the folder no longer belongs to this job; nothing is written then.
+    in UTC; version of the package. `steps` and `slow`, the slow ranks, may be set later. If `lost`, the
+    reason why the folder no longer belongs to this job, is not empty, nothing is written.
     """
 
     def __init__(self, out: Path, rank: int, ranks: int, steps: int, lost: Callable[[], str] = str) -> None:
@@ -43,11 +43,11 @@ class Status:
         place = {"ranks": ranks, "host": platform.node(), "pid": os.getpid()}
         self._about: Mapping[str, Any] = {**place, "started": _now()}
         self._lock, self._over, self._lost = threading.Lock(), threading.Event(), lost
-        self._before = b""  # content left by the job before this one
+        self._before = b""  # content of the previous job's file
         self.slow = ""
 
     def begin(self) -> None:
-        """Write, on rank 0, that the job runs, and renew that from now on."""
+        """Write on rank 0 that the job runs, and renew the file from now on."""
         if self._rank == 0:
             with contextlib.suppress(OSError, FileError):
                 self._before = read_file(self._path, MOST_BYTES)
@@ -55,7 +55,7 @@ class Status:
             threading.Thread(target=self._renew, name="zero_mpi status", daemon=True).start()
 
     def before(self) -> dict[str, Any]:
-        """Return the status that the job before this one has left in the file; empty if none."""
+        """Return the status of the previous job; empty if there is none."""
         return as_object(self._before)
 
     def at(self, step: int) -> None:
@@ -69,13 +69,13 @@ class Status:
                 self._write(RUNNING)
 
     def end(self, state: str, reason: str = "") -> None:
-        """Write the last state, on any rank; a later failure, on the way out, changes nothing."""
+        """Write the last state, on any rank; a failure after that does not change it."""
         self._over.set()
         locked = self._lock.acquire(timeout=RENEWAL_WAIT)
         said = read_status(self._path)
-        if said.get("state") == RUNNING and self._rank != 0:  # rank 0 knows the job's place and time
+        if said.get("state") == RUNNING and self._rank != 0:  # rank 0 wrote host and start time
             self._about = {key: said.get(key) for key in self._about}
-        # Only rank 0 knows whether this job has written that.
+        # Only rank 0 knows whether this job has written the file.
         is_ours = self._rank != 0 or all(said.get(key) == value for key, value in self._about.items())
         is_over = said.get("state") in (DONE, STOPPED, FAILED) and is_ours
         if state != FAILED or not is_over:
@@ -84,7 +84,7 @@ class Status:
             self._lock.release()
 
     def refused(self, reason: str) -> None:
-        """Note that the run did not start; the file then keeps the last state of the run before."""
+        """Write why the run did not start, and keep the state of the previous run."""
         before, self._before = self._before, b""
         self.end(FAILED, reason)
         if before:
@@ -108,9 +108,9 @@ class Status:
 
 
 def overwrite(path: Path, text: bytes) -> None:
-    """Overwrite a file in place, in one call and within its disk block, if the disk is full. Raises OSError.
+    """Overwrite a file in place, in one write within its disk block, for a full disk. Raise OSError.
 
-    The file is not truncated first, so a failed write leaves the old text; the new text may end in blanks.
+    The file is not truncated first, so after a failed write it has the old text. Blanks may pad the new text.
     """
     handle = open_in_place(path, os.O_WRONLY)
     try:
@@ -122,7 +122,7 @@ def overwrite(path: Path, text: bytes) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Return the content of a status.json; empty for anything else."""
+    """Return the content of a status.json; empty if the file is missing or is not such a file."""
     try:
         return as_object(read_file(path, MOST_BYTES))
     except FileError:
@@ -130,7 +130,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def as_object(text: bytes) -> dict[str, Any]:
-    """Return the JSON object in a text, with plain values only; empty for anything else."""
+    """Return the JSON object in a text, with plain values only; empty for any other text."""
     try:
         said = parse_json(text, null_for_infinite=True)
     except ValueError:

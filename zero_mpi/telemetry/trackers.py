@@ -1,8 +1,8 @@
-"""Trackers: send the numbers of a run's records to other programs.
+"""Trackers, which send the numbers of a run's records to other programs.
 
 A tracker gets the record of each step and sends every number in it (`numbers`). `TABLE` has a tracker for
-each setting; the setting's value is its `wish`. `check` raises UsageError if the tracker cannot work here.
-Each job of a run is a run of its own at W&B and MLflow, which cannot discard the steps that a resume repeats.
+each setting; `wish` is the setting's value. `check` raises UsageError if the tracker cannot work here.
+At W&B and MLflow each job is a separate run, because they cannot discard the steps that a resume repeats.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from zero_mpi.errors import JobError, UsageError, import_optional, naming
 from zero_mpi.files.foreign import one_line, shown
 from zero_mpi.telemetry import log
 
-MOST_RANKS = 16  # most ranks with their own tags; beyond that only the largest figure is sent
+MOST_RANKS = 16  # most ranks with their own tags; of more ranks only the largest number is sent
 CLOSE_SECONDS = 60.0  # seconds that the end of a run waits for pending records
 EVERY_SECONDS = 1.0  # seconds between writes of Prometheus' file and between requests of MLflow
 LONGEST = 500  # letters of a value at MLflow
@@ -31,7 +31,7 @@ RANK = re.compile(r"(?P<name>.+)/rank_(?P<rank>\d+)")
 
 @dataclass(frozen=True)
 class TrackedJob:
-    """Job of a run: its folder, the steps that were done before it, and its settings."""
+    """Job of a run: its folder, the number of steps done before it, and its settings."""
 
     out: Path
     done: int
@@ -39,22 +39,22 @@ class TrackedJob:
 
 
 class Tracker(Protocol):
-    """Receives the record of each step. An OSError ends the run, as it does if metrics.jsonl fails."""
+    """Receiver of the record of each step. An OSError ends the run, as an error of metrics.jsonl does."""
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Take the record of one step."""
+        """Send the record of one step."""
 
     def close(self) -> None:
-        """Close the tracker: the steps of this job are done."""
+        """Close the tracker after the last step of this job."""
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a number, which true and false are not."""
+    """Return True if a value is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) of all numbers in a record except the step; a list has a number for each rank."""
+    """Yield (tag, value) of all numbers in a record except the step; a list has one number per rank."""
     for tag, value in record.items():
         if isinstance(value, list):
             figures = {rank: figure for rank, figure in enumerate(value) if is_number(figure)}
@@ -71,9 +71,9 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class Guarded:
-    """Tracker whose failures, such as those of a server, are logged once and do not end the run.
+    """Tracker whose failures, such as server errors, are logged once and do not end the run.
 
-    `begin` makes the tracker; any exception that it raises becomes a JobError, before the first step.
+    `begin` makes the tracker before the first step; an exception of it becomes a JobError.
     """
 
     def __init__(self, flag: str, begin: Callable[[], Tracker]) -> None:
@@ -87,7 +87,7 @@ class Guarded:
         self._attempt(lambda tracker: tracker.step(record))
 
     def close(self) -> None:
-        """Let the tracker send the rest, for a minute at most."""
+        """Wait until the tracker has sent all records, for CLOSE_SECONDS at most."""
         closing = threading.Thread(target=self._attempt, args=(lambda tracker: tracker.close(),), daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -109,23 +109,23 @@ class Guarded:
 
 
 def explained(error: Exception) -> str:
-    """Return an exception of a library in one line."""
+    """Return the text of a library's exception as one line."""
     return one_line(f"{type(error).__name__}: {error}")
 
 
 class TensorBoard:
     """`--tensorboard`: TensorBoard's event files in `OUT/tensorboard`, through tensorboardX. Raises OSError.
 
-    Its file writer is used directly: its SummaryWriter passes each scalar through a queue between processes,
-    which costs more and loses the queue's content when a job is killed. Each job writes a file and begins it
-    with the mark at which TensorBoard discards the steps that are repeated.
+    The library's file writer is used directly, because its SummaryWriter passes each scalar through a queue
+    between processes, which is slower and loses data when a job is killed. Each job writes a new file; its
+    first event makes TensorBoard discard the steps that are repeated.
     """
 
     def __init__(self, job: TrackedJob, wish: bool) -> None:
         writer, self._events, self._summaries = self.check(wish)
         self._folder = job.out / "tensorboard"
         self._folder.mkdir(exist_ok=True)
-        # TensorBoard reads files in the order of their names, which begin with the time in seconds.
+        # TensorBoard reads files in the order of their names, which contain the time in seconds.
         self._writer = writer.EventsWriter(str(self._folder / "events"), f".{time.time_ns() % 10**9:09d}")
         mark = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(self._events.Event(step=job.done + 1, session_log=mark))
@@ -152,10 +152,10 @@ class TensorBoard:
 
 
 class Prometheus:
-    """`--prometheus FOLDER`: the newest record in a file for node_exporter's textfile collector.
+    """`--prometheus FOLDER`: newest record in a file for node_exporter's textfile collector.
 
-    The file is replaced by a rename, once per second at most, so a scrape never sees half of it. Its name
-    contains the folder of the run, as does the label `run`.
+    The file is replaced by a rename, at most once per second, so a scrape never reads a part of it. File
+    name and label `run` contain the folder of the run.
     """
 
     def __init__(self, job: TrackedJob, wish: str) -> None:
@@ -172,7 +172,7 @@ class Prometheus:
         return import_optional("--prometheus", "prometheus", "prometheus_client")
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Write a record, unless one was written a moment ago; numbers that it lacks stay as they were."""
+        """Write a record, at most once per second; numbers that are not in it keep their last values."""
         self._record |= record
         if time.monotonic() - self._written >= EVERY_SECONDS:
             self._write(running=1)
@@ -199,13 +199,13 @@ class Prometheus:
 class WandB:
     """`--wandb PROJECT`: W&B run in a project, in a group with the name of OUT.
 
-    With WANDB_MODE=offline it is a folder below OUT. Records go through the library's own process, so no step
-    waits for a network.
+    With WANDB_MODE=offline the run is a folder below OUT. The library sends records from a separate
+    process, so no step waits for a network.
     """
 
     def __init__(self, job: TrackedJob, wish: str) -> None:
         wandb = self.check(wish)
-        # W&B must not capture the terminal's output, and the run measures its machines itself.
+        # W&B must not capture terminal output; machine figures are in the records.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(
             project=wish,
@@ -230,8 +230,8 @@ class WandB:
 class MLflow:
     """`--mlflow EXPERIMENT`: MLflow run with the tag `zero_mpi.run`, at MLFLOW_TRACKING_URI.
 
-    Records are handed over once per second at most, and sent by a thread, so no step waits for a server. The
-    library's own thread would let the end of the process wait for a server that hangs.
+    A thread sends the records, at most once per second, so no step waits for a server. With the library's
+    own thread the end of the process would wait for a server that hangs.
     """
 
     def __init__(self, job: TrackedJob, wish: str) -> None:
@@ -247,7 +247,7 @@ class MLflow:
         self._sender = threading.Thread(target=self._send, name="zero_mpi mlflow", daemon=True)
         self._sender.start()
         said = [self._entities.Param(key, str(value)[:LONGEST]) for key, value in job.settings.items()]
-        self._client.log_batch(self._id, params=said)  # in as many requests as it takes
+        self._client.log_batch(self._id, params=said)  # the library splits it into requests
 
     @staticmethod
     def check(wish: str) -> Any:
@@ -270,11 +270,11 @@ class MLflow:
         try:
             while metrics := self._queue.get():
                 self._client.log_batch(self._id, metrics=metrics)
-        except Exception as error:  # reported by the thread of the run, at its next step
+        except Exception as error:  # the main thread reports it at its next step
             self._failure = error
 
     def close(self) -> None:
-        """End the run at MLflow after all numbers were sent."""
+        """End the run at MLflow after all numbers are sent."""
         self._hand_over()
         self._queue.put([])
         self._sender.join()
@@ -292,14 +292,14 @@ TABLE: Mapping[str, Any] = {
 
 
 def check(config: object) -> None:
-    """Raise UsageError if a tracker that the settings ask for cannot work here."""
+    """Raise UsageError if a tracker in the settings cannot work here."""
     for name, made in TABLE.items():
         if wish := getattr(config, name):
             made.check(wish)
 
 
 def begin(config: object, job: TrackedJob) -> list[Tracker]:
-    """Return the trackers of a job that begins. Raises JobError or OSError if one cannot begin."""
+    """Start and return the trackers of a job. Raise JobError or OSError if one cannot start."""
     found = list[Tracker]()
     for name, made in TABLE.items():
         if wish := getattr(config, name):

@@ -1,9 +1,8 @@
-"""`python -m zero_mpi.train`: from the flags to the end of a run, or with `--dry-run` to a plan.
+"""`python -m zero_mpi.train`: makes a run from its flags, or with `--dry-run` prints a plan of it.
 
-The checks before the first step are those of a run, by the same function, `resolve`: flags, model, text,
-checkpoints. So a dry run refuses what a run refuses, with the same line and status. The rest is a plan for
-these nodes and their free shared memory: memory and traffic are those of `zero-mpi plan`. Nothing is
-written, and nothing in OUT changes.
+A dry run checks flags, model, text and checkpoints with the same function as a run, `resolve`. So it gives
+the same errors, with the same status. Then it prints a plan for these nodes and their free shared memory,
+with memory and traffic as in `zero-mpi plan`. Nothing is written, and nothing in OUT changes.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from zero_mpi.train.trainer import Trainer, is_over, say_over
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Do the full run on this rank. Return the exit status, 75 if the run was asked to stop."""
+    """Make the run on this rank. Return the exit status, 75 if a signal or the time limit stopped it."""
     check_installation(world)
     config: Config = world.run_on_all(lambda: parse(arguments))
     if config.dry_run:
@@ -59,7 +58,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     log.install(world.rank, world.size, config.log_level)
     watchdog, outcome = stand_guard(world, config)
     session = build(world, resolve(world, config))
-    outcome.status.steps = session.config.steps  # with --epochs it was not known before
+    outcome.status.steps = session.config.steps  # with --epochs it is known only now
     outcome.at(session.progress.step)
     if is_over(session):
         world.on_root(lambda: say_over(session))
@@ -73,7 +72,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
-    """Start the watchdog of a job and the writer of its status, and return both. Collective."""
+    """Start the watchdog and the status writer of a job; return both. Collective."""
     out = Path(config.out)
     take_folder(world, out)
     watchdog = Watchdog(world.rank, config.timeout, world.kill)
@@ -91,7 +90,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
 
 
 def show(world: World, config: Config) -> int:
-    """Print the plan of a run. Return the exit status. Collective; raises UsageError as a run does."""
+    """Print the plan of a run and return the exit status. Raise UsageError as a run does. Collective."""
     world.on_root(lambda: check_out(Path(config.out)))
     spec = resolve(world, config)
     case, why = find_case(world, spec)
@@ -108,16 +107,16 @@ def show(world: World, config: Config) -> int:
 
 
 def check_out(out: Path) -> None:
-    """Raise UsageError if the run directory could not be written to."""
+    """Raise UsageError if a run could not write to its folder."""
     place = existing(out)
     if not is_folder(place) or not os.access(place, os.R_OK | os.W_OK | os.X_OK):
         raise UsageError(f"--out {shown(out)}: cannot write there: {shown(place)} is not a writable folder")
 
 
 def check_disk(config: Config, model: ModelConfig) -> list[str]:
-    """Return a warning if the checkpoints that are kept and the one being written do not fit on the disk.
+    """Return a warning if the kept checkpoints and one that is being written do not fit on the disk.
 
-    Existing checkpoints have their space already. Raises UsageError if not even one fits. Ignores quotas.
+    Space of existing checkpoints is subtracted. Raise UsageError if not even one fits. Quotas are ignored.
     """
     each = saved_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
     out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
@@ -130,12 +129,12 @@ def check_disk(config: Config, model: ModelConfig) -> list[str]:
 
 
 def existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
+    """Return the path if it exists, else the nearest parent folder that exists."""
     return next(place for place in (path, *path.absolute().parents) if exists(place))
 
 
 def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
-    """Return the case to plan for these ranks, and why the transport is not the requested one. Collective."""
+    """Return the case to plan for these ranks, and why it has another transport than asked. Collective."""
     nodes, problem = 1, ""
     if world.size > 1:
         from zero_mpi.comm.topology import find_topology, node_communicator
@@ -166,7 +165,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
 
 
 def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
-    """Yield the lines of a dry run, on rank 0; raises UsageError for a checkpoint without its counts.
+    """Yield the lines of a dry run, on rank 0; raise UsageError for a checkpoint without its counts.
 
     why: the reason for another transport than the requested one; alone: no launcher has started this process.
     """
@@ -202,7 +201,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
 
 
 def transport(wanted: str, case: Case, why: str) -> str:
-    """Return which transport carries the collectives, and who chose it."""
+    """Return a text with the transport, and whether --transport auto chose it."""
     kind = case.transport
     text = kind.text
     if kind.on_gpu:
@@ -214,7 +213,7 @@ def transport(wanted: str, case: Case, why: str) -> str:
 
 
 def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
-    """Yield where the run begins, and which files it leaves."""
+    """Yield the lines about the step at which the run begins and the files that it writes."""
     config, checkpoint = spec.config, spec.checkpoint
     if checkpoint is None:
         begins = "at step 0" if config.init is None else f"at step 0, with the weights of {config.init}"

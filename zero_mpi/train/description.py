@@ -1,4 +1,4 @@
-"""Description of a run: what its checkpoints store about it, and what its ranks must have in common."""
+"""Description of a run: facts that its checkpoints store, and facts that all ranks must have in common."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 
-# These are left out if 0, as in the checkpoints of versions without them.
+# These settings are left out if 0, as in checkpoints of versions without them.
 LATER = ("rope_dimension_count", "expert_count", "expert_used_count")
 
 
 def describe(
     config: Config, model: ModelConfig, tokenizer: Tokenizer | None, init: WeightSource | None
 ) -> Description:
-    """Return what checkpoints store besides tensors, without the machine and what `of_text` adds."""
+    """Return the facts that checkpoints store, except facts of the machine and those that `of_text` adds."""
     name = {"general.name": f"zero_mpi {model.arch}"}
     if init is not None:
         metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
@@ -93,7 +93,7 @@ def describe(
 def of_text(
     description: Description, config: Config, text: str, packing: str, keys: Mapping[str, object]
 ) -> Description:
-    """Return a description completed by the data's facts; `keys` are further keys of the model file."""
+    """Return the description with the facts of the data; `keys`: further keys of the model file."""
     day = {} if config.template_date in (None, DAY) else {"template_date": config.template_date}
     return replace(
         description,
@@ -110,7 +110,7 @@ def what_was_read(
     model: ModelConfig,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Return what this rank read from files that every rank opens itself; all ranks must agree on it.
+    """Return facts of the files that every rank reads itself; they must be the same on all ranks.
 
     checkpoint: identity of the resumed checkpoint.
     """
@@ -124,13 +124,13 @@ def what_was_read(
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's sizes by name, without absent ones; flags describe the adapters."""
+    """Return the model's sizes by name, without those that are None; flags describe the adapters."""
     found = dataclasses.asdict(model).items()
     return {name: value for name, value in found if name != "lora" and (value or name not in LATER)}
 
 
 def as_json(value: Any) -> Any:
-    """Return a size as it reads back from JSON."""
+    """Return a size in the form that it has after reading it from JSON."""
     if isinstance(value, frozenset):
         return sorted(value)
     return list(value) if isinstance(value, tuple) else value
@@ -145,7 +145,7 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # the data decide these; the description stores their values
+READ = ("packing", "control_tokens")  # the data may decide these, so the description stores their values
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 
@@ -157,9 +157,9 @@ def settings_of(config: Config) -> dict[str, Any]:
 def identity(
     config: Config, description: Description, weights: Mapping[str, WeightSource | None]
 ) -> dict[str, Any]:
-    """Return what the bits of a run depend on, as JSON values.
+    """Return all facts that the bits of a run depend on, as JSON values.
 
-    weights: the files of the initial weights, by setting; raises FileError for a file that cannot be read.
+    weights: files of the initial weights, by setting. Raise FileError for a file that cannot be read.
     """
     facts = {key: value for key, value in description.settings.items() if key not in NAMES or key in READ}
     begun = {name: None if file is None else weights_digest(file) for name, file in weights.items()}
@@ -173,12 +173,12 @@ def identity(
 
 Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"
-EXPLAINING = ("BLAS", "code for", "processor")  # names that are compared only where the trial differs
+EXPLAINING = ("BLAS", "code for", "processor")  # facts that are compared only if the trial differs
 REMEDY = "use the same --threads N and CPU type (or --bits portable) on all ranks, or --reduction fast"
 
 
 def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
-    """Return facts on this rank's machine: names, and the digest of a trial with the threads that are set.
+    """Return facts of this rank's machine: names, and the digest of a trial with its thread count.
 
     kind: the dtype that the run computes in.
     """
@@ -198,7 +198,7 @@ def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor's name as far as the system reports it."""
+    """Return the name of the processor, if the system reports it."""
     return environment.of_processor("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
@@ -206,9 +206,9 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
-    """Raise UsageError for a rank that computes other bits, naming how it differs from most ranks.
+    """Raise UsageError if a rank computes other bits than most ranks, with the facts that differ.
 
-    If not `exact`, add a note instead. `found`: host and machine of each rank.
+    If `exact` is false, append a note instead. `found`: host and machine facts of each rank.
     """
     # A GPU's bits do not depend on the threads of its host.
     values = [f"{each[TRIAL]} {'' if 'device' in each else each[THREADS]}" for _, each in found]
@@ -229,7 +229,7 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
 
 
 def names(ours: Machine, usual: Machine) -> tuple[str, str]:
-    """Return texts for two machines: the names that differ, or else the trial itself."""
+    """Return a text for each of two machines: the facts that differ, or else the trial."""
     keys = [key for key in ours if key != TRIAL and ours[key] != usual.get(key)] or [TRIAL]
     here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (ours, usual))
     return here, there
@@ -239,7 +239,7 @@ def names(ours: Machine, usual: Machine) -> tuple[str, str]:
 
 
 def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iterator[str]:
-    """Yield at most one line on differences from a checkpoint's machine that may change the last bits."""
+    """Yield at most one line about differences of the machines that may change the last bits."""
     other = before.get(TRIAL) != now.get(TRIAL)
     keys = [
         key
@@ -255,17 +255,17 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
         yield f"{what} was made with {made}: the last bits of results may change"
 
 
-VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or show in their effects
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # all others may differ, or their effects are compared
 
 
 def settings(config: Config) -> dict[str, str]:
-    """Return every setting by its flag, and the variables by their names."""
+    """Return flag -> value of all settings, and name -> value of the variables."""
     flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
     return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
 
 
 def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
-    """Pin bits and claim a GPU before MPI starts, as flags ask; one rank reports wrong flags later."""
+    """Set --bits and claim a GPU before MPI starts; invalid flags are reported later, by one rank."""
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         try:

@@ -1,6 +1,6 @@
-"""The loss that a run minimizes: a `HeadLoss` for each micro-batch, and recorded figures for each step.
-Training, recomputation and evaluation use the objective that the flags choose: cross-entropy, preferences, or
-a teacher's predictions. None of them depends on the kind.
+"""Objectives: the loss of a run as a `HeadLoss` for each micro-batch, and the recorded figures of each step.
+Flags choose cross-entropy, a preference loss, or a teacher's predictions. Training, recomputation and
+evaluation work with any objective.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ Floats = NDArray[np.float64]
 
 
 class StepLoss:
-    """Losses of the micro-batches of a step. micro: function that returns input and loss of micro-batch i."""
+    """Losses of the micro-batches of a step. micro: function i -> input and loss of micro-batch i."""
 
     def __init__(self, micro: Callable[[int], tuple[Any, HeadLoss]]) -> None:
         self.micro = micro
 
     @property
     def sums(self) -> Sequence[float]:
-        """Numbers of this rank that are added over all ranks."""
+        """Numbers of this rank that are summed over all ranks."""
         return ()
 
     def figures(self, sums: Sequence[float]) -> Figures:
-        """Return the figures of the step, from the sums over all ranks."""
+        """Return the figures of the step, computed from the sums over all ranks."""
         return {}
 
 
 class Objective:
-    """Cross-entropy of the targets that count; the base of other objectives.
+    """Cross-entropy of the targets that count in the loss; base class of the other objectives.
 
-    keeps: whether it needs numbers computed from the initial model, which `keep` returns and `use` takes
+    keeps: True if it needs numbers computed from the initial model, which `keep` returns and `use` sets
     """
 
     keeps = False
@@ -61,11 +61,11 @@ class Objective:
         self.module, self.loader = module, loader
 
     def keep(self) -> Floats:
-        """Return the numbers to keep, computed from the current model. Collective."""
+        """Compute and return the numbers of the current model that the objective needs later. Collective."""
         raise NotImplementedError
 
     def use(self, kept: Floats) -> None:
-        """Use what `keep` returned."""
+        """Set the numbers that `keep` has returned."""
 
     def step(self, number: int) -> StepLoss:
         """Return the losses of a step (from 0). Collective."""
@@ -76,7 +76,7 @@ class Objective:
         return with_loss(self.loader.micro(number, i), scale)
 
     def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:
-        """Return the mean loss of held-out data, and further figures. Collective."""
+        """Return the mean loss of the validation data, and further figures. Collective."""
         scale = 1.0 / loader.counted
         return evaluate(self.module, loader.micro_batches, lambda i: with_loss(loader.micro(i), scale)), {}
 
@@ -95,13 +95,13 @@ def as_input(batch: Batch) -> Array | Packed:
 
 
 class PairStep(StepLoss):
-    """Pairs of a step or of an evaluation. batches: the numbers of each micro-batch's windows.
+    """Pairs of a step or of an evaluation. batches: numbers of the windows in each micro-batch.
 
-    Sums are one table (S, K) in the order of the data: for each sequence the log-probability of its answer,
-    and for ORPO of all its other tokens. A rank fills the rows of its micro-batches, so that the sum over
-    ranks is the same at any number of them, and so are all figures, which are computed from it.
+    Sums are a table (S, K) in the order of the data: for each sequence the log-probability of its answer,
+    and for ORPO also of all its other tokens. A rank fills the rows of its micro-batches. The sum over
+    ranks is the same for any number of ranks, and all figures are computed from it.
 
-    reference   (S,) sums of the answers under the reference; zeros for none
+    reference   (S,) sums of the answers under the reference model; zeros without one
     kl          KTO's estimate of the divergence from the reference
     """
 
@@ -132,14 +132,14 @@ class PairStep(StepLoss):
         return as_input(pairs.batch), SequenceLoss(self._segments(pairs), learn)
 
     def _segments(self, pairs: PairBatch) -> list[Segment]:
-        """Return the segments of a micro-batch's sequences, one sequence after the other."""
+        """Return the segments of a micro-batch, in the order of its sequences."""
         kinds = [pairs.batch.targets, *[pairs.rest] * self.preference.learns_prompts]
         return [Segment(row, span, targets) for row, span in pairs.spans for targets in kinds]
 
     def measure(
         self, module: ShardedModule, read: Callable[[PairBatch], PairBatch], adapted: bool = True
     ) -> Floats:
-        """Return the sums (S, K) under the model as it is, with or without adapters. Collective."""
+        """Return the sums (S, K) under the current model, with or without adapters. Collective."""
         width = self._sums.shape[1]
 
         def compute(i: int, losses: Array) -> None:
@@ -153,7 +153,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the contribution of sequences to the step's loss, and its derivative by each sum."""
+        """Return the contribution of sequences to the step's loss, and its derivatives by their sums."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -164,7 +164,7 @@ class PairStep(StepLoss):
         return loss, slopes.ravel().tolist()
 
     def figures(self, sums: Sequence[float]) -> Figures:
-        """Return rewards and log-probabilities, by the names that TRL uses."""
+        """Return rewards and log-probabilities under their names in TRL."""
         table, by_token = np.reshape(sums, self._sums.shape), not self.preference.has_reference
         answers = table[:, 0] / self.counts if by_token else table[:, 0]
         rewards, found = self.preference.beta * (answers - self.reference), Figures()
@@ -172,7 +172,7 @@ class PairStep(StepLoss):
             for name, side in (("chosen", self.is_better), ("rejected", ~self.is_better)):
                 if side.any():
                     found[f"{kind}/{name}"] = mean(values[side])
-        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # all are in pairs
+        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # all sequences are in pairs
             found["rewards/accuracies"] = mean(rewards[::2] > rewards[1::2])
             found["rewards/margins"] = mean(rewards[::2] - rewards[1::2])
         if self.preference.is_unpaired:
@@ -186,10 +186,10 @@ class PairStep(StepLoss):
 
 
 class PreferenceObjective(Objective):
-    """A preference loss.
+    """Objective of a preference loss.
 
-    The reference is the model as the run begins: without its adapters if these start at zero (`adapted`),
-    else its sums are computed once, for all data.
+    The reference is the model at the start of the run. If adapters start at zero, it is the model without
+    adapters (`adapted`); else its sums are computed once, for all data.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class PreferenceObjective(Objective):
         self._windows = cast(PairWindows, loader.windows)
         self._data = [self._windows, *(cast(PairWindows, each.windows) for each in data.loaders.values())]
         self._reads = (unchanged, mismatched) if preference.is_unpaired else (unchanged,)
-        self._kept: dict[int, Floats] = {}  # by windows: sums (kinds, sides)
+        self._kept: dict[int, Floats] = {}  # window -> sums (kinds, sides)
 
     def keep(self) -> Floats:
         found = list[Floats]()
@@ -226,7 +226,7 @@ class PreferenceObjective(Objective):
         return step.loss(slice(None), sums)[0], step.figures(sums.ravel().tolist())
 
     def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
-        """Return the pairs of micro-batches with all that their losses depend on. Collective."""
+        """Return the pairs of micro-batches with the reference's sums, if needed. Collective."""
         step, kept = PairStep(self.preference, windows, batches), self._kept.get(id(windows))
         if not self.preference.has_reference:
             return step
@@ -246,7 +246,7 @@ def unchanged(pairs: PairBatch) -> PairBatch:
 
 
 def mean(values: Any) -> float:
-    """Return the mean of numbers, summed from first to last."""
+    """Return the mean of numbers, added in order."""
     return float(np.cumsum(values, dtype=np.float64)[-1] / len(values))
 
 
@@ -254,7 +254,7 @@ def mean(values: Any) -> float:
 
 
 class DistillObjective(Objective):
-    """A teacher's predictions of the tokens of a stream, mixed with the cross-entropy."""
+    """Objective of distillation: divergence from a teacher's predictions, mixed with the cross-entropy."""
 
     def __init__(
         self, module: ShardedModule, loader: StepLoader, stream: Stream, path: str, weight: float
@@ -273,11 +273,11 @@ class DistillObjective(Objective):
 
 
 def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise UsageError unless a teacher has predicted the tokens of this data."""
+    """Raise UsageError unless the teacher's predictions are of the tokens of this data."""
     found = open_teacher(path)
     made = {"data": corpus.sha256, "tokenizer": fingerprint(tokenizer), "vocabulary": model.vocab_size}
     has = {"data": found.data, "tokenizer": found.tokenizer, "vocabulary": found.vocab}
-    if tokenizer is None:  # the data are ids
+    if tokenizer is None:  # the data are token files
         has["tokenizer"] = made["tokenizer"]
     for name, value in has.items():
         if value != made[name]:

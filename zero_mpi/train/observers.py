@@ -1,7 +1,7 @@
-"""Observers: actions at each step besides training, called in the order of a list.
+"""Observers: actions at the start and the end of each step, called in the order of a list.
 
-A step begins and ends for all ranks alike, so an observer may start collectives. Its figures go
-into the record of the step, a line of metrics.jsonl.
+All ranks call their observers at the same points, so an observer may start collectives. Its figures
+go into the record of the step, a line of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from zero_mpi.telemetry.energy import Energy
 from zero_mpi.telemetry.metrics import METRICS, Records, last_record
 from zero_mpi.train.summary import Outcome
 
-MOST = 20  # steps in a row without finite values
+MOST = 20  # consecutive steps without finite values that end a run
 REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"
-BEHIND = 0.2  # share of the median's seconds that a rank may be slower
-RECORDS = 3  # number of records in a row in which a rank must be behind to be named
+BEHIND = 0.2  # a rank is slow if its seconds exceed the median by this share
+RECORDS = 3  # consecutive records in which a rank must be slow before it is named
 
 
 @dataclass(frozen=True)
 class StepMade:
-    """Result of an optimizer step, the same on all ranks except for what observers add to `record`."""
+    """Result of an optimizer step, the same on all ranks except for entries of observers in `record`."""
 
-    number: int  # steps of the run so far, including this one
-    loss: float  # nats per token, of all micro-batches
+    number: int  # number of the step, from 1
+    loss: float  # nats per token, over all micro-batches
     result: StepResult
     seconds: float  # from the first micro-batch to the update, on this rank
     record: dict[str, Any] = field(default_factory=dict)
 
 
 class Observer:
-    """Follows the beginning and end of each step; the base class does nothing."""
+    """Observer of the start and the end of each step; the base class does nothing."""
 
     def begins(self, number: int) -> None:
-        """Handle the beginning of step `number` (from 1). Collective if the observer says so."""
+        """Handle the start of step `number` (from 1). Collective if the observer's docstring says so."""
 
     def ends(self, step: StepMade) -> None:
-        """Handle the end of a step. Collective if the observer says so."""
+        """Handle the end of a step. Collective if the observer's docstring says so."""
 
 
 class SignsOfLife(Observer):
-    """Reports the current step to the watchdog and status.json."""
+    """Observer that reports the current step to the watchdog and status.json."""
 
     def __init__(self, watchdog: Watchdog, outcome: Outcome) -> None:
         self._watchdog, self._outcome = watchdog, outcome
@@ -70,13 +70,13 @@ class SignsOfLife(Observer):
 
 
 class Costs(Observer):
-    """Records the costs of a step: seconds, waits, bytes sent, share of the processor's peak.
+    """Observer that records the costs of a step: seconds, waits, bytes sent, share of the peak.
 
-    share   function from seconds to that share, None where it is not known
+    share   function seconds -> share of the processor's peak, or None if it is not known
     """
 
     def __init__(self, meter: Meter, positions: int, share: Callable[[float], float | None]) -> None:
-        self.longest = 0.0  # seconds of a step
+        self.longest = 0.0  # seconds of the longest step
         self._meter, self._positions, self._share = meter, positions, share
         self._waited = self._sent = 0.0
 
@@ -95,7 +95,7 @@ class Costs(Observer):
 
 
 class SkippedSteps(Observer):
-    """Records how many updates were skipped, and warns at the first outside the search for a loss scale."""
+    """Observer that records skipped updates and warns at the first that no loss-scale search explains."""
 
     def __init__(self, scale: LossScale, count: Callable[[], int]) -> None:
         self._scale, self._count, self._before = scale, count, count()
@@ -108,7 +108,7 @@ class SkippedSteps(Observer):
 
 
 class HeldOutLoss(NamedTuple):
-    """Losses of an evaluation in nats per token: the mean, and of each source if there are several."""
+    """Losses of an evaluation in nats per token: mean, and loss of each source if there are several."""
 
     mean: float
     by_source: dict[str, float]
@@ -116,12 +116,12 @@ class HeldOutLoss(NamedTuple):
 
 
 class Evaluation(Observer):
-    """Records the validation loss every `every` steps and after the last step. Collective.
+    """Observer that records the validation loss every `every` steps and at the end. Collective.
 
     every      steps; 0: only after the last step
-    evaluate   function that returns the loss; None if nothing is held out
-    first      evaluate before the first step too, into that step's record: where training starts from a
-               pretrained model, this is the loss to improve on
+    evaluate   function that returns the loss; None without validation data
+    first      also evaluate before the first step, into that step's record: for a pretrained model, this
+               is the loss to improve on
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Evaluation(Observer):
 
 
 class RecordWriter(Observer):
-    """Writes the record: metrics.jsonl, the progress bar, trackers."""
+    """Observer that sends the record to metrics.jsonl, the progress bar and the trackers."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -173,16 +173,16 @@ class RecordWriter(Observer):
 
 
 class Divergence(Observer):
-    """Counts the steps of a job that were not finite, and ends it after many in a row."""
+    """Observer that counts steps that are not finite, and ends the job after MOST consecutive ones."""
 
     def __init__(self, scale: LossScale) -> None:
         self._scale, self._loss = scale, 0.0
-        self._steps = self._bad = 0  # number of steps seen, and of the last ones that were not finite
+        self._steps = self._bad = 0  # steps of the job; consecutive steps up to now that were not finite
 
     def ends(self, step: StepMade) -> None:
-        """Count a step; raise JobError on all ranks if too many in a row were not finite.
+        """Count a step; raise JobError on all ranks if too many consecutive steps were not finite.
 
-        A skipped step counts, unless float16 tries a lower loss scale next.
+        A skipped step counts, unless the next step has a lower loss scale (float16).
         """
         searching = self._scale.dynamic and self._scale.exponent > 0
         self._steps, self._loss = self._steps + 1, step.loss
@@ -197,14 +197,14 @@ class Divergence(Observer):
             )
 
     def worth_saving(self, step: int) -> bool:
-        """Return whether the weights may be valid and may replace good ones; if not, log it."""
+        """Return True if the loss is finite, so the weights may be saved; otherwise log a message."""
         if math.isfinite(self._loss):
             return True
         log.warning("no checkpoint is saved at step %d, because its loss is not finite", step)
         return False
 
     def check_end(self, step: int) -> None:
-        """Raise JobError on all ranks if the run has come to its last step without a usable result."""
+        """Raise JobError on all ranks if the run has no usable result after its last step."""
         if not math.isfinite(self._loss):
             raise JobError(not_finite(step))
         if self._bad and self._bad == self._steps:
@@ -212,12 +212,12 @@ class Divergence(Observer):
 
 
 def not_finite(step: int) -> str:
-    """Return why a run whose last step was made has failed."""
+    """Return the message that the loss of the last step is not finite."""
     return f"the loss of the last step ({step}) is not finite: the run has diverged; {REMEDY}"
 
 
 def check_recorded(out: Path, step: int) -> None:
-    """Raise JobError if the records of a run that has made its last step say that its loss was not finite."""
+    """Raise JobError if the loss of a finished run's last step is not finite, according to its records."""
     record = last_record(out / METRICS)
     if record.get("step") == step and record.get("loss", 0.0) is None:
         raise JobError(not_finite(step))
@@ -227,24 +227,22 @@ def check_recorded(out: Path, step: int) -> None:
 
 
 class RankReport(NamedTuple):
-    """Figures of a rank; all but the first cover the time since its last report."""
+    """Figures of a rank; all except `memory` cover the time since its last report."""
 
     memory: int  # bytes in use now
-    seconds: float | None  # computing, per micro-batch; None: it had none, or a GPU computes meanwhile
-    waited: float  # seconds in waits for other ranks
-    joules: (
-        float | None
-    )  # energy of its host, reported by one rank of each; None: another does, or no counter
+    seconds: float | None  # of computing, per micro-batch; None: without micro-batches, or on a GPU
+    waited: float  # seconds of waits for other ranks
+    joules: float | None  # of the host, on one of its ranks; None: another rank, or no counter
 
 
 class RankFigures(Observer):
-    """Records the figures of each rank, and names slow ranks, at logged or evaluated steps: collective.
+    """Records each rank's figures and names slow ranks, at logged or evaluated steps. Collective.
 
-    In a step all ranks wait for the slowest one, so step times do not show which rank it was. Its own seconds
-    do: the time of its micro-batches less its waits for other ranks.
+    All ranks wait for the slowest rank, so step times do not show which rank it is. So each rank measures
+    its own seconds: the time of its micro-batches minus its waits for other ranks.
 
-    pace   context to enter around each micro-batch
-    say    function that is given the slow ranks as a text, "" if there are none
+    pace   context around each micro-batch, which measures it
+    say    function that gets a text naming the slow ranks, "" if there are none
     """
 
     def __init__(
@@ -285,14 +283,14 @@ class RankFigures(Observer):
             self._joules, self._hosts = self._joules + sum(joules), len(joules)
 
     def close(self, tokens: int) -> None:
-        """Report the energy that the job used, if hosts measure it, for the `tokens` that it trained on."""
+        """Log the energy that the job used, if hosts measure it; `tokens`: number of trained tokens."""
         if self._hosts and tokens:
             hosts, each = plural(self._hosts, "host"), self._joules / tokens
             log.info("energy: %.4g kJ of %s, %.3g J per token", self._joules / 1e3, hosts, each)
 
 
 class StepTimer:
-    """Measures the seconds that this rank computes per micro-batch: a context around each."""
+    """Timer of this rank's computing per micro-batch; used as a context around each micro-batch."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -309,7 +307,7 @@ class StepTimer:
         self._count += 1
 
     def take(self) -> tuple[float | None, float]:
-        """Return the mean of the micro-batches since the last call (None without one), and seconds waited."""
+        """Return seconds per micro-batch since the last call (None without any), and seconds of waits."""
         mean = self._seconds / self._count if self._count else None
         waited, self._waited = self._meter.wait_seconds - self._waited, self._meter.wait_seconds
         self._seconds, self._count = 0.0, 0
@@ -317,13 +315,13 @@ class StepTimer:
 
 
 class SlowRanks:
-    """Names each rank that is behind the median of all ranks in several records in a row."""
+    """Finds ranks that are slower than the median of all ranks in several consecutive records."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts, self._behind = hosts, Counter[int]()
 
     def saw(self, seconds: Sequence[float | None]) -> str:
-        """Take in each rank's seconds per micro-batch; return the ranks that are slow now, or ""."""
+        """Add the seconds per micro-batch of each rank; return a text naming the slow ranks, or ""."""
         known = {rank: value for rank, value in enumerate(seconds) if value is not None}
         middle = statistics.median_low(known.values()) if known else 0.0
         now = {rank: value / middle - 1 for rank, value in known.items() if value > (1 + BEHIND) * middle > 0}

@@ -1,8 +1,8 @@
-"""Resolves a run: checks its flags, the files that they name and the machine, once.
+"""Resolves a run: checks its flags, the files that they name, and the machine.
 
-Only the text is large here, and nothing is written: `setup.build` makes a run of the result,
-and `--dry-run` describes it. Rank 0 alone reads what one rank can read for all (folders, text); an
-error is raised on all ranks alike.
+Nothing is written, and only the text needs much memory. `setup.build` makes a run from the result,
+and `--dry-run` describes it. Folders and text are read by rank 0 alone; an error is raised on all
+ranks.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from zero_mpi.train.objective import check_teacher
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Specification of a run, the same on all ranks except for the text, which rank 0 has."""
+    """Specification of a run, the same on all ranks except for the text, which only rank 0 has."""
 
     config: Config  # flags, with the sizes of the model of `--init`
-    threads: int  # number of threads that this rank computes on
+    threads: int  # number of threads of this rank
     init: WeightSource | None  # source of the initial weights, if they are not random
-    tokenizer: Tokenizer | None  # tokenizer of the text; None: the data are ids
+    tokenizer: Tokenizer | None  # tokenizer of the text; None: the data are token files
     model: ModelConfig
     checkpoint: resume.ResumePoint | None  # checkpoint to resume from
-    description: Description  # what the run's checkpoints store besides their tensors
+    description: Description  # facts that the run's checkpoints store
     adapter: WeightSource | None = None  # source of the initial adapter weights
-    unsaid: frozenset[str] = frozenset()  # settings that are left to the data
+    unsaid: frozenset[str] = frozenset()  # settings with defaults that depend on the data
     corpus: Corpus | None = None
     loader: StepLoader | None = None  # loader of the steps, on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
-    memory_problem: str = ""  # why memory does not suffice, which a dry run prints at its end; on rank 0
+    memory_problem: str = ""  # why memory is too small, on rank 0; a dry run prints it at its end
 
     @property
     def resumed(self) -> Path | None:
@@ -80,14 +80,14 @@ class RunSpec:
 
 
 def resolve(world: World, config: Config, *, cached: bool = True, begun: str | None = None) -> RunSpec:
-    """Return the specification of a configuration's run. Collective; raises UsageError on all ranks alike.
+    """Return the specification of a configuration's run; raise UsageError on all ranks. Collective.
 
-    Unless `cached`, text is encoded again even if an earlier result was kept. `begun` is the fingerprint of
-    the tokenizer with which the run began, if no checkpoint says it.
+    If `cached` is false, text is encoded again even if an earlier result is stored. `begun`: fingerprint
+    of the tokenizer with which the run began, for a run without a checkpoint that has it.
 
-    One agreement covers everything that each rank reads itself. There are others because the next steps need
-    their results: ranks with different flags would diverge, all ranks read a checkpoint together, text is too
-    large for a second reader, and one rank of a node compiles the operations for the others.
+    One agreement covers everything that each rank reads itself. Other agreements are separate because the
+    next action needs their results: ranks with different flags would diverge, all ranks read a checkpoint
+    together, only rank 0 reads the large text, and one rank of a node compiles the operations for the others.
     """
     notes = list[str]()
     check(world.comm, description.settings(config), SAME_FLAGS)
@@ -97,7 +97,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
         begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
     read = partial(read_inputs, config, checkpoint, number, begun)
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
-    spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # all have read the same model
+    spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # all ranks have read the same model
     notes += spec.notes
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
@@ -118,9 +118,9 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
 def read_inputs(
     config: Config, checkpoint: resume.ResumePoint | None, number: int, begun: str | None
 ) -> tuple[RunSpec, Facts]:
-    """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
+    """Return the inputs that this rank reads itself, and facts that all ranks must share; raise UsageError.
 
-    `number`: index of the rank on its node, if the launcher does not give it. `begun`: as for `resolve`.
+    `number`: index of the rank on its node, if the launcher does not set it. `begun`: as in `resolve`.
     """
     config = resume.as_begun(config, checkpoint)
     unsaid = frozenset(config.unsaid)
@@ -158,10 +158,10 @@ def read_inputs(
 
 
 def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
-    """Return the run with its text on rank 0, and the text's identity and the steps on all. Collective.
+    """Return the run with its text on rank 0, and with the facts of the text on all ranks. Collective.
 
-    Memory for the run is checked before the text is read, and again if the text makes windows
-    longer.
+    Memory for the run is checked before the text is read, and again if windows become longer because
+    of the text.
     """
     nodes, on_root = rank_memory.nodes_of(world), list[RunSpec]()
 
@@ -183,7 +183,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
         if config.patience is not None and not held_out:
             raise UsageError(f"--patience {config.patience}: there is too little data for a validation set")
         keys = {}
-        if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
+        if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # token files
             keys = inputs.carried_keys(spec.init, spec.model)
         if spec.checkpoint is not None:
             resume.check_resume(
@@ -198,7 +198,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
 
 
 def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
-    """Return the flags completed by the data, and the loaders of the data; UsageError for too few tokens."""
+    """Return the flags with defaults from the data, and loaders; raise UsageError for too few tokens."""
 
     def unless_said(config: Config, **settings: Any) -> Config:
         return replace(config, **{name: settings[name] for name in settings if name in spec.unsaid})
@@ -209,7 +209,7 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
         most = LR_TIMES_WIDTH / model.embedding_length * config.rate_factor
         config = unless_said(config, lr=min(config.lr, most))
     if config.init is not None and all(stream.counted is not None for stream in streams):
-        step = 1 if config.preference is None else 2  # both sides of a pair are in a window
+        step = 1 if config.preference is None else 2  # both answers of a pair are in one window
         ends = [stream.ends[step - 1 :: step] for stream in streams]
         longest = max(int(np.diff(each, prepend=0).max(initial=2)) - step for each in ends)
         context = min(longest, model.context_length, step * MOST_CONTEXT)
@@ -222,12 +222,12 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
 
 
 def packing_of(config: Config, stream: Stream) -> str:
-    """Return how documents fill windows if no flag decides: conversations whole, text as it comes."""
+    """Return the default of --packing: documents for conversations, none for other text."""
     return config.packing or (NONE if stream.counted is None else DOCUMENTS)
 
 
 def set_threads(config: Config) -> int:
-    """Set the threads of this rank and return their number; exact mode uses one by default."""
+    """Set the threads of this rank and return their number; the default in exact mode is 1."""
     wanted = bounds.threads_within(bounds.thread_count(config.threads))
     return ops.use_threads(environment.cores_per_rank() if wanted == 0 else wanted)
 
@@ -252,7 +252,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
 
 
 def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
-    """Return the loaders of the micro-batches of steps and of evaluations; raises UsageError for too few."""
+    """Return the loaders of micro-batches for steps and for evaluations; raise UsageError for too few."""
     parts = [windows_of(config, part) for part in corpus.parts]
     order = SampleOrder([len(each) for each in parts], [part.share for part in corpus.parts], config.seed)
     steps = StepLoader(
@@ -270,7 +270,7 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 
 def windows_of(config: Config, part: Part) -> WindowSource:
-    """Return the windows of a source; raises UsageError for one of several that has none, or has pairs."""
+    """Return the windows of a source; raise UsageError if one of several sources is empty or has pairs."""
     if part.name and config.preference is not None:
         raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
     paired = config.preference is not None
@@ -283,8 +283,8 @@ def windows_of(config: Config, part: Part) -> WindowSource:
 def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:
     """Compile or load the operations and check that they give the same bits on all ranks. Collective.
 
-    Returns what rank 0 computes with, as one description for all: with equal bits, names may differ. Raises
-    UsageError on all ranks if bits differ in exact mode.
+    Return the machine facts of rank 0 on all ranks: if bits are equal, names may differ. Raise UsageError on
+    all ranks if bits differ in exact mode.
     """
     kind = precision_named(config.precision).compute
     if config.bits == PORTABLE:
@@ -300,5 +300,5 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
 
 
 def announce(text: str) -> None:
-    """Announce at once a step of the start that takes a while."""
+    """Print a line about a part of the start that takes a while, before it begins."""
     log.info("%s", text)

@@ -1,8 +1,8 @@
-"""Chooses the checkpoint that a run resumes from, and checks that it may.
+"""Chooses the checkpoint that a run resumes from, and checks that it belongs to the run.
 
-`--resume auto` takes the newest checkpoint whose files are sound, and reports which it skipped and why. A
-checkpoint of another run (another model, corpus, or value of a flag marked `fixed`) is not skipped but
-refused: its owner wants neither an older checkpoint nor a start from the beginning.
+`--resume auto` takes the newest checkpoint with valid files, and reports skipped checkpoints with the reason.
+A checkpoint of another run (another model, corpus, or value of a `fixed` flag) is not skipped but an error,
+because the user wants neither an older checkpoint nor a start from the beginning.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.description import changes
 
 CORPUS = "the training data (--data, --val-data, --chat-template and its flags; sha256)"
-JUMP = 1.2  # ratio to the planned rate
-# Values of settings that older checkpoints lack.
+JUMP = 1.2  # ratio of the next rate to the planned rate that gives a warning
+# Values of settings that are missing in older checkpoints.
 SINCE: dict[str, Any] = {
     "control_tokens": PLAIN,
     "packing": NONE,
@@ -55,22 +55,22 @@ SINCE |= {
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Checkpoint to resume from, its indices read."""
+    """Checkpoint to resume from, with its tensor indices."""
 
     folder: Path
     files: CheckpointFiles
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the run, of older checkpoints too."""
+        """Settings of the run; settings that older checkpoints lack are added."""
         return {**SINCE, **read_json(self.files.state, "training.settings")}
 
 
 def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
-    """Return the checkpoint to resume from, or None; the same on all ranks. Collective; raises UsageError.
+    """Return the checkpoint to resume from on all ranks, or None; raise UsageError. Collective.
 
-    `notes` receives the skipped ones. Rank 0 looks at the folders. The bytes of a checkpoint are divided
-    among the ranks, so all ranks must agree on each one that is tried.
+    Skipped checkpoints are added to `notes`. Rank 0 lists the folders. The ranks check parts of a
+    checkpoint's bytes, so all ranks must agree on each checkpoint that is tried.
     """
     faults: list[str] = []
     for folder in world.run_on_root(lambda: resumable_folders(config, out)):
@@ -88,9 +88,9 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
 
 
 def resumable_folders(config: Config, out: Path) -> list[Path]:
-    """Return the folders to resume from, the best first; a run removes the remains of interrupted saves.
+    """Return the folders to resume from, best first; a run also removes the remains of interrupted saves.
 
-    Links are followed; a folder whose links form a circle is returned as it is.
+    Links are followed; a path with a circle of links is returned unchanged.
     """
     if not config.dry_run:
         folders.clean(out)
@@ -104,8 +104,8 @@ def resumable_folders(config: Config, out: Path) -> list[Path]:
 
 
 def open_checked(folder: Path, world: World) -> ResumePoint:
-    """Return a checkpoint with sound indices, this rank's share of its tensors checked; raises UsageError."""
-    if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
+    """Open a checkpoint; check its indices and this rank's share of its tensors. Raise UsageError."""
+    if not os.path.isdir(folder):  # Path.is_dir raises if a name is too long
         link = shown(folder.parent / folders.LATEST)
         raise UsageError(f"{link} points to {shown(folder.name)}, which does not exist")
     point = ResumePoint(folder, open_checkpoint(folder))
@@ -114,9 +114,9 @@ def open_checked(folder: Path, world: World) -> ResumePoint:
 
 
 def as_begun(config: Config, point: ResumePoint | None) -> Config:
-    """Return the configuration with the run's own values for settings that no flag gives.
+    """Return the configuration; settings that no flag gives have the values of the checkpoint.
 
-    Defaults may change with the version, or depend on data. Raises UsageError for an unknown setting.
+    Defaults may change with the version, or depend on data. Raise UsageError for an unknown setting.
     """
     if point is None:
         return config
@@ -148,7 +148,7 @@ def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokeni
 
 
 def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str:
-    """Return ALWAYS or NEVER for `--bos`. Token files get no bos, nor does a run that began without one."""
+    """Return ALWAYS or NEVER for `--bos`: NEVER for token files and for a run that began without BOS."""
     asked = config.bos
     if asked == AUTO and point is not None:
         asked = point.settings["bos"]
@@ -157,7 +157,7 @@ def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 
 def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str | None:
-    """Return the day for `--template-date`: the day on which the run began; None if no template asks."""
+    """Return the day for `--template-date`: the day on which the run began; None if no template uses it."""
     asked = config.template_date
     if asked or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
         return asked
@@ -167,7 +167,7 @@ def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
-    """Yield notes on permitted differences from the checkpoint that affect bits or the rest of the run."""
+    """Yield notes on permitted changes since the checkpoint that affect bits or the remaining steps."""
     yield from map(Caution, changes(read_json(point.files.state, "training.machine"), description.machine))
     before = {"optimizer": ADAMW} | read_json(point.files.state, "training.plan")  # 0.1.0 had only AdamW
     changed = [
@@ -179,7 +179,7 @@ def changes_since(point: ResumePoint, description: Description) -> Iterator[str]
 
 
 def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
-    """Yield a caution if the next learning rate is far from the one that the checkpoint planned."""
+    """Yield a warning if the next learning rate is far from the rate planned in the checkpoint."""
     step, plan = read_progress(point.files.state).step, read_json(point.files.state, "training.plan")
     kept: dict[str, Any] = {name: plan[name] for name in config.plan() if name in plan}
     kept |= {name: checked_type(point.folder, name, x) for name, x in kept.items() if x is not None}
@@ -199,7 +199,7 @@ def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, before, now) of every key whose values differ, in the order of `now`."""
+    """Yield (key, before, now) of each key with different values, in the order of `now`."""
     for key in [*now, *(key for key in before if key not in now)]:
         if before.get(key) != now.get(key):
             yield key, before.get(key), now.get(key)

@@ -1,4 +1,4 @@
-"""Decides when a run saves, and reports its checkpoints."""
+"""Saving: decides when a run writes a checkpoint, and reports complete checkpoints."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from zero_mpi.telemetry.metrics import Records
 from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.setup import Session
 
-SAVE_SECONDS = 600.0  # seconds between saves, where no number of steps is given
-SAVE_PAUSE = 10  # least pause, in durations of the longest save so far: saves take at most a tenth
-SAVE_MARGIN = 1.5  # durations of the longest save that are left for the last save before the time is up
+SAVE_SECONDS = 600.0  # seconds between saves without --save-every
+SAVE_PAUSE = 10  # least pause in multiples of the longest save: saves take at most a tenth of the time
+SAVE_MARGIN = 1.5  # time kept for the last save, in multiples of the longest save
 SHORTEST_SAVE = 1.0  # seconds
 SLOW_DISK = 200e6  # bytes per second; assumed rate of the first save
 
 
 class Saving(Observer):
-    """Writes checkpoints, keeps the watchdog quiet meanwhile, and announces complete ones."""
+    """Writer of checkpoints; it reports progress to the watchdog and announces complete checkpoints."""
 
     def __init__(self, session: Session, watchdog: Watchdog, sink: Events, records: Records) -> None:
         config = session.config
@@ -56,44 +56,44 @@ class Saving(Observer):
         self.announce()
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint follows step `step`; all ranks agree."""
+        """Return True if a checkpoint is due after step `step`; the same on all ranks."""
         if self._every is None:
             return self.time_has_come
         return self._every > 0 and step % self._every == 0
 
     def clock_says_so(self) -> bool:
-        """Return whether it is time to save by this rank's clock, where no number of steps is given."""
+        """Return True if a save is due by this rank's clock; always False with --save-every."""
         pause = max(SAVE_SECONDS, SAVE_PAUSE * self.saver.longest)
         return time.monotonic() - self._saved_at >= pause
 
     def seconds_needed(self) -> float:
-        """Return the seconds that the last checkpoint may take before the run's time is up."""
-        files = 3 + (self._session.config.ema is not None)  # parameters, two moments, their average
+        """Return the seconds to keep for the last checkpoint before the time limit."""
+        files = 3 + (self._session.config.ema is not None)  # parameters, two moments, moving average
         state = files * sum(unit.parameters.nbytes_whole for unit in self._session.module.units)
         return SAVE_MARGIN * max(SHORTEST_SAVE, self.saver.longest or state / SLOW_DISK)
 
     def save(self, progress: TrainingProgress) -> None:
-        """Write a checkpoint of the step just done, or begin to. Collective."""
+        """Write a checkpoint of the current step; with --async-save, start writing it. Collective."""
         with self._waiting(progress.step):
             self.saver.save(progress)
         self.saved_step, self._saved_at = progress.step, time.monotonic()
         self.announce()
 
     def wait(self, step: int) -> None:
-        """Wait until every checkpoint that was begun is on disk. Collective; raises errors on all ranks."""
+        """Wait until all started checkpoints are on disk; raise errors on all ranks. Collective."""
         with self._waiting(step):
             self.saver.wait()
 
     @contextlib.contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """Count the save's work as progress while the run waits for a checkpoint."""
+        """Return a context in which the work of a save counts as progress for the watchdog."""
         self._runs_wait = True
         self._watchdog.beat(f"saving step {step}")
         yield
         self._runs_wait = False
 
     def _tick(self, what: str) -> None:
-        """Report that a save makes progress; a thread may call this."""
+        """Report progress of a save; any thread may call this."""
         if self._runs_wait:
             self._watchdog.beat(f"saving: {what}")
 
@@ -113,16 +113,16 @@ class Saving(Observer):
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the bytes of the files in a folder; 0 where it is gone already."""
+    """Return the bytes of the files in a folder; 0 if the folder no longer exists."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0
 
 
 class EarlyStop(Observer):
-    """Counts evaluations without improvement, and decides when to stop.
+    """Observer that counts evaluations without improvement and decides when to stop.
 
-    best   the best evaluation so far, earlier jobs of the run included
+    best   the best evaluation so far, also of earlier jobs of the run
     """
 
     def __init__(self, best: Best, patience: int | None) -> None:
@@ -136,15 +136,15 @@ class EarlyStop(Observer):
         self._step = step.number
 
     def is_best(self) -> bool:
-        """Return whether the step just made is the best so far and must be saved for it; all ranks agree."""
+        """Return True if the last step is the best so far and must be saved; the same on all ranks."""
         return self.best.is_of(self._step)
 
     def is_over(self) -> bool:
-        """Return whether the run ends here; all ranks agree."""
+        """Return True if the run stops early now; the same on all ranks."""
         return self.best.is_used_up(self._patience)
 
     def report(self, step: int, out: Path, sink: Events) -> None:
-        """Report at the end of a run which step was best, and whether lack of improvement ended the run."""
+        """Report at the end of a run which step is best, and whether the run stopped early."""
         if self.best == Best():
             return
         ended = f"stopped early after step {step}, {reason(self.best)}" if self.is_over() else "done"
@@ -164,15 +164,15 @@ class EarlyStop(Observer):
 
 
 def reason(best: Best) -> str:
-    """Return why a run ends before its last step."""
+    """Return the reason of early stopping as text."""
     times = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
     return f"after {times} without improvement"
 
 
 def point_best(session: Session) -> None:
-    """Point OUT/best to the best checkpoint of the resumed run, or remove it. Called on one rank.
+    """Make OUT/best a link to the best checkpoint of the resumed run, or remove it. One rank calls this.
 
-    Raises UsageError if something other than a link is in its place, JobError if the link cannot be made.
+    Raise UsageError if OUT/best is not a link, JobError if the link cannot be made.
     """
     link = session.out / folders.BEST
     if not link.is_symlink() and link.exists() and session.config.patience is not None:
@@ -183,7 +183,7 @@ def point_best(session: Session) -> None:
 
 
 def is_there(out: Path, best: Best) -> bool:
-    """Return whether the best checkpoint is in a run folder, and no other checkpoint of the same step."""
+    """Return True if the run folder has the best checkpoint, and not another one of the same step."""
     try:
         state = GGUFFile.open(folders.step_folder(out, best.step) / folders.OPTIMIZER)
         return best.step > 0 and read_best(keys_of(state)) == replace(best, since=0)

@@ -1,6 +1,6 @@
-"""Steps of a session: data, accumulation, totals, optimizer; observers follow each step.
+"""Steps of a session: data, accumulation, totals and optimizer; observers are called at each step.
 
-A training run (`trainer`) and its recomputation (`verify`) make the same steps.
+Training (`trainer`) and recomputation (`verify`) both use these steps.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from zero_mpi.train.setup import Session
 
 
 class Steps:
-    """Makes the steps of a session, one after the other, from its current progress.
+    """Loop over the steps of a session, from its current progress.
 
-    observers   called at each step, in their order
-    pace        context entered around each micro-batch
+    observers   observers of each step, called in this order
+    pace        context around each micro-batch
     """
 
     def __init__(self, session: Session) -> None:
@@ -42,7 +42,7 @@ class Steps:
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def step(self) -> bool:
-        """Make one optimizer step. Return whether to stop; all ranks agree. Collective."""
+        """Make one optimizer step; return True if the run must stop, on all ranks. Collective."""
         number = self.progress.step
         for observer in self.observers:
             observer.begins(number + 1)
@@ -60,7 +60,7 @@ class Steps:
         return stop
 
     def rounds(self, number: int) -> None:
-        """Run forward and backward of all micro-batches of a step, each on the rank that it is dealt to."""
+        """Compute forward and backward of a step's micro-batches, each on its rank."""
         self.losses = self.session.objective.step(number)
         for micro_batch in self.accumulator:
             if micro_batch is None:
@@ -72,18 +72,18 @@ class Steps:
                     self.accumulator.accumulate(x, loss)
 
     def totals(self) -> tuple[float, bool]:
-        """Return the loss of all ranks, and whether one of them wants to stop. Collective."""
+        """Return the loss over all ranks, and True if a rank asks to stop. Collective."""
         loss, stop, *self.sums = self.accumulator.totals(self.wants_to_stop(), *self.losses.sums)
         return loss, stop > 0
 
     def tallied(self) -> dict[str, float]:
-        """Return the auxiliary losses of the step, not scaled, and the load of experts. Collective."""
+        """Return the unscaled auxiliary losses of the step, and the load of experts. Collective."""
         tallies = self.session.module.tallies
         sums = tallies.sums(self.session.module.comm)
         return {name: float(sums[name]) for name in tallies.scales} | load_figures(sums)
 
     def wants_to_stop(self) -> bool:
-        """Return whether this rank has a reason to stop after the current step."""
+        """Return True if this rank asks to stop after the current step."""
         return False
 
     def after_a_step(self) -> TrainingProgress:
@@ -102,7 +102,7 @@ class Steps:
         )
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the validation loss in nats per token; None if nothing is held out. Collective."""
+        """Return the validation loss in nats per token; None without validation data. Collective."""
         held_out = self.session.held_out
         if not held_out:
             return None
@@ -117,7 +117,7 @@ class Steps:
 
 
 def load_figures(sums: Mapping[str, Array]) -> dict[str, float]:
-    """Return the least and greatest load of experts (1: a layer's mean) and the entropy (1: equal loads)."""
+    """Return least and greatest load of experts (1: mean of a layer) and the entropy (1: equal loads)."""
     loads = [counts / counts.mean() for name, counts in sums.items() if name.endswith(LOAD) and counts.any()]
     if not loads:
         return {}

@@ -1,15 +1,15 @@
-"""Time line of all ranks in one file: all ranks record, and rank 0 writes their recordings.
+"""Timeline of all ranks in one file: all ranks record spans, and rank 0 writes them.
 
-Clocks: on one host all ranks read the same one. The offsets of other hosts' clocks are measured when
-recording starts and when it ends, and times in between are corrected as if they drifted evenly. Recording
-changes no bit and no order of collectives; what is collective here happens before the first step that is
-recorded and after the last. Each rank makes its own part of the text and sends it in chunks, so rank 0 needs
-memory for one chunk.
+Clocks: all ranks of a host read the same clock. The offsets of other hosts' clocks are measured when
+recording starts and when it ends, and times between are corrected for an even drift. Recording changes no
+bit and no order of collectives; collectives of this module run before the first recorded step and after the
+last. Each rank makes its own part of the text and sends it in chunks, so rank 0 needs memory for one
+chunk.
 
-The file is in the Trace Event Format, which Perfetto and chrome://tracing read (a document of the Chromium
-project). A rank is a process and a track one of its threads. Everything is a complete event ("X": `ts` and
-`dur` in microseconds), so the events of a track must nest. Transfers overlap each other; they are put into as
-many lanes of a kind as needed, each of which is a track.
+The file is in the Trace Event Format of the Chromium project, which Perfetto and chrome://tracing read. A
+rank is a process, and a track is one of its threads. All spans are complete events ("X": `ts` and `dur` in
+microseconds), so the events of a track must nest. Transfers overlap, so each kind has as many lanes as
+needed, and each lane is a track.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from zero_mpi.telemetry.log import Caution, log_note
 from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
 
 CHUNK = 4 << 20  # bytes of text that are sent at once
-AFTER = 2  # steps before the recorded ones by default: the first ones warm up
+AFTER = 2  # default number of steps before the recorded steps, for warm-up
 COUNT = 3  # recorded steps by default
 GATHERS, REDUCTIONS, OTHERS = "gathers", "reductions", "other transfers"
 KINDS = {"allgather": GATHERS, "reduce_scatter": REDUCTIONS, "allreduce": REDUCTIONS}
 FAMILIES = (GATHERS, REDUCTIONS, OTHERS)
-FIRST = 1  # the process number of rank 0: viewers take 0 for the idle process of Linux and hide it
+FIRST = 1  # process number of rank 0, as viewers hide process 0
 LANES = 20  # first thread number of a family's lanes
-TRAVELS = ("parameters", "gradients")  # first words of labels that continue with a unit
+TRAVELS = ("parameters", "gradients")  # labels that begin with these words continue with a unit
 
 
 @contextmanager
 def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
-    """Record what happens in the body on all ranks of `comm`, and write it to `path` at the end. Collective.
+    """Return a context that records a timeline on all ranks of `comm` and writes it to `path`. Collective.
 
-    For custom training loops; call `step` where steps begin, or all of it counts as one step:
+    For custom training loops. Call `step` at the start of each step, else the body counts as one step:
 
         with tracing(comm, "trace.json.gz") as timeline:
             for step in range(10):
                 timeline.step(step + 1)
                 ...
 
-    A name that ends in .gz is compressed. Raises UsageError on all ranks if the file cannot be written.
+    A file named .gz is compressed. Raise UsageError on all ranks if the file cannot be written.
     """
     instance("tracing: comm", comm, Comm, "a communicator, from connect()")
     instance("tracing: path", path, str | PathLike, "the name of a file")
@@ -86,15 +86,15 @@ class Timeline:
         self.ends_in: int | None = None  # the step in which a rank had too many spans
         self._clock = clock_offset(comm)
         for meter in meters():
-            meter.account()  # transfers counted so far do not belong to later ones
+            meter.account()  # leave out transfers up to now
         self.recorder = spans.start(device.in_use().stopwatch())
 
     def step(self, number: int) -> None:
-        """Mark the beginning of step `number` (from 1), and the end of the step before it."""
+        """Record the start of step `number` (from 1), and the end of the previous step."""
         self.recorder.begin_step(number)
 
     def write(self) -> str:
-        """Stop recording and write the file. Collective. Return why it could not be written, or ""."""
+        """Stop recording and write the file; return the problem if that fails, else "". Collective."""
         self.recorder.end_steps()
         spans.stop()
         ended, comm = time.perf_counter(), self.comm
@@ -102,7 +102,7 @@ class Timeline:
         drift, wrong = (end.ahead - begin.ahead) / (end.at - begin.at), max(begin.wrong, end.wrong)
 
         def correct(seconds: float) -> float:
-            """Return a time of this rank by the clock of rank 0."""
+            """Return a time of this rank on the clock of rank 0."""
             return seconds - begin.ahead - drift * (seconds - begin.at)
 
         events = [
@@ -123,7 +123,7 @@ class Timeline:
                 self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
             except OSError as error:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
-        for _ in parts:  # on all other ranks, and where rank 0 could not write
+        for _ in parts:  # on all other ranks, and on rank 0 after an error
             pass
         result: str = comm.broadcast_object(problem)
         return result
@@ -139,7 +139,7 @@ class Timeline:
 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> int:
-    """Write a file completely or not at all, compressed if it is named .gz; return its bytes. OSError."""
+    """Write a file completely or not at all, compressed if named .gz; return its bytes. Raise OSError."""
     with (
         replacing(path) as partial,
         open(partial, "wb", opener=open_in_place) as plain,
@@ -152,8 +152,8 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> int:
 def check_place(comm: Comm, path: Path) -> None:
     """Raise UsageError on all ranks if rank 0 cannot write to `path`. Collective.
 
-    Other output may go to a device (`files.atomic.write_output`). A timeline is written in chunks to a file
-    next to its target and then renamed, so the target must be a file.
+    Other output may go to a device (`files.atomic.write_output`). A timeline is written in chunks to a
+    temporary file and then renamed, so the target must be a file.
     """
 
     def check() -> None:
@@ -169,10 +169,10 @@ def check_place(comm: Comm, path: Path) -> None:
 
 
 class Tracer:
-    """Recorder of the timeline of steps [first, stop) of a run, for `--trace`. Every method is collective.
+    """Recorder of a timeline of steps [first, stop) of a run, for `--trace`. All methods are collective.
 
     path    None: nothing is recorded
-    steps   (first, stop), or None: a few steps after the first ones
+    steps   (first, stop), or None: COUNT steps after the first AFTER steps
     done    number of steps done before this run
 
     Raises UsageError on all ranks if the file cannot be written.
@@ -229,7 +229,7 @@ class Tracer:
 
 
 class TraceEvent(NamedTuple):
-    """Event that took time on a rank, in seconds of one clock. `family`: a track, or one of FAMILIES."""
+    """Event with start and end on a rank, in seconds of one clock. `family`: a track, or one of FAMILIES."""
 
     family: str
     name: str
@@ -239,8 +239,8 @@ class TraceEvent(NamedTuple):
 
 
 def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
-    """Yield what a rank has recorded until `ended`, by its own clock; unfinished events are marked so."""
-    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # another thread may be saving
+    """Yield the events of a rank until `ended`, on its own clock; unfinished events are marked."""
+    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # a copy, as another thread may save
     unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
         about = about_event(name, "" if track == STEPS else label, step, micro_batch)
@@ -256,7 +256,7 @@ def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
 
 
 def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
-    """Return kind and place of an event; kind of data and unit from a transfer's label, else its scope."""
+    """Return kind and place of an event: data and unit from a transfer's label, else the scope."""
     first, _, rest = label.partition(" ")
     unit = {"what": first, "unit": rest} if first in TRAVELS and rest else {"unit": label} if label else {}
     found = {"kind": kind, **unit, "step": step}
@@ -264,7 +264,7 @@ def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> di
 
 
 def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
-    """Yield (lane, event): each in the first lane that is free when it begins; in order of beginnings."""
+    """Yield (lane, event) in order of starts; an event gets the first lane that is free at its start."""
     free_from: list[float] = []
     for event in sorted(events, key=lambda event: event.begun):
         lane = next((i for i, end in enumerate(free_from) if end <= event.begun), len(free_from))
@@ -273,7 +273,7 @@ def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
 
 
 def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) -> str:
-    """Return a rank's events, and the names of its tracks, as JSON objects with commas between them.
+    """Return a rank's events and the names of its tracks, as JSON objects separated by commas.
 
     Times are in microseconds, rounded to the nanosecond.
     """
@@ -291,7 +291,7 @@ def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) 
         )
         about = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
         lines.append({**about, "ts": begun, "dur": round(ended - begun, 3), "args": event.about})
-    # Of two events that begin at once, the longer one encloses the other.
+    # If two events start at the same time, the longer event encloses the other.
     lines.sort(key=lambda line: (line["tid"], line["ts"], -line["dur"]))
     head = [{"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}]
     head.append({"name": "process_sort_index", **process, "args": {"sort_index": rank}})

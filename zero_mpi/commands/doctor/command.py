@@ -1,7 +1,7 @@
 """Command `doctor`: its flags, the list of checks, the table and the JSON file.
 
-Rows are printed as soon as they are ready, so the last row shows which check hangs; a watchdog ends it. All
-ranks have all rows, so they agree on the exit status.
+Rows are printed as soon as they are ready, so if a check hangs, the row before it is the last; a watchdog
+then ends the job. All ranks have all rows, so they agree on the exit status.
 """
 
 import argparse
@@ -52,7 +52,7 @@ CHECKS: tuple[tuple[str, Callable[[Ranks], Iterable[Row]]], ...] = (
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N [HOSTS] zero-mpi doctor",
         description="Check hosts, MPI, limits and speed before a job, and print what to change. Start it "
@@ -74,7 +74,7 @@ def make_parser() -> Parser:
 
 
 def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the flags; raises UsageError for a value out of range."""
+    """Return the flags; raise UsageError for a value out of range."""
     options = make_parser().parse_args(arguments)
     if options.max_mb is None:
         options.max_mb = QUICK_MB if options.quick else MOST_MB
@@ -89,7 +89,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Run all checks. Return the exit status, the same on all ranks."""
     options = world.run_on_all(lambda: read_flags(arguments))
     if split_into(world.size) and not is_first():
-        return FAILED  # each process believes that it is the full job; only the first prints this
+        return FAILED  # each process is a job of its own; only the first prints this
     if options.json is not None:
         world.on_root(lambda: check_target("--json", options.json))
     watchdog = Watchdog(world.rank, options.timeout, world.kill)

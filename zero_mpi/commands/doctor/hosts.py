@@ -1,11 +1,11 @@
 """Checks of the hosts: versions, launcher, cores and threads, load, limits, shared memory, CUDA devices.
 
-A launcher of another MPI starts N jobs of one rank instead of one job of N ranks; no other check shows this.
-Two mistakes with cores are common: more ranks than cores; and ranks bound to fewer cores than they have
-threads, or several to one core while others idle.
-Without shared memory a run uses messages: it is slower and has the same bits.
-Only a live test in a separate process tells whether the MPI library takes the memory of CUDA devices
-(`comm.gpu.probe`): some libraries claim support and then crash.
+The launcher of a different MPI starts N jobs of one rank instead of one job of N ranks; no other check shows
+this. Common mistakes with cores are more ranks than cores, ranks bound to fewer cores than they have threads,
+and several ranks bound to one core while other cores are idle.
+Without shared memory a run uses messages, which is slower and gives the same bits.
+Some MPI libraries claim to support the memory of CUDA devices and then crash. So this is tested by a transfer
+in a separate process (`comm.gpu.probe`).
 """
 
 import contextlib
@@ -39,13 +39,13 @@ BIND = (
     "bind each rank to its own cores: mpiexec -bind-to core (MPICH), --bind-to core --map-by core "
     "(Open MPI), --cpu-bind=cores (srun); or do not bind at all"
 )
-LEAST_MEMORY = 512 << 20  # bytes per rank, of which interpreter and libraries take 100 MiB
-LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their buffers
+LEAST_MEMORY = 512 << 20  # bytes per rank; interpreter and libraries take 100 MiB of them
+LEAST_LOCKED = 64 << 20  # bytes, for networks with remote memory access, which lock buffers
 SPARE_FILES = 64  # files in addition to one connection per other rank
 PROC = Path("/proc")
-SAMPLES, PAUSE = 4, 0.02  # looks, and seconds between; the minimum leaves out short threads
-SMALL = 256 << 20  # bytes of a small shared memory: containers have 64 MiB
-TRIAL = 1 << 20  # bytes of the window that is tried
+SAMPLES, PAUSE = 4, 0.02  # number of samples, seconds between; the minimum ignores short threads
+SMALL = 256 << 20  # bytes; shared memory below this is small (containers have 64 MiB)
+TRIAL = 1 << 20  # bytes of the test window
 MORE_SHM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvgpu")  # PCs and servers, WSL, Jetson
@@ -58,13 +58,13 @@ STAGED = (
 
 
 def versions(where: Ranks) -> list[Row]:
-    """Compare the versions that a job compares at its start, and mpi4py, which may differ. Collective."""
+    """Compare the versions that must be equal in a job, and that of mpi4py, which may differ. Collective."""
     found = where.gather(installation(where.world) | {"mpi4py": installed("mpi4py") or "none"})
     return [version(name, [each.get(name, "none") for each in found]) for name in found[0]]
 
 
 def version(name: str, values: list[str]) -> Row:
-    """Return the row of one name, given the value on each rank."""
+    """Return the row for one name and its value on each rank."""
     first, others = values[0], dict[str, list[int]]()
     for rank, value in enumerate(values):
         if value != first:
@@ -106,14 +106,14 @@ def thread_level(mpi: Any) -> Row:
 
 
 def progress(found: Iterable[Iterable[str]]) -> Row:
-    """Return the row of progress threads, which slow blocking calls 20 times; `found`: settings per rank."""
+    """Return the row on progress threads, which slow blocking calls 20 times; `found`: settings per rank."""
     name = next((name for names in found for name in names), "")
     value = f"{name} is set: blocking calls take many times longer" if name else "the MPI library starts none"
     return assessed("progress threads", value, not name, f"unset {name}")
 
 
 def is_on(environ: Mapping[str, str], name: str) -> bool:
-    """Return whether a variable switches something on."""
+    """Return True if a variable of the environment has a value that means on."""
     return environ.get(name, "").lower() not in OFF
 
 
@@ -132,7 +132,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """Ranks of a host. usable: cores whose time they may use, by the CPU quota."""
+    """Ranks of a host. usable: number of cores that the CPU quota permits."""
 
     name: str
     ranks: tuple[int, ...]
@@ -164,7 +164,7 @@ def cores(where: Ranks) -> list[Row]:
 
 
 def hosts(found: list[NodePlacement]) -> Iterator[Row]:
-    """Yield a row for each host; of many, the first ones."""
+    """Yield a row for each of the first hosts, and one row for all further hosts."""
     for node in found[:FEW]:
         cores = f"{plural(len(node.cores), 'core')} ({ranges(node.cores)})"
         bound = f"{span(len(one.cores) for one in node.placements)} for each rank"
@@ -184,7 +184,7 @@ def crowding(found: list[NodePlacement]) -> Row:
 
 
 def binding(found: list[NodePlacement]) -> Row:
-    """Check that no ranks are bound to one core while another core has none."""
+    """Check that ranks do not share a core while another core has no rank."""
     shared = list[str]()
     for node in found:
         bound: dict[tuple[int, ...], list[int]] = {}
@@ -200,7 +200,7 @@ def binding(found: list[NodePlacement]) -> Row:
 
 
 def threads(found: list[NodePlacement]) -> Row:
-    """Check that the threads of a host's ranks fit its cores."""
+    """Check that the threads of a host's ranks do not exceed its cores."""
     value, idle = f"{span(one.threads for node in found for one in node.placements)} for each rank", ""
     for node in found:
         most = min([max(1, node.usable // len(node.ranks)), *(len(one.cores) for one in node.placements)])
@@ -222,10 +222,10 @@ def threads(found: list[NodePlacement]) -> Row:
 
 
 def load(where: Ranks) -> Iterator[Row]:
-    """Check for other programs, which would share the cores with the measurements. Collective."""
+    """Check that no other programs run, which would slow down the measurements. Collective."""
 
     def busy_threads() -> int:
-        """Return the host's threads that run or wait for a core, the minimum of some looks; 0: unknown."""
+        """Return the number of the host's runnable threads, the minimum of some samples; 0: unknown."""
         found = list[int]()
         with contextlib.suppress(OSError):
             for _ in range(SAMPLES):
@@ -242,14 +242,14 @@ def load(where: Ranks) -> Iterator[Row]:
 
 
 def limits(where: Ranks) -> list[Row]:
-    """Check memory and limits of all hosts; notes `memory_bytes_per_rank`. Collective."""
+    """Check memory and limits of all hosts; store `memory_bytes_per_rank`. Collective."""
     return limit_rows(where.of_nodes(read_limits), where)
 
 
 def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
-    """Return the row of memory, and rows of limits that would harm a job: the first ones of many."""
+    """Return the row on memory, and rows on limits that are too low for a job, at most a few."""
     hosts = list(zip(found, map(len, where.nodes), strict=True))
-    # The bytes that every rank can have if all ranks of its host take equal amounts.
+    # Bytes available to each rank if all ranks of its host use equal amounts.
     each = where.figures["memory_bytes_per_rank"] = min(host.memory // count for host, count in hosts)
     tight = next((host for host in found if host.memory != host.available), None)
     limit = f"; a control group limits a host to {short_size(tight.group_memory or 0)}" if tight else ""
@@ -265,7 +265,7 @@ def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
 
 
 def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
-    """Yield the rows of a host's limits that would harm a job of `size` ranks."""
+    """Yield a row for each limit of a host that is too low for a job of `size` ranks."""
     for limit, least, letter, text in (
         (host.address_space, None, "v", "address space of {} on {}: shared memory needs more"),
         (host.data, None, "d", "private memory of {} for a rank on {}"),
@@ -299,7 +299,7 @@ def free_bytes() -> int:
 
 
 def try_window(where: Ranks) -> str:
-    """Return why the ranks of this node cannot share memory, or an empty text. Collective."""
+    """Test shared memory on this node; return the problem, or an empty text. Collective."""
     from zero_mpi.comm.shared.memory import NoSharedMemory, Window  # needs an MPI library
 
     node, here = where.node_comm, len(where.nodes[where.node])
@@ -313,14 +313,14 @@ def try_window(where: Ranks) -> str:
     node.Barrier()
     made.fence()
     others = [place for place in range(here) if (memory[place::here] != place % 251).any()]
-    node.Barrier()  # nobody frees memory that another rank still reads
+    node.Barrier()  # no rank frees memory while another rank reads it
     del memory
     made.free()
     return f"writes of {plural(len(others), 'rank')} did not arrive" if others else ""
 
 
 def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row]:
-    """Return both rows, given each host's free bytes and the problem that its trial had."""
+    """Return two rows; found, problems: free bytes of each host, and the problem in its test."""
     hosts = zip(found, map(len, where.nodes), where.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
     value = f"{short_size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
@@ -339,7 +339,7 @@ def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row
 
 @dataclass(frozen=True)
 class Devices:
-    """CUDA devices of a host. error: why a driver shows none; mpi: the result of the live test."""
+    """CUDA devices of a host. error: why the driver shows none; mpi: result of the test transfer."""
 
     names: tuple[str, ...] = ()
     driver: str = ""
@@ -355,12 +355,12 @@ def cuda(where: Ranks) -> list[Row]:
 
 
 def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER) -> Devices:
-    """Look for devices of this host; without a driver nothing is started."""
+    """Return the devices of this host; without a driver no process is started."""
     if not any(map(os.path.exists, driver)):
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")
     lines, end = run_probe(command, PROBE_SECONDS)
-    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # or how the process ended
+    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # or the exit of the process
     if about.get("error") or not about.get("names"):
         return Devices(error=about.get("error") or "the driver finds none", cupy=cupy)
     mpi = live.get("mpi") or live.get("error", "")
@@ -368,7 +368,7 @@ def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER)
 
 
 def device_rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
-    """Return the rows of all hosts; one row where none has a device."""
+    """Return the rows on devices of all hosts; a single row if no host has a device."""
     rows, counts = list[Row](), list[str]()
     for host, name in zip(found, names, strict=True):
         counts.append(f"{len(host.names)} on {name}")

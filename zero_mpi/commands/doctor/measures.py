@@ -1,9 +1,9 @@
 """Measurements of the doctor: the run folder, products on each rank, messages between ranks.
 
-Rank 0 saves small files in the run folder as a checkpoint is saved, and every host looks for them. Products
-are measured as in a model, on all ranks at once. Ranks pass a small and a large message on in a ring, all
-rings at once: the ranks of each node, and the ranks of the same place on all nodes. A time is the median over
-repeats of the slowest rank.
+Rank 0 saves small files in the run folder like a checkpoint, and every host checks that it sees them.
+Products are measured with the operation of a model, on all ranks at once. Messages, a small and a large one,
+pass around rings of ranks, all rings at once: a ring per node, and a ring for each index of ranks over all
+nodes. A time is the median over repeats, each with the time of the slowest rank.
 """
 
 import contextlib
@@ -28,19 +28,19 @@ from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 from zero_mpi.launch.ending import say
 from zero_mpi.ops.low_precision import BFLOAT16
 
-TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and flushed to disk, and bytes per call
-LONGEST = 5.0  # seconds after which writing stops
-PATIENCE, POLL = 3.0, 0.05  # seconds that a host has to see a file, and seconds between looks
-SLOW = 20e6  # bytes per second
-LITTLE = 1 << 30  # bytes free
+TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes written and flushed to disk, bytes per call
+LONGEST = 5.0  # seconds after which the test stops writing
+PATIENCE, POLL = 3.0, 0.05  # seconds within which a host must see a file, seconds between checks
+SLOW = 20e6  # bytes per second; a disk below this is slow
+LITTLE = 1 << 30  # bytes; less free space gives a note
 BYTES_A_PARAMETER = 12  # bytes per parameter in a checkpoint
-EDGE = 384  # edge of the matrices: as wide as a small model, half a megabyte each
-BEHIND = 0.8  # share of the median host's rate
-PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, without and with --quick
+EDGE = 384  # rows and columns of the matrices: width of a small model, half a megabyte each
+BEHIND = 0.8  # a host is slow below this share of the median rate
+PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds per measurement, without and with --quick
 SMALL = 64  # bytes of the message that measures latency
-BUFFERS = 4  # number of buffers of the largest size that a rank must have memory for
-FEWEST, MOST = 3, 60  # repeats
-SLOW_LINK, LATE = 125e6, 1e-3  # limits in bytes per second (1 Gbit/s) and in seconds
+BUFFERS = 4  # number of largest messages that must fit into a rank's memory
+FEWEST, MOST = 3, 60  # numbers of repeats
+SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow below these bytes per second (1 Gbit/s) or above these seconds
 NAME_IT = (
     "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
     "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
@@ -51,12 +51,12 @@ NAME_IT = (
 
 @dataclass
 class Trial:
-    """Results of rank 0. problem: why saving fails; folder: of the trial; made: new folders to remove."""
+    """Results on rank 0. problem: why saving fails; folder: test folder; made: new folders to remove."""
 
     system: FileSystem = UNKNOWN
     free: int = 0
-    written: int = 0  # bytes flushed to disk, TRIAL unless that took too long
-    synced: float = 0.0  # seconds that this took
+    written: int = 0  # bytes flushed to disk; less than TRIAL if it took too long
+    synced: float = 0.0  # seconds until `written` bytes were on disk
     problem: str = ""
     folder: Path | None = None
     made: list[Path] = field(default_factory=list)
@@ -70,14 +70,14 @@ def run_folder(where: Ranks) -> list[Row]:
     if where.world.rank == 0:
         if found.folder is not None:
             shutil.rmtree(found.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # in use by now, as are its parents
+        with contextlib.suppress(OSError):  # another program uses the folder now
             for folder in found.made:
                 folder.rmdir()
     return list(folder_rows(out, found, [name for ok, name in where.named(seen) if not ok]))
 
 
 def try_folder(out: Path) -> Trial:
-    """Test everything that one rank can test; the caller removes the trial folder."""
+    """Run the tests of rank 0 and return the results; the caller removes the test folder."""
     found = Trial()
     try:
         found.made += [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -92,7 +92,7 @@ def try_folder(out: Path) -> Trial:
                 found.written += file.write(data)
             os.fsync(file.fileno())
         found.synced = time.perf_counter() - begun
-        for text in ("first", "second"):  # two checkpoints of one step, the second replaces the first
+        for text in ("first", "second"):  # two checkpoints of one step; the second replaces the first
             new = folders.begin(folders.step_folder(folder, 1))
             (new / folders.MODEL).write_text(text)
             folders.publish(folder, 1, new, keep=1)
@@ -108,7 +108,7 @@ def try_folder(out: Path) -> Trial:
 
 
 def sees(trial: Path | None) -> bool:
-    """Return whether this host sees rank 0's checkpoint; a network file system may take a moment."""
+    """Return True if this host sees rank 0's checkpoint within PATIENCE seconds."""
     until = time.monotonic() + PATIENCE
     while trial is not None:
         with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ def sees(trial: Path | None) -> bool:
 
 
 def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
-    """Yield all rows; `blind`: hosts that do not see the folder."""
+    """Yield the rows on the run folder; `blind`: hosts that do not see it."""
     if found.problem:
         full = found.free == 0 and found.folder is not None
         remedy = f"{'free some space' if full else 'make it writable'}, or use another folder: --out DIR"
@@ -147,14 +147,14 @@ def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
 
 
 def square_product(kind: Any) -> Callable[[], object]:
-    """Make a product of matrices of EDGE, computed as layers do."""
+    """Return a function that multiplies matrices with EDGE rows and columns, as layers do."""
     a, b = (np.random.default_rng(seed).random((EDGE, EDGE), np.float32).astype(kind) for seed in (1, 2))
     out = np.zeros_like(a)
     return lambda: ops.linear_backward_x(a, b, out)
 
 
 def rate(seconds: float, product: Callable[[], object]) -> float:
-    """Return this rank's floating-point operations per second, over `seconds` and at least one product."""
+    """Measure products for `seconds` (at least one); return this rank's FLOP per second."""
     product()  # starts the library's threads
     begun, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() - begun < seconds:
@@ -164,7 +164,7 @@ def rate(seconds: float, product: Callable[[], object]) -> float:
 
 
 def products(where: Ranks) -> Iterator[Row]:
-    """Measure on all ranks at once; notes the rates of the median and the slowest rank. Collective."""
+    """Measure products on all ranks at once; store the rates of the median and the slowest. Collective."""
     where.world.node_by_node(lambda: ops.prepare(say if where.world.rank == 0 else None))
     where.comm.barrier()
     rates = where.gather(rate(PRODUCTS[where.options.quick], square_product(np.float32)))
@@ -174,7 +174,7 @@ def products(where: Ranks) -> Iterator[Row]:
 
 
 def rate_rows(rates: list[float], where: Ranks) -> Iterator[Row]:
-    """Yield the rates, and the hosts that are behind; of two hosts the faster one is the median."""
+    """Yield rows on rates and on slow hosts; of two hosts the faster one is the median."""
     spread = " to ".join(dict.fromkeys((gigaflops(min(rates)), gigaflops(max(rates)))))
     total = f"{gigaflops(sum(rates))} in total (fp32 matmuls, all ranks at once)"
     yield Row("speed", f"{spread} GFLOP/s per rank, {total}")
@@ -191,12 +191,12 @@ def rate_rows(rates: list[float], where: Ranks) -> Iterator[Row]:
 
 
 def gigaflops(flops: float) -> str:
-    """Return a rate in GFLOP/s, as text."""
+    """Return a rate as text, in GFLOP/s."""
     return f"{flops / 1e9:.{0 if flops >= 1e10 else 1}f}"
 
 
 def low_precision(where: Ranks) -> Iterator[Row]:
-    """Measure bfloat16 on all ranks at once, after float32. Collective."""
+    """Measure bfloat16 products on all ranks at once, after float32. Collective."""
     library, reason = ops.products(BFLOAT16)
     where.comm.barrier()
     seconds = PRODUCTS[where.options.quick]
@@ -213,13 +213,13 @@ def low_precision(where: Ranks) -> Iterator[Row]:
 
 
 def across(where: Ranks) -> tuple[list[int], int]:
-    """Return the ranks of this rank's place on all nodes (none if a node lacks it), and how many rings."""
+    """Return the ranks with this rank's index on each node (none if a node lacks it), and number of rings."""
     sharing = min(map(len, where.nodes))
     return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 
 
 def links(where: Ranks) -> Iterator[Row]:
-    """Measure all links; notes `links`. Collective. UsageError if --max-mb exceeds a rank's memory."""
+    """Measure all links; store `links`. Collective. Raise UsageError if --max-mb exceeds a rank's memory."""
     mebibytes, memory = where.options.max_mb, where.figures["memory_bytes_per_rank"]
     if mebibytes * 2**20 * BUFFERS > memory:
         most = memory // BUFFERS >> 20
@@ -237,9 +237,9 @@ def links(where: Ranks) -> Iterator[Row]:
 
 
 def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]:
-    """Return the seconds of a message and seconds of a byte over a link. Collective.
+    """Measure a link; return its seconds per message and its seconds per byte. Collective.
 
-    ring: the ranks that pass a message on, this one among them; sharing: number of rings over a link
+    ring: ranks that pass a message on, including this rank; sharing: number of rings over the link
     """
     large = max(int(where.options.max_mb * 2**20) // sharing, SMALL + 1)
     alpha = seconds_of(where, ring, SMALL)
@@ -248,7 +248,7 @@ def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]
 
 
 def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
-    """Return the seconds in which every rank passes on `nbytes`. Collective."""
+    """Return the seconds in which each rank sends `nbytes` to the next. Collective."""
     sent, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     place = ring.index(where.world.rank) if len(ring) > 1 else None
 
@@ -260,7 +260,7 @@ def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
             where.world.mpi.COMM_WORLD.Sendrecv(sent, after, recvbuf=theirs, source=before)
         return time.perf_counter() - begun
 
-    once()  # makes connections
+    once()  # first call: makes connections
     budget = MESSAGES[where.options.quick]
     repeats = min(MOST, max(FEWEST, int(budget / max(*where.gather(once()), 1e-9))))
     times = where.gather([once() for _ in range(repeats)])

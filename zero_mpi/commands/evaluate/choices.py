@@ -1,8 +1,8 @@
-"""Questions with several answers, of which one is right: a file of JSON lines, and its tokens.
+"""Multiple-choice questions: reads them from a file of JSON lines and encodes them as tokens.
 
-A line is an object with a text `question` (or `context`), a list of texts `answers` and `right`, the number
-of the right one, from 0; or it is of a published form (`task_forms`). The answer follows the question as
-written, and both are encoded as one text; white space between them counts with the answer.
+A line is an object with a text `question` (or `context`), a list of texts `answers`, and `right`, the number
+of the right answer from 0; or it has a published form (`FORMS`). The answer directly follows the question,
+and both are encoded as one text; white space between them is part of the answer.
 """
 
 import re
@@ -22,20 +22,20 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.text_streams import each_line, is_text
 
-# Scored parts: the answers; a last word, each token of which must be the most likely; all of a text. For
-# CORE: from where prompts differ on, their common ending, or a continuation as a last word.
+# Scored parts: the answers; a last word, of which each token must be the most likely; or the full text. For
+# CORE: all after the common beginning of the prompts, their common ending, or a continuation as a last word.
 ANSWERS, LAST, TEXT = "answers", "last", "text"
 DIFFERING, COMMON, GREEDY = CORE = ("differing", "common", "greedy")
 MANY = {"choices", "context_options", "endings"}  # fields with several texts
 LETTERS = "ABCDEFGHIJ"
 ABOUT = "The following are multiple choice questions (with answers) about "
-BY_NAME = "lambada"  # part of the name of a file whose lines are texts with a last word to predict
+BY_NAME = "lambada"  # files with this in their name have texts with a last word to predict
 
 
 class Question(NamedTuple):
-    """Question: answers, the contexts that they follow (one, or one for each), number of the right answer.
+    """Question: answers, contexts before them (one for all or one for each), number of the right answer.
 
-    `front` comes before everything, solved questions included.
+    `front` comes before the context, also before solved questions.
     """
 
     contexts: Sequence[str]
@@ -47,12 +47,12 @@ class Question(NamedTuple):
 
 
 def prompt_of(question: str, before: str = "") -> str:
-    """Return the prompt of most data sets."""
+    """Return a question in the form that most data sets use."""
     return before + "Question: " + question + "\nAnswer:"
 
 
 def hellaswag(v: Any) -> Question:
-    """Return a line of HellaSwag, without the marks of WikiHow."""
+    """Return the question of a line of HellaSwag, without the markup of WikiHow."""
     text = f"{v['ctx_a']} {v['ctx_b'].capitalize()}" if "ctx_a" in v else v["ctx"]
     texts = [f"{v['activity_label']}: {text}" if "activity_label" in v else text, *v["endings"]]
     texts = [re.sub(r"\[.*?\]", "", t.strip().replace(" [title]", ". ")).replace("  ", " ") for t in texts]
@@ -60,7 +60,7 @@ def hellaswag(v: Any) -> Question:
 
 
 def labelled(context: str, v: Any) -> Question:
-    """Return a question whose answers have labels, as in ARC."""
+    """Return a question with labelled answers, as in ARC."""
     return Question([context], v["choices"]["text"], v["choices"]["label"].index(v["answerKey"].strip()))
 
 
@@ -77,7 +77,7 @@ def mmlu(v: Any) -> Question:
 
 
 def boolq(v: Any) -> Question:
-    """Return the question of a line of BoolQ, in its own form or SuperGLUE's."""
+    """Return the question of a line of BoolQ, in the form of BoolQ or of SuperGLUE."""
     context = prompt_of(v["question"] + "?", v["passage"] + "\n")
     return Question([context], ["no", "yes"], v["label" if "label" in v else "answer"])
 
@@ -94,7 +94,7 @@ def lambada(v: Any) -> Question:
     return Question([before], [last], 0, LAST)
 
 
-FORMS: dict[str, Callable[[Any], Question]] = {  # by the fields of a line; the first match is used
+FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function; the first match is used
     "ctx endings label": hellaswag,
     "question_stem choices answerKey": lambda v: labelled(v["question_stem"], v),
     "question question_concept choices answerKey": lambda v: lettered(
@@ -122,7 +122,7 @@ FORMS: dict[str, Callable[[Any], Question]] = {  # by the fields of a line; the 
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a line in AI2's form, with answers inside the question, in the fields of its data sets."""
+    """Return a line of AI2's files, with its nested answers as the fields of the published data sets."""
     inside = value.get("question")
     if not isinstance(inside, dict) or not isinstance(inside.get("choices"), list):
         return value
@@ -130,15 +130,15 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
         name: [each.get(name) for each in inside["choices"] if isinstance(each, dict)]
         for name in ("text", "label")
     }
-    book = re.fullmatch(r"\d+-\d+", str(value.get("id")))  # OpenBookQA numbers its questions so, ARC does not
+    book = re.fullmatch(r"\d+-\d+", str(value.get("id")))  # ids of OpenBookQA, unlike those of ARC
     stem = {"question_stem" if book else "question": inside.get("stem")}
     return {**{k: v for k, v in value.items() if k != "question"}, **inside, **stem, "choices": table}
 
 
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
-    """Return the question of a line in a published form, else None; raises ValueError for damaged fields.
+    """Return the question of a line in a published form, else None; raise ValueError for invalid fields.
 
-    `name`, of the file, decides where fields do not; `delimiter` is between question and answer of CORE.
+    `name`: name of the file, if the fields fit several forms; `delimiter`: text before an answer of CORE.
     """
     has = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
     fields = next((each for each in FORMS if has.issuperset(each.split())), None)
@@ -160,7 +160,7 @@ def published(line: int, value: dict[str, Any], name: str = "", delimiter: str =
 
 
 def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
-    """Return questions after `shots` others of the file and their right answers, drawn as CORE does."""
+    """Return the questions, each after `shots` solved ones of the file, chosen at random as CORE does."""
     if not 0 <= shots < max(1, len(questions)):
         raise UsageError(f"--shots {shots}: expected fewer than the {len(questions)} questions of the file")
     order, found = [*range(len(questions))], [*questions]
@@ -186,12 +186,12 @@ class EncodedChoices:
 
     # An array of ids for each answer of each question, or for each window of a text.
     sequences: list[Ids] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # first token that counts, in each sequence
-    counts: list[int] = field(default_factory=list)  # sequences of each question
+    starts: list[int] = field(default_factory=list)  # first scored token of each sequence
+    counts: list[int] = field(default_factory=list)  # number of sequences of each question
     right: list[int] = field(default_factory=list)  # number of the right answer of each question
     answers: list[str] = field(default_factory=list)  # all answers; empty for further windows of a text
-    span: str = ANSWERS  # the tokens that count, as above
-    cut: int = 0  # number of sequences whose beginnings are left out, since they exceed the context
+    span: str = ANSWERS  # the scored part, as above
+    cut: int = 0  # number of sequences that were cut at the beginning to fit the context
 
     @property
     def tokens(self) -> list[int]:
@@ -203,7 +203,7 @@ class EncodedChoices:
 
 
 def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
-    """Return the questions of a file. Raises FileError that names file, line, expected and actual value."""
+    """Return the questions of a file; raise FileError with file, line, expected and actual value."""
     found = list(each_line(path, "--choices", partial(one_choice, path.name, delimiter)))
     if not found:
         raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
@@ -211,7 +211,7 @@ def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
 
 
 def one_choice(name: str, delimiter: str, line: int, value: Any) -> Question:
-    """Return the question of a line in a file `name`; raises ValueError for anything else."""
+    """Return the question of a line in a file `name`; raise ValueError for any other line."""
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
     value = flat(value)
@@ -245,10 +245,10 @@ def encode_choices(
     shots: int = 0,
     delimiter: str = " ",
 ) -> EncodedChoices:
-    """Return the questions of a file as tokens, control tokens parsed; long ones lose their beginning.
+    """Return the questions of a file as tokens, with control tokens parsed; long ones are cut at the start.
 
-    `bos` comes before each; bos or eos before CORE's, and where the first token would be scored. Raises
-    FileError for an answer that is longer than `context` positions, or has no token.
+    `bos` comes before each question; CORE's questions, and those with a scored first token, have BOS or EOS.
+    Raise FileError for an answer that is longer than `context` positions or has no token.
     """
     read = with_shots(read_choices(path, delimiter), shots)
     found = EncodedChoices(span=read[0].span)
@@ -281,7 +281,7 @@ def encode_choices(
 def rows_of(
     each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
 ) -> Iterator[tuple[Ids, int]]:
-    """Yield ids for each answer, after `first` (`edge` if needed), and the place of the first scored one."""
+    """Yield for each answer its ids, after `first` (or `edge` if needed), and the first scored place."""
     texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
     texts += [text.rstrip() for text in each.contexts]
     every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
@@ -291,7 +291,7 @@ def rows_of(
     last = in_common([ids[::-1] for ids in rows]) if each.span == COMMON else 0
     for ids, question in zip(rows, cycle(alone), strict=False):
         start = same or (len(ids) - last if last else in_common([ids, question]))
-        if each.span == TEXT:  # each token once, the first behind `edge`
+        if each.span == TEXT:  # each token is scored once, the first after `edge`
             ids = np.append(edge, ids).astype(np.int64)
             for place in range(1, len(ids), context):
                 end = min(place + context, len(ids))
@@ -304,7 +304,7 @@ def rows_of(
 
 
 def in_common(rows: Sequence[Ids]) -> int:
-    """Return the number of ids that all rows begin with."""
+    """Return the length of the common beginning of all rows."""
     least = min(map(len, rows))
     same = np.logical_and.reduce([row[:least] == rows[0][:least] for row in rows])
     return int(np.append(same, False).argmin())

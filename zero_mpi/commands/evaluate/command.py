@@ -1,4 +1,4 @@
-"""`zero-mpi evaluate`: from the flags to the figures, on all ranks."""
+"""`zero-mpi evaluate`: reads models and data, evaluates on all ranks, and prints the figures."""
 
 import sys
 from collections.abc import Sequence
@@ -47,17 +47,17 @@ from zero_mpi.train.setup import share_corpus
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """Text and questions of an evaluation."""
+    """Data of an evaluation: text and questions."""
 
-    windows: measuring.WindowSet | None  # over the text, if there is one
-    text: dict[str, Any]  # facts about it, for --json
+    windows: measuring.WindowSet | None  # windows over the text, if there is one
+    text: dict[str, Any]  # facts about the text, for --json
     tokens: np.ndarray[Any, Any]  # number of tokens of each window
-    answers: list[measuring.AnswerSet]  # of the questions; repeated if the most likely ids are requested
+    answers: list[measuring.AnswerSet]  # answers of the questions; twice if --top-k-out needs them
     choices: EncodedChoices | None
 
 
 def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
-    """Return the dataset on all ranks. Collective; raises UsageError on all of them."""
+    """Return the dataset on all ranks; raise UsageError on all ranks. Collective."""
     windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
 
     def read_questions() -> EncodedChoices | None:
@@ -88,7 +88,7 @@ def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
 
 
 def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
-    """Return the tokens of --data; raises UsageError, also for a stride longer than a window."""
+    """Return the tokens of --data; raise UsageError, also for a stride longer than a window."""
     config = opened.config
     Windows(np.zeros(0, np.int64), config.context, task.stride)
     tokenizer = None if holds_token_files(config.data) else opened.tokenizer
@@ -108,21 +108,21 @@ Cut = Windows | PackedWindows
 
 
 def cut_up(part: Part, context: int, stride: int | None) -> Cut:
-    """Return the windows of a text, or one window per conversation, from its beginning."""
+    """Return the windows of a text, or one window per conversation that starts at its beginning."""
     if part.stream.counted is None:
         return Windows(part.stream.ids, context, stride, part.bos)
     return PackedWindows(part.stream, context, packs=False)
 
 
 def about(cut: Cut, windows: measuring.WindowSet, corpus: Corpus, opened: Opened) -> dict[str, Any]:
-    """Return the facts about the text, except the number of tokens."""
+    """Return the facts about the text except its number of tokens."""
     stride, rest, nbytes, bos = None, 0, None, corpus.parts[0].bos
     if opened.tokenizer is not None:
         decode, size = opened.tokenizer.decode, opened.tokenizer.vocab_size
-        lengths = np.array([len(decode([i])) for i in range(size)], np.int64)  # bytes of text behind each id
+        lengths = np.array([len(decode([i])) for i in range(size)], np.int64)  # bytes of text of each id
         nbytes = int(measuring.counted(windows, lengths).sum())
     if isinstance(cut, Windows):
-        first = 1 if bos is None else 0  # token that is predicted
+        first = 1 if bos is None else 0  # index of the first predicted token
         stride, rest = cut.stride, corpus.train.size - first - (len(cut) - 1) * cut.stride - cut.context
     return {
         "context": cut.context,
@@ -145,7 +145,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Evaluate, and print the figures. Return the exit status."""
     check_installation(world)
     task: Task = world.run_on_all(lambda: read_task(arguments))
-    log.install(world.rank, world.size).to_stderr = True  # stdout has the figures and nothing else
+    log.install(world.rank, world.size).to_stderr = True  # stdout has only the figures
     check(world.comm, task.facts(), SAME_FLAGS)
     files = ("--json", task.json), ("--imatrix", task.imatrix), ("--top-k-out", task.top_k_out)
     for flag, path in files:
@@ -163,7 +163,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
-    """Return the figures of all models, the same on all ranks. Collective; raises UsageError on all."""
+    """Return the figures of all models on all ranks; raise UsageError on all ranks. Collective."""
     watchdog.beat("opening the models")
     opened: Opened = same(world.comm, partial(open_models, task, world.node.rank), SAME_FILES)
     watchdog.beat("reading the text")
@@ -202,7 +202,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
 
 
 def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: list[Array]) -> Figures:
-    """Return the figures of one model; `losses` of its windows, then of its answers."""
+    """Return the figures of one model; `losses`: those of windows, then those of answers."""
     found: Figures = {
         "model": subject.title,
         "arch": subject.model.arch,
@@ -218,7 +218,7 @@ def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: 
 
 
 def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
-    """Return all figures: the dataset's, those of each model, and the difference of two models."""
+    """Return all figures: of the dataset, of each model, and the difference between two models."""
     found: Figures = {}
     if dataset.windows is not None:
         found["text"] = dataset.text

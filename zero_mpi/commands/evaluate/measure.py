@@ -1,4 +1,4 @@
-"""Evaluation of a model over sequences: its parameters sharded over all ranks, its losses on each."""
+"""Evaluation of a model over sequences: parameters are sharded over all ranks, which all get the losses."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.setup import choose_transport, layout_config
 
-ROWS = 64  # rows of logits compared at a time
-FIGURES = 3  # sums of a window: divergence, squares of changes of probability, equal most likely tokens
+ROWS = 64  # rows of logits that are compared at a time
+FIGURES = 3  # sums per window: divergence, squared changes of probability, equal top tokens
 
 
 class WindowSet:
     """Windows over a text, or conversations; the loss of a window covers the targets that count.
 
-    A window has `context` inputs; each predicts the token after it. Where windows overlap, a target counts in
-    the first window that predicts it: the last `stride` targets, and all targets of the first window.
+    A window has `context` inputs, and each predicts the next token. If windows overlap, a target counts only
+    in the first window that predicts it: in each window the last `stride` targets, in the first window all.
     """
 
     def __init__(self, windows: Windows | PackedWindows, micro_batch: int, most: int | None = None) -> None:
@@ -59,7 +59,7 @@ class WindowSet:
         self.count, self.micro_batches = len(self._loader.chosen), self._loader.micro_batches
 
     def micro(self, i: int) -> PartedBatch:
-        """Return micro-batch i: a part for each window."""
+        """Return micro-batch i, with one part per window."""
         first = i * self._loader.micro_batch
         batch = self._loader.micro(i)
         numbers = self._loader.chosen[first : first + len(batch.inputs)].tolist()
@@ -67,7 +67,7 @@ class WindowSet:
         return PartedBatch(batch.inputs, batch.targets, parts, first)
 
     def places(self, i: int) -> NDArray[np.int64]:
-        """Return the place in the text of each target of micro-batch i that counts, (b, T); -1 elsewhere."""
+        """Return the text position of each target of micro-batch i that counts, (b, T); -1 for all others."""
         batch, found = self.micro(i), self._windows.places(self._loader.batches()[i])
         counts = np.zeros(found.shape, bool)
         for part in batch.parts:
@@ -76,9 +76,9 @@ class WindowSet:
 
 
 class AnswerSet:
-    """Answers behind their questions: a loss for each answer, of its tokens alone.
+    """Answers after their questions; the loss of an answer covers only its own tokens.
 
-    Shorter sequences of a micro-batch are padded at their ends, which no earlier position sees.
+    Shorter sequences of a micro-batch are padded at the end; earlier positions do not see the padding.
     """
 
     def __init__(self, choices: EncodedChoices, micro_batch: int, scale: float = 1.0) -> None:
@@ -87,7 +87,7 @@ class AnswerSet:
         self.micro_batches = -(-self.count // micro_batch)
 
     def micro(self, i: int) -> PartedBatch:
-        """Return micro-batch i: a part for each answer."""
+        """Return micro-batch i, with one part per answer."""
         here = slice(i * self._micro_batch, (i + 1) * self._micro_batch)
         rows, starts = self._choices.sequences[here], self._choices.starts[here]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
@@ -102,7 +102,7 @@ class AnswerSet:
 
 
 def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each window the sum of values[id] (V,) over the ids of the targets that count."""
+    """Return for each window the sum of values[id] over its targets that count; `values`: (V,)."""
     found: list[int] = []
     for batch in map(windows.micro, range(windows.micro_batches)):
         targets = [batch.targets[part] for part in batch.parts]
@@ -111,7 +111,7 @@ def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
-    """Return `values` in runs of `counts`, one run for each question."""
+    """Return `values` as lists, one per question, with lengths `counts`."""
     ends = np.cumsum(counts).tolist()
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -120,18 +120,18 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
 def opened_module(
     world: World, config: Config, subject: Evaluated, watchdog: Watchdog
 ) -> Iterator[ShardedModule]:
-    """Yield a model over all ranks with its weights, then free it. Collective; raises UsageError."""
+    """Yield a sharded model with its weights, then free it; raise UsageError. Collective."""
     watchdog.beat(f"reading {subject.name}")
     notes: list[str] = []
     comm = choose_transport(world, replace(config, init=subject.path), subject.model, notes).comm
     for note in notes if world.rank == 0 else ():
         log.log_note(note)
-    layout = layout_config(config, subject.model)  # all is frozen, so there are no gradient buffers
+    layout = layout_config(config, subject.model)  # all frozen: no gradient buffers
     module = ShardedModule(subject.model.stages(), comm, layout)
     read = finite(subject.source.read, subject.source.path)
     world.run_on_all(partial(module.load_slices, read))
     yield module
-    del module  # freed before the memory that it lies in
+    del module  # must be freed before its memory
     comm.close()
 
 
@@ -145,8 +145,8 @@ def measure(
 ) -> list[Array]:
     """Return the losses of a model in nats, (count,) float64 for each set, on all ranks. Collective.
 
-    Raises UsageError on all ranks for weights or losses that are not finite. `importance` sees the inputs of
-    matrices in the first set.
+    Raise UsageError on all ranks for weights or losses that are not finite. `importance` collects the inputs
+    of matrices in the first set.
     """
     found: list[Array] = []
     with opened_module(world, config, subject, watchdog) as module:
@@ -182,7 +182,7 @@ def losses_of(
 
         seen = nullcontext() if importance is None else observing(importance.observe)
         after = None if importance is None else importance.end_round
-        with np.errstate(all="ignore"), seen:  # overflow is reported by the caller
+        with np.errstate(all="ignore"), seen:  # the caller reports overflow
             losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read, after)
     return losses
 
@@ -208,7 +208,7 @@ def divergence(
 
 
 # ------------------------------------------------------------------------------------------ quantization
-# The distance between two models, and the columns of matrices that matter.
+# The divergence between two models, and the importance of the columns of matrices.
 
 
 def divergences(
@@ -216,7 +216,7 @@ def divergences(
 ) -> Array:
     """Return the sums of each part, (count, 3) float64, the same on all ranks. Collective.
 
-    modules: the model and its reference; read(i) gives micro-batch i
+    modules: the model and its reference; read(i): micro-batch i
     """
 
     def compute(number: int, sums: Array) -> None:
@@ -256,15 +256,15 @@ def log_softmax(logits: Array) -> Array:
 
 
 def divergence_figures(sums: Array, tokens: int) -> dict[str, float]:
-    """Return the means over all tokens, as llama.cpp's perplexity tool has them."""
+    """Return the means over all tokens, with the definitions of llama.cpp's perplexity tool."""
     divergence, squares, equal = (ordered_total(column) / tokens for column in sums.T)
     return {"kl": divergence, "rms_change": float(np.sqrt(squares)), "same_top": equal}
 
 
 class Importance:
-    """Sums of the squares of each matrix's inputs, and the number of inputs, over all micro-batches in order.
+    """Importance matrix: sums of squares of each matrix's inputs and input counts, in micro-batch order.
 
-    They are summed as gradients are: the result does not depend on the number of ranks.
+    Sums use the same order as gradients, so the result does not depend on the number of ranks.
     """
 
     def __init__(self, model: ModelConfig, comm: Comm) -> None:
@@ -281,13 +281,13 @@ class Importance:
         self._seen = set[str]()
 
     def sums_and_counts(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return views: sums of squares (M, in) and numbers of inputs (M, 1) of each matrix."""
+        """Return views of the sums of squares (M, in) and of the numbers of inputs (M, 1) of each matrix."""
         start, matrices, columns = self.places[name]
         both = self._full[start : start + matrices * (columns + 1)].reshape(matrices, columns + 1)
         return both[:, :columns], both[:, columns:]
 
     def observe(self, name: str, x: Any, starts: Any) -> None:
-        """Add the inputs x (..., in) of a matrix, or of a stack: those of expert e begin at row starts[e]."""
+        """Add the inputs x (..., in) of a matrix or a stack; in a stack expert e begins at row starts[e]."""
         if name not in self.places:
             return
         to_host = device.in_use().to_host
@@ -302,7 +302,7 @@ class Importance:
         self._seen.add(name)
 
     def end_round(self, contributors: int) -> None:
-        """Add what the ranks have seen in a round. Collective."""
+        """Add the sums of all ranks in a round. Collective."""
         arguments = self._full, self._own, self._partition
         self._comm.reduce_scatter(*arguments, contributors=contributors, accumulate=True).wait()
         self._full.fill(0)
@@ -315,8 +315,8 @@ class Importance:
 
 
 # ------------------------------------------------------------------------------------------- predictions
-# `--top-k-out`: a rank writes the records of its micro-batches to their places, so the bytes do not depend on
-# the number of ranks, and a restarted job skips the micro-batches whose records exist.
+# `--top-k-out`: a rank writes the records of its micro-batches at fixed offsets, so the file does not depend
+# on the number of ranks, and a restarted job skips the micro-batches whose records exist.
 
 LEAST = 1e-12  # least mass of all other ids
 
@@ -347,11 +347,11 @@ class TopK(HeadLoss):
 def write_top_k(
     world: World, module: ShardedModule, windows: WindowSet, out: Path, teacher: TeacherFile
 ) -> None:
-    """Write the file of a teacher's predictions, or go on where an interrupted job stopped. Collective."""
+    """Write the file of a teacher's predictions, or continue the file of an interrupted job. Collective."""
     part, top = out.with_name(f"{out.name}.part"), TopK(teacher)
 
     def is_done(i: int) -> bool:
-        """Return whether the last record that micro-batch i writes exists."""
+        """Return True if the last record of micro-batch i exists."""
         places = windows.places(i)
         return any(teacher.read(str(part), places[places >= 0][-1:]).tobytes())
 
@@ -379,7 +379,7 @@ def write_top_k(
 
 
 def finish(part: Path, out: Path, teacher: TeacherFile) -> None:
-    """Put the digest of the records into the header, and give the file its name."""
+    """Write the digest of the records into the header, and rename the file to its final name."""
     with writing(), part.open("r+b") as file:
         total, _ = hashlib.sha256(), file.seek(HEAD)
         while block := file.read(READ_AT_ONCE):

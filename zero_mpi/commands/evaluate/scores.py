@@ -1,6 +1,6 @@
-"""Figures computed from losses: plain sums over one vector, in its order, on any number of ranks.
+"""Figures computed from losses: sums over one vector in its order, equal for any number of ranks.
 
-All are plain numbers in dictionaries, as `--json` writes them; None is a missing number.
+Figures are numbers in dictionaries, as `--json` writes them; None is a missing number.
 """
 
 import math
@@ -17,19 +17,19 @@ from zero_mpi.device.types import Array
 from zero_mpi.files.foreign import shown
 from zero_mpi.sharding.rounds import ordered_total
 
-BY = ("log_likelihood", "per_token", "per_byte")  # how answers are compared
-ACC = ("acc", "acc_norm", "acc_bytes")  # shares of right answers, by lm-evaluation-harness's rules
+BY = ("log_likelihood", "per_token", "per_byte")  # scores by which answers are compared
+ACC = ("acc", "acc_norm", "acc_bytes")  # accuracies by the rules of lm-evaluation-harness
 OF_TASKS = (*ACC, "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 Figures = dict[str, Any]
 
 
 def text_figures(nats: Array, tokens: Array, nbytes: int | None) -> Figures:
-    """Return how well a text is predicted, from the loss in nats and the counted tokens of each window (n,).
+    """Return the figures of a text, from loss in nats and number of counted tokens of each window (n,).
 
     loss              nats per token: all nats, divided by all tokens
-    standard_error    of the loss, from the differences between windows; None for a single one
+    standard_error    of the loss, from differences between windows; None for a single window
     perplexity        exp(loss); None if that overflows float64
-    bits_per_byte     all nats as bits, divided by the `nbytes` bytes that the tokens stand for
+    bits_per_byte     all nats as bits, divided by `nbytes`, the bytes of the tokens' text
     window_losses     nats per token of each window
     """
     total, count = ordered_total(nats), int(tokens.sum())
@@ -44,7 +44,7 @@ def text_figures(nats: Array, tokens: Array, nbytes: int | None) -> Figures:
 
 
 def perplexity(loss: float) -> float | None:
-    """Return exp(loss), if that is a finite number."""
+    """Return exp(loss); None if that is not finite."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -54,8 +54,8 @@ def perplexity(loss: float) -> float | None:
 def standard_error(nats: Array, tokens: Array) -> float | None:
     """Return the standard error of sum(`nats`) / sum(`tokens`), for windows drawn at random.
 
-    It is the error of a ratio (Cochran, "Sampling Techniques", 1977, 2.11), since the first of overlapping
-    windows has more tokens than the others. None for a single window.
+    It is the error of a ratio (Cochran, "Sampling Techniques", 1977, 2.11), because the first of overlapping
+    windows has more tokens than the other windows. None for a single window.
     """
     if len(nats) < 2:
         return None
@@ -65,11 +65,11 @@ def standard_error(nats: Array, tokens: Array) -> float | None:
 
 
 def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
-    """Return the preferred answers: by log-likelihood, and by that per token or byte of the answer.
+    """Return figures of the preferred answers: by log-likelihood, total or per token or byte of the answer.
 
     acc                by log-likelihood; for tasks of CORE by log-likelihood per token
     acc_norm           by log-likelihood per letter, without the space in front; acc_bytes: per byte
-    right              questions whose right answer is the most likely; of equally likely ones the first
+    right              number of questions with the right answer preferred; of equal answers the first counts
     counts accuracy           their share of all questions
     log_likelihoods    nats, of each answer of each question
     """
@@ -106,9 +106,9 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 
 
 def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
-    """Return `model` minus `base`, figure by figure; the standard error is that of the difference.
+    """Return `model` minus `base` for each figure; the standard error is that of the difference.
 
-    Windows are the same for both, so differences between windows are not part of the error.
+    Both models have the same windows, so differences between windows are not part of the error.
     """
     found: Figures = {}
     if "text" in model:
@@ -127,7 +127,7 @@ def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
 
 
 def subtracted(value: float | None, other: float | None) -> float | None:
-    """Return a difference of numbers, or None if one is missing."""
+    """Return value - other, or None if one is missing."""
     return None if value is None or other is None else value - other
 
 
@@ -137,7 +137,7 @@ TITLES = {"log_likelihood": "log-likelihood", "per_token": "per token", "per_byt
 
 
 def lines(figures: Figures) -> Iterator[str]:
-    """Yield all lines of output, made only of values that --json writes."""
+    """Yield all lines of output, which have only values that --json writes too."""
     names = [shown(model["model"], 40) for model in figures["models"]]
     rows = figures["models"] + ([figures[DIFFERENCE]] if DIFFERENCE in figures else [])
     names += [DIFFERENCE] * (len(rows) - len(names))
@@ -177,7 +177,7 @@ def lines(figures: Figures) -> Iterator[str]:
 
 
 def about_text(text: dict[str, Any]) -> Iterator[str]:
-    """Yield lines on the part of the text that was predicted."""
+    """Yield lines about the predicted part of the text."""
     some = "" if text["windows"] == text["windows_of_the_text"] else f" of {text['windows_of_the_text']:,}"
     kind, every = "windows of", f"a new one every {text['stride'] or 0:,}"
     if text["stride"] is None:

@@ -1,4 +1,4 @@
-"""Task of an evaluation: its flags. Flags that training has too are training's own settings."""
+"""Task of an evaluation, from its flags. Flags that `train` also has are settings of training."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ from zero_mpi.train.description import settings, what_was_read
 from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.resume import settled_bos
 
-MOST_CONTEXT = 2048  # default tokens of a window: attention takes the square of it
-SETTINGS = {  # settings of training that an evaluation has, with a text for --help where the meaning differs
+MOST_CONTEXT = 2048  # most tokens of a window by default, as attention takes time by their square
+SETTINGS = {  # settings of training that an evaluation has, with a help text if the meaning differs
     "data": "text, token files or conversations (.jsonl)",
     "tokenizer": "byte, from-init (the model's, default) or a tokenizer file",
     **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""),
@@ -56,30 +56,30 @@ A line of FILE.jsonl (answers are counted from 0):
 class Task:
     """Evaluation to do."""
 
-    config: Config  # settings that training has as well; `init` is the model, which is not trained
-    lora: str | None = None  # an adapter of the first model
-    against: str | None = None  # a second model
+    config: Config  # settings shared with training; `init` is the model
+    lora: str | None = None  # adapter of the first model
+    against: str | None = None  # second model
     choices: Path | None = None  # questions with several answers, or a published task
-    shots: int = 0  # number of solved questions before each
+    shots: int = 0  # number of solved questions before each question
     delimiter: str = " "  # text between question and answer of CORE
     context: int | None = None  # tokens of a window, None: the model's, at most MOST_CONTEXT
-    stride: int | None = None  # tokens from a window to the next, None: as many as a window has
+    stride: int | None = None  # tokens between starts of windows, None: length of a window
     windows: int | None = None  # maximum number of windows, None: all
     json: Path | None = None  # a file for all figures
-    kl: bool = False  # whether the probabilities of both models are compared
+    kl: bool = False  # if True, compare the probabilities of both models
     imatrix: Path | None = None  # a file for the importance matrix of the model
-    top_k_out: Path | None = None  # a file for the `top_k` most likely ids of each token, for train --teacher
+    top_k_out: Path | None = None  # file for the `top_k` most likely ids of each position, for --teacher
     top_k: int = 32
     temperature: float = 1.0
 
     def facts(self) -> dict[str, str]:
-        """Return the facts that all ranks must share."""
+        """Return the settings that must be equal on all ranks."""
         own = {spelled(name): str(value) for name, value in vars(self).items() if name != "config"}
         return settings(self.config) | own
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line. Flags that are not given are absent from the result."""
+    """Return the parser of the command line. Its result contains only the flags that are given."""
     parser = Parser(
         prog="mpirun -n N zero-mpi evaluate",
         usage="%(prog)s PATH [flags]",
@@ -119,7 +119,7 @@ def make_parser() -> Parser:
 
 
 def read_task(arguments: Sequence[str]) -> Task:
-    """Return the task of a command line; raises UsageError for invalid combinations."""
+    """Return the task of a command line; raise UsageError for invalid combinations."""
     settings, own = given(make_parser(), arguments, SETTINGS)
     config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
@@ -142,17 +142,17 @@ def read_task(arguments: Sequence[str]) -> Task:
     return Task(config, **own)
 
 
-# Keys of a tokenizer that decide about ids; the need for bos is reported apart.
+# Keys of a tokenizer that determine ids; a difference in BOS is reported separately.
 DECIDES = tuple(
     "tokenizer.ggml." + each
     for each in ("model", "pre", "merges", "scores", "token_type", "bos_token_id", "eos_token_id")
 )
-LONGEST_NAME = 40  # letters of a model's path that are shown in a table
+LONGEST_NAME = 40  # most characters of a model's path in a table
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Model to evaluate. path, lora: as given; source: its weights; model: its sizes."""
+    """Model to evaluate. path, lora: from the flags; source: its weights; model: its sizes."""
 
     path: str
     source: WeightSource
@@ -161,7 +161,7 @@ class Evaluated:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer that came with the model; None if there is none that can be read."""
+        """Tokenizer that came with the model; None if it is missing or cannot be read."""
         try:
             found = inputs.tokenizer_of(self.source, self.model)
         except UsageError:
@@ -183,18 +183,18 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Opened:
-    """Findings of a rank before anything large is read."""
+    """Inputs that a rank reads before any large data."""
 
-    config: Config  # the settings, with the tokens of a window
-    candidates: tuple[Evaluated, ...]  # the model, and the one that it is compared with
-    tokenizer: Tokenizer | None  # tokenizer of text; for data of ids, the one that knows their bytes
-    threads: int  # number of threads that this rank computes on
+    config: Config  # settings, with the length of a window
+    candidates: tuple[Evaluated, ...]  # the model, and the model of --against
+    tokenizer: Tokenizer | None  # tokenizer of text; for token files, the tokenizer of their ids
+    threads: int  # number of threads of this rank
 
 
 def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
-    """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
+    """Return the inputs that this rank reads itself, and facts that all ranks must share; raise UsageError.
 
-    `number`: index of the rank on its node, if the launcher does not give it.
+    `number`: index of the rank on its node, if the launcher does not set it.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")
@@ -223,9 +223,9 @@ def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
 
 
 def choose_tokenizer(task: Task, subject: Evaluated) -> Tokenizer | None:
-    """Return the tokenizer for text and questions; for ids alone the model's own, if it can be read.
+    """Return the tokenizer of text and questions; for token files the model's own, if it can be read.
 
-    Raises UsageError if ids mean other tokens to the model than to the maker of the token files.
+    Raise UsageError if an id is one token in the model and another token in the token files.
     """
     config = task.config
     inputs.check_kind_of_data(config)
@@ -240,7 +240,7 @@ def choose_tokenizer(task: Task, subject: Evaluated) -> Tokenizer | None:
 
 
 def check_same_vocabulary(subject: Evaluated, base: Evaluated) -> None:
-    """Raise UsageError unless two models have the same tokens, as far as their files say."""
+    """Raise UsageError if two models have different tokens, according to their files."""
     sizes = subject.model.vocab_size, base.model.vocab_size
     odd = "" if sizes[0] == sizes[1] else f"{sizes[1]} tokens, expected {sizes[0]}"
     ours, theirs = (GGUFKeys(each.keys).texts(TOKENS) or [] for each in (subject, base))
@@ -255,7 +255,7 @@ def check_same_vocabulary(subject: Evaluated, base: Evaluated) -> None:
 
 
 def cautions(task: Task, opened: Opened) -> Iterator[str]:
-    """Yield a line for each thing that the user may not expect of bos and of two tokenizers."""
+    """Yield warnings about BOS tokens, and about differences between two tokenizers."""
     config, path = task.config, shown(task.against or "")
     if config.bos == ALWAYS and config.data and holds_token_files(config.data):
         yield f"--bos {ALWAYS}: no BOS token is added to token files"

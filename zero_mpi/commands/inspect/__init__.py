@@ -1,1 +1,1 @@
-"""`zero-mpi inspect`: the content of a model file or checkpoint, its soundness, and differences."""
+"""`zero-mpi inspect`: shows and checks a model file or checkpoint, or compares two."""

@@ -1,7 +1,7 @@
 """`zero-mpi inspect PATH [OTHER]`: describes and checks a model or checkpoint, or compares two.
 
-The result is one dictionary (`examine`, `compare`): `--json` prints it, and `lines_of` makes text of any such
-dictionary. Exit status 0: sound, or the same; 1: damaged or different; 2: not readable.
+The result is one dictionary (`examine`, `compare`). `--json` prints it, and `lines_of` formats it as text.
+Exit status 0: valid, or equal; 1: damaged, or different; 2: cannot be read.
 """
 
 import json
@@ -20,13 +20,13 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, LONGEST_LINE, shown
 from zero_mpi.launch.world import World, run
 
-TITLE = 16  # columns of the titles
-FEW, MANY = 8, 200  # names and keys that are shown by default
-NO_BREAK = "\u00a0"  # stands for a space at which no line ends
+TITLE = 16  # width of the titles
+FEW, MANY = 8, 200  # most names and most keys that are shown by default
+NO_BREAK = "\u00a0"  # replaces a space at which a line must not break
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="zero-mpi inspect",
         description="Show and check a model or checkpoint. With OTHER, compare the two bit by bit. Exit "
@@ -57,7 +57,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         if options.other is None:
             found = examine(path, keys=options.keys, tensors=options.tensors)
         else:
-            from zero_mpi.commands.inspect.compare import compare_paths  # it imports what `verify` needs
+            from zero_mpi.commands.inspect.compare import compare_paths  # imports what `verify` needs
 
             found = compare_paths(path, Path(options.other))
     except OSError as error:  # the folder may not be readable
@@ -73,9 +73,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def lines_of(found: Report, everything: bool) -> Iterator[str]:
-    """Yield the text of a report: a title for each entry that has a value, and its values beside the title.
+    """Yield the lines of a report: for each entry with a value, its title and on the right its values.
 
-    Without `everything`, only the first of many keys and names are shown.
+    If `everything` is false, only the first keys and names are shown.
     """
     entries = ((name, value) for name, value in found.items() if value is not None)
     for name, value in entries:
@@ -86,7 +86,7 @@ def lines_of(found: Report, everything: bool) -> Iterator[str]:
 
 
 def texts_of(value: Any, everything: bool) -> Iterator[str]:
-    """Yield a value as lines: short values of a dictionary together, any other value after its name."""
+    """Yield a value as lines: short values of a dictionary on one line, each other value after its name."""
     if isinstance(value, list):
         every = (text for item in value for text in texts_of(item, everything))
         are_names = any(isinstance(item, str) for item in value)
@@ -107,7 +107,7 @@ def texts_of(value: Any, everything: bool) -> Iterator[str]:
 
 
 def key_lines(keys: Any, everything: bool) -> Iterator[str]:
-    """Yield a line for each key of each file, or for each key that differs between two files."""
+    """Yield a line for each key of each file, or for each key with different values in two files."""
     if isinstance(keys, dict):
         every = ((role, key, text_of(x, sys.maxsize)) for role, own in keys.items() for key, x in own.items())
     else:
@@ -117,7 +117,7 @@ def key_lines(keys: Any, everything: bool) -> Iterator[str]:
 
 
 def first(lines: Iterable[str], most: int) -> Iterator[str]:
-    """Yield the first lines, and how many more there are."""
+    """Yield the first lines, then the number of further lines."""
     rest = iter(lines)
     yield from islice(rest, most)
     if more := sum(1 for _ in rest):
@@ -125,14 +125,14 @@ def first(lines: Iterable[str], most: int) -> Iterator[str]:
 
 
 def is_short(value: Any) -> bool:
-    """Return whether a value fits behind its name among other values."""
+    """Return True if a value fits on one line with its name and other values."""
     if isinstance(value, dict):
-        return value.keys() == {"array", "length", "first"}  # an array whose end `as_json` has left out
+        return value.keys() == {"array", "length", "first"}  # an array that `as_json` has cut
     return not isinstance(value, list) or (len(value) < FEW and not any(isinstance(x, dict) for x in value))
 
 
 def text_of(value: Any, most: int = LONGEST) -> str:
-    """Return a short value as text of at most `most` letters."""
+    """Return a short value as text of at most `most` characters."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Description and check of a model file or a checkpoint, as one dictionary of plain values.
+"""Report on a model file or checkpoint: description and checks, as a dictionary of plain values.
 
-Each tensor is read once, in pieces: its digest is computed and values that are not finite are counted, so
-memory does not grow with the model. A checkpoint of zero_mpi is compared with its own digests; the digest of
-its whole state does not depend on the number of ranks that wrote it.
+Each tensor is read once, in pieces, to compute its digest and to count values that are not finite, so memory
+does not grow with the model. A checkpoint of zero_mpi is compared with its own digests; the digest of its
+full state does not depend on the number of ranks that wrote it.
 """
 
 import math
@@ -32,8 +32,8 @@ from zero_mpi.ops.block_kinds import BLOCK_KINDS, SCALES, finite_blocks
 
 Report = dict[str, Any]
 READ_AT_ONCE = 1 << 20  # bytes read at a time
-LONG, FEW = 60, 3  # letters of a text and items of an array that are shown by default
-SIZES = {  # key of an architecture -> its name here
+LONG, FEW = 60, 3  # most characters of a text, most items of an array by default
+SIZES = {  # key of an architecture -> name in the report
     "block_count": "blocks",
     "embedding_length": "width",
     "attention.head_count": "heads",
@@ -50,7 +50,7 @@ SUMMARISED = ("general.architecture", "general.alignment", "tokenizer.", "traini
 
 @dataclass(frozen=True)
 class Subject:
-    """Content of a path: a model, a training state, or both as a checkpoint, maybe with an average."""
+    """Opened path: a model, a training state, or a checkpoint with both and maybe a moving average."""
 
     model: WeightSource | None
     state: GGUFFile | None
@@ -64,7 +64,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tensor:
-    """Tensor that was read: its digest, and how many values are not finite (None: unknown)."""
+    """Result of reading a tensor: digest, and number of values that are not finite (None: unknown)."""
 
     spec: TensorSpec
     digest: str
@@ -72,7 +72,7 @@ class Tensor:
 
 
 def open_subject(path: Path) -> Subject:
-    """Open `path`, or a run directory's newest checkpoint. UsageError if it cannot be read."""
+    """Open `path`; of a run folder, its newest checkpoint. Raise UsageError if it cannot be read."""
     newest = path / folders.LATEST
     if not os.path.exists(folders.weights_in(path)) and os.path.exists(folders.weights_in(newest)):
         path = newest
@@ -90,20 +90,20 @@ def open_subject(path: Path) -> Subject:
 
 
 def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
-    """Yield the bytes of a tensor, in pieces of complete blocks and of complete pieces of its digest."""
+    """Yield the bytes of a tensor in pieces that end at borders of blocks and of digest pieces."""
     block, width = GGML_QUANT_SIZES[spec.type]
     step = math.lcm(sound.PIECE_BYTES, width)
     size = max(1, READ_AT_ONCE // step) * step
     if isinstance(source, GGUFFile):
         yield from source.raw_chunks(spec.name, size)
         return
-    for start in range(0, spec.size, size // width * block):  # from the other order back into the stored type
+    for start in range(0, spec.size, size // width * block):  # back into the stored order and type
         values = source.read(spec.name, start, min(start + size // width * block, spec.size))
         yield values.astype(NATIVE[spec.type]).view(np.uint8).data
 
 
 def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
-    """Return the values of a piece, or None for a type whose values are not known."""
+    """Return the values of a piece, or None for an unknown type."""
     if kind.name in ("I8", "I16", "I32", "I64", "F64"):
         return np.frombuffer(raw, f"<{kind.name.lower()[0]}{int(kind.name[1:]) // 8}")
     try:
@@ -113,9 +113,9 @@ def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
 
 
 def not_finite(raw: Any, kind: GGMLQuantizationType) -> int | None:
-    """Return the number of values of a piece that are not finite; None for a type whose values are not known.
+    """Return the number of values of a piece that are not finite; None for an unknown type.
 
-    Of blocks only those whose scales are not finite are decoded: all others have finite values.
+    Only blocks with scales that are not finite are decoded, as all other blocks have finite values.
     """
     if kind.name in SCALES:
         blocks = np.frombuffer(raw, np.uint8)
@@ -128,7 +128,7 @@ def not_finite(raw: Any, kind: GGMLQuantizationType) -> int | None:
 
 
 def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
-    """Return digest and count of one tensor, in one pass."""
+    """Return digest and count of one tensor; read it once."""
     counts = list[int | None]()
 
     def digested() -> Iterator[bytes]:
@@ -145,7 +145,7 @@ def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
 
 
 def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
-    """Return the report on a path, if asked with all keys, or with a row for each tensor."""
+    """Return the report on a path, on request with all keys or with a row for each tensor."""
     subject = open_subject(path)
     parts = subject.parts
     read = {role: [read_tensor(part, spec) for spec in part.tensors.values()] for role, part in parts.items()}
@@ -183,7 +183,7 @@ def about_file(source: WeightSource) -> Report:
 
 
 def about_model(source: WeightSource) -> Report:
-    """Return architecture and sizes by the keys, and why zero_mpi cannot run the model, if so."""
+    """Return architecture and sizes from the keys, and the reason if zero_mpi cannot run the model."""
     metadata, shapes = source.metadata, {name: spec.shape for name, spec in source.tensors.items()}
     arch = keys_of(source).architecture
     if isinstance(source, GGUFFile) and is_adapter_file(source):
@@ -214,7 +214,7 @@ def about_tokenizer(keys: GGUFKeys) -> Report | None:
 
 
 def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
-    """Return the keys that are not reported elsewhere, long values cut, unless all is wanted."""
+    """Return the keys that are not reported elsewhere, with long values cut; all in full on request."""
     elsewhere = () if everything else (*SUMMARISED, f"{metadata.get('general.architecture')}.")
     return {
         key: as_json(value, everything) for key, value in metadata.items() if not key.startswith(elsewhere)
@@ -222,7 +222,7 @@ def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
 
 
 def about_training(subject: Subject) -> Report | None:
-    """Return the progress of a zero_mpi run; None for a file of another program."""
+    """Return the progress of the zero_mpi run; None for a file of another program."""
     metadata = [part.metadata for part in subject.parts.values()][-1]
     if sound.ID not in metadata:
         return None
@@ -238,7 +238,7 @@ def about_training(subject: Subject) -> Report | None:
 
 
 def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
-    """Return the check of digests and of the pair of files, and the values that are not finite."""
+    """Return the result of checking digests and the pair of files, and the counts of non-finite values."""
     digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
     every = [*chain.from_iterable(read.values())]
     with_sums = [role for role, part in subject.parts.items() if sound.TENSOR_DIGESTS in part.metadata]
@@ -263,7 +263,7 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
 
 
 def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[str]:
-    """Yield differences between the tensors of a file and the digests that it holds."""
+    """Yield differences between the tensors of a file and the digests in it."""
     path = source.path
     try:
         recorded = sound.from_lines(keys_of(source).texts(sound.TENSOR_DIGESTS))
@@ -280,11 +280,11 @@ def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[st
 
 
 def as_json(value: Any, everything: bool = False) -> Any:
-    """Return a key's value for JSON and people; long texts and arrays are cut unless all is wanted."""
+    """Return a key's value in a form for JSON; long texts and arrays are cut unless `everything`."""
     if isinstance(value, np.ndarray | list):
         part = value if everything else value[:FEW]
         if isinstance(part, np.ndarray) and part.dtype.kind in "biu":
-            part = part.tolist()  # at once: there may be millions
+            part = part.tolist()  # one call, as there may be millions of items
         items = [as_json(item, everything) for item in part]
         if everything or len(value) <= FEW:
             return items

@@ -1,4 +1,4 @@
-"""`zero-mpi plan`: read the flags, plan, print; `--json` writes the same numbers to a file."""
+"""`zero-mpi plan`: plans the run of the flags and prints the plan; `--json` writes it to a file."""
 
 import argparse
 import contextlib
@@ -36,7 +36,7 @@ from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_li
 from zero_mpi.sharding.strategy import STRATEGIES
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
-SHOWN = {  # flags of other groups that --help shows
+SHOWN = {  # flags of `train` that --help shows
     *("--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"),
     *("--offload", "--version", "--lora", "--lora-targets", "--checkpoint-io", "--writers-per-node"),
     *("--loss", "--teacher"),
@@ -50,11 +50,11 @@ SWEEP = ("ranks_per_node", "most_ranks")
 
 
 class Question(NamedTuple):
-    """Cases to plan. per_node: for the sweep. text: bytes of tokens; sample: whether one is shown."""
+    """Cases to plan. per_node: ranks per node in a sweep; text: bytes of tokens; sample: print a sample."""
 
     cases: tuple[Case, ...]
     machine: Machine
-    known: tuple[str, ...]  # names of the machine's numbers that were given or measured
+    known: tuple[str, ...]  # names of the machine's numbers that are not assumed
     per_node: int
     most_ranks: int
     sweeps: bool
@@ -64,7 +64,7 @@ class Question(NamedTuple):
 
 
 def make_parser() -> Parser:
-    """Make the parser: `train`'s with our own flags; flags that change no plan are accepted and hidden."""
+    """Return a parser with our flags and those of `train`; flags without effect are accepted but hidden."""
     parser = train_parser()
     parser.prog, parser.epilog = "zero-mpi plan", EXAMPLES
     parser.description = (
@@ -100,7 +100,7 @@ def make_parser() -> Parser:
 
 
 def read(arguments: Sequence[str]) -> Question:
-    """Return the question of a command line; raises UsageError."""
+    """Return the cases of a command line; raise UsageError."""
     flags, own = given(make_parser(), arguments, ("config", *FIELDS))
     path = flags.pop("config", None)
     settings = joined(read_toml(Path(path), []) if path else {}, flags)
@@ -137,7 +137,7 @@ def read(arguments: Sequence[str]) -> Question:
 
 
 def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
-    """Return the content of --machine's file, ranks and nodes: with a file, the fewest nodes that suffice."""
+    """Return the machine file's content, ranks and nodes; nodes from a file are the fewest that suffice."""
     described = None
     if "machine" in own:
         for name in ("doctor", "alpha", "beta"):
@@ -156,16 +156,16 @@ def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
 
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
-    """Return the model of `--init`, or of the sizes; the tokenizer gives the vocabulary by default.
+    """Return the model of `--init` or of the sizes; the default vocabulary size is the tokenizer's.
 
-    base: the type of a frozen base without `--init`, with tensors stored as `export` would write them
+    base: type of a frozen base without `--init`; its tensors have the types that `export` would write
     """
     init = inputs.open_init(config)
     if init is not None and base is not None:
         raise UsageError(f"--base {base}: --init already has a type: leave one of them out")
     if init is not None:
         model = inputs.adapted(config, inputs.read_model(init), init, config.device)
-        settled(config, model)  # raises if a flag contradicts it
+        settled(config, model)  # raises UsageError if a flag contradicts the model
     else:
         tokenizer = None if config.vocab_size is not None else inputs.open_tokenizer(config, None, None)
         model = replace(inputs.model_from_flags(config, tokenizer), lora=config.adapters)
@@ -185,7 +185,7 @@ def find_model(config: Config, base: str | None = None) -> ModelConfig:
 def find_machine(
     own: dict[str, Any], described: MachineFile | None, case: Case
 ) -> tuple[Machine, tuple[str, ...]]:
-    """Return the machine's numbers, and the names of those that are known rather than assumed."""
+    """Return the machine's numbers, and the names of the numbers that are not assumed."""
     numbers = machines.read_doctor(Path(own["doctor"])) if "doctor" in own else {}
     if described is not None:
         numbers = dict(described.numbers)
@@ -193,7 +193,7 @@ def find_machine(
     base = assumed(case.on_gpu, case.precision_name)
     if of_bf16 and base in LOW:
         numbers["flops"] = of_bf16
-    if case.on_gpu and described is None:  # the doctor measures the host's computing
+    if case.on_gpu and described is None:  # rates in the doctor's file are those of the host
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
     numbers |= {name: float(own[name]) for name in RATES if name in own}
     if (text := own.get("memory")) is not None:
@@ -214,7 +214,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         if question.json is not None:
             check_target("--json", question.json)
         numbers = sweeps(question) if question.sweeps else plans(question)
-    except MemoryError as error:  # buffers are reserved though never used
+    except MemoryError as error:  # address space is reserved although it is never used
         raise UsageError("a single unit of this model is larger than the memory of this machine") from error
     if question.json is not None:
         write_json("--json", question.json, numbers | {"machine": asdict(question.machine)})
@@ -222,7 +222,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def plans(question: Question) -> dict[str, Any]:
-    """Print every case of a question, and return its numbers."""
+    """Print the plans of all cases; return their numbers."""
     made = [make_plan(case, question.machine) for case in question.cases]
     asked = [resident(plan.case, plan.memory, question.text, question.sample) for plan in made]
     tables = [
@@ -235,7 +235,7 @@ def plans(question: Question) -> dict[str, Any]:
 
 
 def sweeps(question: Question) -> dict[str, Any]:
-    """Print the sweep of every case as soon as it is made, and return the numbers."""
+    """Print the sweep of each case as soon as it is ready; return the numbers."""
     write(introduction(question.cases[0], question.machine, question.known))
     numbers: dict[str, Any] = {}
     for case in question.cases:

@@ -1,1 +1,1 @@
-"""`zero-mpi report`: one HTML page of runs. `runs` reads their folders, `command` makes figure and tables."""
+"""`zero-mpi report`: HTML page on runs. `runs` reads their folders; `command` makes the page."""

@@ -1,9 +1,9 @@
-"""Command `report`: reads the runs and writes the page, one Plotly figure and tables around it.
+"""Command `report`: reads the runs and writes a page with a Plotly figure and tables.
 
-Names, settings and events come from files that anybody may have written: the template makes every value
-visible, cuts it and escapes it. The Content-Security-Policy of the page runs only its two scripts, by their
-hashes, and loads nothing. The page is written next to its target and renamed, so a browser never loads half
-of it.
+Names, settings and events come from untrusted files, so the template makes all characters of a value visible,
+cuts long values and escapes them. The Content-Security-Policy of the page permits only its two scripts, by
+their hashes, and loads nothing. The page is written to a temporary file and renamed, so a browser never loads
+a part of it.
 """
 
 import base64
@@ -33,8 +33,8 @@ from zero_mpi.launch.world import run as launch
 
 Json = dict[str, Any]
 NAME = "report.html"
-FULL = 4  # runs that may have LIMIT columns each; more runs share as many
-LEAST = 250  # columns that every run has
+FULL = 4  # with up to FULL runs each has LIMIT columns; more runs share FULL * LIMIT
+LEAST = 250  # least columns of a run
 # Title of a panel, the curves in it, and their unit.
 PANELS = (
     ("Loss (nats per token)", {"loss": "training", "val_loss": "validation"}, 1.0),
@@ -54,8 +54,8 @@ PANELS = (
 MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events marked above the curves
 SIGNS = {"saved": "diamond", "resumed": "triangle-right", "warning": "triangle-up", "stopped": "square"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")  # Okabe and Ito, 2008
-DASHES = ("solid", "dash", "dot", "dashdot")  # dashes of runs beyond the colours
-MOST_EVENTS, MOST_MARKS = 200, 300  # most events and signs of a run
+DASHES = ("solid", "dash", "dot", "dashdot")  # dashes of runs, after all colours are used
+MOST_EVENTS, MOST_MARKS = 200, 300  # most listed events and most marks of a run
 LONGEST_NAME = 60  # letters
 PANEL, STRIP, GAP = 210, 40, 46  # heights in pixels
 PAGE = Path(__file__).parent / "page.html"
@@ -74,7 +74,7 @@ new Response(unpacked).text().then((source) => {
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="zero-mpi report",
         description="Write one HTML page with curves, events and settings of runs. It works offline.",
@@ -105,12 +105,12 @@ main = partial(launch, "report", command, alone=True)
 
 
 def page(runs: Sequence[Run], now: datetime) -> str:
-    """Return the file; raises UsageError if Plotly is not installed."""
+    """Return the page as text; raise UsageError if Plotly is not installed."""
     from jinja2 import Environment, StrictUndefined  # slow, and --help does not need it
     from markupsafe import Markup
 
     def visible(value: object) -> object:
-        """Return text as the page may hold it, cut and with every character visible; markup stays."""
+        """Return a text for the page: cut, with all characters visible; Markup is returned unchanged."""
         return value if isinstance(value, Markup) else readable(cut(str(value), LONGEST_LINE))
 
     def setting(value: object) -> str:
@@ -118,7 +118,7 @@ def page(runs: Sequence[Run], now: datetime) -> str:
 
     library = str(import_optional("the page", "report", "plotly.offline").get_plotlyjs())
     data = json.dumps(figure(runs), separators=(",", ":"), allow_nan=False)
-    for letter in "<>&":  # so that the JSON cannot end its element
+    for letter in "<>&":  # so that the JSON cannot close its script element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     environment = Environment(autoescape=True, finalize=visible, undefined=StrictUndefined)
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
@@ -136,7 +136,7 @@ def page(runs: Sequence[Run], now: datetime) -> str:
 
 
 def policy(*scripts: str) -> str:
-    """Return the Content-Security-Policy that runs these scripts alone; Plotly writes styles of its own."""
+    """Return a Content-Security-Policy that permits only our scripts, and inline styles for Plotly."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
     known = " ".join(f"'sha256-{digest}'" for digest in digests)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -147,7 +147,7 @@ def policy(*scripts: str) -> str:
 
 
 def figure(runs: Sequence[Run]) -> Json:
-    """Return the figure: a strip with the events of each run, and a panel for each kind of curves."""
+    """Return the figure: a strip with the events of all runs, and a panel for each kind of curve."""
     panels = [panel for panel in PANELS if any(name in run.curves.names for run in runs for name in panel[1])]
     data = [events_trace(run, number) for number, run in enumerate(runs)]
     for place, (_, curves, unit) in enumerate(panels):
@@ -172,7 +172,7 @@ def figure(runs: Sequence[Run]) -> Json:
 
 
 def label(text: str) -> str:
-    """Return text as a label of Plotly, which reads labels as HTML."""
+    """Return text as a label for Plotly, which interprets labels as HTML."""
     return html.escape(readable(cut(text, LONGEST_NAME)))
 
 
@@ -182,7 +182,7 @@ def line_of(number: int) -> Json:
 
 
 def events_trace(run: Run, number: int) -> Json:
-    """Return the signs of a run's events."""
+    """Return the marks of a run's events."""
     known = [event for event in run.events if event["event"] in MARKED and event.count("step") is not None]
     marks = [event for event in known if event["event"] != "saved"][-MOST_MARKS:]
     marks += [event for event in known if event["event"] == "saved"][-MOST_MARKS:]
@@ -202,7 +202,7 @@ def events_trace(run: Run, number: int) -> Json:
 
 
 def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
-    """Return the places of the strip and the panels, one below the other over a common axis of steps."""
+    """Return the layout: strip and panels in one column, with a common axis of steps."""
     strip = STRIP + 14 * (len(runs) - 1)
     full = strip + len(panels) * (PANEL + GAP)
     grid = {"gridcolor": "rgba(128,136,148,0.22)", "zeroline": False}
@@ -239,14 +239,14 @@ def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
 
 
 def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]:
-    """Return (name, whether the runs differ, the value of each run) for each name that some run has."""
+    """Return rows (name, True if runs differ, value of each run) for the names in all runs."""
     names = dict.fromkeys(name for column in columns for name in column)
     found = [(name, [column.get(name, "") for column in columns]) for name in names]
     return [(name, len(set(values)) > 1, values) for name, values in found]
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Return the state of a run, and what the event of its newest start says."""
+    """Return the state of a run, and the facts in the event of its newest start."""
     reason, steps = run.status.text("reason"), run.status.count("steps") or run.config.count("steps")
     state = (run.state or "unknown: there is no status.json") + (f": {reason}" if reason else "")
     started = {
@@ -258,14 +258,14 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def newest(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield (time, step, what happened) of the newest events, newest first."""
+    """Yield (time, step, description) of the newest events, newest first."""
     for event in [*run.events][: -MOST_EVENTS - 1 : -1]:
         when = event.moment("time")
         yield f"{when:%Y-%m-%d %H:%M:%S}" if when else "", f"{event.count('step') or 0:,}", about(event)
 
 
 def about(event: Entry) -> str:
-    """Return an event in a line."""
+    """Return the description of an event as one line."""
     name, folder = event["event"], event.text("folder")
     if name == "started" and (ranks := event.count("ranks")):
         return f"started on {plural(ranks, 'rank')}"

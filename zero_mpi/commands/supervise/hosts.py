@@ -1,8 +1,8 @@
-"""Hosts of a run: lists them, probes them, chooses those of a start, and fills in its command.
+"""Hosts of a run: lists and probes hosts, chooses hosts for a start, and fills in the launch command.
 
-A host answers if the probe, a command that is run there, ends with status 0 in time. All hosts but this one
-are probed at once before each start but the first. The last `spare` hosts of the list are not used while
-those before them answer.
+A host answers if the probe, a command that is run on it, ends with status 0 in time. Before each start except
+the first, all hosts except this one are probed at once. The last `spare` hosts of the list are used only if
+hosts before them do not answer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
 AT_ONCE = 64  # hosts that are probed at the same time
-LOOK = 0.05  # seconds between looks at the probes
-SECONDS = 30.0  # seconds for Slurm to name its nodes
+LOOK = 0.05  # seconds between checks of the probes
+SECONDS = 30.0  # seconds within which Slurm must list its nodes
 HERE = "{host}"
 BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
 BY_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} true"
@@ -36,12 +36,12 @@ DEFAULT_OUT = "runs/default"  # default --out of train
 
 @dataclass(frozen=True)
 class HostPool:
-    """Hosts of a run in the order of the list, and the probe that they must answer."""
+    """Hosts of a run in the order of the list, and the probe for them."""
 
     hosts: tuple[HostEntry, ...]
-    probe: tuple[str, ...]  # words of a command, with HERE for a host's name
-    timeout: float = 15.0  # seconds that it may take
-    spare: int = 0  # how many of the last hosts are kept back
+    probe: tuple[str, ...]  # words of a command, with HERE in place of the host name
+    timeout: float = 15.0  # most seconds of a probe
+    spare: int = 0  # number of hosts at the end of the list that are spares
 
     def choose(self, silent: Sequence[str] = ()) -> tuple[HostEntry, ...]:
         wanted = len(self.hosts) - self.spare
@@ -66,7 +66,7 @@ class HostPool:
         return silent
 
     def _ask(self, name: str) -> subprocess.Popen[bytes] | None:
-        """Start the probe of a host in a group of its own; None if there is no such program."""
+        """Start and return the probe of a host, in a new process group; None if there is no such program."""
         words, quiet = [word.replace(HERE, name) for word in self.probe], subprocess.DEVNULL
         try:
             return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
@@ -75,7 +75,7 @@ class HostPool:
 
 
 def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
-    """Return the hosts of a file or of the batch job, or None if none are named; raises UsageError."""
+    """Return the hosts of a file or of the batch job, None without either; raise UsageError."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     file = hostfile or ("" if nodes else environ.get("PBS_NODEFILE", ""))
     if not (file or nodes):
@@ -92,7 +92,7 @@ def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
-    """Return the nodes of a Slurm job with the ranks that each takes; raises UsageError."""
+    """Return the nodes of a Slurm job with their numbers of ranks; raise UsageError."""
     question = ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]
     try:
         answer = subprocess.run(question, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
@@ -107,7 +107,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
 
 @dataclass(frozen=True)
 class Template:
-    """Command with placeholders. words: its words; form: the form of its hostfile."""
+    """Launch command with placeholders. words: its words; form: the form of its hostfile."""
 
     words: tuple[str, ...]
     form: str
@@ -128,7 +128,7 @@ class Template:
         return words
 
     def resuming(self) -> Template:
-        """Return the command that continues from the run's own newest checkpoint, whatever it began from."""
+        """Return the command with --resume changed to resume from the run's newest checkpoint."""
         words, is_given = list(self.words), False
         for number, word in enumerate(words):
             if word == "--resume" and number + 1 < len(words):
@@ -140,7 +140,7 @@ class Template:
         return Template(tuple(words), self.form)
 
     def out(self) -> Path | None:
-        """Return the folder of the run, or None if the command does not train; raises UsageError."""
+        """Return the run folder, or None if the command does not train; raise UsageError."""
         given = [after for word, after in pairwise((*self.words, "")) if word == "--out"]
         given += [word.removeprefix("--out=") for word in self.words if word.startswith("--out=")]
         if given:
@@ -155,5 +155,5 @@ class Template:
 
 
 def ranks_of(hosts: Sequence[HostEntry]) -> int:
-    """Return how many ranks some hosts take."""
+    """Return the number of ranks on some hosts."""
     return sum(host.slots for host in hosts)

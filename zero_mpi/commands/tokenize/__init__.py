@@ -1,4 +1,4 @@
-"""`zero-mpi tokenize`: text into token files, in parallel over ranks, with the same bytes at any P.
+"""`zero-mpi tokenize`: converts text to token files in parallel, with the same bytes on any number of ranks.
 
-`encode_parts` cuts inputs into parts and writes a part; `work_folder` has the records of complete parts.
+`encode_parts` cuts inputs into parts and writes them; `work_folder` has the records of complete parts.
 """

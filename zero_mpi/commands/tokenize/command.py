@@ -1,4 +1,4 @@
-"""`zero-mpi tokenize`: from the flags to a complete folder of token files, on all ranks."""
+"""`zero-mpi tokenize`: reads the flags and makes a complete folder of token files, on all ranks."""
 
 import hashlib
 import os
@@ -37,8 +37,8 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import short
 
-OPTIONS = ("field", "skip_bad", "control_tokens", "part_mb")  # flags that decide what is written
-THREADS = "RAYON_NUM_THREADS"  # variable of the package tokenizers
+OPTIONS = ("field", "skip_bad", "control_tokens", "part_mb")  # flags that affect the token files
+THREADS = "RAYON_NUM_THREADS"  # variable of the package `tokenizers`
 LEAST_PART_MB, MOST_PART_MB = 0.001, 16384
 MEBIBYTE = BLOCK = 1 << 20
 COUNTS = ("documents", "tokens", "text_bytes", "skipped")
@@ -51,7 +51,7 @@ Examples:
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="zero-mpi tokenize",
         description="Convert text to token files (Megatron's .bin and .idx) for zero_mpi.train --data. The "
@@ -73,7 +73,7 @@ def make_parser() -> Parser:
 
 
 def read_options(arguments: Sequence[str]) -> Namespace:
-    """Read the flags; raises UsageError for values out of range."""
+    """Return the flags; raise UsageError for values out of range."""
     options = make_parser().parse_args(arguments)
     if options.part_mb is not None and not LEAST_PART_MB <= options.part_mb <= MOST_PART_MB:
         raise UsageError(f"--part-mb {options.part_mb:g}: expected {LEAST_PART_MB} to {MOST_PART_MB}")
@@ -140,13 +140,13 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: W
 
 
 def check_shared(out: Path) -> None:
-    """Raise UsageError on a rank that does not see what rank 0 has written."""
+    """Raise UsageError on a rank that does not see the files of rank 0."""
     if not is_folder(out / UNFINISHED):
         raise UsageError(f"--out {shown(out)}: expected a folder that the hosts of all ranks share")
 
 
 def about(options: Namespace, tokenizer: Tokenizer) -> Table:
-    """Return all settings, without the inputs, that decide what is written."""
+    """Return all settings that affect the token files, without the inputs."""
     return {
         "zero_mpi": __version__,
         "tokenizer": {
@@ -161,7 +161,7 @@ def about(options: Namespace, tokenizer: Tokenizer) -> Table:
 
 
 def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
-    """Return the files that the flags name; raises UsageError, also where `out` is in a folder of these."""
+    """Return the input files of the flags; raise UsageError, also if `out` is inside an input folder."""
     for given in paths:
         inner, outer = os.path.realpath(out), os.path.realpath(given)
         if os.path.commonpath([inner, outer]) == outer:
@@ -180,9 +180,9 @@ def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
 def inspect_files(
     world: World, encoding: work.Encoding, watchdog: Watchdog
 ) -> tuple[list[Table], list[list[int]]]:
-    """Look at all files, each by one rank, and report which are not text. Collective; raises UsageError.
+    """Inspect all files, each on one rank, and report files that are not text. Collective; UsageError.
 
-    Returns the inputs for the manifest, and the weights of each file's pieces (none if it is not text).
+    Return the inputs for the manifest, and the weights of each file's pieces (none if it is not text).
     """
     files, reading = encoding.files, encoding.reading()
     sizes, found = [file.size for file in files], dict[int, tuple[str, list[int]]]()
@@ -211,7 +211,7 @@ def inspect_files(
 
 
 def digest_of(file: work.InputFile, progress: work.ProgressSum) -> str:
-    """Return the sha256 of a file; raises UsageError if it cannot be read, JobError if it changes."""
+    """Return the sha256 of a file; raise UsageError if it cannot be read, JobError if it changes."""
     digest = hashlib.sha256()
     with open_file(file.path) as raw:
         try:
@@ -228,7 +228,7 @@ def digest_of(file: work.InputFile, progress: work.ProgressSum) -> str:
 def begin(
     folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], inputs: list[Table]
 ) -> set[str] | None:
-    """Write the plan; returns the names of missing parts, None if the folder is complete. On rank 0."""
+    """Write the plan, on rank 0; return the names of missing parts, None if the folder is complete."""
     with writing():
         folder.begin(inputs, encoding.text.tokenizer)
     if folder.is_complete:
@@ -243,7 +243,7 @@ def begin(
 def finish(
     folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], new: set[str], seconds: float
 ) -> None:
-    """Write the manifest, and log the result. Raises UsageError if there is no text."""
+    """Write the manifest and log the result; raise UsageError if the inputs have no text."""
     found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
     if len(found) != len(parts):
         raise JobError(f"{shown(folder.out)}: records of parts were removed during the job")
@@ -277,7 +277,7 @@ def warn(notes: Iterable[str]) -> None:
 
 
 def train_on(encoding: work.Encoding) -> str:
-    """Return the advice at the end."""
+    """Return the advice how to train on the folder."""
     return f"train on it with mpirun -n 8 python -m zero_mpi.train --data {shown(encoding.out)}"
 
 

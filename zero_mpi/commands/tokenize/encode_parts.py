@@ -1,10 +1,10 @@
-"""Formats of text, inputs cut into parts by their bytes alone, assignment of parts to ranks, encoding.
+"""Text formats, division of inputs into parts, assignment of parts to ranks, and encoding.
 
-A format (`TEXT_FORMATS`) gives the weights of a file's pieces, by which work is dealt out before it begins,
-and the texts between two places. Each part becomes a token file.
+A format (`TEXT_FORMATS`) has functions for the weights of a file's pieces, by which work is divided before it
+begins, and for the texts between two places of a file. Each part becomes a token file.
 
-Nonblocking sums over ranks report progress, a problem of any rank, and the end of the work (`ProgressSum`).
-One begins as soon as the last one has reached all ranks, so a rank in a large document delays no other.
+Nonblocking sums over ranks share progress, problems of a rank, and the end of the work (`ProgressSum`). A sum
+begins as soon as the previous one is complete, so a rank with a large document does not delay other ranks.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import interval, short, watched
 
-FLAG = "TEXT"  # names the inputs in messages
+FLAG = "TEXT"  # name of the inputs in messages
 ROWS = 256  # rows of Parquet that are read together
-DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked text: per byte of the packed file; in any case
-FRACTION, SMALLEST, LARGEST = 256, 1 << 20, 1 << 28  # 1 / FRACTION of all bytes; limits in bytes
-EVERY, PAUSE = 0.1, 0.01  # seconds between sums, and between looks of a finished rank
-WATCHED, LOGGED = 5.0, 60.0  # seconds between lines, for a person who watches and for a log
+DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked text: per byte of the file; limit for small files
+FRACTION, SMALLEST, LARGEST = 256, 1 << 20, 1 << 28  # a part has 1 / FRACTION of all bytes, within limits
+EVERY, PAUSE = 0.1, 0.01  # seconds between sums; between checks of a finished rank
+WATCHED, LOGGED = 5.0, 60.0  # seconds between lines: on a terminal, in a log
 
 # --------------------------------------------------------------------------------------------- formats
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """File to read: its name among the inputs, its path, and the name of its format."""
+    """Input file: its name in the manifest, its path, and the name of its format."""
 
     name: str
     path: Path
     format: str
-    size: int  # bytes when it was looked at
-    changed_at: int  # nanoseconds of its last change then
+    size: int  # bytes when the file was inspected
+    changed_at: int  # time of its last change then, in nanoseconds
 
 
 def check_unchanged(file: InputFile) -> None:
-    """Raise JobError for a file that is not as it was when the job began."""
+    """Raise JobError if a file has changed since the start of the job."""
     try:
         about = file.path.stat()
     except OSError as error:
@@ -74,12 +74,12 @@ def check_unchanged(file: InputFile) -> None:
 
 
 class Reading:
-    """Settings for reading texts, and counts of what was read: for one part, or one look at files.
+    """Settings and counts for reading the texts of one part, or for one inspection of files.
 
-    field       the field of a line or row that is the text
-    skips       whether lines and rows in error are left out, and counted in `skipped`
-    filter      decides which files are text, and keeps notes on them
-    beat        is called at each block of a file that is read
+    field       name of the field of a line or row with the text
+    skips       if True, invalid lines and rows are left out and counted in `skipped`
+    filter      decides which files are text, and has notes on them
+    beat        function that is called after each block that is read
     """
 
     def __init__(self, field: str, skips: bool, text_filter: TextFilter) -> None:
@@ -89,7 +89,7 @@ class Reading:
         self._stream: text_streams.TextStream | None = None
 
     def stream(self, path: Path, first: int) -> text_streams.TextStream:
-        """Return the stream of a file; the open one is continued if it has not passed `first`."""
+        """Return the stream of a file; reuse the open stream if it is not beyond `first`."""
         kept = self._stream
         if kept is None or kept.path != path or not kept.reaches(first):
             self.close()
@@ -102,14 +102,14 @@ class Reading:
             self._stream = None
 
     def bad(self, path: Path, place: str, number: Callable[[], int], problem: object) -> None:
-        """Raise FileError for a line or row in error, or count it."""
+        """Raise FileError for an invalid line or row, or count it."""
         if not self.skips:
             where = f"{shown(path)}, {place} {number():,}"
             raise FileError(f"{where}: {problem}; --skip-bad skips such lines and rows") from None
         self.skipped += 1
 
     def text_of(self, value: Any) -> bytes:
-        """Return the text of a line's value; ValueError for one that has none."""
+        """Return the text in a line's value; raise ValueError if it has none."""
         if not isinstance(value, dict):
             raise ValueError(f"expected an object with {quoted(self.field)}, found {quoted(value)}")
         if self.field not in value:
@@ -125,11 +125,11 @@ class TextFormat(NamedTuple):
     """Format of text."""
 
     name: str
-    suffixes: tuple[str, ...]  # suffixes of its files, before that of a compression
-    # Approximate bytes of text, of the file or of each row group; None: the file is left out.
+    suffixes: tuple[str, ...]  # suffixes of its files, without a compression suffix
+    # Returns approximate bytes of text, of the file or of each row group; None: the file is left out.
     weights: Callable[[InputFile, Reading], list[int] | None]
-    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # texts of a file between two places
-    divisible: bool = False  # whether places are bytes; if not, they are numbers of weights
+    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # yields the texts between two places
+    divisible: bool = False  # True: places are bytes; False: they are indices of weights
 
 
 def _length(file: InputFile, reading: Reading) -> list[int] | None:
@@ -214,10 +214,10 @@ def unpacked_name(name: str) -> str:
 
 
 def format_named(name: str) -> TextFormat:
-    """Return the format that a file's name shows; text if it shows no other."""
+    """Return the format for a file's name; text if no other format has its suffix."""
     inner = unpacked_name(name).lower()
     found = next(each for each in TEXT_FORMATS.values() if inner.endswith(each.suffixes))
-    return TEXT if found is PARQUET and inner != name.lower() else found  # Parquet compresses by itself
+    return TEXT if found is PARQUET and inner != name.lower() else found  # Parquet has its own compression
 
 
 # ----------------------------------------------------------------------------------------------- parts
@@ -233,7 +233,7 @@ class FilePiece(NamedTuple):
 
 
 class WorkPart(NamedTuple):
-    """Part that becomes one token file, with that file's name."""
+    """Part of the inputs that becomes one token file, with the file's name."""
 
     name: str
     pieces: tuple[FilePiece, ...]
@@ -248,7 +248,7 @@ def cut_parts(
 ) -> list[WorkPart]:
     """Return the parts, of about `size` bytes each, in the order of the inputs.
 
-    A part ends before a piece that would make it larger; a piece that cannot be cut may be larger alone.
+    A part ends before a piece that would make it larger; a piece that cannot be cut may exceed `size`.
     """
     if size is None:
         size = min(max(sum(map(sum, weights)) // FRACTION, SMALLEST), LARGEST)
@@ -271,7 +271,7 @@ def cut_parts(
 
 
 def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
-    """Return the indices of the weights that each rank gets, in order."""
+    """Divide weights among ranks; return the indices of each rank, in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for place, weight in sorted(enumerate(weights), key=lambda each: -each[1]):
@@ -282,7 +282,7 @@ def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
 
 
 class Amount(NamedTuple):
-    """Completed work: weight of pieces, bytes of text, documents and tokens."""
+    """Amount of completed work: weight of pieces, bytes of text, documents and tokens."""
 
     weight: int = 0
     text_bytes: int = 0
@@ -294,11 +294,11 @@ NOTHING = Amount()
 
 
 class ProgressSum:
-    """Work of all ranks, and the sums of its progress: `beat` begins and takes them.
+    """Sums of the progress of all ranks; `beat` starts a sum and reads its result.
 
-    what     the work, as named by the watchdog
-    total    weight of the work, of which an earlier job has done `before`
-    stops    whether this rank wants all to stop
+    what     name of the work for the watchdog
+    total    weight of all work; `before`: weight that an earlier job has done
+    stops    function that returns True if this rank must stop
     """
 
     def __init__(
@@ -314,9 +314,9 @@ class ProgressSum:
         self._due = 0.0
 
     def run(self, work: Callable[[ProgressSum], None]) -> bool:
-        """Let each rank do its `work`; return whether all ranks completed it. Collective.
+        """Do this rank's `work`; return True if all ranks have completed theirs. Collective.
 
-        A problem of one rank stops all, and is raised on all.
+        A problem on one rank stops all ranks and is raised on all ranks.
         """
         problems = list[Exception]()
         try:
@@ -336,7 +336,7 @@ class ProgressSum:
         return self._is_done
 
     def beat(self, amount: Amount = NOTHING) -> bool:
-        """Add the work done since the last call; return False once all ranks are to stop."""
+        """Add the work done since the last call; return False once all ranks must stop."""
         self._own += amount
         if any(amount):
             self._moved()
@@ -355,7 +355,7 @@ class ProgressSum:
 
     def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
         documents, tokens, finished, stops = rest
-        self._moved()  # all ranks are alive
+        self._moved()  # a complete sum means that all ranks make progress
         self._is_done = finished == self._world.size
         self._over = self._is_done or stops > 0
         now = time.monotonic()
@@ -371,7 +371,7 @@ class ProgressSum:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Settings by which each rank makes token files: the encoder `text` and the command's `options`."""
+    """Settings for making token files on each rank: the encoder `text` and the command's `options`."""
 
     out: Path
     files: Sequence[InputFile]
@@ -386,9 +386,9 @@ class Encoding:
 
 
 def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: ProgressSum) -> None:
-    """Write parts as long as all ranks go on.
+    """Write this rank's parts until all are written or a rank stops.
 
-    Raises UsageError for a text that cannot be read, JobError for a file that cannot be written.
+    Raise UsageError for a text that cannot be read, JobError for a file that cannot be written.
     """
     reading = encoding.reading()
     reading.beat = progress.beat
@@ -403,7 +403,7 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: Progre
 def _encode(
     encoding: Encoding, reader: TextReader, part: WorkPart, reading: Reading, progress: ProgressSum
 ) -> bool:
-    """Write a part; return False if all ranks are to stop, perhaps because of this one."""
+    """Write a part; return False if all ranks must stop."""
     total = 0
 
     def texts() -> Iterator[Text]:
