@@ -1,7 +1,7 @@
-"""Every architecture in small: one row each, from which the suites draw their models.
+"""Table of all architectures, with one row each, from which the tests build small models.
 
-A row says what lies in a file, from llama.cpp's point of view and not from ours, and which settings switch on
-what the architecture has of its own. A suite gives sizes and gets models: `build` one, `every` all of them.
+A row lists the tensors of a file, as llama.cpp defines them, and the settings that switch on
+the features of the architecture. A test passes sizes: `build` returns one model, `every` all of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,20 +33,20 @@ def equal_heads(sizes: Sizes) -> Sizes:
 
 @dataclass(frozen=True)
 class Row:
-    """What the suites need to know of one architecture.
+    """Facts about one architecture that the tests need.
 
-    block      its tensors in a block, and their dimensions: E width, F feed-forward; rows of Q, K, V, T: all
-               three; G gate and up; O columns that go back from the heads; D of one head; N experts, S the
+    block      tensors of a block and their dimensions: E width, F feed-forward; rows of Q, K, V, T: all
+               three; G gate and up; O input columns of the attention output; D of one head; N experts, S the
                shared one
-    outer      its tensors around the blocks; V here is the vocabulary, C the context
-    biased     those of a block that always have a bias
-    settings   fields beside the sizes; those that are special are all in use
-    fit        which heads it takes
-    blocks     how many show each kind of block
-    tolerance  of log-probabilities beside llama.cpp's, whose GELU is a table of 16-bit floats
-    ties       whether llama.cpp opens a file without a head, which then is the embedding
-    flags      of `zero_mpi.train`, beside --arch
-    needed     sizes that `from_flags` needs, beside those of all
+    outer      tensors outside the blocks; V here is the vocabulary, C the context
+    biased     tensors of a block that always have a bias
+    settings   fields other than the sizes; every special setting is in use
+    fit        head types that the architecture accepts
+    blocks     number of blocks in which each kind of block occurs
+    tolerance  of log-probabilities against llama.cpp, whose GELU is a table of 16-bit floats
+    ties       whether llama.cpp opens a file without a head and uses the embedding instead
+    flags      flags of `zero_mpi.train` other than --arch
+    needed     sizes that `from_flags` needs in addition to the common ones
     """
 
     block: Mapping[str, str]
@@ -136,7 +136,7 @@ ROWS = {
 
 
 def build(arch: str, sizes: Sizes, **changes: Any) -> ModelConfig:
-    """The model of a row in a suite's sizes, its head untied; `changes`: fields of it."""
+    """Return the model of a row with a test's sizes and an untied head; `changes` overrides fields."""
     row, kind = ROWS[arch], ARCHITECTURES[arch]
     given = {"block_count": row.blocks, "tied": False, **sizes, **row.fit(sizes), **row.settings}
     known = {part.name for part in fields(kind)}
@@ -149,12 +149,12 @@ def every(sizes: Sizes, **changes: Any) -> dict[str, ModelConfig]:
 
 
 def tied(models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
-    """Those of the models that can be, with the embedding as their head; by "ARCHITECTURE, tied"."""
+    """Return the models that can use the embedding as their head, by "ARCHITECTURE, tied"."""
     return {f"{arch}, tied": replace(config, tied=True) for arch, config in models.items() if ROWS[arch].ties}
 
 
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the file of a model, as llama.cpp wants them; not in any order."""
+    """Return names and shapes of a model's tensors as llama.cpp requires them, in no particular order."""
     row, heads = ROWS[config.arch], config.head_count
     kv = getattr(config, "head_count_kv", heads)
     key, value = (

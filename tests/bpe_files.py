@@ -1,4 +1,4 @@
-"""Tokenizers to test with: small vocabularies trained on the spot, the real one of SmolLM2; and texts."""
+"""Tokenizers and texts for tests: small vocabularies trained by the test, and the real one of SmolLM2."""
 
 # ruff: noqa: RUF001 (texts of many scripts)
 
@@ -36,7 +36,7 @@ GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "u
 
 
 def split(regex):
-    """Pre-tokenizers that cut by a regex and map bytes."""
+    """Return pre-tokenizers that split by a regex and map bytes."""
     cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [cut, GPT2 | {"use_regex": False}]}
 
@@ -75,7 +75,7 @@ TEXTS = [
 
 
 def random_texts(count):
-    """Texts of code points from everywhere, and of white space, letters and signs mixed; by a seed."""
+    """Return texts of random code points, and of mixed white space, letters and signs, drawn by a seed."""
     draw = random.Random(20240229)
     ranges = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
     mixed = " \n\r\t'sStTlLdDrevE019.,!?-_(){}é日👍\u00a0\u3000\u0301"
@@ -99,14 +99,14 @@ PARTS = [
 
 
 def mixed_texts(count, more=(), seed=7):
-    """Texts of many scripts, signs, numbers, contractions and white space side by side; by a seed."""
+    """Return texts that mix scripts, signs, numbers, contractions and white space; determined by a seed."""
     draw = random.Random(seed)
     for _ in range(count):
         yield "".join(draw.choices([*PARTS, *more * 9], k=draw.randint(1, 14)))
 
 
 def pair_keys(pre, **more):
-    """Keys of a vocabulary in which nearly every cut of a text shows: it has a token of each two bytes."""
+    """Return keys of a vocabulary that reveals nearly every split: it has a token for each pair of bytes."""
     letters = byte_characters()
     pairs = [(a, b) for a in letters for b in letters]
     random.Random(1).shuffle(pairs)
@@ -117,7 +117,7 @@ def pair_keys(pre, **more):
 
 
 def trained_json(kind, tokens=900):
-    """The content of a tokenizer.json: trained on these texts and this file, with added tokens and a gap."""
+    """Return a tokenizer.json trained on these texts and this file, with added tokens and unused ids."""
     import tokenizers
 
     definition, ignore_merges = KINDS[kind]
@@ -153,7 +153,7 @@ def write_json(folder, content, **others):
 
 
 def smollm2_keys():
-    """The real model's tokenizer, as keys; skips the test where its package is not installed."""
+    """Return the real model's tokenizer as keys; skip the test if its package is not installed."""
     metadata = GGUFFile.open(smollm2()).metadata
     return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
 

@@ -1,4 +1,4 @@
-"""Chat templates of our own, in the constructs of those that public models have; and a tokenizer for them."""
+"""Chat templates with the constructs of public models' templates, and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ PLAIN = """\
 {% if add_generation_prompt %}
 ### assistant:
 {% endif %}"""
-# As trainers write them: the author says himself what the assistant says.
+# In the style of trainers: the template itself marks the assistant's text.
 MARKED = """\
 {% for message in messages %}
 {% if message['role'] == 'assistant' %}
@@ -181,7 +181,7 @@ TEMPLATES = {
     "marked": MARKED,
 }
 
-# With tools, in the ways in which public templates write calls.
+# With tools; calls are written in the formats of public templates.
 HERMES = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -289,7 +289,7 @@ CALLS_MARKED = HERMES.replace(
     "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool'",
     "{{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}\n    {%- elif message.role == 'tool'",
 )
-CALLING = {  # and what they take arguments as: an object, a text, or either as it is
+CALLING = {  # form in which they take arguments: an object, a text, or unchanged
     "hermes": (HERMES, dict),
     "llama 3.1": (LLAMA31, dict),
     "nemo": (NEMO, dict),
@@ -308,7 +308,7 @@ CONTROL += ("<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>")
 
 
 def chat_keys(template: str | None = None) -> dict[str, object]:
-    """Keys of a byte-level BPE that has the control tokens of all templates."""
+    """Return keys of a byte-level BPE that has the control tokens of all templates."""
     letters = byte_characters()
     merges = ["h e", "he l", "hel l", "hell o", "Ġ hello", "! Ċ", "Ċ Ċ", "Ġ [", "> Ċ", "Ã ©", "Ġ t", "Ġt h"]
     merges += ["Ġth e"]

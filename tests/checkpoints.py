@@ -1,4 +1,4 @@
-"""Checkpoints written and read in one call, by the parts that a run writes and reads them with."""
+"""Helper that writes a checkpoint in one call, with the functions that a run uses."""
 
 from zero_mpi.checkpoint.folders import step_folder
 from zero_mpi.checkpoint.saver import Saver

@@ -1,4 +1,4 @@
-"""What tests of transports start, and the tests of those for device memory, which compare with the host's."""
+"""Helpers for tests of transports, and tests that compare transports of device memory with the host's."""
 
 import functools
 import time
@@ -10,13 +10,13 @@ import pytest
 from zero_mpi.comm import Partition
 from zero_mpi.comm.mpi import MPIComm
 
-# (length, quantum): even, ragged, empty slices, nothing at all
+# (length, quantum): even, ragged, empty slices, no elements
 LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1)]
 
 
 @functools.cache
 def wild(rank, length, kind=np.float32):
-    """Numbers of different magnitude, others on each rank, the same in every call; -0 and denormals too."""
+    """Return numbers of different magnitude, also -0 and denormals; they differ by rank but not by call."""
     generator = np.random.default_rng([rank, length])
     values = generator.standard_normal(length) * 10.0 ** generator.integers(-4, 4, length)
     chance = generator.random(length)
@@ -26,7 +26,7 @@ def wild(rank, length, kind=np.float32):
 
 
 def reduced(comm, partition, contributors, accumulate, kind, place):
-    """Start a reduction of what every rank gives; returns (handle, full, out)."""
+    """Start a reduction of every rank's values; return (handle, full, out)."""
     given = wild(comm.rank, partition.length, kind)
     if comm.rank >= contributors:
         given = np.full(partition.length, np.nan if comm.exact else 0, kind)
@@ -42,7 +42,7 @@ def reduced(comm, partition, contributors, accumulate, kind, place):
 
 
 def near(found, parts):
-    """Whether it is the sum of the parts, in whatever order they were added."""
+    """Return whether the result is the sum of the parts in any order of addition."""
     wide = [part.astype(np.float64) for part in parts]
     buffer = 8 * len(parts) * np.finfo(found.dtype).eps * np.sum(np.abs(wide), axis=0)
     return bool(np.all(np.abs(found - np.sum(wide, axis=0)) <= buffer))
@@ -66,10 +66,10 @@ def on_host():
 
 
 class OfDevices:
-    """Every collective on device memory has the bits of the same one on the host.
+    """Tests that every collective on device memory has the bits of the same collective on the host.
 
-    A module has the fixtures `comm`, `exact` and `fast`, transports, and `side`, which has `upload` and
-    `download`. All of a kind are started before the first is waited for.
+    A test module has the transports `comm`, `exact` and `fast` as fixtures, and `side` with `upload` and
+    `download`. All collectives of a kind are started before the first wait.
     """
 
     lengths = LENGTHS

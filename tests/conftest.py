@@ -1,16 +1,16 @@
-"""One report, one verdict, no hang: pytest on any number of ranks.
+"""Plugin that runs pytest on any number of ranks with one report and without hangs.
 
     mpiexec -n 4 python -m pytest --with-mpi        (or plain `pytest`: a world of one rank)
 
 - Rank 0 writes to the terminal; the others write to $ZERO_MPI_TEST_LOGS/rankN.log (default test-logs/).
-- After every phase of every test (setup, call, teardown) the ranks exchange outcomes: the worst of any
-  rank is the outcome on all, so rank 0's report is the job's verdict, with the failing rank's traceback.
-- A rank that fails before a collective leaves the others in it. A watchdog then prints all stacks and
+- After every phase of every test (setup, call, teardown) the ranks exchange outcomes. The worst outcome of
+  any rank becomes the outcome on all, so rank 0 reports the result with the failing rank's traceback.
+- If a rank fails before a collective, the others hang in it. A watchdog then prints all stacks and
   ends the job with status 86, after $ZERO_MPI_TEST_TIMEOUT seconds (60) or the test's own marker.
-- tests/serial runs in one process only; there, a test starts its own jobs by `jobs.run_job`.
-- A test of three parameters or more runs with as many combinations as each pair of values needs to meet.
-- `make test` has --quick, `make test-all` has not. With --quick a test that runs at several numbers of ranks
-  runs at 3, or the nearest to it, and those marked `long` stay out.
+- tests/serial runs in one process only. Its tests start their own jobs by `jobs.run_job`.
+- A test with three parameters or more runs with enough combinations to cover every pair of values.
+- `make test` uses --quick, `make test-all` does not. With --quick a test for several numbers of ranks
+  runs at the number nearest to 3, and tests marked `long` are left out.
 """
 
 import atexit
@@ -41,16 +41,16 @@ jobs.prepare_process()  # before a test module imports numpy or MPI
 
 TIMEOUT = float(os.environ.get("ZERO_MPI_TEST_TIMEOUT", "60"))
 TIMEOUT_STATUS, DISAGREED_STATUS = 86, 3
-SUITE_SIZES = (1, 2, 3, 4, 8)  # what run_sizes.py runs
-MOST_QUICK = 4  # what run_sizes.py goes up to with --quick
-QUICK_SIZE = 3  # where --quick runs what can run there: uneven slices, a middle rank
+SUITE_SIZES = (1, 2, 3, 4, 8)  # sizes that run_sizes.py runs
+MOST_QUICK = 4  # largest size of run_sizes.py with --quick
+QUICK_SIZE = 3  # preferred size of --quick: uneven slices, a middle rank
 MORE_OF_THE_SAME = "more of the same: make test-all"
 THIRD_VALUES = "each pair of values meets without them"
-PATIENCE = 1.0  # seconds until a failed rank whose peers stay away speaks up
+PATIENCE = 1.0  # seconds until a failed rank reports if the other ranks do not answer
 
 
 class Alone:
-    """What the harness needs of a communicator, for a process without a launcher."""
+    """Communicator for the harness in a process without a launcher."""
 
     rank, size = 0, 1
 
@@ -65,9 +65,9 @@ class Alone:
 
 
 def join_world(with_mpi):
-    """A communicator of the harness's own (its messages never meet a test's), or `Alone`.
+    """Return a communicator of the harness itself (its messages never mix with a test's), or `Alone`.
 
-    MPI is not touched in a process that neither a launcher nor an option asks to: the serial suite must
+    MPI is not used unless a launcher or an option requests it, because the serial tests must
     run where no MPI library can be loaded.
     """
     if not (with_mpi or jobs.inside_job()):
@@ -81,7 +81,7 @@ def join_world(with_mpi):
 
 
 def finalize(MPI):
-    """End MPI while something can still watch: a request or window left open makes the call hang."""
+    """End MPI while a watchdog still runs, because an open request or window makes the call hang."""
     if not MPI.Is_finalized():
         faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a C thread: needs no interpreter lock
         MPI.Finalize()
@@ -91,11 +91,11 @@ def finalize(MPI):
 class Harness:
     def __init__(self, world):
         self.world = world
-        self.stderr = os.dup(2)  # while pytest does not capture: our last words must get out
+        self.stderr = os.dup(2)  # outside pytest's capture, so that the last message is printed
         self.deselected = {}  # reason: number of tests
-        # Rank 0 names it, the first test that wants a folder makes it.
+        # Rank 0 chooses the name; the first test that needs the folder creates it.
         self.base = Path(tempfile.gettempdir(), world.bcast(f"zero_mpi-tests-{uuid.uuid4().hex}"))
-        os.environ.setdefault("ZERO_MPI_CACHE", str(self.base / "encoded"))  # of jobs too
+        os.environ.setdefault("ZERO_MPI_CACHE", str(self.base / "encoded"))  # also of jobs
 
     def shout(self, text):
         os.write(self.stderr, f"\n[rank {self.world.rank}] {text}\n".encode())
@@ -107,7 +107,7 @@ class Harness:
             faulthandler.dump_traceback(all_threads=True, file=self.stderr)
             jobs.kill_running()
             self.remove(self.base)
-            time.sleep(0.5)  # lets the other ranks write theirs
+            time.sleep(0.5)  # gives the other ranks time to write their stacks
             os._exit(TIMEOUT_STATUS)  # not MPI_Abort: the main thread may hold MPI's lock
 
         watchdog = threading.Timer(seconds, end_job)
@@ -120,19 +120,19 @@ class Harness:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session):
-        session.config.option.with_mpi = True  # or pytest-mpi skips tests marked `mpi` in a world of one
+        session.config.option.with_mpi = True  # else pytest-mpi skips `mpi` tests in a world of one
         if self.world.rank == 0:
             return
         folder = Path(os.environ.get("ZERO_MPI_TEST_LOGS", "test-logs"))
         folder.mkdir(parents=True, exist_ok=True)
         log = open(folder / f"rank{self.world.rank}.log", "w")  # noqa: SIM115 (closed after the summary)
         session.config.add_cleanup(log.close)
-        # No public way to redirect the reporter; taking it out breaks plugins that ask for it.
+        # pytest has no public way to redirect the reporter, and removing it breaks plugins that need it.
         session.config.pluginmanager.getplugin("terminalreporter")._tw._file = log
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
-        """Leave out what is not for this world size; stop if the ranks hold different tests."""
+        """Leave out tests that do not fit this world size; stop if the ranks collected different tests."""
         leave_out = {item: reason for item in items if (reason := self.reason_to_leave_out(item))}
         kept = (item for item in items if item not in leave_out)
         leave_out |= dict.fromkeys(beyond_pairs(kept), THIRD_VALUES)
@@ -186,7 +186,7 @@ class Harness:
         marker = item.get_closest_marker("timeout_seconds")
         with self.watched(item.nodeid, marker.args[0] if marker else TIMEOUT):
             result = yield
-        self.remove(self.folder_of(item))  # all ranks are past their teardown: it was agreed on
+        self.remove(self.folder_of(item))  # the teardown of all ranks is over
         return result
 
     def folder_of(self, item):
@@ -200,16 +200,16 @@ class Harness:
     def pytest_runtest_makereport(self, item, call):
         """Make the worst outcome of any rank the outcome on all ranks.
 
-        Every phase is agreed on: setup and teardown run on all ranks, call only where setup passed, which
-        is agreed, so the allgathers pair up. Agreeing after the call phase alone would shift the pairing
-        by one test when the setup of one rank fails.
+        Ranks agree on every phase. Setup and teardown run on all ranks, and call only if setup passed on all
+        of them, so the allgathers match. Agreement after the call phase alone would shift the matching by one
+        test when the setup of one rank fails.
         """
         report = yield
         if self.world.size == 1:
             return report
         text = failure_text(report) if report.failed else ""
         speak_up = threading.Timer(PATIENCE, self.shout, [f"FAILED {item.nodeid} ({call.when})\n{text}"])
-        if report.failed:  # the others may be stuck in a collective of this test
+        if report.failed:  # the other ranks may be stuck in a collective of this test
             speak_up.start()
         outcomes = self.world.allgather((report.outcome, text))
         speak_up.cancel()
@@ -217,7 +217,7 @@ class Harness:
         return report
 
     def pytest_internalerror(self, excrepr):
-        """An error of pytest or a plugin in one rank: the others would wait for ever."""
+        """End the job after an error of pytest in one rank, because the others would wait forever."""
         if self.world.size > 1:
             self.shout(f"internal error\n{excrepr}")
             self.world.Abort(DISAGREED_STATUS)
@@ -272,13 +272,13 @@ def pytest_configure(config):
     harness = Harness(join_world(config.getoption("with_mpi", False)))
     config.pluginmanager.register(harness, "zero_mpi-harness")
     if harness.world.rank != 0:
-        config.workerinput = {}  # pytest's sign for "not the one who writes caches and JUnit files"
+        config.workerinput = {}  # pytest's sign for a process that does not write caches and JUnit files
     if harness.world.size > 1:
         same_examples_on_all_ranks()
 
 
 def same_examples_on_all_ranks():
-    """Hypothesis draws at random: ranks would leave each other in different tests."""
+    """Give all ranks the same random examples of Hypothesis; otherwise they would run different tests."""
     with contextlib.suppress(ImportError):
         import hypothesis
 
@@ -287,7 +287,7 @@ def same_examples_on_all_ranks():
 
 
 class Unavailable(pytest.Module):
-    """A module of tests/mpi where no MPI library can be loaded: skipped, with the reason."""
+    """Placeholder for a module of tests/mpi without an MPI library: skipped, with the reason."""
 
     reason = ""
 
@@ -305,7 +305,7 @@ def why_no_mpi():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skip tests/mpi without an MPI; serial tests must run all the same."""
+    """Skip tests/mpi without an MPI; serial tests must still run."""
     if TESTS / "mpi" in module_path.parents and (reason := why_no_mpi()):
         module = Unavailable.from_parent(parent, path=module_path)
         module.reason = reason
@@ -315,14 +315,14 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.fixture(scope="session")
 def quick(request):
-    """Whether what is more of the same is to be left out: rounds of a random search, for one."""
+    """Return whether to leave out repetitions, such as rounds of a random search."""
     return request.config.getoption("quick")
 
 
 @pytest.fixture
 def ranks_folder(request):
-    """An empty folder, the same on all ranks; removed when all of them are done with the test."""
+    """Return an empty folder, the same on all ranks; it is removed after all ranks finish the test."""
     harness = request.config.pluginmanager.getplugin("zero_mpi-harness")
     folder = harness.folder_of(request.node)
-    folder.mkdir(parents=True, exist_ok=True)  # by whoever comes first: nobody waits
-    return folder  # the harness removes it, after all ranks' teardown
+    folder.mkdir(parents=True, exist_ok=True)  # the first rank creates it, and no rank waits
+    return folder  # the harness removes it after the teardown of all ranks

@@ -1,4 +1,4 @@
-"""A corpus by the flags of a run, given by name."""
+"""Helper that builds a corpus from the flags of a run, passed as keyword arguments."""
 
 from zero_mpi.data import corpus
 from zero_mpi.data.document_reader import DocumentReader

@@ -1,4 +1,4 @@
-"""A writer of GGUF files, tensor by tensor in any order, for tests."""
+"""Writer of GGUF files for tests; tensors may be written in any order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_mpi.checkpoint.gguf.header import Announced, pack_file
 
 
 class GGUFStream:
-    """An open file with its header; tensors that are not written are zeros."""
+    """Open file with its header; tensors that are not written contain zeros."""
 
     def __init__(
         self,

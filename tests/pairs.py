@@ -1,4 +1,4 @@
-"""Of tests with three parameters or more, the cases in which every pair of values meets."""
+"""Selection of cases that cover every pair of values, for tests with three or more parameters."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-PAIRED = 3  # parameters from which on pairs of values are enough
+PAIRED = 3  # tests with this many parameters run only enough cases to cover all pairs
 
 
 def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Of tests with three parameters or more, those that are not needed for every pair of values to meet.
+    """Return cases that are not needed to cover all pairs of values, of tests with three or more parameters.
 
-    What one case of a test says of its function, such as its transport and strategy, others say too; a third
-    value beside them is more of the same. Values of fixtures count. The same on all ranks.
+    A pair of values, such as transport and strategy, occurs in several cases; a different third value
+    adds little. Values of fixtures count. The result is the same on all ranks.
     """
     functions = defaultdict(list)
     for item in items:
@@ -24,9 +24,9 @@ def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def axes_of(item: pytest.Item) -> list[tuple[Any, ...]]:
-    """The parameters of a case, each with its value; those of one `parametrize` are one.
+    """Return the parameters of a case with their values; those of one `parametrize` count as one.
 
-    Values count as the same where they are the same object: an index says in which case one stands.
+    Values are equal if they are the same object; an index identifies the value of a case.
     """
     spec = getattr(item, "callspec", None)
     if spec is None:

@@ -1,4 +1,4 @@
-"""Scripts that run `zero_mpi.train` with something done before each of its steps."""
+"""Scripts that run `zero_mpi.train` with extra code before each step."""
 
 from pathlib import Path
 from textwrap import dedent, indent
@@ -23,7 +23,7 @@ command.main()
 def train_with(path: Path, body: str, *, setup: str = "", method: str = "step") -> str:
     """Write a script that trains and runs `body` before a method of `Trainer`; return its path.
 
-    `body` has `self`, `rank` and `done`, the number of steps that are done. `setup` runs once at the start.
+    `body` has `self`, `rank` and `done`, the number of completed steps. `setup` runs once at the start.
     """
     body = indent(dedent(body).strip(), "    ")
     path.write_text(SCRIPT.format(setup=dedent(setup), method=method, body=body))

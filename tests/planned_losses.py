@@ -1,4 +1,4 @@
-"""Steps of training with a preference loss or a teacher, on data as a plan supposes them."""
+"""Training steps with a preference loss or a teacher, on data with the sizes that a plan assumes."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ LOSSES = {
 
 
 class Taught(Objective):
-    """A teacher's loss, with records that are not read from a file."""
+    """Teacher's loss with records that are not read from a file."""
 
     def micro(self, number, scale, i):
         batch = self.loader.micro(number, i)

@@ -1,8 +1,8 @@
-"""Twenty steps of each architecture, and the trial of operations, as digests: a line for each.
+"""Print digests of twenty steps of each architecture and of the trial of operations, one in each line.
 
-The environment says which bits (ZERO_MPI_BITS), and an emulator which processor. Models are tiny, for an
-emulated processor is slow; the trial multiplies larger matrices. A falling learning rate, clipping, decay
-and rotary tables are as in a training. Arguments are architectures, all by default.
+ZERO_MPI_BITS selects the bits, and an emulator the processor. Models are tiny, because an
+emulated processor is slow; the trial multiplies larger matrices. A decreasing learning rate, clipping, decay
+and rotary tables are used as in training. Arguments are architectures, by default all.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""A model whose layers have auxiliary losses and a buffer: the suites train it to test that door."""
+"""Model whose layers have auxiliary losses and a buffer, to test that interface."""
 
 import numpy as np
 import tiny
@@ -14,7 +14,7 @@ def square(sums):
 
 
 class Pressed(Layer):
-    """y = w (x - center). Losses: the square of the sum of mean y^2 over all layers, and mean y^2 of each.
+    """Layer y = w (x - center). Losses: squared sum of mean y^2 over all layers, and mean y^2 of each layer.
 
     The buffer `center` moves a tenth of the way to the mean of x over all micro-batches of a step.
     """
@@ -92,7 +92,7 @@ def train(optimizer, steps):
     module = optimizer.module
     accum, records = GradAccum(module, COUNT), []
     for step in steps:
-        with np.errstate(all="ignore"):  # float16 looks for a loss scale
+        with np.errstate(all="ignore"):  # float16 searches for a loss scale
             rounds(accum, step)
         records.append((accum.total_loss(), losses(module)))
         records.append(optimizer.step(max_norm=1.0).grad_norm)

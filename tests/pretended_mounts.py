@@ -1,4 +1,4 @@
-"""File systems that are not there: what the kernel would say of mounts."""
+"""Simulated file systems: a replacement for the kernel's list of mounts."""
 
 import os
 
@@ -6,7 +6,7 @@ from zero_mpi.files import file_systems
 
 
 def pretend(monkeypatch, folder, kind):
-    """Let `folder` be on a file system of this kind; its mountinfo lies there, one for each rank."""
+    """Simulate a file system of this kind for `folder`; its mountinfo files are in it, one for each rank."""
     mounts = folder / f"mountinfo-{os.getpid()}"
     mounts.write_text(
         f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / {folder} rw shared:1 - {kind} server rw\n"

@@ -1,10 +1,10 @@
-"""Rank 0 of many that are not there begins a run, and all it hears is as if the others said the same.
+"""Program that starts rank 0 of many simulated ranks, which all answer with rank 0's own messages.
 
     python tests/pretended_ranks.py RANKS FLAGS...
 
-It goes up to the first step by the functions of `zero_mpi.train` itself, and prints as JSON what that took:
-files opened, messages, bytes said in them and heard, and bytes of Python objects that are kept. Arrays are
-not among the last: slices become shorter with more ranks, and a plan has them.
+It runs the functions of `zero_mpi.train` up to the first step, and prints the cost as JSON:
+opened files, messages, their sent and received bytes, and bytes of Python objects that are kept. Arrays are
+not counted: their slices become shorter with more ranks, and the plan covers them.
 """
 
 import gc
@@ -29,14 +29,14 @@ from zero_mpi.train.setup import TransportChoice
 from zero_mpi.train.trainer import Trainer
 
 PER_NODE = 8
-OF_OBJECTS = tracemalloc.DomainFilter(inclusive=True, domain=0)  # NumPy's arrays are in one of their own
+OF_OBJECTS = tracemalloc.DomainFilter(inclusive=True, domain=0)  # NumPy's arrays have their own domain
 
 
 class Echo(SerialComm):
-    """Rank 0 of `size`, `PER_NODE` on a node: what it says comes back from each, as an object of its own."""
+    """Rank 0 of `size`, `PER_NODE` on a node: every rank answers with a separate copy of its message."""
 
     kind, sums_in_place = kinds.MPI, False
-    said = heard = messages = 0  # of all of them
+    said = heard = messages = 0  # from all ranks
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -90,7 +90,7 @@ def begin(ranks: int, flags: list[str]) -> Trainer:
 
 def main(ranks: int, flags: list[str]) -> None:
     opened: list[str] = []
-    begin(PER_NODE, [*flags, "--out", "before"])  # modules are loaded now
+    begin(PER_NODE, [*flags, "--out", "before"])  # all modules are loaded now
     own_source.cache_clear()
     dealt_out.cache_clear()
     Echo.said = Echo.heard = Echo.messages = 0

@@ -1,11 +1,11 @@
-"""One run that is killed again and again at random moments: a rank, its launcher, or the whole job.
+"""Program that kills one run repeatedly at random moments: a rank, its launcher, or the full job.
 
     python tests/random_kills.py --count 100 --seed 1 --out FOLDER --data TEXT
 
-Moments fall into the start of MPI, steps and saves. After each kill all processes of the job are gone and
-what was complete is sound. At the end one more start brings the run to the bytes of one that nothing
-disturbed, and /dev/shm holds no more segments than after the first kill. Other jobs on the machine make files
-there too, so give it its own: unshare -m sh -c 'mount -t tmpfs tmpfs /dev/shm; exec "$@"' sh python ...
+Kills happen during the start of MPI, steps and saves. After each kill no process of the job is left and
+complete checkpoints are sound. At the end one more start gives the bytes of an unbroken
+run, and /dev/shm has no more segments than after the first kill. Other jobs on the machine create files
+there too, so use a private one: unshare -m sh -c 'mount -t tmpfs tmpfs /dev/shm; exec "$@"' sh python ...
 """
 
 import argparse
@@ -32,8 +32,8 @@ MODEL += ["--keep", "2", "--timeout", "60"]
 VICTIMS = ("rank", "launcher", "job")
 BY_ALL = ["--checkpoint-io", "parallel"]
 WAYS = (["--async-save"], BY_ALL, ["--async-save", *BY_ALL], [*BY_ALL, "--strategy", "no-shard"], [])
-MARK = "ZERO_MPI_TRIAL"  # a variable by which all processes of a trial are found
-PATIENCE = 120.0  # seconds for what must happen on a busy machine
+MARK = "ZERO_MPI_TRIAL"  # variable that identifies all processes of a trial
+PATIENCE = 120.0  # seconds for an expected event on a busy machine
 
 
 def until(condition, what):
@@ -55,14 +55,14 @@ def processes(mark):
 
 
 def descendants(root):
-    """The processes below one, by the parents in /proc."""
+    """Return the descendants of a process, by the parents in /proc."""
     children = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, IndexError):
-                continue  # it has ended since
+                continue  # it has ended in the meantime
             children.setdefault(parent, []).append(int(entry.name))
     found, waiting = [], [root]
     while waiting:
@@ -73,7 +73,7 @@ def descendants(root):
 
 
 def ranks_of(job):
-    """Rank -> process of a job that this test started."""
+    """Return rank -> process of a job that this test started."""
     ranks = {}
     for process in descendants(job.pid):
         try:
@@ -118,7 +118,7 @@ def trial(out, flags, draw):
             command, env=clean_environment() | {MARK: mark}, stdout=said, stderr=said, start_new_session=True
         )
     try:
-        if draw.random() < 0.3:  # anywhere in the start
+        if draw.random() < 0.3:  # at any moment of the start
             time.sleep(draw.random())
         else:
             until(lambda: newest(out) > before or job.poll() is not None, "a checkpoint")
@@ -129,7 +129,7 @@ def trial(out, flags, draw):
         if victim == "rank" and ranks:
             kill(draw.choice(ranks))
         elif victim == "job":
-            os.kill(job.pid, signal.SIGSTOP)  # or it would tidy up after its ranks
+            os.kill(job.pid, signal.SIGSTOP)  # otherwise it would clean up after its ranks
             for pid in found:
                 kill(pid)
         if victim == "launcher" or not ranks:
@@ -161,7 +161,7 @@ def run(folder, data, count, seed):
         victim = trial(out, flags, draw)
         left.append(segments())
         print(f"{number + 1:3} {victim:8} step {newest(out):5}, {left[-1]} segments", flush=True)
-    time.sleep(2.5)  # what is newer than 2 s is not touched
+    time.sleep(2.5)  # files newer than 2 s are left alone
     last = ["--steps", str(newest(out) + 2)]
     for ranks, place in ((3, out), (1, folder / "unbroken")):
         job = [*launcher(), "-n", str(ranks), sys.executable, "-m", "zero_mpi.train"]

@@ -1,4 +1,4 @@
-"""A communicator that writes down what is asked of it: which collective, of what, how many bytes it moves."""
+"""Communicator that records its collectives with their arguments and the bytes that they move."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from zero_mpi.comm.wrapper import CommWrapper
 
 
 class Event(NamedTuple):
-    """A collective, or the wait for one. `sent`: bytes that this rank sends to others."""
+    """Collective, or the wait for its end. `sent`: bytes that this rank sends to other ranks."""
 
     kind: str
     label: str

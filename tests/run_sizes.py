@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Run the whole suite: tests/serial, then tests/mpi and tests/gpu at each world size.
+"""Run all tests: tests/serial, then tests/mpi and tests/gpu at each world size.
 
     python tests/run_sizes.py [--quick] [-n 1,2,3,4,8] [--lanes 4] [PATH...] [-- PYTEST OPTION...]
 
-With --quick, which is `make test`, each test runs at one number of ranks, and none that is marked `long`: see
-tests/conftest.py.
+With --quick, as in `make test`, each test runs at one number of ranks, and tests marked `long` are left out:
+see tests/conftest.py.
 
-As many parts as there are lanes run at a time, two more than there are cores: tests wait a third of their
-time. Parts with several ranks take turns with the others, so that few of them run at once. The files of
-tests/serial are shared out to a dozen processes, which stay small: many tests fork. Each part gives a line
-with the reasons of its skips, its slowest tests, the end of its output where it failed; the last line is `N
-passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end, none failed, and
-something passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
+Each lane runs one part at a time. There are two more lanes than cores, because tests wait a third of their
+time. Parts with several ranks alternate with others, so that few of them run at once. The files of
+tests/serial are divided among a dozen processes, which stay small because many tests fork. Each part prints a
+line with the reasons of its skips, its slowest tests, the end of its output if it failed; the last line is
+`N passed, N failed, N skipped`. The exit status is 0 only if every part completed, none failed, and
+a test passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
 
-tests/gpu runs on a CuPy without a GPU (tests/pretend), at up to three ranks; with ZERO_MPI_TEST_GPU=1 on the
-one that is installed.
+tests/gpu runs at up to three ranks on a simulated CuPy (tests/pretend), or with ZERO_MPI_TEST_GPU=1 on the
+installed one.
 
 $ZERO_MPI_JOB_TIMEOUT    seconds for one part, default 3600
 $ZERO_MPI_SUITE_TIMEOUT  seconds for all parts together, default no limit
@@ -39,7 +39,7 @@ import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
-QUICK_SIZES = "1,2,3,4"  # no test needs more ranks than four: conftest.py holds them to it
+QUICK_SIZES = "1,2,3,4"  # no test needs more than four ranks: conftest.py enforces it
 WHOLE = ["tests/serial", "tests/mpi", "tests/gpu"]
 GPU_SIZES = (1, 2, 3)  # pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
@@ -47,14 +47,14 @@ LANES = min(len(os.sched_getaffinity(0)) + 2, 8)
 SERIAL_PARTS = 12
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["--durations=5", "--durations-min=5"]
-# Processes that clean up one place at the same time trip over each other; a part's place goes as a whole.
+# Processes that clean up one folder at the same time conflict, so each part has its own, removed at its end.
 PYTEST += ["-o", "tmp_path_retention_count=1000"]
 SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.*")
 COUNT = re.compile(r"(\d+) ([a-z]+)")
 WORTH_SAYING = re.compile(r"(FAILED|ERROR|SKIPPED|XFAIL|deselected) |\d+\.\d+s (call|setup|teardown) ")
 Part = tuple[str, int, list[str]]  # name, ranks, paths
-NOTHING_RAN = 5  # pytest's status
-NO_VERDICT = 97  # ours: an end without a summary
+NOTHING_RAN = 5  # pytest's statuses
+NO_VERDICT = 97  # our own status: an end without a summary
 COUNTED_AS = {"passed": "passed", "xpassed": "passed", "failed": "failed", "error": "failed"}
 COUNTED_AS |= {"errors": "failed", "skipped": "skipped", "xfailed": "skipped"}
 
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def read_verdict(status: int, output: str) -> Verdict:
-    """The verdict of a part. No summary, or one from each rank, is none; a failure counts at least one."""
+    """Return the counts of a part; without a single summary it has failed, a failure counts at least once."""
     summaries = [line.strip("= ") for line in output.splitlines() if SUMMARY.fullmatch(line.strip())]
     if len(summaries) != 1:
         found = "no summary" if not summaries else f"{len(summaries)} summaries"
@@ -75,7 +75,7 @@ def read_verdict(status: int, output: str) -> Verdict:
     counts: Counter[str] = Counter()
     for count, kind in COUNT.findall(summaries[0].partition(" in ")[0]):
         counts[COUNTED_AS.get(kind, kind)] += int(count)
-    if status == NOTHING_RAN and counts["deselected"]:  # by the marks or options, which leave a trace
+    if status == NOTHING_RAN and counts["deselected"]:  # left out by marks or options, which leave a trace
         status = 0
     if status == 0 and counts["failed"]:
         status = NO_VERDICT
@@ -85,7 +85,7 @@ def read_verdict(status: int, output: str) -> Verdict:
 
 
 def run_part(ranks: int, paths: list[str], options: list[str], timeout: float) -> tuple[int, str]:
-    """Run pytest on `ranks` ranks, or without a launcher for 0. Returns (exit status, output)."""
+    """Run pytest on `ranks` ranks, or without a launcher for 0. Return (exit status, output)."""
     command = [sys.executable, *PYTEST]
     if ranks > 0:
         command = [*jobs.launcher(), "-n", str(ranks), *command, "--with-mpi"]
@@ -127,7 +127,7 @@ def parts(sizes: list[int], paths: list[str]) -> list[Part]:
 
 
 def share_out(paths: list[str]) -> list[tuple[str, list[str]]]:
-    """The files of folders, and other paths as they are, in at most `SERIAL_PARTS` parts with names."""
+    """Divide files of folders, and other paths unchanged, into at most `SERIAL_PARTS` named parts."""
     files = []
     for path in paths:
         inside = sorted(str(file.relative_to(ROOT)) for file in (ROOT / path).glob("**/test_*.py"))

@@ -1,4 +1,4 @@
-"""Vocabularies of SentencePiece's two kinds to test with: trained on the spot, and with many equal scores."""
+"""Test vocabularies of SentencePiece's two kinds: trained by the test, and with many equal scores."""
 
 import json
 import random
@@ -100,7 +100,7 @@ def fuzzed(count: int, seed: int = 7) -> list[str]:
     return found
 
 
-SPELLINGS = {  # what a charsmap makes of a text: some of NFKC, spaces, longest prefixes, nothing at all
+SPELLINGS = {  # spellings of a charsmap: some of NFKC, spaces, longest prefixes, the empty text
     "\t": " ",
     "\n": " ",
     "\u3000": " ",
@@ -122,7 +122,7 @@ SPELLINGS = {  # what a charsmap makes of a text: some of NFKC, spaces, longest 
 
 
 def charsmap(spellings: dict[str, str] = SPELLINGS) -> np.ndarray:
-    """A charsmap with these spellings, its double array laid out wherever there is room."""
+    """Return a charsmap with these spellings; its double array uses any free positions."""
     texts, offsets = b"", {}
     for prefix, spelling in spellings.items():
         offsets[prefix.encode()] = len(texts)
@@ -137,7 +137,7 @@ def charsmap(spellings: dict[str, str] = SPELLINGS) -> np.ndarray:
 
 
 def place_children(prefix: bytes, node: int, offsets: dict[bytes, int], nodes: Any, taken: Any) -> None:
-    """Give the node of a prefix a base under which its children are free, and lay them out."""
+    """Give the node of a prefix a base at which the slots of its children are free, and place them."""
     longer = [key for key in offsets if key.startswith(prefix) and len(key) > len(prefix)]
     letters = sorted({key[len(prefix)] for key in longer})
     wanted = [0, *letters] if prefix in offsets else letters
@@ -152,7 +152,7 @@ def place_children(prefix: bytes, node: int, offsets: dict[bytes, int], nodes: A
 
 
 def over_words(keys: dict[str, Any]) -> dict[str, Any]:
-    """The same keys with tokens that reach over the beginning of a word."""
+    """Return the same keys with tokens that extend beyond the beginning of a word."""
     names = ("tokens", "token_type", "scores")
     tokens, types, scores = (list(keys[f"tokenizer.ggml.{name}"]) for name in names)
     more = [token for token in ("e▁", "e▁t", "n▁", "n▁a", "a▁▁", ".▁") if token not in tokens]

@@ -1,6 +1,6 @@
-"""Small task files in the published forms, of our own wording: fields are those of the data sets.
+"""Small task files in the published formats, with the fields of the data sets and our own texts.
 
-`ROWS[name]` has the lines; `FIGURES[name]` what lm-evaluation-harness tells of them.
+`ROWS[name]` has the lines; `FIGURES[name]` the figures of lm-evaluation-harness for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every timeline must hold, and one that is made by hand."""
+"""Checks that every timeline must pass, and a handmade timeline."""
 
 import json
 from collections import defaultdict
@@ -11,7 +11,7 @@ def lasting(events):
 
 
 def check_events(events):
-    """The rules of the format, as Perfetto and chrome://tracing read it."""
+    """Check the rules of the format, as Perfetto and chrome://tracing read it."""
     tracks = defaultdict(list)
     for event in events:
         assert event.keys() >= {"name", "ph", "pid", "args"}
@@ -30,7 +30,7 @@ def check_events(events):
 
 
 def check_nesting(track):
-    """Of two events of a track one is inside the other, or they are apart."""
+    """Check that two events of a track are nested or disjoint."""
     around = []
     for event in sorted(track, key=lambda event: (event["ts"], -event["dur"])):
         end = event["ts"] + event["dur"]

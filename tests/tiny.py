@@ -1,4 +1,4 @@
-"""Tiny models with odd sizes, and training loops on them: what the suites share."""
+"""Tiny models with odd sizes and training loops on them, shared by the tests."""
 
 import hashlib
 from dataclasses import replace
@@ -22,7 +22,7 @@ MODELS = {
 }
 SIZES = {"vocab_size": 61, "context_length": 11, "embedding_length": 30, "feed_forward_length": 97}
 SIZES |= {"head_count": 3, "head_count_kv": 1, "key_length": 10, "value_length": 10}
-# further architectures: what is shown of several models is shown of these, by few settings
+# further architectures; tests of several models run on these with few settings
 OTHERS = {arch: architectures.build(arch, SIZES) for arch in architectures.ROWS if arch not in MODELS}
 OTHERS["llama, partial"] = replace(MODELS["llama"], rope_dimension_count=4)
 OTHERS["phi3, partial"] = replace(OTHERS["phi3"], rope_dimension_count=6)
@@ -53,7 +53,7 @@ def run_step(module, accumulator, config, step, micro_batches):
 
 
 def train(comm, config, strategy=FULL_SHARD, *, steps=3, micro_batches=5, update=None, **options):
-    """Losses and norms of a short run, and the sha256 of the parameters after it; update: for AdamW."""
+    """Return losses and norms of a short run, and the sha256 of its final parameters; update: for AdamW."""
     module = make(comm, config, strategy, **options)
     optimizer = ShardedAdamW(module, lr=1e-2, **update or {})
     accumulator = GradAccum(module, micro_batches)
@@ -81,7 +81,7 @@ def digest(state):
 
 
 def offloaded_bytes(optimizer):
-    """(host, device): bytes of states in pinned memory, and of the rooms that they pass through."""
+    """Return (host, device): bytes of states in pinned memory, and of the buffers that they pass through."""
     if optimizer._offload is None:
         return 0, 0
     host = sum(state.nbytes for states in optimizer.states.values() for state in states.values())

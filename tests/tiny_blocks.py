@@ -1,4 +1,4 @@
-"""A tiny base in blocks of every type, and adapters trained beside it: from its bytes, or from its floats."""
+"""Tiny base in blocks of every type with adapters that are trained, from its blocks or its floats."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from zero_mpi.models import Llama
 from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, PLAIN
 
-SCALES = {  # where float16 lie in a block
+SCALES = {  # positions of float16 values in a block
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),
@@ -23,7 +23,7 @@ SIZES = {"layers": 2, "dim": 256, "heads": 4, "kv_heads": 2, "ffn": 256, "contex
 
 
 def some_blocks(name, count, seed=0):
-    """Bytes of blocks whose scales are small, everything else random."""
+    """Return bytes of blocks with small scales and otherwise random bits."""
     kind, drawn = BLOCK_KINDS[name], np.random.default_rng([seed, count])
     if name in PLAIN:
         return (0.05 * drawn.standard_normal(count) + 1).astype(PLAIN[name]).view(np.uint8)
@@ -35,12 +35,12 @@ def some_blocks(name, count, seed=0):
 
 
 def floats_of(raw, name):
-    """What the package gguf makes of blocks, float32."""
+    """Return blocks dequantized by the package gguf, as float32."""
     return dequantize(raw, GGMLQuantizationType[name]).astype(np.float32)
 
 
 def base(tied, **more):
-    """A model with adapters, and the bytes of everything else by name, in types of all sorts."""
+    """Return a model with adapters, and the stored bytes by name, in many types."""
     model = Llama.from_flags(SIZES | {"tied": tied} | more)
     kinds = {}
     for number, (name, param) in enumerate(model.params().items()):
@@ -52,7 +52,7 @@ def base(tied, **more):
 
 
 def bytes_of(model):
-    """Bytes of everything that is stored of a model, the same for everyone who asks."""
+    """Return the bytes of all stored tensors of a model, the same in every call."""
     sizes = {name: model.params()[name].size for name in model.stored}
     return {
         name: some_blocks(kind.name, sizes[name] // kind.elements, number)
@@ -61,7 +61,7 @@ def bytes_of(model):
 
 
 def make(comm, model, raw, strategy=FULL_SHARD, *, stored=True, **options):
-    """A module with the base in blocks, or in floats if not `stored`; adapters start at random."""
+    """Return a module with the base in blocks, or in floats if not `stored`; adapters start at random."""
     kinds = model.stored if stored else {}
     options = {"frozen": FROZEN, **options}
     module = ShardedModule(model.stages(), comm, strategy, stored=kinds, **options)
@@ -79,7 +79,7 @@ def make(comm, model, raw, strategy=FULL_SHARD, *, stored=True, **options):
 
 
 def train(comm, model, raw, strategy=FULL_SHARD, *, steps=2, micro_batches=5, **options):
-    """Losses and norms of a short run, and the sha256 of all parameters after it."""
+    """Return losses and norms of a short run, and the sha256 of all parameters after it."""
     module = make(comm, model, raw, strategy, **options)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, micro_batches)
     records = []

@@ -1,6 +1,6 @@
-"""The exact transports of the host by their flags: tests of bits, bytes and timelines run on each.
+"""Exact transports of the host by their flags; tests of bits, bytes and timelines run on each.
 
-Which there are `comm.kinds` says; one without a class here fails all of these tests.
+`comm.kinds` lists the transports; all of these tests fail if one has no class here.
 """
 
 from zero_mpi import MPIComm

@@ -1,11 +1,11 @@
-"""Ranks that are forked from a process which has loaded the package already, instead of started anew.
+"""Server that forks ranks from a process with the package loaded, instead of starting new processes.
 
-To start Python, load NumPy, the package and the compiled operations takes a rank longer than all that most
-tests want of it. So a test process has a server, one for each way to compute: it loads all that once, and
-forks a rank for each client that asks. The client is what the launcher starts: a Python without any module
-that hands over its files, environment, folder and cores, passes on every signal, and ends as the rank does;
-where it is killed, so is the rank. What is done before `main()` is then done once for many ranks, so tests of
-a start itself, and those that set variables, start ranks as users do: `run_job(..., warm=False)`.
+Starting Python and loading NumPy, the package and the compiled operations takes a rank longer than most tests
+run. So a test process has one server for each backend, which loads everything once and forks a rank for each
+client. The launcher starts the client: a Python without any module that sends its files, environment, folder
+and cores, forwards every signal, and ends with the rank's status; if it is killed, the rank is killed too.
+Code before `main()` then runs once for many ranks, so tests of the start itself, and tests that set
+variables, start ranks as users do: `run_job(..., warm=False)`.
 """
 
 import _signal as signal
@@ -15,7 +15,7 @@ import json
 import os
 import sys
 
-if sys.argv[1:2] == ["server"]:  # a client has no use for them, and no time
+if sys.argv[1:2] == ["server"]:  # a client does not need them, and they take time
     import contextlib
     import fcntl
     import gc
@@ -28,12 +28,12 @@ if sys.argv[1:2] == ["server"]:  # a client has no use for them, and no time
     remembered: list[tuple[object, str, object]] = []
 
 INT, MOST_FILES = array.array("i").itemsize, 8
-HEAD = 8  # bytes of the length that a request begins with
-SIGNALS = ("HUP", "INT", "QUIT", "USR1", "USR2", "TERM", "CONT")  # that a client passes on
+HEAD = 8  # size in bytes of the length at the beginning of a request
+SIGNALS = ("HUP", "INT", "QUIT", "USR1", "USR2", "TERM", "CONT")  # signals that a client forwards
 
 
 def client(address: str, arguments: list[str]) -> None:
-    """Have a rank forked, and end as it ends. Imports little: it is started for each rank."""
+    """Request a forked rank and end with its status. Imports little, because it is started for each rank."""
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     connection.connect("\0" + address)
     files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
@@ -47,7 +47,7 @@ def client(address: str, arguments: list[str]) -> None:
     for name in SIGNALS:
         signal.signal(getattr(signal, f"SIG{name}"), lambda number, frame: os.kill(rank, number))
     answer = connection.recv(64)
-    code = os.waitstatus_to_exitcode(int(answer)) if answer else 1  # without one the server is gone
+    code = os.waitstatus_to_exitcode(int(answer)) if answer else 1  # without an answer the server is gone
     if code >= 0:
         os._exit(code)
     if -code != signal.SIGKILL:
@@ -56,9 +56,9 @@ def client(address: str, arguments: list[str]) -> None:
 
 
 class Server:
-    """Forks a rank for each client and tells it how the rank ended; where a client ends, so does its rank.
+    """Server that forks a rank for each client and reports the rank's status; a rank ends with its client.
 
-    ranks   (process, file that tells its end, client) by that file, and by the client's
+    ranks   (process, file that signals its end, client) by that file and by the client's file
     """
 
     def __init__(self, address: str) -> None:
@@ -87,7 +87,7 @@ class Server:
         os._exit(0)
 
     def begin(self) -> dict | None:
-        """Fork the rank of a client. Returns in the rank what it is to do."""
+        """Fork the rank of a client. In the rank, return its request."""
         connection, _ = self.listening.accept()
         head, rights, _, _ = connection.recvmsg(HEAD, socket.CMSG_SPACE(MOST_FILES * INT))
         length, text = int.from_bytes(head, "little"), b""
@@ -112,20 +112,20 @@ class Server:
 
     def end(self, file: int) -> None:
         pid, ended, connection = self.ranks[file]
-        if file != ended:  # nothing comes from a client but its end
+        if file != ended:  # a client sends nothing but its end
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         for each in (ended, connection.fileno()):
             self.waiting.unregister(each)
             del self.ranks[each]
-        with contextlib.suppress(OSError):  # it was killed
+        with contextlib.suppress(OSError):  # the client was killed
             connection.sendall(str(status).encode())
         connection.close()
         os.close(ended)
 
 
 def become(asked: dict) -> list[str]:
-    """Make this process what the client's would have been. Returns its arguments."""
+    """Take over the client's files, environment and folder. Return its arguments."""
     given = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in asked["given"]]
     for file in asked["given"]:
         os.close(file)
@@ -143,7 +143,7 @@ def become(asked: dict) -> list[str]:
     threads = {name: os.environ[name] for name in environment.THREADS if name in os.environ}
     os.environ.clear()
     os.environ.update(asked["environ"])
-    for name, value in threads.items():  # as they were when NumPy was loaded
+    for name, value in threads.items():  # unchanged since NumPy was loaded
         os.environ.setdefault(name, value)
     environment.prepare()
     return asked["arguments"]
@@ -154,7 +154,7 @@ def load() -> None:
     import zero_mpi.train.command  # noqa: F401
     from zero_mpi import ops
 
-    find_spec("mpi4py.MPI")  # which loads the library, and does not start it
+    find_spec("mpi4py.MPI")  # loads the library without starting it
     ops.prepare()
     if ops.compiles():
         ops.fill_cache(ops.GENERATION)
@@ -163,9 +163,9 @@ def load() -> None:
 
 
 def compute_once() -> None:
-    """Let ranks take over what each would compute anew and to the same result: half of a small job's time."""
+    """Let ranks share results that each would compute alike; they take half of a small job's time."""
     import numpy as np
-    import numpy.random  # which NumPy loads when it is asked for first
+    import numpy.random  # NumPy loads these on first use
 
     from zero_mpi import environment
     from zero_mpi.launch import consistency
@@ -179,7 +179,7 @@ def compute_once() -> None:
 
 
 def remember(module: object, name: str, argument: object) -> None:
-    """Have a function answer for an argument at once in ranks that compute as this process does."""
+    """Cache a function's result for an argument in ranks that compute as this process does."""
     from zero_mpi import device
     from zero_mpi.ops import threads
 

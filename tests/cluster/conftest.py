@@ -1,6 +1,6 @@
-"""Tests that need hosts, or a batch system: `make test-cluster`, without a launcher and as root.
+"""Tests that need several hosts or a batch system: `make test-cluster`, as root and without a launcher.
 
-They take minutes and start daemons, so they run only where their folder or a file in it is named. A test that
+They take minutes and start daemons, so they run only if their folder or a file in it is named. A test that
 cannot run here is skipped with the reason.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 CLUSTER = Path(__file__).resolve().parent
-for folder in (CLUSTER, CLUSTER.parent / "serial"):  # helpers beside the tests, and those of the serial suite
+for folder in (CLUSTER, CLUSTER.parent / "serial"):  # helpers of all tests, and helpers of the serial tests
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -28,7 +28,7 @@ def asked_for(argument: str) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave these tests out of runs of other tests and of runs on several ranks."""
+    """Leave these tests out if other tests are named or if there are several ranks."""
     harness = config.pluginmanager.getplugin("zero_mpi-harness")
     if harness.world.size == 1 and any(map(asked_for, config.args)):
         return

@@ -1,8 +1,8 @@
-"""Table of events that end a run or must not, and a real run in which one happens.
+"""Table of events that a run must survive or report, and a real run in which an event happens.
 
-`ROWS` is the table of docs/reliability.md: for each event what is to be seen, whatever the moment. `Trial` is
-one run of it. The command is the real one, slowed down a little so that the event falls in its middle; what a
-rank does to itself it does when the file `now` appears, what comes from outside is in test_faults.py.
+`ROWS` is the table of docs/reliability.md. It has the expected result of each event at any moment. `Trial` is
+one run of the real command, slowed down so that the event falls in its middle. A rank triggers its own faults
+when the file `now` appears. External events are in test_faults.py.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from patched import train_with
 
 STEPS, SAVE_EVERY = 60, 5  # of every run
 RANKS, VICTIM = 3, 1  # on this machine
-TIMEOUT = 5.0  # --timeout of a run that is to end by it
-PATIENT = 100.0  # of other runs: a pause of the machine must not end them
-KILLED = (9, 137)  # what a launcher makes of a rank that was killed
+TIMEOUT = 5.0  # --timeout of a run that the timeout must end
+PATIENT = 100.0  # --timeout of other runs; a pause of the machine must not end them
+KILLED = (9, 137)  # statuses of the launcher after a rank was killed
 
 
 @dataclass(frozen=True)
 class Fault:
     """Row of the table.
 
-    statuses  exit statuses of the launcher that may be seen
-    said      pattern of what is on stderr, or on stdout by the launcher; empty: nothing is on stderr.
-              <process>: the one of the rank that it happens to
-    state     pattern of the state in status.json, all ranks being gone
-    reason    pattern of the reason there, if it has failed
-    seconds   from the event to the end of the job, at most, on a busy machine
-    lost      steps that are done again, at most
+    statuses  allowed exit statuses of the launcher
+    said      pattern of stderr, or of the launcher's stdout; empty: stderr is empty.
+              <process>: process id of the affected rank
+    state     pattern of the state in status.json after all ranks have ended
+    reason    pattern of the reason in status.json, if the state is failed
+    seconds   longest time from the event to the end of the job on a busy machine
+    lost      largest number of repeated steps
     """
 
     event: str
@@ -74,7 +74,7 @@ OF_VICTIM = rf"rank {VICTIM}: "
 LEFT = rf"rank {VICTIM} of {RANKS} left alone \(exit with status 3\)"
 LEFT_ALONE = rf"rank {VICTIM} left alone \(exit with status 3\)"
 SILENT = rf"no sign of life from rank {VICTIM}\b"
-MPICH_KILLED = r"Killed \(signal 9\)"  # MPICH's launcher names a process, not always the one that was killed
+MPICH_KILLED = r"Killed \(signal 9\)"  # MPICH's launcher names a process, but not always the killed one
 OPENMPI_KILLED = rf"process rank {VICTIM} with PID <process> on"
 LONGER = 2 * SAVE_EVERY
 DISK = r"cannot write \S+: No space left on device"
@@ -118,7 +118,7 @@ if rank == {rank} and os.path.exists({now!r}):
 {fault}
 """
 
-# A clock that is off by the seconds in a file, for rank 0; it is loaded before the C library.
+# A library that shifts the clock of rank 0 by the seconds in a file; it is loaded before the C library.
 CLOCK = r"""
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -190,7 +190,7 @@ def memory_group() -> tuple[Path, str]:
 
 
 class Trial:
-    """Run in `folder` in which an event happens."""
+    """Run in `folder` during which an event happens."""
 
     def __init__(self, folder: Path, fault: str = "pass") -> None:
         self.out, self.now, self.script = folder / "out", folder / "now", folder / "paced.py"
@@ -237,7 +237,7 @@ class Trial:
         self.until(lambda: self.done >= number, f"step {number}")
 
     def ranks(self) -> dict[int, int]:
-        """Return rank -> process of the living ranks, on any host of this machine."""
+        """Return rank -> process of the living ranks on all hosts of this machine."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
@@ -245,14 +245,14 @@ class Trial:
                     arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
                     got = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                 except OSError:
-                    continue  # it has ended since
+                    continue  # the process has ended in the meantime
                 rank = rank_of(got) if str(self.script) in arguments else None
                 if rank is not None:
                     found[rank] = int(entry.name)
         return found
 
     def end_of_job(self, seconds: float) -> float:
-        """Wait for the end of the launcher and all ranks; return the seconds since the event."""
+        """Wait until the launcher and all ranks have ended; return the seconds since the event."""
         try:
             self.job.wait(seconds + 10)
         except subprocess.TimeoutExpired:

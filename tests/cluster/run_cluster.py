@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Run tests/cluster without a launcher, in two processes: Slurm's tests wait for most of their time.
+"""Run tests/cluster without a launcher, in two processes because Slurm tests mostly wait.
 
-The report is that of run_sizes.py.
+The report has the format of run_sizes.py.
 
     python tests/cluster/run_cluster.py [PATH...] [-- PYTEST OPTION...]
 
-Prints what did not run and why, and as its last line `N passed, N failed, N skipped`. The exit status is 0
-only if nothing failed; where nothing can run, all is skipped. With PATHs they run in one process.
+Prints the skipped tests with reasons, and as its last line `N passed, N failed, N skipped`. The exit status
+is 0 only if nothing failed. If nothing can run, all tests are skipped. Named PATHs run in one process.
 
-$ZERO_MPI_CLUSTER_TIMEOUT    seconds for all of it, default 1800
+$ZERO_MPI_CLUSTER_TIMEOUT    seconds for the full run, default 1800
 """
 
 import os

@@ -1,13 +1,13 @@
-"""A Slurm of its own on this machine for a test, and jobs in it.
+"""A private Slurm on this machine for a test, and jobs in it.
 
     with slurm(cpus=8) as here:
         job = here.submit(["--ntasks-per-node=4"], "examples/slurm/one_node.sbatch", ["--out", out])
         here.signal(job, "USR1")
         here.wait(job, "PENDING")
 
-`tools/cluster/slurm_up.sh` makes it, of one node; `slurm_over` makes one with a node for each of some hosts.
-It goes when the block ends, and also when this process is killed: a shell of its own waits for the end of its
-standard input and takes it down.
+`tools/cluster/slurm_up.sh` creates it with one node. `slurm_over` creates one with a node for each given
+host. It ends when the block ends or this process is killed: a separate shell waits for the end of its
+standard input and ends Slurm.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Slurm:
     def run(
         self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 60
     ) -> tuple[int, str, str]:
-        """Run one of Slurm's commands; returns (exit status, stdout, stderr)."""
+        """Run a Slurm command; return (exit status, stdout, stderr)."""
         environ = {"SLURM_CONF": f"{self.state}/slurm.conf"} | dict(env or {})
         return jobs.run_command([*self.enter, *command], timeout=timeout, env=environ, cwd=ROOT)
 
@@ -62,13 +62,13 @@ class Slurm:
         python: str = sys.executable,
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """Submit a script as a person would, from the project's folder with `python`'s environment active.
+        """Submit a script as a user would, from the project's folder with `python`'s environment active.
 
-        Returns the job's number. Its output goes to `log(number)`.
+        Return the job's number. Its output goes to `log(number)`.
         """
         path = f"{Path(python).parent}:{os.environ['PATH']}"
         start = ["sbatch", "--parsable", f"--output={self.folder}/job-%j.log", *options, script, *flags]
-        got = {"PATH": path, "SETTLE": "0"}  # jobs are told to stop when their ranks have begun
+        got = {"PATH": path, "SETTLE": "0"}  # jobs are signalled after their ranks have started
         return self.command(*start, env={**got, **(env or {})}).strip()
 
     def log(self, job: str) -> str:
@@ -84,7 +84,7 @@ class Slurm:
         self.command("scancel", "--batch", f"--signal={name}", job)
 
     def signal_ranks(self, job: str, name: str) -> None:
-        """Send a signal to the ranks that a job's srun started, past the script.
+        """Send a signal directly to the ranks that a job's srun started, not to the script.
 
         scancel --batch would wait for the tasks of an array that are still pending.
         """
@@ -100,7 +100,7 @@ class Slurm:
         self.until(lambda: self.facts(job)["JobState"] == state, job, f"{job} is not {state}")
 
     def until(self, holds: Callable[[], bool], job: str, otherwise: str, seconds: float = 150) -> None:
-        """Wait until something holds; past `seconds` the test fails with the job's log."""
+        """Wait until a condition holds; after `seconds` the test fails with the job's log."""
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline:
@@ -117,7 +117,7 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(cpus: int = 8) -> Iterator[Slurm]:
-    """A Slurm of one node with `cpus` processors. RuntimeError if it cannot be."""
+    """Start a Slurm of one node with `cpus` processors. Raise RuntimeError if the start fails."""
     if reason := why_no_slurm():
         raise RuntimeError(reason)
     with kept("slurm", str(cpus), env=jobs.clean_environment()) as state:
@@ -126,7 +126,7 @@ def slurm(cpus: int = 8) -> Iterator[Slurm]:
 
 @contextlib.contextmanager
 def slurm_over(here: Hosts, cpus: int = 2) -> Iterator[Slurm]:
-    """A Slurm whose nodes are hosts, with `cpus` processors each. RuntimeError if it cannot be."""
+    """Start a Slurm whose nodes are hosts with `cpus` processors each. Raise RuntimeError on failure."""
     if reason := why_no_slurm():
         raise RuntimeError(reason)
     environ = jobs.clean_environment() | {"HOSTS_STATE": str(here.state)}

@@ -1,8 +1,8 @@
-"""The image of packaging/apptainer trains to the bytes of a run outside of it, whoever's MPI carries it.
+"""Training in the image of packaging/apptainer gives the bytes of a run outside, with any MPI.
 
-It is built here: the base from a mirror of Debian, everything of Python from wheels that pip fetched before,
-in the versions that are installed outside. Then four ranks train in it, with the MPICH inside and with an
-Intel MPI bound in.
+The test builds the image: the base from a Debian mirror, Python packages from wheels that pip has fetched,
+in the versions that are installed outside. Then four ranks train in it, with its own MPICH and with an
+Intel MPI that is mounted into it.
 """
 
 import os
@@ -25,7 +25,7 @@ DEFINITION = ROOT / "packaging/apptainer/zero_mpi.def"
 BOUND = "--bind {}:/opt/mpi --env MPI4PY_LIBMPI=/opt/mpi/lib/libmpi.so.12 --env LD_LIBRARY_PATH=/opt/mpi/lib"
 SIZES = "--layers 2 --dim 32 --heads 2 --context 64 --sample 0 --log-every 1"
 WHEELS = "--only-binary :all: --python-version 3.13 --dest wheels -c pinned.txt"
-PINNED = ("numpy", "numba", "llvmlite", "ml-dtypes")  # what moves bits
+PINNED = ("numpy", "numba", "llvmlite", "ml-dtypes")  # packages that change bits
 PIP = [sys.executable, "-m", "pip", "-q"]
 
 
@@ -48,7 +48,7 @@ def why_no_image() -> str:
 
 
 def succeed(command: Sequence[str | Path], folder: Path, timeout: float = 300) -> str:
-    """What a command prints, on success only. Namespaces of users: root of a container has not all rights."""
+    """Run a command and return its output; fail if it fails. In a user namespace root has limited rights."""
     environ = COMPILED | {"APPTAINER_USERNS": "1"}
     status, printed, _ = run_command(command, timeout=timeout, env=environ, cwd=folder, merge=True)
     assert status == 0, f"{' '.join(map(str, command))}: status {status}\n{printed[-5000:]}"

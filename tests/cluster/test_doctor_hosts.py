@@ -1,4 +1,4 @@
-"""The doctor over two hosts: their names and the link between them."""
+"""Test of the doctor on two hosts: it reports their names and the link between them."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Whatever happens to a run, it ends in seconds with a word about it, and goes on to the same bytes.
+"""After any fault a run ends within seconds with a message, and a restart gives the same bytes.
 
-Every row of `faults.ROWS` is done for real and held against docs/reliability.md. To write that table anew:
+Every row of `faults.ROWS` runs for real and is compared with docs/reliability.md. To regenerate that table:
 
     ZERO_MPI_FAULT_TABLE=rows.md python tests/cluster/run_cluster.py tests/cluster/test_faults.py
 """
@@ -39,12 +39,12 @@ FLAGS += ["--arch", "llama", "--vocab-size", "64", "--save-every", str(SAVE_EVER
 
 @dataclass(frozen=True)
 class Stage:
-    """How an event is brought about: `fire` makes it happen, `mend` is done before the run goes on."""
+    """Functions for an event: `fire` triggers the event, `mend` repairs its damage before the resume."""
 
     fire: Callable[[Trial], None]
     mend: Callable[[Trial], None] = lambda trial: None
     env: Mapping[str, str] = field(default_factory=dict)
-    command: Sequence[str] = ()  # instead of the usual one
+    command: Sequence[str] = ()  # command instead of the usual one
 
 
 def write_tokens(path: Path) -> None:
@@ -57,7 +57,7 @@ def flags(folder: Path, timeout: float = PATIENT) -> list[str]:
 
 
 def command(mpi: str, ranks: int) -> list[str]:
-    """What starts a python on ranks of this machine; skips where this MPI is not installed."""
+    """Return the command that starts python on ranks of this machine; skip if this MPI is not installed."""
     try:
         python, launcher = installed(mpi)
     except LookupError as error:
@@ -92,7 +92,7 @@ def sends(number: int) -> Callable[[Trial], contextlib.AbstractContextManager[St
 
 @contextlib.contextmanager
 def little_memory(trial: Trial) -> Iterator[Stage]:
-    """One rank gets into a group with 64 MiB, and asks for more."""
+    """Put one rank into a group with 64 MiB and let it allocate more."""
     try:
         group, limit = memory_group()
     except OSError as error:
@@ -112,7 +112,7 @@ def little_memory(trial: Trial) -> Iterator[Stage]:
 
 @contextlib.contextmanager
 def small_disk(trial: Trial) -> Iterator[Stage]:
-    """The run directory is a file system of its own, which something else fills."""
+    """Put the run directory on its own file system, which another program fills."""
     trial.out.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(trial.out)]
     status, _, errors = run_command(mount, timeout=20)
@@ -124,7 +124,7 @@ def small_disk(trial: Trial) -> Iterator[Stage]:
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        os.truncate(filler, filler.stat().st_size - 4 * 4096)  # room for records, not for a checkpoint
+        os.truncate(filler, filler.stat().st_size - 4 * 4096)  # space for records, not for a checkpoint
 
     try:
         yield Stage(fire, mend=lambda trial: filler.unlink())
@@ -138,7 +138,7 @@ HOUR = 3600
 
 @contextlib.contextmanager
 def loose_clock(trial: Trial) -> Iterator[Stage]:
-    """Rank 0's clock goes forth by an hour, and some steps later two hours back."""
+    """Set rank 0's clock forward by an hour, and some steps later back by two hours."""
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("no cc to build a clock that jumps: apt-get install gcc libc6-dev")
     folder = trial.out.parent
@@ -172,7 +172,7 @@ def short_data(trial: Trial) -> Iterator[Stage]:
 
 @contextlib.contextmanager
 def short_checkpoint(trial: Trial) -> Iterator[Stage]:
-    """A rank is killed; then the newest checkpoint loses its end."""
+    """Kill a rank, then truncate the newest checkpoint."""
 
     def cut(trial: Trial) -> None:
         path = trial.out / "latest" / "model.gguf"
@@ -194,7 +194,7 @@ TO_HOSTS: dict[str, Callable[[Hosts], None]] = {
     "host lost": lambda here: here.lose("h2"),
     "link cut": lambda here: here.set_link("h2", up=False),
 }
-# Open MPI's launcher waits for a host that it cannot reach, unless ssh notices.
+# Open MPI's launcher waits for an unreachable host unless ssh reports the loss.
 ALIVE = ["--prtemca", "plm_ssh_args", "-o ServerAliveInterval=3 -o ServerAliveCountMax=2"]
 REFUSED = "token file cut short before the start"
 
@@ -206,7 +206,7 @@ def read_status(out: Path) -> dict[str, str]:
 def is_sound(checkpoint: Path) -> bool:
     command = [sys.executable, "-m", "zero_mpi", "inspect", checkpoint]
     status, printed, errors = run_command(command, timeout=60)
-    assert status in (0, 1, 2), printed + errors  # 1: another content, 2: cannot be read
+    assert status in (0, 1, 2), printed + errors  # 1: different content, 2: unreadable
     return status == 0
 
 
@@ -244,7 +244,7 @@ def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
 
 
 def note_down(fault: Fault, trial: Trial, seconds: float, lost: int) -> None:
-    """A row for the docs, where one is asked for."""
+    """Write a row for the docs if it is requested."""
     if path := os.environ.get("ZERO_MPI_FAULT_TABLE"):
         said, words = read_status(trial.out), "nothing"
         if found := fault.said and re.search(fault.said.replace("<process>", r"\d+"), trial.words):
@@ -290,7 +290,7 @@ def test_a_run_ends_and_goes_on(fault, unbroken, common_path):
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 @rows([*TO_HOSTS])
 def test_a_run_over_hosts_ends_and_goes_on(fault, unbroken):
-    """Two hosts of two ranks each; something happens to the second."""
+    """An event happens to the second of two hosts, which have two ranks each."""
     command(fault.launcher, RANKS)
     with hosts(2) as here:
         trial = Trial(here.folder)
@@ -304,7 +304,7 @@ def test_a_run_over_hosts_ends_and_goes_on(fault, unbroken):
 
 @rows([REFUSED])
 def test_a_run_whose_data_are_cut_short_is_refused(fault, unbroken, common_path):
-    """At once and in one line; what the run before has left stays as it is."""
+    """The refusal comes immediately and in one line; files of the earlier run do not change."""
     tokens = common_path / "tokens.npy"
     write_tokens(tokens)
     trial = Trial(common_path)
@@ -326,7 +326,7 @@ def test_a_run_whose_data_are_cut_short_is_refused(fault, unbroken, common_path)
 
 
 def test_the_table_in_the_docs_is_what_was_seen():
-    """The same rows in the same order; each says what its test allows."""
+    """The table has the same rows in the same order, and each row has the values that its test allows."""
     lines = [line.strip("| \n").split(" | ") for line in DOCS.read_text().splitlines() if line[:2] == "| "]
     table = [line for line in lines if len(line) == 5][1:]
     assert [tuple(line[:2]) for line in table] == [(f.event, f"{f.launcher}, {f.transport}") for f in ROWS]

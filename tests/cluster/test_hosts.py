@@ -1,6 +1,6 @@
 """Training over several hosts gives the bytes of one process.
 
-Each row of TABLE is a job over TCP between hosts of two ranks each. Its curve and its checkpoint are compared
+Each row of TABLE is a job over TCP between hosts of two ranks each. Its curve and checkpoint are compared
 with those of one process, as `test_command_bits.py` does on one host.
 """
 
@@ -43,8 +43,8 @@ TABLE = """
     openmpi  4      hybrid-shard   auto
 """
 HEADER, *ROWS = [tuple(row.split()) for row in TABLE.strip().splitlines()]
-EACH = 2  # ranks on a host
-OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # Open MPI's, about its own ssh
+EACH = 2  # ranks per host
+OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # Open MPI's messages about its own ssh
 
 
 def train_on(here: Hosts, ranks: int, out: Path, *flags: str, mpi: str = "mpich", each: int = EACH) -> str:
@@ -85,17 +85,17 @@ def test_same_bytes_as_in_one_process(mpi, hosts, strategy, transport, one_proce
 
 @pytest.mark.timeout_seconds(440)
 def test_most_of_the_transfers_hide_behind_computation():
-    """FULL_SHARD over a slow link: transfers and computation take about as long, and the step little longer.
+    """With FULL_SHARD over a slow link, transfers overlap with computation of about the same duration.
 
-    Blocks sleep instead of computing, so that the machine's cores decide little. Of twelve blocks,
-    the first gather, the first one of backward and the last reduction hide behind nothing: at most 1 - 3/36.
+    Blocks sleep instead of computing, so the result hardly depends on the machine's cores. Of twelve blocks,
+    the first gather, the first gather of backward and the last reduction cannot overlap: at most 1 - 3/36.
     """
     need("mpich")
     script = TOOLS.parents[1] / "benchmarks" / "overlap.py"
     sizes = {"layers": 12, "width": 192, "heads": 4, "ffn": 512, "context": 16, "batch": 1}
     flags = ["--rate", "50mbit", "--asleep", "140", "--steps", "1", "--warmup", "1", "--json"]
     flags += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    for _ in range(2):  # other load on the machine only lowers it
+    for _ in range(2):  # other load on the machine can only reduce the overlap
         status, printed, errors = run_command([sys.executable, script, *flags], timeout=200)
         assert (status, errors) == (0, ""), printed
         found = json.loads(printed)
@@ -106,5 +106,5 @@ def test_most_of_the_transfers_hide_behind_computation():
     assert 0.9 * least < found["transfers"] < 2 * least
     assert 12 * 3 * 140 <= found["computation"] < found["step"]
     assert found["hidden"] >= 0.7, found
-    # Immediate waits hide nothing, so the time is about sleep plus transfer.
+    # With immediate waits nothing overlaps, so the time is about sleep plus transfer.
     assert found["at once"] > max(found["step"], 0.9 * (12 * 3 * 140 + least)), found

@@ -1,4 +1,4 @@
-"""What a step moves over the links between hosts, by the links' own counters, is what the formulas say."""
+"""The links' own counters show that a step sends the bytes between hosts that the formulas give."""
 
 import pytest
 from hosts import why_no_hosts
@@ -10,9 +10,9 @@ from zero_mpi.plan.traffic import plan_traffic
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
-EACH, SHORT, LONG = 2, 2, 8  # ranks a host, steps
+EACH, SHORT, LONG = 2, 2, 8  # ranks per host, steps
 SIZES = {"layers": 4, "dim": 256, "heads": 4, "context": 32, "vocab_size": 256, "tied": False}
-HEADERS = 1.08  # the most that packets add
+HEADERS = 1.08  # largest overhead of packets
 START = 0.01  # fraction of the bytes by which starts and ends may differ
 FLAGS = ["--sample", "0", "--val-fraction", "0", "--warmup", "1", "--micro-batch", "1", "--resume", "never"]
 FLAGS += [f"--{name}={SIZES[name]}" for name in ("layers", "dim", "heads", "context")]

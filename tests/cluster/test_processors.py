@@ -1,8 +1,8 @@
-"""`--bits portable` on other processors: emulated ones of Intel and AMD give the bits of this one.
+"""`--bits portable` gives the bits of this processor on emulated processors of Intel and AMD.
 
-QEMU's user mode runs one process with the instructions and the identity of another processor, none of AVX-512
-among them; its products, roots and fused sums are exact. Code that was compiled here for the pinned target is
-the same there, so the emulator need not compile. The models are those of tests/portable_steps.py.
+QEMU's user mode runs one process with the instructions and identity of another processor, without AVX-512.
+Its products, roots and fused sums are exact. Code that was compiled here for the pinned target is
+the same there, so the emulator need not compile. The models come from tests/portable_steps.py.
 """
 
 import platform
@@ -61,7 +61,7 @@ def test_architectures_have_the_bits_of_this_processor(processor, here):
 @pytest.mark.timeout_seconds(900)
 @pytest.mark.parametrize("bits", ["portable", "native"])
 def test_ranks_on_unlike_processors(bits, tmp_path):
-    """Together they train to the bytes of one rank here; without the flag they are refused."""
+    """Ranks on different processors give the bytes of one rank here; without the flag they are refused."""
     environ = COMPILED | {portable.VARIABLE: bits, "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
     train = [*RUN, *FLAGS, "--data", *write_text(tmp_path), "--resume", "never", "--out"]
     elsewhere = [EMULATOR, "-cpu", "EPYC-Rome", *train]

@@ -1,7 +1,7 @@
-"""A batch job that is stopped, by whatever stops it, goes on to the bytes of a run that never was.
+"""A batch job that was stopped for any reason resumes and gives the bytes of an unbroken run.
 
-All on a real Slurm of one node, with the scripts of examples/slurm as they are: what a test needs beside them
-it says on sbatch's command line, as a person would.
+The tests use a real Slurm of one node and the unchanged scripts of examples/slurm. A test passes
+further options on sbatch's command line, as a user would.
 """
 
 import os
@@ -18,13 +18,13 @@ from test_command_bits import assert_same_run, fields, tensors, train, write_tex
 REQUEUE, BAD_USAGE = 75, 2
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
-STEPS = 300  # some seconds: a signal takes a while on a busy machine
-ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # the rate does not depend on --steps
+STEPS = 300  # some seconds: signals arrive late on a busy machine
+ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # then the rate does not depend on --steps
 ONE_NODE = "examples/slurm/one_node.sbatch"
 OPENMPI_AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",  # the node has fewer cores than it says
+    "PRTE_MCA_hwloc_default_binding_policy": "none",  # the node has fewer cores than it reports
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 SCRIPTS = sorted(path.name for path in (ROOT / "examples" / "slurm").glob("*.sbatch"))
@@ -64,7 +64,7 @@ def on_one_node(script: str, ranks: int) -> list[str]:
 
 
 def prepared(here: Slurm, launch: str, mpi: str) -> tuple[str, dict[str, str]]:
-    """The python and the variables for ranks of this MPI started in this way; a skip where that cannot be."""
+    """Return python and variables for ranks of this MPI with this start method; skip if it is unavailable."""
     try:
         python, _ = installed(mpi)
     except LookupError as error:
@@ -90,7 +90,7 @@ def assert_saved(out: Path) -> int:
 
 
 def assert_same_state(out: Path, reference: Path) -> None:
-    """The same curve and state; the settings in the files may differ, in the number of steps to come."""
+    """Check that curve and state are equal; the settings in the files may differ in the remaining steps."""
     assert fields(out) == fields(reference)
     for name in ("model.gguf", "optimizer.gguf"):
         found, expected = tensors(out / "latest" / name), tensors(reference / "latest" / name)
@@ -133,7 +133,7 @@ def test_a_job_told_to_stop_saves_is_requeued_and_goes_on(
 
 
 def test_a_job_that_is_preempted_saves_and_goes_on(here, flags, unbroken, tmp_path):
-    """Slurm itself sends SIGTERM, for the sake of a job that takes the whole node."""
+    """Slurm itself sends SIGTERM because another job needs the full node."""
     _, environ = prepared(here, "srun --mpi=pmi2", "mpich")
     out = tmp_path / "out"
     job = here.submit(
@@ -169,7 +169,7 @@ def test_a_supervised_job_goes_on_in_its_allocation(here, flags, tmp_path):
 
 
 def test_a_run_saves_before_its_job_is_ended_at_the_limit(here, flags, tmp_path):
-    """Nobody sends a signal: the run itself knows when the minute is over."""
+    """Nobody sends a signal; the run itself knows when its minute is over."""
     out = tmp_path / "out"
     job = here.submit(
         [*on_one_node("", 3), "--time=1", "--signal=B:USR1@1"],
@@ -201,7 +201,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(here, flags, tmp_path):
 
 
 def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
-    """srun by itself would leave the others waiting; nothing has been saved, so nothing is requeued."""
+    """srun alone would leave the other ranks waiting. Nothing has been saved, so nothing is requeued."""
     out = tmp_path / "out"
     job = here.submit(
         on_one_node("", 3), ONE_NODE, ["--out", str(out), *flags, *ENDLESS], env={"SLURM_WAIT": "3"}
@@ -215,7 +215,7 @@ def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
 
 
 def test_the_tasks_of_an_array_go_on_one_after_the_other(here, flags, unbroken, tmp_path):
-    """Two are stopped, the third gets the run done, the fourth is not needed."""
+    """Two tasks are stopped, the third completes the run, and the fourth is not needed."""
     out = tmp_path / "out"
     job = here.submit(
         [*on_one_node("", 4), "--array=1-4%1", f"--output={here.folder}/job-%A_%a.log"],
@@ -243,7 +243,7 @@ def test_the_tasks_of_an_array_go_on_one_after_the_other(here, flags, unbroken, 
     [(["--max-time", "1s"], REQUEUE), (["--steps", "-1"], BAD_USAGE), (["--steps", "1"], 0)],
 )
 def test_the_status_of_a_run_comes_through_the_launcher(start, more, status, here, flags, tmp_path):
-    """A rank that left before MPI was ended would make it 137."""
+    """A rank that exited before MPI_Finalize would change the status to 137."""
     python, _ = prepared(here, "", "mpich")
     _, launcher = installed("mpich")
     command = [launcher if word == "mpirun" else word for word in start] + [python, "-m", "zero_mpi.train"]
@@ -254,5 +254,5 @@ def test_the_status_of_a_run_comes_through_the_launcher(start, more, status, her
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_slurm_takes_the_header_of_every_script(script, here):
-    """Its options are known, and they are those of a job that could start here."""
+    """Slurm accepts the options of all scripts, and a job could start here with them."""
     here.command("sbatch", "--test-only", *on_one_node(script, 2), f"examples/slurm/{script}")

@@ -1,7 +1,7 @@
-"""A Slurm job of three nodes goes on where one of them is lost, to the bytes of a run that lost none.
+"""A Slurm job of three nodes that loses one node continues and gives the bytes of an unbroken run.
 
-Each node is a host with a slurmd of its own. It is switched off: nobody says goodbye, Slurm itself has to
-find it missing. The script is that of examples/slurm as it is, with --no-kill, which keeps the job.
+Each node is a host with its own slurmd. The lost node is switched off without notice, so Slurm has to
+detect the loss. The script is the unchanged one of examples/slurm, with --no-kill, which keeps the job.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from zero_mpi.commands.report.runs import read_events
 SCRIPT = "examples/slurm/many_nodes.sbatch"
 STEPS = ["--steps", "400", "--save-every", "40", "--keep", "2", "--transport", "mpi"]
 LOST_AFTER = 60  # step
-TIMEOUT = 12  # --timeout: a machine that stands still for some seconds is not to cost a restart
+TIMEOUT = 12  # --timeout: a pause of the machine for some seconds must not cause a restart
 
 pytestmark = [
     needs_mpiexec,

@@ -1,4 +1,4 @@
-"""Two hosts, one of which has hardly any shared memory: a line names it, and no rank is left waiting."""
+"""If one of two hosts has too little shared memory, a line names the host and no rank keeps waiting."""
 
 import re
 
@@ -33,5 +33,5 @@ def test_the_host_without_room_is_named_and_all_ranks_end(small, four_hosts, com
     status, _, errors = four_hosts.run(8, 4, ["-m", "zero_mpi.train", *flags], timeout=60)
     got = re.search(LINE, errors)
     assert got, errors
-    assert (got[2], status != 0) == (small, True)  # the status is the launcher's: docs/cluster.md
+    assert (got[2], status != 0) == (small, True)  # the status comes from the launcher: docs/cluster.md
     assert not (common_path / "out").exists()

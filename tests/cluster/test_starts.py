@@ -1,4 +1,4 @@
-"""srun starts the ranks of each MPI by the interface that it knows, and what it cannot start is refused."""
+"""srun starts ranks of each MPI through the interface that it supports; unsupported starts are refused."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_the_same_bytes_as_of_one_rank(mpi, interface, here, flags, alone, tmp_p
     assert_same_run(tmp_path / "out", alone)
 
 
-ALONE = f"the launcher started {RANKS} ranks, but each of them is alone"  # said once, with status 2
+ALONE = f"the launcher started {RANKS} ranks, but each of them is alone"  # printed once, with status 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""A run over three hosts loses a rank, a host, and another host that hangs: it is done, with the same bytes.
+"""A run over three hosts survives a lost rank, a lost host and a hanging host, with the same bytes.
 
-`supervise` runs inside the first host, as in a batch job, and goes to the others as its launcher does. The
-events come one after the other in one run.
+`supervise` runs inside the first host, as in a batch job, and reaches the other hosts through its launcher.
+The events happen one after the other in one run.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ pytestmark = [
     pytest.mark.timeout_seconds(240),
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
 ]
-SECONDS = 60  # until the next event, on a busy machine
+SECONDS = 60  # longest time to the next event on a busy machine
 SUPERVISE = ["--backoff", "0.2", "--probe-timeout", "10"]
-TIMEOUT = 12.0  # --timeout: a machine that stands still for some seconds is not to cost a restart
-HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # what, which host, after which step
+TIMEOUT = 12.0  # --timeout: a pause of the machine for some seconds must not cause a restart
+HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # event, host, step before the event
 
 
 def processes_of(here: Hosts, host: str) -> Iterator[int]:
-    """All processes inside a host: those of its namespace of processes."""
+    """Return all processes inside a host, found by its process namespace."""
     name = os.readlink(f"/proc/{here.process(host)}/ns/pid")
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -43,7 +43,7 @@ def processes_of(here: Hosts, host: str) -> Iterator[int]:
 
 
 def kill_a_rank(here: Hosts, trial: Trial, host: str) -> None:
-    """The rank of a host is killed; the host is well."""
+    """Kill one rank of a host; the host itself keeps running."""
     inside = set(processes_of(here, host))
     os.kill(next(process for process in trial.ranks().values() if process in inside), signal.SIGKILL)
 
@@ -115,7 +115,7 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, unbroken)
             trial.until(
                 lambda number=number: restarted(trial) == number + 1,
                 f"restart after {name}",
-                2 * SECONDS,  # a launcher may go on for a minute
+                2 * SECONDS,  # a launcher may continue for a minute
             )
         assert_done(trial, unbroken)
         said = re.findall(r"restart 1 of 10 from step-\d+ on (.*)", trial.errors)

@@ -1,7 +1,7 @@
-"""Two jobs on two hosts want one run folder: one runs to its end, the other says who runs, and on which host.
+"""Of two jobs on two hosts with one run folder, one completes and the other names that job and its host.
 
-`locks`: the hosts are containers of one machine, so locks of the system hold. `none`: the file system has no
-locks and the hosts are taken for machines, so only signs of life tell.
+`locks`: the hosts are containers of one machine, so system locks work. `none`: the file system has no
+locks and the hosts count as machines, so only signs of life show a running job.
 """
 
 import os
@@ -34,7 +34,7 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 @pytest.fixture(params=["locks", "none"])
 def start(request, four_hosts, common_path) -> Iterator[Start]:
-    """Starts a job of two ranks on a host; what still runs ends with the test."""
+    """Start a job of two ranks on a host; it is ended with the test."""
     started, setup = list[subprocess.Popen[str]](), NO_LOCKS if request.param == "none" else ""
     script = train_with(common_path / "job.py", WAITING, setup=setup)
     flags = [*SMALL, "--data", *write_text(common_path), "--out", str(common_path / "out")]

@@ -1,8 +1,8 @@
-"""Arrays in the memory of a CUDA driver, made by it alone, and what a transport needs of their device.
+"""Arrays in the memory of a CUDA driver, made without CuPy, and the device interface for transports.
 
-They have what `comm.gpu.exchanges.GpuStreams` asks of an array and no more; mpi4py finds their memory by
-`__cuda_array_interface__`. There are no kernels: sums are made on the host, of copies. On the pretend driver
-of a CUDA-aware MPI's archive, as on a GPU, a process that takes the address for the host's dies.
+They have only the attributes that `comm.gpu.exchanges.GpuStreams` uses; mpi4py finds their memory by
+`__cuda_array_interface__`. There are no kernels: sums are computed on the host from copies. On the pretend
+driver of a CUDA-aware MPI's archive, as on a GPU, a process that uses such an address on the host crashes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from zero_mpi.device import Done
 from zero_mpi.device.ordered_sum import ordered_sum
 
 ALIGNMENT = 256
-ROOM = 64 << 20  # bytes taken at once: the pretend driver knows few allocations
+ROOM = 64 << 20  # bytes allocated at once, because the pretend driver tracks few allocations
 
 
 class DriverArray:
-    """A flat array at an address of the device."""
+    """Flat array at an address of the device."""
 
     def __init__(self, address: int, size: int, dtype: Any) -> None:
         self.address, self.size, self.dtype = address, size, np.dtype(dtype)
@@ -57,7 +57,7 @@ class DriverArray:
 
 
 class DriverSide:
-    """The device as transports want it; all work is complete when its call returns."""
+    """Device as transports use it; all work is complete when its call returns."""
 
     def __init__(self) -> None:
         self.driver = Driver()

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Run the tests of this folder on a CUDA-aware Open MPI, at 2 and 3 ranks, over each of its ways to send.
+"""Run the tests of this folder on a CUDA-aware Open MPI, at 2 and 3 ranks, over each of its transports.
 
     python tests/cuda_mpi/run_cuda_mpi.py ROOT [-n 2,3] [PYTEST OPTION...]
 
 ROOT is where that Open MPI is installed (ROOT/bin/mpiexec), or a folder with `ompi` and, where it needs one,
-`ucx` beside it. Without a GPU a pretend driver is needed, ROOT/check/pretend/libcuda.so.1 or the folder in
+`ucx` folders. Without a GPU a pretend driver is needed, ROOT/check/pretend/libcuda.so.1 or the folder in
 $ZERO_MPI_PRETEND_DRIVER. The last line counts the tests, as run_sizes.py does.
 """
 
@@ -25,7 +25,7 @@ UCX = {
     "UCX_TLS": "sm,self,cuda_copy,cuda_ipc" if DRIVER.exists() else "sm,self,cuda_copy",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
-WAYS = {"ob1": {"OMPI_MCA_pml": "ob1"}, "ucx": UCX}  # what Open MPI sends with
+WAYS = {"ob1": {"OMPI_MCA_pml": "ob1"}, "ucx": UCX}  # Open MPI's transports
 
 
 def main() -> int:

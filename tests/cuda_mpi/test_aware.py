@@ -1,7 +1,7 @@
-"""Device memory through a CUDA-aware MPI: each collective of the runtime has the bits of the host's.
+"""Each collective on device memory through a CUDA-aware MPI has the bits of the collective on the host.
 
-In one message and in pieces, by the main thread and by one of its own, for ragged and empty slices and ranks
-that give nothing. The memory is a driver's: whoever reads or writes it by its address dies.
+The tests send one message or chunks, from the main or a separate thread, with ragged and empty slices and
+ranks without data. The memory belongs to a driver, so a process that dereferences its address crashes.
 """
 
 import functools
@@ -19,7 +19,7 @@ from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 
-LONG = [*LENGTHS, (100_001, 1024)]  # longer than what libraries send at once
+LONG = [*LENGTHS, (100_001, 1024)]  # longer than libraries send at once
 SMALL = {"most_bytes": 40 << 10, "summed": 5 << 10}
 SETTINGS = {"whole": {}, "pieces": SMALL, "thread": SMALL, "fast": {}, "fast pieces": SMALL}
 EXACT = [name for name in SETTINGS if not name.startswith("fast")]
@@ -84,7 +84,7 @@ class TestCollectives(OfDevices):
 
 
 def test_many_at_once_beside_vectors_of_the_host(comm):
-    """Gathers and sums under way while ranks agree on numbers, as in a step; then nothing new is needed."""
+    """Gathers and sums run while ranks agree on numbers, as in a step; no new memory is then needed."""
 
     def step():
         handles, checks = [], []

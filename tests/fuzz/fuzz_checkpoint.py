@@ -1,7 +1,7 @@
 """Checkpoints with wrong keys, signed anew or not, and with damaged files.
 
-A checkpoint of ours has a signature over all keys. Most changes end there, so many are made by somebody who
-signs the files again, as a program that writes such a folder would.
+A checkpoint has a signature over all keys, which reveals most changes. Many cases therefore sign the files
+again, as a program that writes such a folder would do.
 """
 
 from __future__ import annotations
@@ -153,4 +153,4 @@ def special(random: Random, folder: Path) -> list[str]:
 
 
 CASES = {"keys": keys, "noise": noise, "special": special}
-trained()  # train once before anything is forked
+trained()  # train once before any process is forked

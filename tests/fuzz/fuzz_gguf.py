@@ -1,6 +1,6 @@
 """GGUF files with wrong types, lengths, counts, names and duplicates, and special files.
 
-Files are made of raw pieces here and not by the package's writer, which would refuse most of them.
+Files are made of raw bytes and not by the package's writer, which would refuse most of them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ SIZES |= {"feed_forward_length": 16, "head_count": 2, "head_count_kv": 1, "key_l
 
 
 def model(random: Random, odd_frequencies: float = 0.3) -> File:
-    """Return a valid model of one block; `odd_frequencies`: how often config.json cannot express them."""
+    """Return a valid model of one block; `odd_frequencies`: how often config.json cannot express its RoPE."""
     arch = random.choice(["llama", *architectures.ROWS])
     config = architectures.build(arch, SIZES, tied=architectures.ROWS[arch].ties)
     keys = {"general.architecture": arch, "general.name": "fuzz", **config.metadata()}

@@ -72,8 +72,8 @@ def member(unit: bytes, size: int) -> bytes:
 
 
 def bombs(random: Random, folder: Path) -> list[str]:
-    """Write up to half a gigabyte of lines, or of a line without end, packed once or twice."""
-    endless = random.random() < 0.6  # a line without an end, or zeros, which need not be read to the end
+    """Write up to half a gigabyte of lines, or of one endless line, compressed once or twice."""
+    endless = random.random() < 0.6  # an endless line, or zeros, which need not be read to the end
     unit = random.choice(ENDLESS if endless else SHORT)
     many, size = (random.choice([1, 16, 128]), BLOCK) if endless else (1, ROWS)
     name = random.choice(["t.jsonl", "t.jsonl", "t.txt" if unit == b"\0" or not endless else "t.jsonl"])

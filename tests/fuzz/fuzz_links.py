@@ -1,7 +1,7 @@
 """Run folders with links, pipes or folders in the place of files, and folders that move during a command.
 
-A resumed run gives the names when this module is imported. Files in the folder `outside` must stay
-as it is, whatever a command writes to. A folder moves when the command opens a file in it for the nth time.
+The names come from a resumed run when this module is imported. Files in the folder `outside` must stay
+unchanged. A folder moves when the command opens a file in it for the nth time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LINKS = ("link", "hard link", "folder link", "full folder", *wild.SPECIAL)
 
 
 def names_opened() -> list[str]:
-    """Return every name in a run folder that a resumed run or `tokenize` opens, makes or removes."""
+    """Return every name in a run folder that a resumed run or `tokenize` opens, creates or removes."""
     found = set(fuzz_run_folder.RUN)
     for command in (GOES_ON, TOKENIZE):
         place = Path(tempfile.mkdtemp(prefix="fuzz-names-"))
@@ -127,7 +127,7 @@ def links(random: Random, folder: Path) -> list[str]:
 
 
 def moved(random: Random, folder: Path) -> list[str]:
-    """Remove or replace the folder or a file of it between two openings."""
+    """Remove or replace the folder, or a file in it, between two openings."""
     write(folder)
     chosen = command(random)
     if chosen is TOKENIZE:

@@ -1,6 +1,6 @@
 """Run folders with faulty files for `report`, `verify`, `train` and `inspect`.
 
-One small run is made by training when this module is imported; each case writes it anew and spoils it.
+A small run is trained when this module is imported; each case writes it again and damages it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILES = (*RECORDS, *OBJECTS)
 
 
 def small_run() -> dict[str, bytes | str]:
-    """Train four steps; return name -> content of the files, a text for the target of a link."""
+    """Train four steps; return name -> content of the files, or a text for the target of a link."""
     place = Path(tempfile.mkdtemp(prefix="fuzz-run-"))
     try:
         (place / "text.txt").write_text("a text to train on\n" * 40)
@@ -98,7 +98,7 @@ def numbers(random: Random, folder: Path) -> list[str]:
     keys = sorted({key for row in rows for key in row})
     for key in random.sample(keys, min(len(keys), random.choice([1, 1, 3]))):
         value = random.choice([wild.number, wild.text])(random)
-        many = 3000 if len(wild.as_text(value, random)) < 100 else 3  # a file that can be written in time
+        many = 3000 if len(wild.as_text(value, random)) < 100 else 3  # a file that a run can write in time
         for row in random.sample(rows, random.randint(1, len(rows))):
             row[key] = random.choice([value, [value] * random.choice([0, 1, many])])
     (run / name).write_bytes(b"".join(wild.as_text(row, random) + b"\n" for row in rows))
@@ -168,7 +168,7 @@ def places(random: Random, folder: Path) -> list[str]:
 
 
 def checkpoints(random: Random, folder: Path) -> list[str]:
-    """Replace links, folders and files of checkpoints, or add odd names beside them."""
+    """Replace links, folders and files of checkpoints, or add odd names next to them."""
     run = write_run(folder)
     newest = run / "step-00000004"
     path = random.choice([run / "latest", newest, newest / "model.gguf", newest / "optimizer.gguf"])

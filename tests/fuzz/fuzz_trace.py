@@ -44,7 +44,7 @@ def named(random: Random, folder: Path, raw: bytes) -> list[str]:
 
 
 def as_lines(random: Random, found: Any) -> bytes:
-    """Return a timeline with an event on each line, as a run writes it, or another value as JSON."""
+    """Return a timeline with an event on each line, as a run writes it, or other values as JSON."""
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         return wild.as_text(found, random)
     head = wild.as_text({name: value for name, value in found.items() if name != "traceEvents"}, random)

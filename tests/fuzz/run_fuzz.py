@@ -2,14 +2,14 @@
 
     python tests/fuzz/run_fuzz.py --seconds 600 [--only gguf,safetensors] [--seed 7]
 
-Each `fuzz_*.py` beside this file has CASES: name -> function(random, folder) that writes files into an empty
+Each `fuzz_*.py` in this folder has CASES: name -> function(random, folder) that writes files into an empty
 folder and returns a command, e.g. ["-m", "zero_mpi", "inspect", "x.gguf"], which is run in that folder; a
 case named "sound" changes nothing and must succeed. If a case writes `before.py`, the command's process runs
-that first. What a case puts into a folder `outside` no command may change. A case that failed is kept with
-its seed; `--only gguf.types --number 12 --seed 7` makes and runs it again.
+that first. No command may change files that a case puts into a folder `outside`. A failed case is kept with
+its seed; `--only gguf.types --number 12 --seed 7` repeats it.
 
-This process imports the package once; files are made, and the command is run, each in a process forked for
-it, so that a run costs milliseconds and what it takes is the system's count of its own time and memory.
+This process imports the package once. Making the files and running the command each happen in a forked
+process, so that a run takes milliseconds and the system counts its time and memory separately.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from jobs import library  # noqa: E402
 SETTINGS = {  # one process with one thread, and no compiled operations: they take seconds to load
     "ZERO_MPI_OPS": "reference",
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
-    "TOKENIZERS_PARALLELISM": "false",  # the library warns of threads after a fork
+    "TOKENIZERS_PARALLELISM": "false",  # the library warns about threads after a fork
 }
 COMMANDS = ("train", "inspect", "export", "generate", "plan", "report", "trace", "evaluate", "samples")
 COMMANDS += ("tokenize", "verify")
@@ -63,8 +63,8 @@ SHOWN = 1 << 20  # bytes of output that are looked at
 KEPT = 3  # failures of one kind that are kept
 
 FINE = {0, 2}
-SOUND = "sound"  # a case of this name must succeed: the others change its files
-ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1, 3}}  # the answers: not sound, not the same
+SOUND = "sound"  # a case of this name must succeed; the other cases change its files
+ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1, 3}}  # allowed: damaged, or not equal
 FAILS = {"train": {1}, "tokenize": {1}, "export": {1}}  # failures of the machine, also in one line
 FREE_OUTPUT = {"generate"}  # prints a model's text
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -83,7 +83,7 @@ class Ending:
 
 
 def problems(command: str, end: Ending) -> Iterator[str]:
-    """Yield a line for each thing that a run must not do."""
+    """Yield a line for each forbidden behaviour of a run."""
     if "Traceback (most recent call last)" in end.said + end.printed:
         last = [
             line for line in end.said.splitlines() if line and not line.startswith(("zero_mpi: ", "Abort("))
@@ -112,7 +112,7 @@ def problems(command: str, end: Ending) -> Iterator[str]:
 def run_in_child(action: Callable[[], None], folder: Path, output: Path, written: int) -> Ending:
     """Run action() in a forked process in `folder`, with its output in files at `output`.
 
-    `written`: the longest file that it may write.
+    `written`: size limit of a file that it writes.
     """
     before, begun = resident(), time.monotonic()
     pid = os.fork()
@@ -218,7 +218,7 @@ def find_cases(only: str, folder: Path) -> dict[str, Case]:
     kinds = {name.partition(".")[0] for name in wanted}
     for path in sorted(folder.glob("fuzz_*.py")):
         kind = path.stem.removeprefix("fuzz_")
-        if not kinds or kind in kinds:  # some make a run when they are imported
+        if not kinds or kind in kinds:  # some train a run when they are imported
             cases = importlib.import_module(path.stem).CASES
             found |= {f"{kind}.{name}": case for name, case in cases.items()}
     chosen = {
@@ -267,7 +267,7 @@ class Fuzz:
             shutil.rmtree(place, ignore_errors=True)
 
     def made(self, name: str, case: Case, number: int, place: Path) -> list[str] | Ending:
-        """Make the files of a case in a separate process, so that its memory does not count."""
+        """Write the files of a case in a separate process, so that its memory does not count."""
 
         def action() -> None:
             args = case(Random(f"{self.seed} {name} {number}"), place / "files")
@@ -302,7 +302,7 @@ def prepare() -> None:
     os.environ.update(SETTINGS)
     from zero_mpi.commands.main import module_of
 
-    uses_intel_mpi()  # it is kept
+    uses_intel_mpi()  # the case is kept
     for name in COMMANDS:
         importlib.import_module(module_of(name))
 
@@ -319,7 +319,7 @@ def main() -> int:
     options = parser.parse_args()
     prepare()
     found = list(find_cases(options.only, options.cases.absolute()).items())
-    cases = dict(Random(options.seed).sample(found, len(found)))  # time may be left for any of them
+    cases = dict(Random(options.seed).sample(found, len(found)))  # time may be left for any of the cases
     keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-failures-"))
     fuzz, begun = Fuzz(keep.absolute(), options.seed), time.monotonic()
     numbers = itertools.count() if options.rounds is None else iter(range(options.rounds))

@@ -1,4 +1,4 @@
-"""Attention on the GPU, by cuDNN and by own kernels, matches its definition.
+"""Attention on the GPU, by cuDNN and by the package's kernels, matches its definition.
 
 On the simulated device cuDNN's graphs are simulated too (tests/pretend/cudnn). The last test checks that
 the real package accepts our graphs, if it is installed.
@@ -18,9 +18,9 @@ from zero_mpi.ops import sizes
 #           B  T  S  H  K  D   E
 SHAPES = [(1, 1, 1, 1, 1, 8, 8), (2, 7, 7, 4, 2, 16, 16), (1, 33, 33, 6, 6, 8, 8), (3, 20, 20, 4, 1, 32, 32)]
 OTHER = [(2, 1, 9, 4, 2, 8, 8), (1, 5, 12, 2, 2, 16, 16), (2, 6, 6, 2, 1, 5, 3), (1, 9, 11, 3, 3, 7, 12)]
-# Every cuDNN has plans for these shapes.
+# cuDNN always has plans for these shapes.
 TAKEN = [(2, 64, 64, 4, 2, 64, 64), (1, 128, 128, 3, 3, 128, 128)]
-pytestmark = pytest.mark.world(1)  # a process alone
+pytestmark = pytest.mark.world(1)  # a single process
 
 
 def case(kind, shape, seed=0):
@@ -87,7 +87,7 @@ def test_attention(gpu, way, kind, shape):
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_documents_in_a_row_do_not_see_each_other(gpu, take_way, kind, shape, monkeypatch):
-    """Packed documents go in blocks of queries, without cuDNN."""
+    """Packed documents are computed in blocks of queries, without cuDNN."""
     take_way("auto")
     b, t, _, heads, *_ = shape
     monkeypatch.setattr(sizes, "SCORES", 4 * b * heads * sizes.scores_across(t) * 7)

@@ -13,7 +13,7 @@ from zero_mpi import ops
 from zero_mpi.device.ordered_sum import ordered_sum_on_gpu, pairwise_sums
 from zero_mpi.ops import reference
 
-pytestmark = pytest.mark.world(1)  # a process alone
+pytestmark = pytest.mark.world(1)  # a single process
 
 F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 KINDS = [F32, BF16, F16]

@@ -1,8 +1,8 @@
 """Every kernel of ops.gpu matches the reference in float32, bfloat16 and float16.
 
-What is expected is computed on the host by the definition, `ops.reference`, in float64 from the same bits and
-rounded once, as `ops.low_precision` says. Shapes go through the odd places: one element, primes, rows longer
-and shorter than a block, tiles, arrays that begin anywhere or have gaps. Around them is NaN and stays so.
+The expected result is computed on the host by the definition, `ops.reference`, in float64 from the same bits
+and rounded once, as `ops.low_precision` defines. Shapes include odd cases: one element, primes, rows longer
+and shorter than a block, tiles, and arrays with any offset or gaps. The surrounding NaN must not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero_mpi import device, ops
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.ops import low_precision, reference
 
-pytestmark = pytest.mark.world(1)  # a process alone
+pytestmark = pytest.mark.world(1)  # a single process
 
 F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 KINDS = [F32, BF16, F16]
@@ -98,7 +98,7 @@ def bits(x: Any) -> bytes:
 
 
 def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
-    """Check equality up to rounding: sums have another order. float32 is compared by the largest element."""
+    """Check equality up to rounding, as sums have another order; float32 relative to the largest element."""
     if isinstance(wanted, tuple):
         assert len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=True):

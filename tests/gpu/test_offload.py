@@ -92,7 +92,7 @@ def test_the_same_bits_as_on_the_gpu(gpu, pieces, strategy, how, precision):
 
 
 def test_slices_that_are_rows(gpu, pieces):
-    """A row can be longer than a chunk, which then is one row."""
+    """A row can be longer than a chunk; the chunk is then one row."""
     kept, offloaded = optimizers(GPT2.from_flags(ROWS), by_rows=True)
     for number in range(2):
         step(kept, number), step(offloaded, number)
@@ -112,7 +112,7 @@ def test_a_step_that_is_left_out_changes_nothing(gpu, pieces):
 
 
 def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
-    gc.collect()  # garbage of earlier tests would be freed in between
+    gc.collect()  # otherwise garbage of earlier tests is freed in between
     _, optimizer = optimizers()
     pool = sys.modules["cupy"].get_default_memory_pool()
     held = []

@@ -1,4 +1,4 @@
-"""The measured matmul rate and memory use of a GPU."""
+"""Tests of the measured matmul rate and memory use of a GPU."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """Matmuls on the GPU: the linear layer and the head's loss match their definitions.
 
-On the pretend device cuBLASLt is pretended too (tests/pretend/nvmath), strictly; that its names, numbers and
-sizes are those of the real bindings is checked where these are installed.
+The pretend device has a strict pretend cuBLASLt (tests/pretend/nvmath). Its names, numbers and
+sizes are compared with the real bindings if these are installed.
 """
 
 import importlib
@@ -25,7 +25,7 @@ KINDS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f16
 LOW = {"bf16": 2.0**-7, "f16": 2.0**-10}  # one unit in the last place, twice the rounding error
 SHAPES = [(1, 1, 1), (1, 7, 3), (5, 3, 2), (33, 17, 65), (64, 96, 40), (257, 129, 131)]  # N, C, O
 kinds = pytest.mark.parametrize("kind", KINDS)
-pytestmark = pytest.mark.world(1)  # a process alone
+pytestmark = pytest.mark.world(1)  # a single process
 
 
 def draw(kind, *shape, seed=0, scale=1.0):
@@ -35,7 +35,7 @@ def draw(kind, *shape, seed=0, scale=1.0):
 def close(got, want, kind, slack=2e-6, added=None):
     """Check that two results agree up to the order of float32 sums and, in low types, one rounding.
 
-    added: what was added to a product, which may have been rounded before.
+    added: the value that was added to a product, which may have been rounded before.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
@@ -109,7 +109,7 @@ def test_gradients_of_weights_are_added_into_their_own_type(gpu, kind, shape, gr
 def test_columns_of_a_wider_array_are_read_and_written_where_they_lie(gpu, kind):
     wide, w = draw(kind, 3, 5, 48), draw(kind, 24, 16, scale=0.25)
     on_gpu, w_gpu = gpu.from_host(wide), gpu.from_host(w)
-    for columns in (slice(16, 32), slice(3, 19)):  # aligned, and not
+    for columns in (slice(16, 32), slice(3, 19)):  # aligned and unaligned
         got = gpu.to_host(ops.linear(on_gpu[..., columns], w_gpu))
         close(got, defined("linear")(wide[..., columns], w), kind)
         dw, want = gpu.zeros(24 * 16, KINDS[kind]).reshape(24, 16), np.zeros((24, 16), KINDS[kind])
@@ -319,7 +319,7 @@ def test_a_missing_library_of_cuda_is_one_line(gpu, gemm, monkeypatch, where, er
 @kinds
 def test_batches(gpu, gemm, kind):
     a, b = draw(kind, 2, 3, 17, 8), draw(kind, 2, 3, 21, 8)
-    out = gpu.from_host(np.full((2, 3, 17, 21), np.nan, np.float32))  # nobody may read it
+    out = gpu.from_host(np.full((2, 3, 17, 21), np.nan, np.float32))  # nothing may read it
     arrays = [gpu.from_host(x) for x in (a, b)]
     sides = [gemm.batched(x) for x in arrays]
     gemm.multiply(*sides, gemm.batched(out), tb=True, scale=0.5)

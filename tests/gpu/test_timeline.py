@@ -1,4 +1,4 @@
-"""Timelines of a GPU have the times of its kernels, not those of their launch."""
+"""Timelines of a GPU have the times of kernels and not of their launches."""
 
 import json
 

@@ -28,7 +28,7 @@ PRECISIONS = {
 MODELS = tiny.MODELS | tiny.OTHERS
 TRAINED = [(name, precision) for name in tiny.MODELS for precision in PRECISIONS]
 TRAINED += [(arch, "fp32") for arch in tiny.OTHERS]
-NEAR = {"fp32": 1e-5}  # tolerance of losses against the host; others 1e-2
+NEAR = {"fp32": 1e-5}  # tolerance of losses against the host; other figures 1e-2
 ROUNDED = [(arch, "bf16") for arch in tiny.OTHERS]
 
 

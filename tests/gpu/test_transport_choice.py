@@ -1,4 +1,4 @@
-"""The transport for GPU arrays: the MPI library's claim is tested, ranks agree, and a line names it."""
+"""The transport for GPU arrays: the MPI library's support is tested, ranks agree, and a line names it."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from zero_mpi.train.setup import choose_transport
 
 WORLD = MPI.COMM_WORLD
 RANKS = WORLD.Get_size()
-several_ranks = pytest.mark.world(2, 3)  # on one nothing travels
+several_ranks = pytest.mark.world(2, 3)  # one rank sends nothing
 one_rank = pytest.mark.world(1)
 
 
@@ -84,7 +84,7 @@ def test_what_is_said_without_a_test(environ, said, monkeypatch):
 
 @one_rank
 def test_the_loaded_library_is_asked():
-    """The MPI library of the tests has one of the calls, or none, and denies support."""
+    """The test's MPI library has one of the calls, or none, and denies support."""
     maps = (
         "7f00-7f01 r-xp 0 0:0 1 /opt/cray/lib/libmpi_gnu_123.so.12.0.0\n"
         "7f01-7f02 r-xp 0 0:0 1 /usr/lib/libmpi.so.40.30.4\n"

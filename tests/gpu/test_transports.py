@@ -1,8 +1,8 @@
-"""Collectives on device memory give the bits of the same collectives on the host, whatever carries them.
+"""Collectives on device memory give the bits of the same collectives on the host, over every transport.
 
-The simulated CuPy runs copies and kernels late, so that missing waits show. Its device memory is the
-host's, which any MPI accepts. Buffers and pinned memory are those of the first transfers, and
-chunks are in flight together, which is counted and not timed.
+The simulated CuPy delays copies and kernels to reveal missing waits. Its device memory is the
+host's, which any MPI accepts. Later transfers reuse the buffers and pinned memory of the first, and
+several chunks are in flight, which is counted and not timed.
 """
 
 import functools
@@ -45,7 +45,7 @@ NAMES = list(WIRES) if RANKS > 1 else ["serial", "mpi", "staged pieces", "nccl"]
 EXACT = [name for name in NAMES if not name.endswith("fast")]
 FAST = [name for name in NAMES if name.endswith("fast")]
 
-several_ranks = pytest.mark.world(2, 3)  # on one nothing travels
+several_ranks = pytest.mark.world(2, 3)  # one rank sends nothing
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def hold(stream, seconds=None):
 
 
 def test_kernels_and_rooms_are_of_the_stream_that_computes(gpu):
-    """CuPy's current stream does not matter; the side stream, which uses the buffer, comes later."""
+    """Transfers ignore CuPy's current stream; the side stream uses the buffer after the computing stream."""
     if not is_pretend():
         pytest.skip(only_pretend)
     streams, other, x = GpuStreams(gpu), gpu.cupy.cuda.Stream(), gpu.zeros(64)
@@ -267,7 +267,7 @@ def test_more_transfers_than_may_be_under_way(exact, backwards):
 @several_ranks
 @pytest.mark.parametrize("name", EXACT)
 def test_the_runtime_pushes_transfers_to_the_end(name, gpu):
-    """Calls between layers do it if there is no thread; a thread needs no calls."""
+    """Without a thread, calls between layers advance the transfers; a thread needs no calls."""
     comm = communicator(name)
     handles, checks = start_many(comm, 3)
 
@@ -368,7 +368,7 @@ def test_a_gpu_that_fails_ends_the_wait_and_no_thread(exact, gpu, fault):
     fault.status = 700
     with pytest.raises(gpu.cupy.cuda.runtime.CUDARuntimeError, match="700"):
         exact.allgather(on_device(own), on_device(whole), partition, "test").wait()
-    fault.status = 0  # the thread still works, like all others
+    fault.status = 0  # the thread still works, as all others do
     full = on_device(np.full(40, 77, np.float32))
     handle = exact.allgather(on_device(own), full, partition, "test")
     poll(handle.test)

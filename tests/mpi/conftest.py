@@ -1,4 +1,4 @@
-"""Communicators for the tests under MPI, made once because each one duplicates MPI communicators."""
+"""Communicators for the tests under MPI, created once because each one duplicates MPI communicators."""
 
 import pytest
 from transports import ON_ONE_NODE

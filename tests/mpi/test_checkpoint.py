@@ -67,7 +67,7 @@ def test_going_on_from_a_file_of_one_process(exact, strategy, ranks_folder):
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(exact, strategy, parallel, ranks_folder):
-    """Training goes on meanwhile, twice, and the second copies reuse the buffers of the first."""
+    """Training continues meanwhile, twice, and the second copies reuse the buffers of the first."""
     optimizer, _ = trained(exact, strategy)
     saver = Saver(ranks_folder / "behind", optimizer, DESCRIPTION, background=True, parallel=parallel)
     expected = []

@@ -1,4 +1,4 @@
-"""Losses without gradients: each part of a micro-batch has its own, the same at any number of ranks."""
+"""Losses without gradients: each part of a micro-batch has its own loss, the same at any number of ranks."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """Misuse of the API raises a ValueError on all ranks that says what is wrong, and no rank hangs.
 
-Each case is a call of a public name. After it all ranks meet in a collective of the same communicator,
+Each case is a call of a public name. After it all ranks start a collective of the same communicator,
 which would hang or give another value if a rank had started something else.
 """
 

@@ -1,4 +1,4 @@
-"""The public interface of ShardedModule, DDP, ShardedLinear and GradAccum, right use and wrong use."""
+"""The public interface of ShardedModule, DDP, ShardedLinear and GradAccum: correct use and misuse."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_named_parameters_and_shard_info_tell_who_owns_what(exact, strategy):
 
 
 def test_what_was_gathered_before_parameters_change_is_dropped(exact):
-    """A prefetch, or a forward without its backward, holds old parameters."""
+    """A prefetch, or a forward without its backward, would keep outdated parameters."""
     module = tiny.make(exact, CONFIG, prefetch=2)
     x, _ = tiny.micro_batch(0, 0, CONFIG)
     module.prefetch_forward_params()

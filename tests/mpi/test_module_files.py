@@ -1,4 +1,4 @@
-"""Any module, saved by any number of ranks under any strategy, goes on elsewhere to the same bits."""
+"""Any module that was saved at any number of ranks and strategy resumes elsewhere with the same bits."""
 
 import hashlib
 import os

@@ -1,6 +1,6 @@
 """Several nodes have the bits of one process.
 
-Groups of ranks of this machine count as nodes (`ZERO_MPI_RANKS_PER_NODE`); tests/cluster has real ones.
+Groups of ranks of this machine count as nodes (`ZERO_MPI_RANKS_PER_NODE`); tests/cluster uses separate hosts.
 """
 
 import random
@@ -39,7 +39,7 @@ def nodes_of(ranks):
 
 @contextmanager
 def transport(kind, ranks, **options):
-    """Open a transport over nodes: `shared` has memory within a node, `mpi` messages only."""
+    """Open a transport over nodes: `shared` has memory within a node, `mpi` sends messages only."""
     with nodes_of(ranks):
         comm = ON_SEVERAL[kind](**options)
         yield comm
@@ -153,7 +153,7 @@ def test_training_has_the_bits_of_one_process(strategy, kind):
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 @pytest.mark.parametrize("micro_batches", [1, 5])
 def test_ranks_that_dawdle_change_nothing(strategy, micro_batches):
-    """With one micro-batch all nodes but the first only receive."""
+    """With one micro-batch, all nodes but the first only receive."""
     options = {"micro_batches": micro_batches, "bucket_mb": 0.01}
     expected = restless(SerialComm(), DEEP, strategy, **options)
     for ranks in per_node():

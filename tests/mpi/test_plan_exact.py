@@ -194,7 +194,7 @@ def held_bytes(module, optimizer):
             )
     masters = [one.master for one in kept if one.low is not None]
     copies = Snapshot()
-    adapters = kept != [unit.parameters for unit in units]  # alone are written
+    adapters = kept != [unit.parameters for unit in units]  # only these are written
     taken = [
         *copies.take("model", parameters_of(optimizer, adapters)),
         *copies.take("state", states_of(optimizer)),

@@ -1,7 +1,7 @@
 """Shared memory: no rank reads before the data are written or writes while others read.
 
-Random delays between all operations reveal missing waits. Tests of all transports (bits, collectives,
-checkpoints) run on this one too, through the fixture `exact`.
+Random delays between all operations reveal missing waits. The tests of all transports (bits, collectives,
+checkpoints) also use this transport, through the fixture `exact`.
 """
 
 import gc

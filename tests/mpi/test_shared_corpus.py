@@ -1,4 +1,4 @@
-"""Every rank has the corpus of rank 0, in memory if it is small, else in files that all ranks see."""
+"""Every rank has the corpus of rank 0: in memory if it is small, otherwise in files that all ranks see."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Ranks that wait for rank 0 hear that it makes progress."""
+"""Ranks that wait for rank 0 receive its signs of progress."""
 
 from zero_mpi.launch import world as world_module
 from zero_mpi.launch.world import StopAwareComm, World

@@ -1,4 +1,4 @@
-"""Timelines of all ranks have every transfer with its bytes, every wait and one clock, and change no bit."""
+"""Timelines of all ranks have every transfer with bytes, every wait and one clock, and change no bit."""
 
 import errno
 import gzip
@@ -80,7 +80,7 @@ def test_every_transfer_with_its_bytes_and_every_wait(exact, tmp_path, strategy)
     check_events(events)
     check_costs(events, exact.rank, counted)
     moved = moved_by(events, exact.rank)
-    # What follows the last step, such as the exchange of these events, is not in the timeline.
+    # Events after the last step, such as the exchange of these events, are not in the timeline.
     asked = [entry for entry in comm.log if entry.kind in ("allgather", "reduce_scatter", "allreduce")]
     names = Counter((event["name"], event["args"]["bytes"]) for event in moved)
     assert names == Counter((f"{entry.kind} {entry.label}", entry.sent) for entry in asked)

@@ -1,7 +1,7 @@
-"""Ranks that write for their node: their number fits the file system, the files are the same, calls are few.
+"""Ranks that write for their node: their number suits the file system, files are equal, and calls are few.
 
-Groups of ranks count as nodes (`ZERO_MPI_RANKS_PER_NODE`), and the folder seems to be on another file
-system. Writes are counted where they leave Python, and the kernel's own count agrees
+Groups of ranks count as nodes (`ZERO_MPI_RANKS_PER_NODE`), and the folder appears to be on another file
+system. Writes are counted in Python, and the kernel's own count agrees
 (`benchmarks/checkpoint_calls.py` prints both).
 """
 
@@ -68,7 +68,7 @@ def test_who_writes_and_that_the_files_are_the_same(case, mpi, ranks_folder, mon
 
 @pytest.mark.world(4, 8)
 def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, monkeypatch):
-    """The other ranks write nothing. A unit takes two writes, whatever tensors it has."""
+    """The other ranks write nothing. A unit takes two writes for any number of tensors."""
     pretend(monkeypatch, ranks_folder, "lustre")
     optimizer, progress = trained(mpi, FULL_SHARD)
     with saver(ranks_folder / "out", optimizer, 2) as made, file_calls.FileCalls() as calls:
@@ -82,7 +82,7 @@ def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, mon
         assert (calls.of("open", name), calls.of("fsync", name)) == (first, first)
         assert (
             calls.of("pwritev", name) <= first * (2 * parts * units + 1) < parts * tensors
-        )  # one is the header
+        )  # one write is the header
     named = [calls.of(call) for call in ("mkdir", "ftruncate", "rename", "replace", "symlink")]
     assert named == ([1, 2, 1, 1, 1] if mpi.rank == 0 else [0] * 5) or named[0] == 2  # OUT itself, at first
 

@@ -1,10 +1,10 @@
-"""How each documented command is run: the table of test_docs.py, by the beginning of a line.
+"""Table for test_docs.py that says how each documented command is run, by the beginning of its line.
 
-Of several rows the longest counts. A line without a row is run as it is, training made small. `Run`: by
-test_docs.py itself, in the order of its page, in a folder of the page; `add` are flags that make it small
-(they stand last, so they win), `says` is what it must print; 8 and 4 ranks are made 2. `Make`: what `make -n`
-prints is run so. `ByTest`: that test runs it, or the same with smaller sizes. `Suite`: a part of `.ci/run`.
-`Nobody`: nothing runs it, and why.
+The longest matching row counts. A line without a row is run unchanged, with small training. `Run`: run by
+test_docs.py in the order of the page, in a folder of the page; `add` has flags that make it small (they come
+last, so they win), `says` is the expected output; 8 and 4 ranks become 2. `Make`: run the output of `make
+-n`. `ByTest`: a test runs it, maybe with smaller sizes. `Suite`: a part of `.ci/run`. `Nobody`: not run, with
+the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Make:
-    """A target whose only command, beside setting up, is `prints`; that one is run here."""
+    """Target whose only command, besides the set-up, is `prints`; that command is run here."""
 
     prints: str
     add: str
@@ -36,7 +36,7 @@ class Make:
 
 @dataclass(frozen=True)
 class ByTest:
-    """Run by `file::test`; for a target of make, whose command is `prints`."""
+    """Command that `file::test` runs; for a target of make, its command is `prints`."""
 
     test: str
     prints: str = ""
@@ -188,7 +188,7 @@ ROWS: dict[str, How] = {
     "cat runs/seen/events.jsonl": Run(says='"started"(?s:.)*"saved"(?s:.)*"sample"(?s:.)*"done"'),
     "zero-mpi trace runs/seen/trace.json.gz": Run(says="steps 10 to 12 of 2 ranks"),
     # --------------------------------------------------------------------------------- planning, places
-    # The machine of a test may be bad for a real job.
+    # The test machine may be unsuitable for a real job.
     "mpirun -n 2 zero-mpi doctor --out": Run("--quick", "transport|MPI", statuses=(0, 1)),
     "mpirun -n 2 zero-mpi doctor --quick": of("serial/test_doctor", "rows_are_true"),
     "zero-mpi plan --arch qwen3moe": Run(says="12.4 GiB"),
@@ -228,7 +228,7 @@ ROWS: dict[str, How] = {
     "sbatch examples/slurm/one_node.sbatch": of(
         "cluster/test_slurm", "a_job_told_to_stop_saves_is_requeued_and_goes_on"
     ),
-    "sbatch --nodes=4": of(  # the Slurm of the tests has one node
+    "sbatch --nodes=4": of(  # the test Slurm has one node
         "cluster/test_slurm", "slurm_takes_the_header_of_every_script"
     ),
     "sbatch --array": of("cluster/test_slurm", "the_tasks_of_an_array_go_on_one_after_the_other"),
@@ -261,7 +261,7 @@ ROWS: dict[str, How] = {
 
 
 def row_of(line: str) -> str:
-    """The key of the row of a line; "" if it has none."""
+    """Return the key of a line's row; "" if it has none."""
     return max((start for start in ROWS if line.startswith(start)), key=len, default="")
 
 

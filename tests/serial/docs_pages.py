@@ -1,4 +1,4 @@
-"""What the documentation tells its readers to do: shell lines and Python programs, in the page's order."""
+"""Parser of the commands in the documentation: shell lines and Python programs in the order of the page."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OF_HOSTFILE = re.compile(
 
 @dataclass(frozen=True)
 class Line:
-    """A shell line; a backslash at the end joins it to the next, and what follows ` #` is for the reader."""
+    """Shell line; a backslash joins it to the next line, and text after ` #` is a comment."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program that the page asks to be saved under a name, or that has none."""
+    """Python program, with the name under which the page says to save it, or without a name."""
 
     name: str
     text: str

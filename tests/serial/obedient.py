@@ -1,7 +1,7 @@
-"""Commands of the package without root's right to read and write whatever it likes. For test_paths.py.
+"""Program that runs commands of the package without root's file permissions. For test_paths.py.
 
 python obedient.py zero_mpi.train FLAGS     runs one
-python obedient.py                          runs those of a JSON object on stdin, each in a fork
+python obedient.py                          runs the commands of a JSON object on stdin, each in a fork
 """
 
 import ctypes
@@ -14,10 +14,10 @@ from zero_mpi.commands.main import module_of
 
 
 def obey():
-    """Give up root's right to pass over the permissions of files (capabilities 1 and 2 of Linux)."""
+    """Give up root's right to ignore file permissions (capabilities 1 and 2 of Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable ones, and their upper halves
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable rights, their upper halves
     assert libc.capget(header, sets) == 0
     for place in range(3):
         sets[place] &= ~0b110
@@ -25,7 +25,7 @@ def obey():
 
 
 def all_of(cases):
-    """What each case's command said, and its status: [status, stdout, stderr] by name."""
+    """Return the results of all cases: [status, stdout, stderr] by name."""
     for name in {entry(*command[:2]) for command in cases.values()}:
         importlib.import_module(name)
     obey()

@@ -1,11 +1,11 @@
-"""Run folders for the tests of the report: written by hand, so that they can hold what no run would write."""
+"""Run folders for the tests of the report, written by hand so that they can hold any content."""
 
 import json
 import math
 from pathlib import Path
 
 START = "2026-11-21T18:00:00Z"
-LATEST_JOB = 20  # the step after which it began, of EVENTS
+LATEST_JOB = 20  # step after which the job of EVENTS began
 
 
 def record(step, **more):
@@ -70,7 +70,7 @@ def write_run(folder, rows=None, *, events=EVENTS, status=None, config="steps = 
 
 
 def as_lines(rows):
-    """Objects as JSON, texts as they are; each on a line."""
+    """Return objects as JSON and texts unchanged, each on a line."""
     return "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
 
 

@@ -115,7 +115,7 @@ def test_split_rows_compute_what_the_full_matrices_do(name):
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """Return flags that name a text with the tokens, and a model that lacks them."""
+    """Return flags that name a text with the new tokens, and a model that lacks them."""
     folder = tmp_path_factory.mktemp("given")
     lines = (f"<ask>line {number}</ask> of {number * number} in Zürich now\n" for number in range(300))
     (folder / "text.txt").write_text("".join(lines))
@@ -161,7 +161,7 @@ def test_only_the_new_rows_are_trained_and_the_loss_falls(given, adapted):
 
 
 def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
-    """Base plus adapter gives the logits of the merged file, which llama.cpp confirms."""
+    """Base plus adapter gives the logits of the merged file, and llama.cpp confirms them."""
     (out, _), (_, base) = adapted, given
     llama_cpp()
     merged = tmp_path / "merged.gguf"
@@ -175,7 +175,7 @@ def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
     assert [id for id in ids if id > 259] == [260, 261, 262]
     ids, logits = ids[:16], model.logits(ids[:16])
     np.testing.assert_array_equal(logits, both.logits(ids))
-    for count in (1, 9, 15):  # llama.cpp needs room for one more token
+    for count in (1, 9, 15):  # llama.cpp needs space for one more token
         expected = next_token(server, ids[:count], 263)
         np.testing.assert_allclose(log_softmax(logits)[count - 1], expected, rtol=0, atol=1e-4)
     average = tmp_path / "average.gguf"

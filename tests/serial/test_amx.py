@@ -13,7 +13,7 @@ LIBRARY, WHY = onednn.load()
 MULTIPLY = products.by_tiles() if LIBRARY is not None and LIBRARY.has_tiles else None
 pytestmark = pytest.mark.skipif(MULTIPLY is None, reason=WHY or "this processor has no tile units (AMX)")
 BF = np.dtype(ml_dtypes.bfloat16)
-# (rows, depth, columns): full tiles, a part of a tile, and slightly more than full tiles.
+# (rows, depth, columns): full tiles, part of a tile, slightly more than full tiles
 SIZES = [(128, 64, 256), (1, 1, 1), (5, 3, 7), (33, 31, 65)]
 SIZES += [(64, 96, 16), (17, 130, 48), (40, 64, 64), (31, 32, 32)]
 
@@ -48,7 +48,7 @@ def test_a_product_is_that_of_float32(size, a_turned, b_turned):
 
 
 def test_a_matrix_has_the_same_bits_wherever_it_lies_and_whatever_lies_beside():
-    """A product does not depend on its neighbours in memory, not even on NaN beyond its depth."""
+    """A product does not depend on neighbouring memory, not even on NaN beyond its depth."""
     a, b = matrices(40, 24, False, 3), matrices(24, 50, True, 4)
     whole = MULTIPLY(a, b, np.empty((2, 3, 40, 50), np.float32))
     for x, y in itertools.product(range(2), range(3)):

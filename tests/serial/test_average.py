@@ -1,4 +1,4 @@
-"""Tests of --ema: the formula of the moving average, its file, its use in a run."""
+"""Tests of --ema: the formula of the moving average, its file, and runs with it."""
 
 import json
 import shutil

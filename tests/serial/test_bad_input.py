@@ -56,8 +56,8 @@ def refusal(ranks: int, flags: list[str], folder: Path, out: Path) -> str:
 
 TEXT = ["--data", "text"]
 MODEL = ["--init", "model.gguf"]
-# A few cases of each kind; the others are in test_corpus.py, test_kinds.py, test_models.py, test_config.py,
-# test_combinations.py and test_gguf_reader.py.
+# A few cases of each kind; further cases are in test_corpus.py, test_kinds.py, test_models.py,
+# test_config.py, test_combinations.py and test_gguf_reader.py.
 CASES = {
     "missing beside sound": (["--data", "text", "nowhere.txt"], "--data nowhere.txt "),
     "context of the data": ([*TEXT, "--context", "100000"], "context 100000 .*--context"),
@@ -119,7 +119,7 @@ train_command.main()
 
 
 def on_a_far_node(flags: list[str], things: Path, folder: Path) -> tuple[int, str, str]:
-    """Run a job of three ranks, of which the last does not see the shared folder."""
+    """Run a job of three ranks whose last rank does not see the shared folder."""
     script = folder / "far.py"
     script.write_text(FAR_AWAY.format(folder=str(folder)))
     job = [str(script), "--out", str(folder / "out"), *TEXT, *SMALL, *flags]

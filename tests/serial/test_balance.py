@@ -62,7 +62,7 @@ def test_the_loss_is_that_of_transformers_over_all_layers_and_has_its_slope():
 
 
 def test_padding_does_not_count():
-    """Padding behind the last document of a row has id 0, and each position is its own document."""
+    """Padding after the last document of a row has id 0, and each position is its own document."""
     begins = np.array([[0, 0, 0, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]])
     ids = np.array([[7, 0, 0, 5, 0], [9, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
     documents = Documents(Packed(ids, begins))
@@ -115,7 +115,7 @@ NAMES = ("loss", "balance_loss", "z_loss", "load_least", "load_most", "load_entr
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return a function that trains into a folder and returns the folder."""
+    """Return a function that trains in a folder and returns the folder."""
     folder = tmp_path_factory.mktemp("routed")
     (folder / "data.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
 

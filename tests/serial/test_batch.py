@@ -1,4 +1,4 @@
-"""A run knows how long its batch job has left, and the batch scripts do what they say."""
+"""A run knows the remaining time of its batch job, and the batch scripts work as documented."""
 
 import math
 import os
@@ -203,7 +203,7 @@ def pbs_job(programs, tmp_path) -> dict[str, str]:
 
 
 @needs_mpiexec
-@pytest.mark.timeout_seconds(180)  # five starts of Python, of shells and of MPI
+@pytest.mark.timeout_seconds(180)  # five starts of Python, shells and MPI
 @pytest.mark.parametrize(
     ("name", "number", "submitted"),
     [
@@ -239,7 +239,7 @@ def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, su
 
 
 def test_a_supervised_pbs_job_goes_on_without_a_host(pbs_job, programs, tmp_path):
-    """The launcher and ssh are stand-ins; the first start loses a host, the second succeeds."""
+    """Launcher and ssh are stand-ins; the first start loses a host, the second succeeds."""
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
     program(programs, "ssh", '[[ " $* " != *" n2 "* ]]')
     once = f"[[ $(grep -c hostfile {tmp_path}/starts) = 2 ]]"

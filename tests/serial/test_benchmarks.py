@@ -22,7 +22,7 @@ def printed_by(ranks, name, *flags, timeout=60):
 
 
 def by_itself(name, *flags, says=False):
-    """Return the lines of a program that starts its own ranks; says: stderr may have text."""
+    """Return the lines of a program that starts its own ranks; says: stderr may contain text."""
     status, printed, errors = run_command([sys.executable, BENCHMARKS / name, *flags], timeout=120)
     assert status == 0, errors
     assert says or errors == ""
@@ -35,7 +35,7 @@ def test_checkpoint_prints_its_table_and_leaves_nothing_behind(tmp_path):
     _, _, *rows, _, _ = printed_by(2, "checkpoint.py", *flags)
     found = [re.fullmatch(r"(\S.*?)  +([\d.]+) +([\d.]+) +[\d.]+ +([\d.]+)", row) for row in rows]
     assert [match and match[1] for match in found] == ROWS
-    assert all(float(match[2]) + float(match[4]) > 0 for match in found)  # one of the two may round to 0
+    assert all(float(match[2]) + float(match[4]) > 0 for match in found)  # either may round to 0
     assert [match[3] for match in found if match[1].startswith("plain")] == ["1.00"] * 3
     assert list(tmp_path.iterdir()) == []
 

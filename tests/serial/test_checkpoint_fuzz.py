@@ -1,4 +1,4 @@
-"""A damaged checkpoint is refused, or loads with the values that were written."""
+"""A damaged checkpoint is either refused or loads with the values that were written."""
 
 import hashlib
 import re
@@ -114,7 +114,7 @@ def flip(content: bytes, at: int, bits: int) -> bytes:
 @pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize("name", FILES)
 def test_any_flipped_bit_is_refused_or_changes_nothing(name, bench, quick):
-    """Flip a bit in every third (quick: eleventh) byte of the index, and in bytes of tensors."""
+    """Flip a bit in every third (quick: eleventh) byte of the index, and bits of tensors."""
     content, index = bench.pair[name], bench.index[name]
     places = [*range(0, index, 11 if quick else 3), *range(index, len(content), 37)]
     loaded = [at for at in places if bench.load(bench.pair | {name: flip(content, at, 1 << at // 3 % 8)})]
@@ -129,7 +129,7 @@ def tensor_bytes(bench: Bench, name: str) -> set[int]:
 
 
 def key_value(content: bytes, key: str) -> int:
-    """Return the place of the value of a key: behind its name and type."""
+    """Return the position of a key's value, after its name and type."""
     return content.index(key.encode()) + len(key) + 4
 
 

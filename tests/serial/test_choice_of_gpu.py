@@ -1,4 +1,4 @@
-"""A rank takes its GPU before MPI starts if the launcher tells the local rank."""
+"""A rank chooses its GPU before MPI starts if the launcher reports the local rank."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of flags that contradict each other or have no effect, and of remarks at the start."""
+"""Tests of flags that contradict each other or have no effect, and of notes at the start."""
 
 import re
 
@@ -41,7 +41,7 @@ REFUSED = {  # refused flags: (flag in the message, remedy)
     "--patience 2 --val-fraction 0": ("--val-fraction 0", "--val-fraction 0.1"),
     "--patience 2 --eval-every 0": ("--eval-every 0", "--eval-every 1"),
 }
-IDLE_CASES = {  # flags without effect: (flag in the message, flags with which they have one)
+IDLE_CASES = {  # flags without effect: (flag in the message, flags with which it has an effect)
     "--min-lr 0 --schedule constant": ("--schedule constant", "--schedule linear"),
     "--bucket-mb 5": ("--strategy no-shard", "--strategy no-shard"),
     "--prefetch 2 --strategy no-shard": ("--strategy no-shard", "--strategy full-shard"),
@@ -60,7 +60,7 @@ IDLE_CASES = {  # flags without effect: (flag in the message, flags with which t
     "--teacher-weight 0.2": ("--teacher", "--teacher t"),
     "--loss-on all --loss dpo --data p.jsonl": ("--loss dpo", "--loss cross-entropy"),
 }
-IDLE_WITH_TOKENS = {  # flags without effect for token files, and flags that silence the remark
+IDLE_WITH_TOKENS = {  # flags without effect for token files, and flags that silence the note
     "--prompt x": "",
     "--sample 9": "--sample 0",
     "--tokenizer byte": "",
@@ -106,7 +106,7 @@ def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
 
 @pytest.mark.parametrize("flags", ["", "--val-fraction 0", "--strategy no-shard", "--sample 0"])
 def test_defaults_are_no_flags_that_were_given(flags, tmp_path):
-    """Settings of a file that equal the defaults are no given flags either."""
+    """Settings in a file that equal the defaults also do not count as given flags."""
     (tmp_path / "all.toml").write_text(write_toml(parse(flags.split())))
     assert said("--config", str(tmp_path / "all.toml")) == said(flags) == []
 

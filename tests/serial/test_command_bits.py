@@ -1,8 +1,8 @@
-"""Sharding changes nothing: the command gives the same bytes at any number of ranks and under any settings.
+"""The command gives the same bytes at any number of ranks and under any sharding settings.
 
 Each row of TABLE is one job. Its `loss` and `grad_norm` fields are compared as text and its two checkpoint
-files as bytes with those of the same training on one rank. The sizes are odd on purpose: a feed-forward width
-that nothing divides, three heads on one key/value head, micro-batches that do not come out even.
+files as bytes with the same training on one rank. The sizes are odd on purpose: a prime feed-forward
+width, three heads on one key/value head, and a number of micro-batches that ranks do not divide.
 """
 
 import functools
@@ -27,7 +27,7 @@ MODELS = {
     "gpt2": ["--arch", "gpt2"],  # tied by default
     "gpt2-untied": ["--arch", "gpt2", "--no-tied"],
 }
-# Every pair of values of two columns is in some row; ranks and models meet in all ways.
+# Every pair of values of two columns is in some row; ranks and models occur in all combinations.
 # Batches are "sequences a step / sequences a micro-batch": 4, 5 and 2 micro-batches, the last one ragged.
 TABLE = """
     ranks  transport  strategy       prefetch  recompute  bucket  model        batch
@@ -120,7 +120,7 @@ def text(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(text, tmp_path_factory) -> Reference:
-    """Return a function of (model, batch) that returns the run on one rank and its flags."""
+    """Return a function of (model, batch) that returns the one-rank run and its flags."""
     made: dict[tuple[str, str], Path] = {}
 
     def find(model: str, batch: str) -> tuple[Path, list[str]]:

@@ -1,4 +1,4 @@
-"""Settings: flags and a TOML file with the same names agree with each other."""
+"""Flags and a TOML file with the same names give the same settings."""
 
 import os
 import tomllib
@@ -14,13 +14,13 @@ from zero_mpi.config.toml import recorded, write_toml
 from zero_mpi.errors import UsageError
 
 ODD = {int: 7, float: 0.25, str: "a text", bool: True, list: ["one", "two words"]}
-# Settings that take only some values of their type.
+# Settings that accept only some values of their type.
 SPECIAL = {"threads": "2", "max_time": "1h30m", "reduce_dtype": "fp32", "resume": "never", "schedule": "wsd"}
 SPECIAL |= {"decay_steps": 3, "steps": 20, "strategy": "no-shard"}
 SPECIAL |= {"arch": "gpt2", "reduction": "fast", "tokenizer": "from-init", "trace_steps": "2:5"}
 SPECIAL |= {"transport": "mpi", "device": "cpu", "min_lr": 0.001, "lr_scale": ["*.bias=0", "blk.*=1.5"]}
 SPECIAL |= {"label_smoothing": 0.25, "trace": "t.json", "warmup": 7}
-# Settings that need another one.
+# Settings that require another setting.
 NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
 NEEDS |= {"loss": ["data"], "add_tokens": ["init"]}
@@ -77,7 +77,7 @@ def test_values_out_of_range_are_refused_by_name(flags):
 
 
 TEXTS = (["a b", 'quo"te', "back\\slash", "ünï", "tab\there"], [], ["new\nline"])
-# Settings that contradict the odd values of others.
+# Settings that contradict the odd values of other settings.
 BESIDE = {"offload": "none", "reduction": "exact", "precision": "fp32", "optimizer": "adamw", "qat": None}
 BESIDE |= {"teacher": None}
 GOING_ROUND = [
@@ -100,7 +100,7 @@ def test_settings_go_through_the_file_and_back(values, tmp_path):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_flag_sets_its_setting_and_wins_over_the_file(name, tmp_path):
-    """The value of a flag counts also where it is the default."""
+    """A flag overrides the file even if its value is the default."""
     value = other_value(name)
     needed = {each: other_value(each) for each in NEEDS.get(name, [])}
     given = [flag for each in (name, *needed) for flag in as_flags(each, other_value(each))]

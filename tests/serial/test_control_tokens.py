@@ -1,4 +1,4 @@
-"""Tests of --control-tokens: control-token strings in text are letters or tokens."""
+"""Tests of --control-tokens: control-token strings in text become characters or tokens."""
 
 import dataclasses
 import tomllib

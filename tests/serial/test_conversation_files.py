@@ -1,4 +1,4 @@
-"""Tests of files of conversations: tables, packed files, bad rows, facts."""
+"""Tests of conversation files: tables, packed files, bad rows, facts."""
 
 import gzip
 import json
@@ -153,7 +153,7 @@ def test_a_folder_of_the_package_datasets_is_one_of_conversations(tmp_path):
 
 
 def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):
-    """Peak memory is far below what the files hold."""
+    """Peak memory is far below the size of the unpacked files."""
     rows = [{"messages": [{"role": "user", "content": "x" * 20_000}, AB[1]]}] * 1000  # 20 MB
     for name in ("t.jsonl.gz", "t.parquet", "t.arrow"):
         (tmp_path / name).write_bytes(MADE[name](rows))
@@ -213,7 +213,7 @@ BAD = [
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.json"])
 def test_bad_rows_are_left_out_and_counted_by_reason(name, tmp_path):
-    """The note has the count and first row of each reason; names of good rows do not change."""
+    """The note has the count and first row of each reason; names of valid rows do not change."""
     good, rows = json.dumps({"messages": AB}), [row for row in BAD if name != "t.json" or "broken" not in row]
     lines = [good, *rows, good]
     text = f"[{','.join(lines)}]" if name == "t.json" else "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Tests of conversations as tokens: text of Transformers, counted answers, bad lines."""
+"""Tests of conversations as tokens: Transformers' text, counted answers, bad lines."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def transformers_tokenizer():
 
 @pytest.fixture
 def oracle(monkeypatch):
-    """Return `apply_chat_template` of Transformers on the fixed day of templates."""
+    """Return the text of Transformers' `apply_chat_template` on the templates' fixed day."""
     from transformers.utils import chat_template_utils
 
     class Clock(datetime):
@@ -114,7 +114,7 @@ def test_a_text_is_that_of_transformers(name, prompt, oracle):
 @settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=2, max_size=5))
 def test_ids_are_those_of_the_whole_text(contents):
-    """Compare ids for any contents; all letters of the answers count."""
+    """The ids of any contents are compared; all characters of the answers count."""
     for name in ("chatml", "plain", "llama 2"):
         each = reader(name).render(Conversation("x:1", tuple(said(*contents))))
         tokenizer = chat_tokenizer()
@@ -172,7 +172,7 @@ def test_marks_of_a_template_are_taken_at_their_word(tmp_path):
 
 
 def test_a_tokenizer_has_to_have_tokens_for_all_bytes(tmp_path):
-    """A dropped byte would move all marks behind it."""
+    """A dropped byte would shift all marks after it."""
     keys = chat_keys(CHATML)
     tokens = ["(none)" if token == "Z" else token for token in keys["tokenizer.ggml.tokens"]]
     reads = ConversationReader(BPETokenizer(keys | {"tokenizer.ggml.tokens": tokens}))

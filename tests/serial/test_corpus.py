@@ -1,4 +1,4 @@
-"""Tests of corpora: files that are taken, held out or refused, and the hash."""
+"""Tests of corpora: accepted, held-out and refused files, and the hash."""
 
 import math
 import os
@@ -128,7 +128,7 @@ def test_a_binary_file_that_the_user_names_is_refused_unless_bytes_are_asked_for
 
 
 def test_text_in_another_encoding_is_taken_and_told(tmp_path):
-    """Latin-1 is taken as text, wherever its first byte beyond ASCII is."""
+    """Latin-1 is accepted as text, wherever its first non-ASCII byte is."""
     write(tmp_path, a="né".encode("latin-1") * 9, b="plain " * 9, c=b"x" * (3 << 20) + "é".encode("latin-1"))
     corpus = load(tmp_path)
     assert corpus.documents == 3

@@ -1,4 +1,4 @@
-"""The compiled operations equal the reference in float32, for arrays of any layout."""
+"""The compiled operations equal the float32 reference, for arrays of any layout."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def rope_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
 
 
 def by_signature(name: str, lead: tuple[int, ...], width: int, full: bool) -> list[Any]:
-    """Return arguments by the operation's signature: all of them (full), or those without a default."""
+    """Return arguments by the operation's signature: all of them (full), or only those without a default."""
     given = misfits.fitting(**{"...": lead, "C": width})[name]
     known = inspect.signature(OPERATIONS[name]).parameters
     return [x for key, x in given.items() if full or known[key].default is inspect.Parameter.empty]
@@ -173,7 +173,7 @@ def test_fused_is_the_reference(name, make, layout):
 
 
 def test_all_operations_are_fused():
-    assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # both are products or small
+    assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # both are matmuls or small
     assert all(OPERATIONS[name].dispatch(np.ndarray) is VERSIONS[np.ndarray][name] for name in FUSED)
 
 
@@ -334,7 +334,7 @@ def test_the_same_bits_again_in_other_places(name, make):
         given = []
         for x in make():
             if isinstance(x, np.ndarray) and x.ndim:
-                buffer = np.empty(x.size + shift, x.dtype)  # at another distance from a cache line
+                buffer = np.empty(x.size + shift, x.dtype)  # at another offset from a cache line
                 buffer[shift:] = x.reshape(-1)
                 x = buffer[shift:].reshape(x.shape)
             given.append(x)
@@ -368,7 +368,7 @@ def test_an_update_of_runs_that_decay_differently_is_that_of_each_run(operations
 
 
 def vector_gradients(operations: Any, dy: np.ndarray, x: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the gradients that are sums over rows: bias and vectors of both norms."""
+    """Return the gradients that are sums over rows: biases and vectors of both norms."""
     width = x.shape[1]
     w, (b, rms, layer, shift) = np.ones(width, np.float32), np.zeros((4, width), np.float32)
     ones, zeros = np.ones((len(x), 1), np.float32), np.zeros((len(x), 1), np.float32)
@@ -400,7 +400,7 @@ def test_sums_over_many_rows_keep_their_last_bits(operations, n):
 
 @pytest.mark.parametrize("n", [0, 1, 3, 4, 63, 64, 65, 130, 4096])
 def test_the_sum_over_rows_has_the_order_of_its_definition(n):
-    """The kernel adds lanes in the order of the definition, to the bit."""
+    """The kernel adds lanes in the order of the definition, with the same bits."""
     dy = numbers(n, 40) + 1
     found, defined = numbers(40, seed=5), numbers(40, seed=5)
     cpu.linear_backward_b(dy, found)

@@ -1,9 +1,9 @@
-"""Nothing is lost: a save is interrupted before each of its file operations, and what was there before loads.
+"""If a save is interrupted before any of its file operations, the previous checkpoint still loads.
 
-One save of a tiny model is some forty operations on files. The sweep counts them and stops at the first,
-then the second, and so on: by SIGKILL in a forked child, also with the power gone (what was not brought to
-disk is empty then), or by an error of the system. After each the newest checkpoint is sound, nothing under a
-final name is a half one, and the next save ends as if nothing had been.
+A save of a tiny model has about forty operations on files. The sweep counts them and stops at the first,
+then the second, and so on: by SIGKILL in a forked child, also with a simulated power loss (unsynced
+files are empty), or by a system error. After each stop the newest checkpoint is sound, no file with a
+final name is partial, and the next save succeeds.
 """
 
 import contextlib
@@ -221,7 +221,7 @@ def test_a_save_may_be_killed_before_any_operation(power, case, start, complete)
 
 @contextlib.contextmanager
 def failing(stop_at: int, number: int) -> Iterator[Operations]:
-    """Refuse operation `stop_at` with an error of the system."""
+    """Fail operation `stop_at` with a system error."""
 
     def refuse(name: str, arguments: tuple[Any, ...]) -> None:
         named = () if name in ("pwritev", "ftruncate", "fsync") else (str(arguments[0]),)
@@ -236,7 +236,7 @@ def failing(stop_at: int, number: int) -> Iterator[Operations]:
 
 
 def save_refused(out: Path, case: Case, stop_at: int, number: int, background: bool) -> tuple[bool, str]:
-    """Save step 2 while operation `stop_at` is refused; return whether it was reached, and the error."""
+    """Save step 2 with operation `stop_at` failing; return whether it was reached, and the error."""
     with failing(stop_at, number) as operations:
         try:
             save(out, 2, case.keep, background=background)

@@ -1,4 +1,4 @@
-"""What the documentation says runs, and what it shows is what the code does."""
+"""The commands in the documentation run, and its examples match the code."""
 
 from __future__ import annotations
 

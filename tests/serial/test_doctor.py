@@ -1,4 +1,4 @@
-"""The doctor: each bad condition gives its row, verdict, remedy and exit status."""
+"""Tests of the doctor: each bad condition gives its row, verdict, remedy and exit status."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from zero_mpi.comm.gpu import probe
 from zero_mpi.commands.doctor import command as doctor
 from zero_mpi.commands.doctor import hosts, measures
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row
-from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
+from zero_mpi.device.types import Array  # noqa: F401  (NumPy is loaded before the doctor's modules)
 from zero_mpi.environment.limits import Limits
 from zero_mpi.files.file_systems import KINDS, file_system
 from zero_mpi.launch.world import World
@@ -26,7 +26,7 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def place(*nodes, **options):
-    """Return ranks on nodes a, b, ..., as far as rows need them."""
+    """Return ranks on nodes a, b, ..., with the facts that rows need."""
     size = sum(map(len, nodes))
     names = tuple("abcdefgh"[: len(nodes)])
     return Ranks(World(0, size), SerialComm(), None, nodes, names, Namespace(**options))
@@ -91,7 +91,7 @@ ROWS = [
     (lambda: hosts.crowding(quota(8, 1, 2)), NOTE, "at most 2 "),
     (lambda: hosts.crowding(quota(1, 1, 1.5)), OK, ""),
     (lambda: hosts.crowding(quota(2, 1, 0.5)), NOTE, "at most 1 "),
-    (lambda: hosts.threads(quota(1, 1, 1.5)), OK, ""),  # no advice to start more
+    (lambda: hosts.threads(quota(1, 1, 1.5)), OK, ""),  # no advice to start more ranks
     (lambda: hosts.threads(quota(1, 2, 1.5)), NOTE, "--threads 1"),
     (lambda: hosts.threads(quota(2, 1, 4.0)), NOTE, "2 of 4"),
     (lambda: hosts.threads([node(*[placed(threads=8, chosen=True)] * 4)]), NOTE, "OPENBLAS_NUM_THREADS"),
@@ -151,7 +151,7 @@ def test_a_host_on_which_others_compute_is_a_note(threads, cores, others, tmp_pa
 
 def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
-    assert hosts.free_bytes() == 64 << 20  # as containers have it
+    assert hosts.free_bytes() == 64 << 20  # as in containers
     first, second = hosts.shared_rows([hosts.free_bytes()], ["/dev/shm is full"], place((0, 1)))
     assert "64 MiB free in /dev/shm of a" in first.value
     assert [(row.verdict, "--shm-size" in row.remedy) for row in (first, second)] == [(NOTE, True)] * 2
@@ -187,7 +187,7 @@ def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch
 
 
 def test_a_driver_that_does_not_work_is_a_note_and_the_probe_knows_nothing_of_the_job():
-    """Run the probe without a driver, and a probe that cannot be started."""
+    """The probe runs without a driver, and another probe cannot be started."""
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
     assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
@@ -265,7 +265,7 @@ def test_rows_are_true(ranks, tmp_path):
 
 @needs_mpiexec
 def test_faults_of_one_job(tmp_path):
-    """One job with two pretended hosts, an impossible run folder and too many threads."""
+    """The job has two simulated hosts, an impossible run folder and too many threads."""
     env = {"ZERO_MPI_RANKS_PER_NODE": "2", "OPENBLAS_NUM_THREADS": "64", "MPIR_CVAR_ASYNC_PROGRESS": "0"}
     env["MPICH_ASYNC_PROGRESS"] = "1"  # a name that only older versions of the library read
     status, got, found, said = examine(4, tmp_path, "--out", "/dev/null/run", env=env)

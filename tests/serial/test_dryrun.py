@@ -147,7 +147,7 @@ def test_a_checkpoint_is_as_large_as_it_says(folder):
 
 
 def test_a_disk_that_is_nearly_full_is_told_or_refused(folder, monkeypatch):
-    """Room is needed for the kept checkpoints and one more, less the existing ones."""
+    """Space is needed for the kept checkpoints and one more, minus the existing ones."""
     monkeypatch.chdir(folder)
     each = saved_bytes(flags.make_case(parse(FLAGS), flags.find_model(parse(FLAGS)), 1, 1))
     cases = [(4, 3, 0, False, False), (3.9, 3, 0, False, True), (3.9, 3, 1, False, False)]

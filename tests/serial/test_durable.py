@@ -1,4 +1,4 @@
-"""Small files of a run are complete at every moment: any call may fail or be the last."""
+"""Small files of a run are complete at every moment: any file operation may fail or be the last."""
 
 import errno
 import itertools
@@ -29,7 +29,7 @@ OLD = '{"step": 1}\n{"step": 2}\n'
 
 
 class Stopping:
-    """Counter of calls that does `action` at number `stop_at`, a write after half of its bytes."""
+    """Counter of calls that runs `action` at number `stop_at`; a write is interrupted halfway."""
 
     def __init__(self, stop_at: int, action: Callable[[], object]) -> None:
         self.count, self.stop_at, self.action = 0, stop_at, action
@@ -113,7 +113,7 @@ def test_a_file_whose_writer_is_killed_is_the_old_or_the_new_one(name, tmp_path)
 def killed_at(stop_at: int, action: Callable[[], object]) -> bool:
     """Run action() in a child that is killed before call `stop_at`; return whether it was."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads that the child lacks
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads that the child does not have
         child = os.fork()
     if child == 0:
         Stopping(stop_at, lambda: os.kill(os.getpid(), signal.SIGKILL)).install(pytest.MonkeyPatch())
@@ -149,7 +149,7 @@ def test_what_lies_where_a_file_is_written_does_not_lead_elsewhere(tmp_path):
 
 
 def test_a_device_stays_one(tmp_path):
-    """Root could replace /dev/null by a file; the text must go to the device."""
+    """Root could replace /dev/null by a file; the text must be written to the device."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

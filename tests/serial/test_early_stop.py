@@ -1,4 +1,4 @@
-"""--patience ends a run at the same step and bytes at any number of ranks and after a resume."""
+"""--patience ends a run at the same step with the same bytes at any number of ranks and after a resume."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def losses(out):
 
 
 def expected_end(found, patience):
-    """Return (last step, best step) by definition, from the losses of a run without patience."""
+    """Return (last step, best step) by the definition, from the losses of a run without patience."""
     best, since = None, 0
     for step, loss in found.items():
         best, since = (step, 0) if best is None or loss < found[best] else (best, since + 1)
@@ -67,7 +67,7 @@ def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     assert best > 2, "the first one would show little"
     assert last < 40
     assert losses(out) == {step: loss for step, loss in endless.items() if step <= last}
-    assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # the newest, and the best
+    assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # the newest and the best
     assert [os.readlink(out / name) for name in ("latest", "best")] == checkpoints(out)[::-1]
     assert best_of(out / "best") == Best(endless[best], best, 0)
     assert best_of(out / "latest") == Best(endless[best], best, 3)
@@ -128,7 +128,7 @@ def test_it_stays_as_it_is_until_more_patience_is_given(again, endless, flags):
 
 @needs_mpiexec
 def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
-    """A new run has no best at first; a run that goes back has the best until its step."""
+    """A new run has no best at first; a run that goes back keeps the best of earlier steps."""
     first = min(endless)
     said = train(2, tmp_path / "new", *flags, "--steps", str(first), "--patience", "3")
     assert f"{endless[first]:.4f} nats per token, of step {first}: " in said
@@ -142,7 +142,7 @@ def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
 
 @needs_mpiexec
 def test_a_best_that_lies_elsewhere_is_not_taken_for_one_here(stopped, endless, flags, tmp_path):
-    """The run goes on in another folder, which has a checkpoint of the same step from another training."""
+    """The run continues in another folder, which has a checkpoint of the same step from another training."""
     last, best = expected_end(endless, 3)
     other = tmp_path / "other"
     train(1, other, *flags, "--steps", str(best), "--lr", "0.001", "--patience", "40")

@@ -94,7 +94,7 @@ def about(**changes):
     )
 
 
-HARMS = {  # (file of an entry, its change)
+HARMS = {  # (file of an entry, change to it)
     "ids of zeros": ("ids.bin", lambda ids: bytes(len(ids))),
     "a bit of an id": ("ids.bin", lambda ids: ids[:-1] + bytes([ids[-1] ^ 1])),
     "fewer ids": ("ids.bin", lambda ids: ids[:-2]),
@@ -111,7 +111,7 @@ HARMS = {  # (file of an entry, its change)
 @pytest.mark.parametrize("harm", HARMS)
 def test_an_entry_that_is_not_sound_is_made_anew(harm, cache, encoded, tmp_path):
     folder = texts(tmp_path / "texts")
-    digest = load(folder).sha256  # the documents lie in memory
+    digest = load(folder).sha256  # the documents are in memory
     (entry,) = cache.iterdir()
     name, change = HARMS[harm]
     content = (entry / name).read_bytes()
@@ -161,7 +161,7 @@ def test_what_nobody_uses_goes(cache, tmp_path):
 
 @pytest.fixture
 def batches(monkeypatch):
-    """Return the sizes of encoded batches, and the number of the batch that is interrupted."""
+    """Return the sizes of encoded batches, and the number of the interrupted batch."""
     seen, ends_at = [], [None]
 
     def seen_encoding(pieces, encode):
@@ -220,7 +220,7 @@ def corpus(path, kind, **more):
 
 
 def test_a_cached_start_says_the_same_of_conversations(cache, tmp_path):
-    """The notes are the same from the cache; --skip-bad is part of the name of an entry."""
+    """The notes are the same from the cache; --skip-bad is part of an entry's name."""
     path = data(tmp_path / "data", "conversations")
     path.write_text(path.read_text() + "\n{broken")
     first, again = (corpus(path, "bpe", skip_bad=True) for _ in range(2))

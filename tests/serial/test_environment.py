@@ -1,6 +1,6 @@
-"""Tests of the settings before NumPy and MPI start: threads, yielding, settings of users.
+"""Tests of the variables that are set before NumPy and MPI start: threads, yielding, users' own values.
 
-A wrong choice costs a factor of 10 to 100, and no test of results would notice.
+A wrong choice makes a run 10 to 100 times slower, and no test of results would notice.
 """
 
 import json
@@ -70,7 +70,7 @@ def test_windows_of_open_mpi_do_without_ucx_whoever_starts_its_ranks(name):
 
 
 def test_open_mpi_4_beside_python_is_told_where_it_is(monkeypatch, tmp_path):
-    """The wheel was built for another prefix, and without a launcher nothing else tells it."""
+    """The wheel was built for another prefix, and without a launcher only this variable gives the path."""
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert "OPAL_PREFIX" not in prepared()
     (tmp_path / "bin").mkdir()
@@ -125,9 +125,9 @@ def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
 @pytest.mark.parametrize(
     ("environ", "own", "parents", "ranks", "together", "each"),
     [
-        ({}, 4, 4, 1, 4, 4),  # alone
+        ({}, 4, 4, 1, 4, 4),  # a single rank
         ({}, 2, 8, 1, 2, 2),  # no launcher: the parent is a shell
-        ({"PMI_RANK": "0"}, 8, 8, 4, 8, 2),  # not bound
+        ({"PMI_RANK": "0"}, 8, 8, 4, 8, 2),  # not bound to cores
         ({"PMI_RANK": "0"}, 2, 8, 4, 8, 2),  # bound to two of eight
         ({"PMI_RANK": "0"}, 2, 8, 8, 8, 1),  # two ranks to two cores
         ({"PMI_RANK": "0"}, 2, 2, 8, 2, 1),  # more ranks than cores

@@ -1,4 +1,4 @@
-"""Tests of --epochs, which becomes a number of steps once the data are known."""
+"""Tests of --epochs, which becomes a number of steps once the size of the data is known."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def test_flags_win_over_the_other_one_in_the_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Return flags with a text of 30 windows and a rest; two epochs are 15 steps."""
+    """Return flags with a text of 30 windows and a remainder; two epochs are 15 steps."""
     path = tmp_path_factory.mktemp("text") / "text"
     path.write_text("".join(chr(97 + number * number % 26) for number in range(16 * 30 + 5)))
     return [*SMALL, "--data", str(path)]

@@ -1,4 +1,4 @@
-"""Tests of `zero-mpi evaluate`: formulas, counted tokens, equal output on any ranks."""
+"""Tests of `zero-mpi evaluate`: formulas, counted tokens, equal output at any number of ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_losses_of_windows_are_those_of_the_logits(folder, context, stride):
     total, tokens = sum(each.sum() for each in new), sum(map(len, new))
     assert (text["windows"], text["tokens"]) == (len(windows), tokens)
     assert text["tokens_after_the_last_window"] == len(ids) - 1 - tokens
-    nbytes = tokens - (text["tokens_after_the_last_window"] == 0)  # EOS is no byte
+    nbytes = tokens - (text["tokens_after_the_last_window"] == 0)  # EOS has no bytes
     assert text["bytes"] == nbytes
     assert found["loss"] == pytest.approx(total / tokens, rel=1e-6)
     assert found["perplexity"] == math.exp(found["loss"])
@@ -220,7 +220,7 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
 
 
 def test_letters_and_bytes_are_those_without_the_space_in_front():
-    """The lengths of answers exclude the space in front, which decides some of these cases."""
+    """The lengths of answers exclude the leading space, which decides some of these cases."""
     for answers, nats, expected in (
         ([" four", " twenty-four"], [0.9163, 1.2040], (1, 0, 0)),
         ([" ice", " été"], [0.9, 1.0], (1, 1, 0)),
@@ -307,7 +307,7 @@ def log_probabilities(path: Path, window: list[int]) -> np.ndarray:
 
 
 def test_divergence_is_that_of_the_logits_on_any_ranks(folder: Path) -> None:
-    """The formulas are those of llama.cpp's perplexity --kl-divergence; --against is the reference."""
+    """The formulas are those of llama.cpp's perplexity --kl-divergence; --against names the reference."""
     flags = ("new.gguf", "--against", "old.gguf", "--data", "text", "--kl", "--windows", "3")
     printed, figures = evaluate(folder, *flags)
     assert evaluate(folder, *flags, ranks=2) == (printed, figures)
@@ -332,7 +332,7 @@ def test_divergence_is_that_of_the_logits_on_any_ranks(folder: Path) -> None:
 
 
 class Sums:
-    """Sums of squares and counts of the inputs of each matrix, by NumPy.
+    """NumPy's sums of squares and counts of the inputs of each matrix.
 
     The inputs of an expert's down matrix are computed here, without the router's weights.
     """
@@ -361,7 +361,7 @@ class Sums:
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_an_importance_matrix_has_the_squares_of_all_inputs(folder: Path, experts: int) -> None:
-    """The matrix equals sums by NumPy, on any ranks; the head has no entry."""
+    """The matrix equals NumPy's sums at any number of ranks; the head has no entry."""
     mixture = {"expert_count": experts, "expert_used_count": 2} if experts else {}
     write_model(folder / "mix.gguf", replace(MODEL, **mixture))
     flags = ("mix.gguf", "--data", "text", "--micro-batch", "2", "--imatrix")

@@ -1,4 +1,4 @@
-"""`events.jsonl`: every start, checkpoint, warning and end of a run, over all its jobs."""
+"""Tests of `events.jsonl`: every start, checkpoint, warning and end of a run, over all its jobs."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The programs of README and examples/ run, and names in docs/api.md exist."""
+"""The programs of README and examples/ run, and all names in docs/api.md exist."""
 
 import functools
 import importlib.util
@@ -81,7 +81,7 @@ def test_each_half_of_a_run_may_have_its_own_number_of_ranks(printed, tmp_path):
 
 @pytest.fixture(scope="module")
 def in_a_notebook():
-    """Return the output of each example without launcher and MPI library, by name."""
+    """Return the output of each example, run without launcher and MPI library, by name."""
     code = (
         "import importlib, sys; sys.modules['mpi4py.MPI'] = None\n"
         f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
@@ -103,7 +103,7 @@ def test_example_works_without_any_mpi_as_in_a_notebook(name, printed, in_a_note
 
 @pytest.mark.parametrize(("variables", "threads"), [({}, {1}), ({"OMP_NUM_THREADS": "2"}, {2})])
 def test_a_rank_has_one_thread_though_numpy_was_imported_first(variables, threads):
-    """Sorted imports load NumPy first; threads on the cores of other ranks cost a factor of ten."""
+    """Sorted imports load NumPy first; threads on other ranks' cores make a run ten times slower."""
     code = (
         "import numpy; from zero_mpi import connect; comm = connect(); import threadpoolctl\n"
         "print({pool['num_threads'] for pool in threadpoolctl.threadpool_info()}, comm.size)"

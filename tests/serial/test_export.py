@@ -1,4 +1,4 @@
-"""Exports have the right bits, llama.cpp opens them, and a partial export has no final name."""
+"""Exports have the right bits, llama.cpp opens them, and partial exports have no final name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def expected_kind(name: str, array: np.ndarray, wanted: str, pure: bool = False)
 def test_stored_bits_are_those_of_the_gguf_package(
     tmp_path: Path, name: str, pure: bool, wanted: str
 ) -> None:
-    """llama's ffn_down has rows of 97: these become F16. gpt2 is tied: its embedding is the head."""
+    """llama's ffn_down has rows of 97 elements, which become F16. gpt2 is tied: its embedding is the head."""
     source = write_model(tmp_path / "m.gguf", MODELS[name])
     export(source, tmp_path / "x.gguf", "--type", wanted, *(["--pure"] * pure))
     found, bits = GGUFFile.open(tmp_path / "x.gguf"), stored(tmp_path / "x.gguf")
@@ -122,7 +122,7 @@ def test_keys_are_carried_over_but_for_what_is_no_longer_true(tmp_path: Path, wa
 
 
 def test_what_has_the_type_already_is_copied(tmp_path: Path) -> None:
-    """Quantizing a tensor again would change bits."""
+    """Quantizing a tensor a second time would change bits."""
     export(write_model(tmp_path / "m.gguf", LLAMA), tmp_path / "once.gguf", "--type", "q4_0")
     export(tmp_path / "once.gguf", tmp_path / "twice.gguf", "--type", "q4_0")
     assert (tmp_path / "once.gguf").read_bytes() == (tmp_path / "twice.gguf").read_bytes()

@@ -1,4 +1,4 @@
-"""A rank that fails, leaves, is killed or hangs ends the job in seconds, with its number and cause.
+"""If a rank fails, exits, is killed or hangs, the job ends within seconds, with the rank and the cause.
 
 Small scripts add the faults to the real command. While one rank fails, the others wait in a collective, so
 each of these jobs would hang without a watchdog.
@@ -108,7 +108,7 @@ def test_an_interrupt_of_one_rank_ends_the_job(tmp_path):
 
 
 def test_bad_input_that_only_one_rank_knows_of_ends_the_job(tmp_path):
-    """The other ranks would wait for a rank that left quietly."""
+    """The other ranks would wait for a rank that exits silently."""
     fault = 'from zero_mpi.errors import UsageError; raise UsageError("the fault")'
     status, errors = run_script(3, tmp_path, COMMAND.format(where="world.rank == 1", fault=fault))
     assert status not in (0, 75)
@@ -179,7 +179,7 @@ def hang(ranks: int, folder: Path, rank: int, fault: str, *flags: str, limit: st
 
 
 def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> None:
-    """Check that the reason is printed and recorded, and that no file of the roll call is left."""
+    """Check that the reason is printed and recorded, and that no file of the watchdog is left."""
     said = re.search(r"zero_mpi: no progress for (.+) s: (.+); ending the job", errors)
     assert said, errors
     assert limit <= float(said[1]) < limit + 2
@@ -241,7 +241,7 @@ def test_a_rank_in_another_collective_is_named_long_before_the_limit(transport, 
 
 @pytest.mark.parametrize("transport", ["mpi", "shared"])
 def test_checked_collectives_name_the_first_difference(transport, flags, tmp_path):
-    """The difference is reported at once, in one line, without waiting for the limit."""
+    """The difference is reported immediately, in one line, without waiting for the limit."""
     script = HANGING.format(rank=1, fault="meet_alone", limit=60)
     checks = ["--check-collectives", "--transport", transport]
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5", *checks)
@@ -254,7 +254,7 @@ def test_checked_collectives_name_the_first_difference(transport, flags, tmp_pat
 
 
 def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
-    """The job ends also if no file can be written, for example on a hanging file system."""
+    """The job also ends if no file can be written, for example on a hanging file system."""
     in_the_way = f"open({str(tmp_path / 'out' / '.ranks')!r}, 'w').close()"
     sooner = "from zero_mpi.launch import watchdog; watchdog.GRACE = self.watchdog.limit = 0.5"
     script = FAULTY.format(fault=f"if made == 2: {in_the_way}; {sooner}; time.sleep(99)")
@@ -265,7 +265,7 @@ def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(flags, tmp_path):
-    """A batch system may suspend a job and continue it later; this is no hang."""
+    """A batch system may suspend a job and continue it later; this is not a hang."""
     script = tmp_path / "suspended.py"
     suspend = "kill -STOP {pids}; sleep 5; kill -CONT {pids}"
     fault = (

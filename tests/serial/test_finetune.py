@@ -1,4 +1,4 @@
-"""SmolLM2 is trained from its quantized GGUF, and llama.cpp generates from the checkpoint."""
+"""Training of SmolLM2 from its quantized GGUF; llama.cpp generates from the checkpoint."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_it_learns_from_the_state_of_the_published_model(tuned):
 
 
 def test_every_key_is_carried_over(tuned, source):
-    """All keys stay, but for the type of the weights."""
+    """All keys are kept, except the type of the weights."""
     written = GGUFFile.open(tuned / "model.gguf").metadata
     own = {key for key in written if key.startswith("training.")}
     assert own
@@ -115,7 +115,7 @@ def stand_in(tmp_path_factory) -> Path:
 
 
 def of_answers(tokens: int, folder: Path) -> Path:
-    """Write the example with answers of at most so many tokens."""
+    """Write the example's conversations with answers of at most a given number of tokens."""
     script = folder / "example.py"
     script.write_text(SCRIPT.format(folder=str(EXAMPLES), tokens=tokens))
     return script

@@ -1,4 +1,4 @@
-"""Tests of folders of checkpoints: which are kept, removed and resumed from."""
+"""Tests of checkpoint folders: kept, removed and resumed ones."""
 
 import os
 from pathlib import Path
@@ -107,7 +107,7 @@ def found(out: Path) -> list[str]:
 
 
 DEAD = ("step-5", "step-00000006.bak", ".step-00000009.partial")
-CHANGES = {  # (change of the run, steps to resume from, in order)
+CHANGES = {  # (change of the run, steps that it may resume from, in order)
     "written later, the link not yet replaced": (lambda run: None, [4, 3, 2, 1]),
     "of a run that started over": (lambda run: age(run / "step-00000004", 999.0), [3, 2, 1]),
     "of a run that went back": (lambda run: age(run / "step-00000004", 1003.0), [3, 2, 1]),

@@ -1,4 +1,4 @@
-"""Foreign files are read within bounds, and files with wrong sizes are refused at little cost."""
+"""Foreign files are read within limits, and files with wrong sizes are refused cheaply."""
 
 import json
 import os

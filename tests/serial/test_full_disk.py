@@ -1,6 +1,6 @@
-"""A full or read-only disk ends the job with one line, and the checkpoint before it loads.
+"""A full or read-only disk ends the job with one line, and the previous checkpoint loads.
 
-The tests mount small file systems. Ranks train on while a checkpoint is saved in the background, so all of
+The tests mount small file systems. Ranks continue training during a background save, so all of
 them report the error at a later step.
 """
 
@@ -45,7 +45,7 @@ def mount() -> Iterator[Mount]:
         mounted.append(place)
 
     yield mount
-    for place in mounted:  # several mounts may lie on one place
+    for place in mounted:  # several mounts may be on one folder
         while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
             pass
 
@@ -63,7 +63,7 @@ def flags(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(flags, tmp_path_factory) -> Path:
-    """Return the folder of a run of four steps that nothing stopped."""
+    """Return the folder of an unbroken run of four steps."""
     out = tmp_path_factory.mktemp("whole") / "out"
     train(1, out, *flags, "--steps", "4")
     return out
@@ -120,7 +120,7 @@ SMALL_FILES = """if (made, rank) == (45, 0):
 
 
 def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_path):
-    """All ranks end at one of the next steps instead of training on for nothing."""
+    """All ranks end at one of the next steps instead of training in vain."""
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(FAULTY.format(fault=SMALL_FILES))
     flags = [*flags, "--out", str(out), "--steps", "121", "--async-save", "--save-every", "40"]
@@ -171,7 +171,7 @@ command.main()
 
 @pytest.mark.parametrize("pages", [0, 2])
 def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags, tmp_path):
-    """The disk has room for nothing, or for less than the first records."""
+    """The disk has no free space, or less than the first records need."""
     (tmp_path / "script.py").write_text(QUOTA)
     out, filler = small_disk / "out", small_disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096 * pages))
@@ -226,7 +226,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 TRAINED = ["zero_mpi.train", "--out", "out", "--steps", "3", "--data", "text-0-0.txt"]
 EXPORTED = ["zero_mpi", "export", "model.gguf"]
-CLOSED = [  # (file that cannot be closed, command, status, name in the line)
+CLOSED = [  # (file that cannot be closed, command, status, file name in the line)
     ("model.gguf", TRAINED, 1, "model.gguf"),
     ("optimizer.gguf", TRAINED, 1, "optimizer.gguf"),
     ("metrics.jsonl", TRAINED, 1, "metrics.jsonl"),

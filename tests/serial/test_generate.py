@@ -161,7 +161,7 @@ def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
 
 
 def kept(logits: list[float] | np.ndarray, top_k: int = 0, **how: float) -> set[int]:
-    """Return the ids that are ever drawn; the temperature is high, so all kept ids come."""
+    """Return all ids that are ever drawn; the temperature is high, so all kept ids occur."""
     generator = np.random.default_rng(0)
     values = np.asarray(logits, np.float32)
     return {choose(values, generator, temperature=1e6, top_k=top_k, **how) for _ in range(400)}

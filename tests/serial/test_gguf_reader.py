@@ -1,4 +1,4 @@
-"""The reader decodes as the package gguf does, and refuses damaged files."""
+"""The reader decodes files like the package gguf, and refuses damaged files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tensor(
 
 @dataclass
 class Parts:
-    """Pieces of a valid file: two keys; tensors a (3, 5) F32, b (2,) F16, c (64,) Q8_0."""
+    """Parts of a valid file: two keys; tensors a (3, 5) F32, b (2,) F16, c (64,) Q8_0."""
 
     magic: bytes = b"GGUF"
     version: bytes = u32(3)
@@ -282,7 +282,7 @@ def test_a_range_is_read_into_a_given_array(load: Any, kind: Kind) -> None:
 
 
 def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
-    """A slice of a sparse tensor of 4 GiB takes the memory of the slice."""
+    """Reading a slice of a sparse tensor of 4 GiB takes only the memory of the slice."""
     path = tmp_path / "m.gguf"
     with GGUFStream(path, "llama", {}, [("x", (1 << 15, 1 << 15))]):
         pass

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py without a GPU: it says so in one line, and on the pretend CuPy it does its work."""
+"""benchmarks/gpu_check.py says in one line that there is no GPU, and it works on the simulated CuPy."""
 
 import json
 import re
@@ -92,11 +92,11 @@ def test_steps_are_timed_when_they_are_asked_for(tmp_path):
     assert min(first["ms"] + second["ms"]) > 0
     end, outcome = program.close(60)
     assert (outcome.problem, end["loss"] < start["loss"]) == ("", True)
-    assert end["pool_mb"] > 32  # the products' workspace
+    assert end["pool_mb"] > 32  # the workspace of matmuls
 
 
 def test_idle_time_is_what_no_kernel_fills():
-    """Two streams that overlap, a gap, and what was before the time that counts."""
+    """There are two overlapping streams, a gap, and work before the measured time."""
 
     def event(kind, start, stop):
         return {"cat": kind, "ts": start, "dur": stop - start}
@@ -112,7 +112,7 @@ def test_idle_time_is_what_no_kernel_fills():
 
 
 def test_figures_of_a_race():
-    """GPT-2 124M at half a million tokens a second is at 43 % of the peak, as everybody counts it."""
+    """GPT-2 124M at half a million tokens per second has 43 % of the peak, by the usual count."""
     racer = gpu_check.Racer("ours", None, {"tokens": 32768, "parameters": 124_439_808}, {"pool_mb": 5.0})
     racer.ms = [1e3 * 32768 / 500_000] * 20
     found = gpu_check.row(racer, "gpt2-124m")

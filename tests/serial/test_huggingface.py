@@ -1,4 +1,4 @@
-"""A Hugging Face folder gives the tensors of its model by GGUF's names; other models are refused."""
+"""A Hugging Face folder gives its model's tensors with GGUF's names; unknown models are refused."""
 
 from __future__ import annotations
 

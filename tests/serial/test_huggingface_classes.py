@@ -31,7 +31,7 @@ IN_EFFECT |= {"layer_types", "sliding_window", "use_sliding_window", "partial_ro
 LINEAR = {"rope_type": "linear", "factor": 2.5}
 LONG = hf_models.CONFIGS["phi3, long"]["rope_scaling"]
 CASES: list[tuple[str, Edit]] = [(name, {}) for name in hf_models.CONFIGS]
-# A missing setting has the default of the class.
+# A missing setting gets the default of the class.
 for family, optional in {
     "llama": ["num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta"],
     "qwen2": ["rms_norm_eps", "hidden_act", "rope_theta"],
@@ -93,7 +93,7 @@ CASES += [
 
 
 def class_of(folder: Path) -> Any:
-    """Return the configuration of a folder by transformers' class, as a model completes it."""
+    """Return the configuration of a folder as transformers' class reads and completes it."""
     found = transformers.AutoConfig.from_pretrained(folder)
     if found.model_type != "gpt2":
         found.standardize_rope_params()

@@ -1,4 +1,4 @@
-"""`--init` with any format of a model gives the run of the float32 file, on any ranks."""
+"""`--init` with any model format gives the run of the float32 file, at any number of ranks."""
 
 import shutil
 import tomllib

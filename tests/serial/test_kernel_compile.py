@@ -172,10 +172,10 @@ def test_kernels_take_what_the_table_says():
 
 @pytest.mark.timeout_seconds(300)
 def test_flat_buffers_and_sums_keep_numbers_below_the_smallest_normal_one():
-    """AdamW and the sums of transports have the host's bits, so denormals are kept."""
+    """AdamW and sums of transports have the host's bits, so denormals are kept."""
     for name, body in all_compiled("sm_100")["flat.cu"].bodies().items():
         flushing = set(re.findall(r"\b\w+(?:\.\w+)*\.ftz(?:\.\w+)*", body))
-        assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # converts 1 - lr * decay, near 1
+        assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # computes 1 - lr * decay, near 1
         if name.startswith("adamw_"):
             assert all(f"{step}.rn.f32" in body for step in ("add", "sub", "mul", "div", "sqrt"))
     sums = all_compiled("sm_100")[SUMS].ptx

@@ -1,4 +1,4 @@
-"""A GGUF key with a wrong value gives one line with file, key, expected and found value."""
+"""A wrong value of a GGUF key gives one line with file, key, expected and found value."""
 
 import random
 from pathlib import Path
@@ -21,7 +21,7 @@ ODD |= {"no floats": fuzz_gguf.array(6, []), "a bool": fuzz_gguf.typed(7, True)}
 ODD |= {"bools": fuzz_gguf.array(7, [True, False]), "a text": fuzz_gguf.typed(8, "x\n\x1b[1m")}
 ODD |= {"a long text": fuzz_gguf.typed(8, "x" * 3_000_000), "texts": fuzz_gguf.array(8, ["a", "b"])}
 HEAD = "tokenizer.ggml."
-WRONG = {  # kinds of values that a key may not have
+WRONG = {  # kinds of values that are wrong for a key
     "general.architecture": [*(kind for kind in ODD if "text" not in kind), "texts"],
     f"{HEAD}model": ["a number", "floats", "bools", "texts"],
     f"{HEAD}pre": ["a number", "floats", "texts"],
@@ -59,7 +59,7 @@ def write(path: Path, changes: dict[str, bytes]) -> Path:
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, kinds in WRONG.items() for kind in kinds])
 def test_a_value_of_another_type_is_refused_by_name_or_shown(key, kind, name, tmp_path, monkeypatch, capfd):
-    """`inspect` shows models that cannot run; other commands refuse them."""
+    """`inspect` shows models that cannot run; all other commands refuse them."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "x.gguf", {key: ODD[kind]})
     line = refusal(*COMMANDS[name])
@@ -74,7 +74,7 @@ def test_a_value_of_another_type_is_refused_by_name_or_shown(key, kind, name, tm
 
 
 def refusal(action, more):
-    """Return the line of a command that refuses x.gguf, empty if it takes the file."""
+    """Return a command's error line for x.gguf, or an empty text if it accepts the file."""
     try:
         assert action(World(0, 1), ["x.gguf", *more]) == 0
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Every layer's backward is the derivative of its forward, and keeps the contract of `Layer`."""
+"""Every layer's backward is the derivative of its forward, and every layer keeps the contract of `Layer`."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def test_a_layer_overwrites_its_input_only_between_layers_that_keep_nothing():
 
 
 def test_what_is_no_chain_is_refused():
-    """Layers may share a parameter only if both give it the same shape."""
+    """Layers may share a parameter only if both declare it with the same shape."""
     with pytest.raises(ValueError, match=r"a.weight .*\(5, 7\) and \(2, 5\)"):
         nn.Chain(nn.Linear("a", 7, 5), nn.Linear("a", 5, 2)).params()
     with pytest.raises(ValueError, match="at least one layer"):

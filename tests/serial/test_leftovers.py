@@ -1,6 +1,6 @@
-"""Files of killed jobs in shared memory: the kernel says whether anybody holds one.
+"""Files of killed jobs in shared memory: the kernel shows whether a process has one open.
 
-`test_kills.py` kills jobs in a /dev/shm of their own and counts what stays.
+`test_kills.py` kills jobs in a private /dev/shm and counts the remaining files.
 """
 
 import mmap
@@ -28,7 +28,7 @@ def in_use(path, code):
 
 @pytest.fixture
 def segment(tmp_path):
-    """Shared-memory file as MPI libraries make it, new because jobs of other tests remove old ones."""
+    """Shared-memory file like those of MPI libraries, newly created because other jobs remove old ones."""
     path = dev_shm.PLACE / f"mpich_shm_test{os.getpid()}"
     path.write_bytes(bytes(5000))
     yield path

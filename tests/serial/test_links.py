@@ -1,6 +1,6 @@
-"""Links in a run folder or a token folder: no command changes or removes their targets.
+"""No command changes or removes the targets of links in a run folder or a token folder.
 
-Anybody who may write into the folder can replace a file of the job by a link.
+Any user with write access to the folder can replace a file of the job by a link.
 """
 
 import os
@@ -24,7 +24,7 @@ from zero_mpi.train.timeline import write_parts
 
 PRECIOUS = "what somebody else has written\n"
 LINKS: dict[str, Callable[[Path, Path], None]] = {"symbolic": os.symlink, "hard": os.link}
-WRITERS: dict[str, Callable[[Path], object]] = {  # each one writes to a path
+WRITERS: dict[str, Callable[[Path], object]] = {  # each command writes to a path
     "proof": lambda path: Proof(path, JobStart(0, {})),
     "events": lambda path: append_line(path, "{}"),
     "status": lambda path: overwrite(path, b"{}"),

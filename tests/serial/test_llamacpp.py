@@ -1,4 +1,4 @@
-"""llama.cpp opens the files that the runtime writes and computes the same from them."""
+"""llama.cpp opens the files that the runtime writes and computes the same results from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ YARN = replace(LLAMA, rope_freq_base=50.0, rope_scaling=RopeScaling("yarn", 4.0,
 
 @dataclass(frozen=True)
 class Case:
-    """Model and the tolerance for llama.cpp, whose GELU is a table of 16-bit floats."""
+    """Model with its tolerance for llama.cpp, whose GELU is a table of 16-bit floats."""
 
     name: str
     config: ModelConfig
@@ -102,9 +102,9 @@ def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray],
 def next_token(
     server: Any, ids: list[int], size: int = ByteTokenizer.vocab_size, letter: int = ord("a")
 ) -> np.ndarray:
-    """llama.cpp's log-probabilities (V,) of what follows `ids`; V is `size`.
+    """Return llama.cpp's log-probabilities (V,) of the next token after `ids`; V is `size`.
 
-    The bias makes it emit a `letter`: an incomplete character would come without log-probabilities. It does
+    A bias makes it emit a `letter`, because an incomplete character has no log-probabilities. The bias does
     not change the reported ones.
     """
     request = {"prompt": ids, "n_predict": 1, "n_probs": size, "temperature": 0.0, "cache_prompt": False}
@@ -117,7 +117,7 @@ def next_token(
 
 @pytest.fixture(scope="module")
 def readable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Model that generates printable ASCII only, and a llama.cpp server that runs it."""
+    """Model that generates only printable ASCII, and a llama.cpp server that runs it."""
     weights = random_weights(LLAMA)
     weights["output.weight"][:32] = weights["output.weight"][127:] = 0
     path = write_model(tmp_path_factory.mktemp("readable") / "model.gguf", LLAMA, weights)
@@ -179,9 +179,9 @@ def test_greedy_text_is_llama_cpps(readable):
     ids=str,
 )
 def test_what_is_kept_and_how_it_is_weighted_is_llama_cpps(readable, how):
-    """Its probabilities after all samplers, in its own order of them, at a temperature that is not 1.
+    """Compare llama.cpp's probabilities after all samplers, in its order, at a temperature other than 1.
 
-    No cut falls between equally likely tokens: which of them llama.cpp keeps is nowhere said.
+    No limit separates equally likely tokens, because llama.cpp's choice among them is undocumented.
     """
     path, server = readable
     settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 0.6} | how
@@ -271,7 +271,7 @@ def dump(file: GGUFFile, path: Path) -> Path:
 
 
 def pair_halves(model: TextModel) -> None:
-    """Bring the rows of q and k into Hugging Face's order, as if their permutation had been forgotten."""
+    """Bring the rows of q and k into Hugging Face's order, as if a converter had not permuted them."""
     for name, weight in model.weights.items():
         if name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = weight.reshape(-1, model.config.key_length // 2, 2, weight.shape[1])

@@ -1,9 +1,9 @@
-"""lm-evaluation-harness itself, on transformers and torch, has our log-likelihoods and figures.
+"""lm-evaluation-harness, on transformers and torch, gives our log-likelihoods and figures.
 
     pip install "lm_eval[hf]" torch transformers
 
-Its own task files are used, but for where the rows come from. ZERO_MPI_LM_EVAL_MODEL=FILE.gguf takes another
-model than SmolLM2; where no tokenizer.json can be made of it, transformers reads the tokenizer from the file.
+Its own task files are used, with local rows. ZERO_MPI_LM_EVAL_MODEL=FILE.gguf selects another
+model than SmolLM2; if it gives no tokenizer.json, transformers reads the tokenizer from the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A run folder has one holder while processes take it, drop it, die, stop and fork.
+"""A run folder has one holder while processes acquire it, release it, die, stop and fork.
 
-The processes read commands from pipes. `locks` is a file system with locks; `none` has none; `apart`
-has locks that other machines do not see. In the last two each process plays a machine of its own.
+The processes read commands from pipes. `locks` is a file system with locks, `none` one without, and `apart`
+has locks that other machines do not see. In the last two each process acts as a separate machine.
 """
 
 import os
@@ -137,7 +137,7 @@ def test_a_step_of_the_same_batch_job_waits_for_the_one_before(children, tmp_pat
     first, second = children("locks", 2, "7")
     assert first.ask("take", tmp_path, 0) == "took"
     second.tell("take", tmp_path, 0)
-    time.sleep(0.5)  # the first gives some signs of life meanwhile
+    time.sleep(0.5)  # the first gives some signs of life in the meantime
     assert first.ask("drop") == "done"
     assert second.answer() == "took"
 
@@ -162,7 +162,7 @@ def test_a_holder_that_is_stopped_keeps_its_lock(children, tmp_path):
 
 
 def test_a_holder_that_was_stopped_and_taken_for_dead_knows_it(children, tmp_path):
-    """Without locks the others cannot tell a stopped process from a dead one."""
+    """Without locks, other processes cannot distinguish a stopped process from a dead one."""
     first, second = children("none", 2)
     assert first.ask("take", tmp_path, 0) == "took"
     os.kill(first.pid, signal.SIGSTOP)
@@ -186,7 +186,7 @@ def test_a_file_removed_under_a_living_holder_is_made_again(children, tmp_path):
 
 
 def replace(folder: Path) -> None:
-    """Put another folder in its place."""
+    """Replace the folder by another one."""
     shutil.rmtree(folder)
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""Log lines have the level, rank and stream that they should; importing the package logs nothing."""
+"""Log lines have the right level, rank and stream; importing the package logs nothing."""
 
 import logging
 import sys
@@ -53,7 +53,7 @@ def test_a_library_is_silent_and_can_be_listened_to(capsys, caplog, monkeypatch)
         say_all()
     assert capsys.readouterr() == ("", "")
     assert [record.levelname for record in caplog.records] == ["DEBUG", "INFO", "WARNING", "ERROR"]
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # Python then shows warnings by itself
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # Python then prints warnings by itself
     say_all()
     assert capsys.readouterr() == ("", "")
 

@@ -1,4 +1,4 @@
-"""Training of adapters by the command: the same files at any number of ranks and after a resume."""
+"""Training of adapters by the command gives the same files at any number of ranks and after a resume."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Adapter files: llama.cpp's logits with them are ours, separate and merged; misfits are refused."""
+"""llama.cpp gives our logits with adapter files, separate and merged; unsuitable files are refused."""
 
 import json
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_any_part_of_a_merged_matrix_is_read(tmp_path):
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt2"])
 def test_an_adapter_of_a_tied_head_makes_a_head_of_its_own(arch, tmp_path):
-    """The head is W + s b a, computed in NumPy; llama.cpp and a Hugging Face folder have the same logits."""
+    """The head is W + s b a, computed in NumPy; llama.cpp and a Hugging Face folder give the same logits."""
     config, rng = replace(MODELS[arch], tied=True), np.random.default_rng(1)
     weights = random_weights(config)
     base = write_model(tmp_path / "base.gguf", config, weights)

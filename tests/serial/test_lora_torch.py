@@ -58,7 +58,7 @@ class Pair:
         return self.accumulator.total_loss(), float(theirs.detach())
 
     def as_ours(self, tensors) -> dict[str, np.ndarray]:
-        """Return the tensors of torch's adapters by our names, in our order of rows."""
+        """Return torch's adapter tensors by our names, with our order of rows."""
         place = self.folder / "other"
         shutil.copytree(self.folder / "peft", place, dirs_exist_ok=True)
         found = {name.replace(".default", ""): array.detach().numpy() for name, array in tensors.items()}

@@ -48,7 +48,7 @@ def test_what_the_file_says_reaches_the_plan(tmp_path, capsys):
     [
         (["--precision", "fp32"], 100e9),
         (["--precision", "bf16"], 1e12),
-        (["--precision", "fp16"], 100e9),  # a CPU computes in float32
+        (["--precision", "fp16"], 100e9),  # CPUs compute in float32
         (["--precision", "fp16", "--device", "cuda"], 1e12),
         (["--precision", "fp32", "--device", "cuda"], 100e9),
     ],
@@ -60,7 +60,7 @@ def test_products_have_the_rate_of_their_type(flags, flops):
 def test_a_sweep_goes_to_16384_ranks_on_nodes_of_the_file_s_size(tmp_path):
     points = planned(tmp_path, "--sweep", "--checkpoint-io", "parallel")["sweep"]["full-shard"]["points"]
     assert [(p["ranks"], p["nodes"]) for p in points[::2]] == [(4**n, max(1, 4**n // 64)) for n in range(8)]
-    meetings = 3 * 3 * 3 * 14 * 5e-6  # for three arrays of three units, down a tree over the outermost level
+    meetings = 3 * 3 * 3 * 14 * 5e-6  # three arrays of three units each, down a tree over the outermost level
     # 200e9 over a writer's 2e9
     assert points[-1]["save"] == pytest.approx(points[0]["save"] / 100 + meetings)
 

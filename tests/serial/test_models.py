@@ -1,4 +1,4 @@
-"""Models have the tensors and keys of their GGUF architecture, and a file gives back the same model."""
+"""Models have the tensors and keys of their GGUF architecture, and their files give the same models back."""
 
 from __future__ import annotations
 
@@ -328,5 +328,5 @@ def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     assert all(config.constants() == {} for config in MODELS.values())
     with refused(ROPE):
         found.check_tensors(shapes_of(found), "a file")
-    with refused(ROPE):  # without a reader
+    with refused(ROPE):  # without a read function
         config_from_gguf(keys_of(LLAMA), shapes, "a file")

@@ -1,7 +1,7 @@
 """A run whose folder is moved, removed or replaced ends with status 1 and makes no other folder.
 
-The moments are random: while the run is prepared, in its steps, in a save and in one behind training. There
-are 40 of them, 3 with --quick; `pytest -s` says how long the ends took.
+The moments are random: during the start, in steps, in a save and in a background save. There
+are 40 of them, 3 with --quick; `pytest -s` prints how long the ends took.
 """
 
 import os
@@ -19,7 +19,7 @@ from test_command_bits import needs_mpiexec, write_text
 
 TRIALS, QUICK_TRIALS = 40, 3
 PATIENCE = 60.0  # seconds for a job on a busy machine to start, or to end
-SAVES = [  # no saves, one each step, one each step in the background, by all ranks
+SAVES = [  # no saves, one per step, one per step in the background, one by all ranks
     ["--save-every", "0"],
     ["--save-every", "1"],
     ["--save-every", "1", "--async-save"],
@@ -110,8 +110,8 @@ def test_tokenize_ends_as_well(tmp_path):
     seconds_to_end(command, tmp_path / "run" / "out", ".tokenize/00003.json", 0.0, move, tmp_path)
 
 
-# Moves the folder of the run after step 2, while a save behind training stands in its first write. The save
-# goes on when the run has failed, and the process takes a while to end.
+# Moves the run folder after step 2, while a background save is blocked in its first write. The save
+# continues after the run has failed, and the process takes a while to end.
 SLOW_WRITES = """
 import threading
 from zero_mpi.checkpoint.parallel_write import OutputFile

@@ -1,4 +1,4 @@
-"""Muon against published figures and a NumPy program in float64, and which rank owns which matrix."""
+"""Tests of Muon against published figures and a NumPy program in float64, and of the owner of each matrix."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`--resume auto` goes on from the newest checkpoint that is sound, and says what it passed over."""
+"""`--resume auto` continues from the newest sound checkpoint and names the skipped ones."""
 
 import shutil
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def test_a_damaged_one_is_passed_over_and_the_run_is_the_same(damage, run, data,
     assert NEWEST in line
     assert f"resuming from {run.resolve() / OLDER} at step 2" in printed
     assert_same_run(run, unbroken)
-    for step in (3, 4, 5):  # the damaged one was written anew
+    for step in (3, 4, 5):  # the damaged checkpoint was written again
         folder = f"step-{step:08d}"
         assert everything(run / folder) == everything(unbroken / folder)
 
@@ -147,7 +147,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused(damage, run, data):
 
 
 def test_a_checkpoint_of_another_model_is_no_damage(run, data, tmp_path):
-    """The checkpoint is newer and sound; passing over it would continue a run that nobody meant."""
+    """The checkpoint is newer and sound; skipping it would continue a run that the user did not mean."""
     train(1, tmp_path / "other", *BASE, *data, "--layers", "1", "--dim", "30", "--steps", "4")
     shutil.copytree(tmp_path / "other" / "step-00000004", run / "step-00000004")
     (run / "latest").unlink()

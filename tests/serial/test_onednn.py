@@ -1,4 +1,4 @@
-"""Products of bfloat16 on CPUs by oneDNN: they match the definition, and the library is tested before use."""
+"""Products of bfloat16 on CPUs by oneDNN match the definition, and the library is tested before use."""
 
 import os
 import re
@@ -95,7 +95,7 @@ def test_a_product_that_the_library_has_not_is_computed_all_the_same(monkeypatch
 @pytest.mark.parametrize("rows_at_once", [3, 1000])
 @pytest.mark.parametrize("kind", [BF, np.float32])
 def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library, monkeypatch):
-    """The gradient of logits is rounded before it is multiplied: 2^-9 of the largest products."""
+    """The gradient of logits is rounded before the product: 2^-9 of the largest products."""
     monkeypatch.setattr(reference, "LOGITS_BYTES", rows_at_once * 50 * 4)
     x, w, b, targets = drawn(2, 5, 24), drawn(50, 24), drawn(50), np.arange(10).reshape(2, 5) * 4
     dw = np.ones((50, 24), kind)
@@ -116,7 +116,7 @@ def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library,
 @needs_library
 @pytest.mark.parametrize("kind", [BF, np.dtype(np.float32)])
 def test_the_same_product_has_the_same_bits_wherever_it_lies(kind):
-    """Ranks have their micro-batches at different addresses."""
+    """Micro-batches have different addresses on different ranks."""
     x, w = drawn(160, 264).astype(kind), drawn(100, 264).astype(kind)
     whole = ops.linear(x, w)
     buffer = np.zeros(x.size + 64, kind)
@@ -161,7 +161,7 @@ def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
 @needs_library
 @pytest.mark.parametrize("kind", [BF, np.float32])
 def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, kind):
-    """More rows than an expert's own may be computed: rows of other experts, NaN among them."""
+    """More rows than an expert's own may be computed, such as rows of other experts with NaN."""
     monkeypatch.setattr(LIBRARY.own, "products", {})
     w, random = drawn(5, 240, 400).astype(kind), np.random.default_rng(0)
     for number in range(12):

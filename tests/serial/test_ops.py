@@ -1,7 +1,7 @@
-"""Every operation matches its definition, written here as loops, and its backward is the slope.
+"""Every operation matches its definition, written here as loops, and its backward is the derivative.
 
-Shapes are small and odd, numbers float64. A test says with `shows` which operations it is about; an
-operation of `zero_mpi.ops` that no test is about fails the suite.
+Shapes are small and odd, numbers float64. A test names its operations with `shows`; an
+operation of `zero_mpi.ops` without a test fails the suite.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_mpi.ops.flat_reference import ADAMW_BLOCK
 from zero_mpi.ops.registry import OPERATIONS
 
 STEP = 1e-5  # step of the difference quotients
-SHOWN: set[str] = set()  # names of operations that a test is about
+SHOWN: set[str] = set()  # names of operations that have a test
 
 
 def shows(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -63,7 +63,7 @@ def test_every_operation_has_a_test():
 
 @shows("dequantize")
 def test_a_block_is_a_scale_and_what_it_scales():
-    """Q8_0: a float16 and 32 whole numbers of a byte each. The others: test_dequantize, against gguf."""
+    """Q8_0 is a float16 and 32 one-byte integers. test_dequantize compares other types with gguf."""
     blocks = np.zeros(5, [("scale", "<f2"), ("whole", "i1", 32)])
     blocks["scale"], blocks["whole"] = numbers(5), (40 * numbers(5, 32)).astype("i1")
     raw, found = blocks.view(np.uint8), np.zeros(5 * 32, np.float32)

@@ -1,4 +1,4 @@
-"""ShardedAdamW against AdamW written out in float64; clipping, skipped steps, schedules, initial values."""
+"""Tests of ShardedAdamW against AdamW in float64; of clipping, skipped steps, schedules, initial values."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(way, bad):
     assert not math.isfinite(result.grad_norm)
     assert state_bytes(optimizer) == before
     assert (optimizer.steps, optimizer.skipped) == (1, 1)
-    for each in (optimizer, untroubled):  # as if the bad step had not happened
+    for each in (optimizer, untroubled):  # as if the skipped step had not happened
         accumulate_gradients(each.module, 2)
         assert not each.step(max_norm=1.0).skipped
     assert state_bytes(optimizer) == state_bytes(untroubled)
@@ -242,7 +242,7 @@ def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
 def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
     whole = draw()
     others = [draw(name="b.weight"), draw(seed=2), draw(name="a.weight.")]
-    others += [whole[DRAW_BLOCK:], whole[2 * DRAW_BLOCK :]]  # each block is drawn anew
+    others += [whole[DRAW_BLOCK:], whole[2 * DRAW_BLOCK :]]  # each block has its own random stream
     for other in others:
         a, b = whole[: other.size], other
         assert np.mean(a == b) < 1e-3

@@ -1,4 +1,4 @@
-"""Package managers of clusters get the version and the dependencies of pyproject.toml, by `packaging/`."""
+"""The files of `packaging/` have the version and the dependencies of pyproject.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several documents in a row do not see each other; each has the loss and gradients that it has alone."""
+"""Documents in a row are independent; each has the loss and gradients of a separate row."""
 
 from dataclasses import replace
 
@@ -118,7 +118,7 @@ def test_attention_is_that_of_each_document_alone(monkeypatch, shape, kind, keep
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("kind", [np.float64, np.float32, ml_dtypes.bfloat16])
 def test_a_window_is_what_a_position_sees(monkeypatch, kind, keep):
-    """The window holds in training, in packed documents and when a text comes in pieces."""
+    """The window applies in training, in packed documents and when a text comes in chunks."""
     for module in (attention, attention_bf16):
         monkeypatch.setattr(module, "KEPT_WEIGHTS", 1 << 40 if keep else 0)
     length, window, rng = 300, 140, np.random.default_rng(0)

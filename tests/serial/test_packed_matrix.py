@@ -1,4 +1,4 @@
-"""Products of matrices that stay in the blocks of their file equal those of the unpacked matrices."""
+"""Products with matrices in the blocks of their file equal products with the unpacked matrices."""
 
 import numpy as np
 import pytest

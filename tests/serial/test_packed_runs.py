@@ -1,4 +1,4 @@
-"""Runs with `--packing documents`: the same bytes on any ranks and after an interruption."""
+"""Runs with `--packing documents` have the same bytes at any number of ranks and after an interruption."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Documents packed into windows: each target appears once, none crosses a border, few places stay empty."""
+"""Tests of documents in windows: targets appear once, none crosses a border, few positions stay unused."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""PEFT folders that we write and read hold the same adapter in Hugging Face's own terms."""
+"""PEFT folders that we write or read hold the same adapter in Hugging Face's form."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""PEFT on transformers has our logits with our adapter, and we have its logits with its adapter."""
+"""PEFT on transformers gives our logits with our adapter, and we give its logits with its adapter."""
 
 import warnings
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`zero-mpi plan` against real processes and jobs: memory, bytes sent and flags."""
+"""Tests of `zero-mpi plan` against real processes and jobs: memory, sent bytes and flags."""
 
 import json
 from dataclasses import replace
@@ -128,7 +128,7 @@ def test_logits_come_in_chunks(monkeypatch):
 
 @needs_numba
 def test_a_context_of_4096_takes_memory_of_its_length_and_not_of_its_square():
-    """Bound per token: 16 numbers a column, 6 a feed-forward column, logits and their gradient."""
+    """Limit per token: 16 numbers a column, 6 a feed-forward column, logits and their gradient."""
     sizes = SIZES | {"layers": 1, "heads": 8, "kv_heads": 8, "context": 4096, "tied": False}
     case = Case(Llama.from_flags(sizes), batch_size=1, micro_batch=1, context=4096)
     bound = 4 * 4096 * (16 * sizes["dim"] + 6 * sizes["ffn"] + 2 * sizes["vocab_size"])

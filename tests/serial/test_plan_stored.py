@@ -1,4 +1,4 @@
-"""The plan of a base that stays in the blocks of its file: its memory and traffic against floats."""
+"""The plan of a base in the blocks of its file: memory and traffic, compared with floats."""
 
 import re
 from dataclasses import replace
@@ -65,7 +65,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 
 
 def test_the_table_of_the_page_is_planned():
-    """Each command of the page gives a row; its last flags belong to the last column."""
+    """Each command of the page gives one row; its last flags belong to the last column."""
     text = PAGE.read_text(encoding="utf-8")
     commands = re.findall(r"^zero-mpi plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
     rows = re.findall(r"^\| [0-9]+[MB] \| [0-9]+ \| (.*iB) \|$", text, re.MULTILINE)

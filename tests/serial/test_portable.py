@@ -1,4 +1,4 @@
-"""`--bits portable`: own functions replace those of libraries, which are pinned before they load."""
+"""`--bits portable`: the package's functions replace library functions, and libraries are pinned at load."""
 
 import ast
 import platform
@@ -134,7 +134,7 @@ def is_constant(node):
 
 
 def of_libraries(path):
-    """Yield the calls of a file whose last bit a library decides, and powers that are not constant."""
+    """Yield the calls of a file whose last bit depends on a library, and powers that are not constant."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in OF_LIBRARIES:
             if isinstance(node.value, ast.Name) and node.value.id in ("np", "math", "xp", "generator"):

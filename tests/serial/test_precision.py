@@ -1,4 +1,4 @@
-"""Low precision on the host: rounding, the loss scale, and resumed runs."""
+"""Tests of low precision on the host: rounding, the loss scale, and resumed runs."""
 
 import json
 import math
@@ -76,7 +76,7 @@ BF = np.dtype(ml_dtypes.bfloat16)
 
 
 def test_kernels_round_as_the_definition_does():
-    """Every bfloat16 stays as it is; a float32 is rounded to nearest, ties to even."""
+    """Every bfloat16 is unchanged; a float32 is rounded to nearest, ties to even."""
     jit = pytest.importorskip("zero_mpi.ops.cpu.jit")
 
     @jit.kernel("e1 e1+")
@@ -178,7 +178,7 @@ CALLS |= {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_of_bfloat16_do_what_is_defined(name):
-    """Only where a float32 lies at the middle of two may a kernel's last bit decide otherwise."""
+    """A kernel's last bit may differ only if a float32 lies in the middle between two numbers."""
     pytest.importorskip("numba")
     found, expected = CALLS[name](ops), CALLS[name](defined)
     pairs = [(found, expected)] if isinstance(found, np.ndarray) else list(zip(found, expected, strict=True))
@@ -191,9 +191,9 @@ def test_kernels_of_bfloat16_do_what_is_defined(name):
 
 
 def attention_and_errors(q, k, v, dy, scale):
-    """[(y, error), (dq, error), ...] of one head in float32: what rounding weights and slopes may do.
+    """Return [(y, error), (dq, error), ...] of one head in float32; error: bound of the rounding.
 
-    Rounded to nearest, a bfloat16 is within 2^-8 of what it stands for. The rest is that bound, carried on.
+    A rounded bfloat16 has a relative error of at most 2^-8. All bounds follow from this one.
     """
     q, k, v, dy = (x.astype(np.float64) for x in (q, k, v, dy))
     scores = scale * q @ k.T
@@ -217,7 +217,7 @@ def attention_and_errors(q, k, v, dy, scale):
 def test_attention_of_bfloat16_is_what_is_defined_but_for_the_rounding_of_weights(
     batch, length, heads, shared, width
 ):
-    """Cases: weights kept or computed again, a single position, several tiles, shared keys."""
+    """Cases: weights kept or recomputed, a single position, several tiles, shared keys."""
     pytest.importorskip("numba")
     joint = drawn(BF, batch, length, (heads + 2 * shared) * width)
     q, k, v = (

@@ -1,4 +1,4 @@
-"""Preference losses have the values and gradients of an independent program; pairs become windows."""
+"""Preference losses have values and gradients of an independent program; pairs become windows."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Runs that learn from preferences have the same bytes on any ranks and after an interruption."""
+"""Runs with preference losses have the same bytes at any number of ranks and after an interruption."""
 
 import json
 

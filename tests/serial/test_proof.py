@@ -73,7 +73,7 @@ def test_lines_hold_what_is_bits_and_each_stands_for_those_before(path):
 
 
 def test_a_resume_leaves_the_file_of_a_run_never_stopped(path, tmp_path):
-    """Whatever a kill left behind the checkpoint: records after it, half a line, or not even its own line.
+    """A kill may leave records after the checkpoint, half a line, or no line for the checkpoint.
 
     A late line is moved to its place, also if the run continues in another folder.
     """
@@ -144,5 +144,5 @@ MOVE_NOTHING = [
 
 
 def test_every_setting_moves_bits_and_is_in_the_chain_or_is_known_not_to():
-    """The chain has the digest of what lies at a path; device and threads belong to the machine."""
+    """The chain has the digest of the data at a path; device and threads belong to the machine."""
     assert sorted(FIELDS) == sorted([*NAMES, *PATHS, *MOVE_NOTHING])

@@ -1,4 +1,4 @@
-"""Quantization-aware training trains the exact weights of the exported file, on any ranks."""
+"""Quantization-aware training uses exactly the weights of the exported file, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TYPES = ("q4_0", "q8_0", "q4_k")
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "F16"])
 def test_rounding_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The test uses ggml's library and, if the package gguf has the type, that package."""
+    """The test uses ggml's library and, if the package gguf supports the type, that package."""
     monkeypatch.setattr("zero_mpi.ops.rounding.CHUNK", 1 << 11)
     x, kind = np.random.default_rng(0).standard_normal(5 << 10).astype(np.float32), Kind[name]
     x[:256] = 0
@@ -61,7 +61,7 @@ def digest_of(run: Path) -> str:
 @needs_mpiexec
 @pytest.mark.parametrize("name", TYPES)
 def test_a_checkpoint_and_its_export_hold_rounded_weights(runs: Path, tmp_path: Path, name: str) -> None:
-    """Rows of ffn_down have 288 elements, which blocks of 256 do not divide; masters are not rounded."""
+    """Rows of ffn_down have 288 elements, not a multiple of 256; master weights are not rounded."""
     model, state = (GGUFFile.open(runs / name / "latest" / file) for file in ("model.gguf", "optimizer.gguf"))
     target = tmp_path / "x.gguf"
     assert command(World(0, 1), [str(model.path), str(target), "--type", name]) == 0

@@ -140,7 +140,7 @@ def test_bytes_are_those_of_ggml(wide: Any, tmp_path: Path, mix: str, weighted: 
 def test_bytes_are_the_same_on_three_ranks(
     wide: Any, monkeypatch: pytest.MonkeyPatch, mix: str, more: list[str]
 ) -> None:
-    """q2_k_s exists with an importance matrix only."""
+    """q2_k_s requires an importance matrix."""
     folder, weights, means = wide
     monkeypatch.chdir(folder)
     export("m.gguf", "one.gguf", "--type", mix, "--force", *more)

@@ -1,4 +1,4 @@
-"""Slow ranks, and no others, are named with their hosts; the hosts' energy counters are read."""
+"""Only slow ranks are named, with their hosts; the hosts' energy counters are read."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Records in metrics.jsonl and lines on a terminal: whole lines, full precision, each step once."""
+"""Tests of metrics.jsonl and lines on a terminal: complete lines, full precision, each step once."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def read(out):
 
 @pytest.fixture(autouse=True)
 def nobody_watches(monkeypatch):
-    """Log lines without a progress bar, wherever the tests are started."""
+    """Log lines without a progress bar, wherever the tests run."""
     monkeypatch.setattr(progress_bar, "watched", lambda: False)
     log.install(0, 1)
     yield
@@ -92,7 +92,7 @@ TAILS = [b'{"step": 3, "lo', b"{", b"\0\0\0\0", b"[3]", b"3", b"null", b'{"loss"
 
 @pytest.mark.parametrize("tail", [*TAILS, b'{"step": null}', b"\xff\xfe\x80"])
 def test_what_is_no_record_is_dropped(tail, tmp_path):
-    """A machine that goes down may leave anything in the last block."""
+    """A crashed machine may leave any bytes in the last block."""
     write(tmp_path, [1, 2, 3])
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
@@ -133,7 +133,7 @@ def test_log_lines_come_first_now_and_then_at_evaluations_and_at_the_end(tmp_pat
 
 
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
-    """Bar and notes share a stream, with each note on its own line."""
+    """Bar and notes share a stream; each note has its own line."""
     monkeypatch.setattr(progress_bar, "watched", lambda: True)
     written = Records(tmp_path, 0, done=1, steps=4, log_every=1)
     written.step(record(2, mfu=0.25, memory_bytes=[2**30], val_loss=5.25))

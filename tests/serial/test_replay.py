@@ -1,4 +1,4 @@
-"""OUT/config.toml continues a run from any folder; a finished run stays as it is."""
+"""OUT/config.toml continues a run from any folder; a finished run is not changed."""
 
 import json
 import tomllib

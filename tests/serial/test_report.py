@@ -1,4 +1,4 @@
-"""The report reads run folders and makes a page."""
+"""The report reads run folders and writes a page."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ def curve(figure, name):
 
 
 class Tree(HTMLParser):
-    """Parser that raises AssertionError unless all elements end where they should."""
+    """Parser that raises AssertionError unless all elements are closed correctly."""
 
     VOID = ("meta", "link", "br")
 

@@ -1,7 +1,7 @@
 """The report's page in headless Chromium: its script runs, the curves are drawn, and nothing is loaded.
 
-It needs Debian's chromium and chromium-driver (or any pair of them on PATH) and selenium; without them these
-tests are skipped. One browser serves all of them.
+The tests need Debian's chromium and chromium-driver (or any pair on PATH) and selenium, otherwise they
+are skipped. All tests share one browser.
 """
 
 import json
@@ -14,12 +14,12 @@ from zero_mpi.commands.report import command
 from zero_mpi.launch.world import World
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDTHS = (1280, 360)  # of a screen and of a phone, in pixels
+WIDTHS = (1280, 360)  # of a desktop screen and of a phone, in pixels
 HOSTILE = "<img src=x onerror='window.harmed=1'><script>window.harmed=1</script>"
 
 
 def why_not():
-    """Return why there is no browser to test with, or an empty text."""
+    """Return the reason why there is no browser to test with, or an empty text."""
     if not any(map(shutil.which, BROWSERS)) or not shutil.which("chromedriver"):
         return "no chromium with its chromedriver: apt-get install chromium chromium-driver"
     try:
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a browser 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    """Chromium without a window and without a sandbox, which containers and root do not allow."""
+    """Headless Chromium without its sandbox, which containers and root do not allow."""
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
 
@@ -71,7 +71,7 @@ DRAWN = "return document.querySelectorAll('#curves .main-svg').length > 0"
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Open the page of some runs; afterwards the console is empty and nothing was loaded."""
+    """Open the page of some runs; check afterwards that the console is empty and nothing was loaded."""
     opened = []
 
     def show(*runs, width=WIDTHS[0], dark=False):

@@ -1,4 +1,4 @@
-"""A run that was stopped or died continues on any ranks with the bytes of an unbroken run."""
+"""A stopped or killed run continues at any number of ranks with the bytes of an unbroken run."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from zero_mpi.train.text_model import TextModel
 REQUEUE = 75
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
-# A constant rate does not depend on --steps, so a run can be stopped by giving it fewer.
+# A constant rate does not depend on --steps, so giving fewer steps stops a run.
 CONSTANT = ["--schedule", "constant"]
 pytestmark = needs_mpiexec
 
@@ -90,7 +90,7 @@ def test_never_starts_over_and_empties_the_records(stopped, flags, unbroken):
 
 @pytest.mark.parametrize("tail", ['{"step": 6, "lo', ""], ids=["cut-off", "whole"])
 def test_records_of_a_run_that_died_are_trimmed(tail, stopped, flags, unbroken):
-    """The run made two steps after its last checkpoint and may have died in the middle of a line."""
+    """The run made two steps after its last checkpoint and may have died while writing a line."""
     metrics = stopped / "metrics.jsonl"
     lost = [json.dumps({"step": step, "loss": 9.9, "grad_norm": 9.9}) + "\n" for step in (4, 5)]
     metrics.write_text(metrics.read_text() + "".join(lost) + tail)
@@ -158,7 +158,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(flags, endless, tmp_path)
 
 
 def test_a_signal_in_the_last_step_is_a_finished_run(flags, tmp_path):
-    """Asking for a requeue would start a job that has nothing to do."""
+    """A requeue would start a job that has nothing to do."""
     script = train_with(tmp_path / "signalled.py", SIGNALLED)
     train(2, tmp_path / "out", *flags, "--steps", "5", script=script)
     assert len(fields(tmp_path / "out")) == 5
@@ -225,7 +225,7 @@ def loss_of_first_step(model: Path, data: list[str]) -> float:
 
 
 def test_a_run_starts_from_the_weights_of_a_file(trained, flags, tmp_path):
-    """test_init_formats.py tests other types and formats."""
+    """test_init_formats.py covers other types and formats."""
     sizes = ["--context", "16", "--batch-size", "7", "--micro-batch", "2", "--sample", "0"]
     start = [*flags[flags.index("--data") :], "--init", str(trained), *sizes]
     train(2, tmp_path / "zero", *start, "--steps", "0")

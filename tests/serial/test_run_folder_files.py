@@ -1,4 +1,4 @@
-"""Events of a run whose file is no regular file, or holds very many."""
+"""Tests of run events whose file is not a regular file, or is very large."""
 
 import json
 import os

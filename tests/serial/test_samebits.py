@@ -1,6 +1,6 @@
-"""A trial of the operations finds ranks and resumes with different bits and names the difference.
+"""The trial of operations detects ranks and resumes with different bits and names the difference.
 
-Processors are exchanged by the variables of the libraries: OPENBLAS_CORETYPE chooses the kernels of products.
+Library variables simulate other processors: OPENBLAS_CORETYPE selects the kernels of products.
 """
 
 import json
@@ -30,7 +30,7 @@ MACHINE = {"threads": 1, "operations": "numpy", "BLAS": "K 1"}
 MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
 EXACT = {"dequantize"}  # integers times scales have the same bits on every processor
 NAMES = sorted(OPERATIONS.keys() - EXACT)
-KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor of the tests
+KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor that runs the tests
 several_cores = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="BLAS takes no second thread here"
 )
@@ -50,7 +50,7 @@ def test_the_trial_repeats_and_leaves_no_memory():
 
 
 def nudged(name, operation):
-    """Return an operation whose first result is off by one bit."""
+    """Return an operation whose first result differs by one bit."""
 
     def nudge(*given, **named):
         found = operation(*given, **named)
@@ -176,7 +176,7 @@ def test_another_number_of_threads_on_one_rank_is_refused(flags, tmp_path):
 
 @needs_mpiexec
 def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
-    """OpenBLAS may have one name for the kernels of two processors."""
+    """OpenBLAS may use one kernel name for two processors."""
     script = tmp_path / "other.py"
     script.write_text(
         "import numpy as np\n"

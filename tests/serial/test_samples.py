@@ -1,4 +1,4 @@
-"""`zero-mpi samples` prints a small file for people, pipes and programs."""
+"""`zero-mpi samples` prints a small file for terminals, pipes and programs."""
 
 import json
 
@@ -89,7 +89,7 @@ def test_samples_as_json(chat, capfdbinary):
 
 
 def test_colours_on_a_terminal(chat, capfdbinary, monkeypatch):
-    """Colours end with each line."""
+    """Colours are reset at the end of each line."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
     flags = (chat / "m.gguf", "--data", chat / "chat.jsonl", "--count", "1")

@@ -1,4 +1,4 @@
-"""The schedule of gathers, releases and reductions has its properties on random models."""
+"""The schedule of gathers, releases and reductions has the required properties on random models."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,7 +48,7 @@ stage_uses = st.lists(st.integers(0, UNITS - 1), max_size=3, unique=True).map(tu
 
 @st.composite
 def models(draw):
-    """Draw (uses, reads in backward, trainable, prefetch) of a chain of own and shared units."""
+    """Draw (uses, reads in backward, trainable, prefetch) of a chain of separate and shared units."""
     uses = draw(st.lists(stage_uses, min_size=1, max_size=8))
     reads = draw(st.lists(st.booleans(), min_size=len(uses), max_size=len(uses)))
     trainable = draw(st.lists(st.booleans(), min_size=UNITS, max_size=UNITS))

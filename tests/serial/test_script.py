@@ -1,4 +1,4 @@
-"""Users' scripts: if one rank fails or leaves, the job soon ends with a line that names it."""
+"""If one rank of a user's script fails or exits, the job soon ends with a line that names it."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def work(module):
 
 
 def job(script, how="", **env):
-    """Run three ranks; return status, stdout, our lines on stderr and all of stderr."""
+    """Run three ranks; return status, stdout, the package's lines on stderr and the full stderr."""
     with tempfile.TemporaryDirectory() as folder:
         env = {"TMPDIR": folder, **env}
         found = run_job(3, ["-c", CONNECT.replace("TIMEOUT", how) + script], timeout=60, env=env)
@@ -121,7 +121,7 @@ def test_a_wait_without_an_end_ends_by_the_watchdog():
 
 
 def test_who_computes_for_long_is_let_be():
-    """The time limit counts waiting only."""
+    """The time limit covers waiting only."""
     status, printed, lines, errors = job("time.sleep(2.5)\nmeet(); print('on')", how="timeout=1")
     assert (status, printed.count("on"), lines) == (0, 3, []), errors
 

@@ -1,7 +1,7 @@
-"""SentencePiece's tokenizers give llama.cpp's ids for text of many scripts.
+"""SentencePiece tokenizers give llama.cpp's ids for text in many scripts.
 
-llama.cpp tokenizes in its own little web server on the loopback; a tiny model with random weights carries the
-vocabularies. Skipped where the `xllamacpp` wheel is not installed.
+llama.cpp tokenizes in its web server on the loopback interface; a tiny model with random weights holds the
+vocabularies. The tests are skipped if the `xllamacpp` wheel is not installed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_white_space_behind_tokens_of_phi_3_is_left_out(tmp_path):
 
 
 def test_a_letter_without_tokens_for_its_bytes_is_unknown(tmp_path):
-    """llama.cpp gives up on this text; SentencePiece itself gives the unknown token."""
+    """llama.cpp rejects this text; SentencePiece itself gives the unknown token."""
     keys = files.merged()
     tokens = keys["tokenizer.ggml.tokens"]
     tokens[tokens.index("<0xF0>")] = "no byte"

@@ -1,8 +1,8 @@
-"""Jobs with a private /dev/shm that is too small for the model or fills up, and the files left in it.
+"""Jobs with a private /dev/shm that is too small for the model or becomes full, and the files left in it.
 
-A shared window whose pages do not fit ends a process by SIGBUS, so a run must find that out beforehand and go
-on by messages, with the same bytes. Each job has a private mount of a tmpfs over /dev/shm, which needs the
-right to make one (root, as in a container's build).
+A shared window whose pages do not fit ends a process by SIGBUS, so a run must detect this beforehand and
+use messages, with the same bytes. Each job has a private tmpfs mounted on /dev/shm, which needs the
+right to mount (root, as in a container's build).
 """
 
 import re
@@ -16,7 +16,7 @@ from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
 
 pytestmark = needs_mpiexec
 MOUNT = 'mount -t tmpfs -o size="$0" tmpfs /dev/shm || exit 99\n'
-# What the job leaves is counted once all its processes are gone.
+# Files that the job leaves are counted after all its processes have ended.
 COMMAND = MOUNT + '"$@"; status=$?; sleep 0.3; find /dev/shm -type f -printf "left %s\\n"; exit $status'
 MODEL = ["--layers", "2", "--dim", "256", "--heads", "4", "--context", "16", "--batch-size", "4"]
 MODEL += ["--steps", "2", "--warmup", "1", "--sample", "0"]  # 1.6 million parameters: 6 MiB, and slots
@@ -82,8 +82,8 @@ def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -
 
 @pytest.mark.parametrize("how", ["", "race"])
 def test_too_little_shared_memory_is_one_line_and_messages(how, text, tmp_path):
-    """Other processes may also fill it later. The library must have made the window by then: Open MPI
-    looks for space on one rank only, and if that one fails the others wait for ever."""
+    """Other processes may also fill it later. The library must have created the window by then, because Open
+    MPI checks the space on one rank only, and if this rank fails the others wait forever."""
     flags, size = ["--data", *text, *MODEL], "100m" if how else "12m"
     status, said, _ = run_with_shm(size, 2, tmp_path / "out", *flags, "--transport", "auto", how=how)
     assert status == 0, said
@@ -104,7 +104,7 @@ def test_nothing_is_left_after_a_run(text, tmp_path):
 
 
 def test_a_failure_leaves_no_window(text, tmp_path):
-    """SIGKILL may leave segments of the MPI library, on any transport; ours have no name."""
+    """SIGKILL may leave segments of the MPI library, with any transport; the package's own have no name."""
     left = {}
     for transport in ("mpi", "shared"):
         flags = ["--data", *text, *MODEL, "--transport", transport]

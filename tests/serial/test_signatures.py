@@ -1,4 +1,4 @@
-"""Operations refuse arrays whose shapes or types do not fit, in the reference and the compiled version."""
+"""Operations refuse arrays with wrong shapes or types, in the reference and the compiled version."""
 
 from __future__ import annotations
 

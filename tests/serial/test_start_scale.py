@@ -1,4 +1,4 @@
-"""The cost of a start hardly grows with the number of ranks."""
+"""The cost of a start hardly increases with the number of ranks."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def test_what_a_start_costs_a_rank_hardly_grows_with_the_ranks(tmp_path, quick):
     for ranks in sizes[1:]:
         found = costs[ranks]
         assert found["messages"] == first["messages"]
-        assert abs(found["files"] - first["files"]) <= 20  # signs of life are written by the clock
+        assert abs(found["files"] - first["files"]) <= 20  # signs of life depend on the clock
         assert abs(found["said"] - first["said"]) <= 64  # numbers have more digits
         assert found["heard"] - first["heard"] <= HEARD * (ranks - FEW)
         assert found["kept"] - first["kept"] <= KEPT * (ranks - FEW)

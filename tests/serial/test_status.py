@@ -42,7 +42,7 @@ def test_a_run_is_running_and_renewed_then_done(tmp_path, often):
     until(lambda: read(tmp_path)["step"] == 7)
     until(lambda: read(tmp_path)["updated"] > said["updated"])
     own.end(DONE)
-    time.sleep(0.2)  # a renewal after the end would say "running"
+    time.sleep(0.2)  # an update after the end would say "running"
     assert read(tmp_path)["state"] == DONE
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
@@ -53,7 +53,7 @@ def test_another_rank_that_ends_the_job_has_the_last_word(tmp_path, often):
     other.at(3)
     before = read(tmp_path)
     other.end(FAILED, "rank 1: RuntimeError: the fault")
-    time.sleep(0.3)  # rank 0 lives on for a moment and must not say that all is well
+    time.sleep(0.3)  # rank 0 lives a little longer and must not report success
     said = read(tmp_path)
     assert (said["state"], said["reason"], said["step"]) == (FAILED, "rank 1: RuntimeError: the fault", 3)
     assert {key: said[key] for key in ("pid", "host", "started")}.items() <= before.items()
@@ -115,7 +115,7 @@ def test_a_run_that_is_not_begun_leaves_the_word_of_the_one_before(tmp_path):
     assert (tmp_path / "status.json").read_text() == text
 
 
-# Rank 1 is killed after its work, before the end of the job.
+# Rank 1 is killed after its last step, before the end of the job.
 LOST = """
 import os, signal
 from zero_mpi.launch import world as launch

@@ -1,8 +1,8 @@
-"""Signals at any moment of a run: the run saves and ends with the right status and lines.
+"""After a signal at any moment, a run saves and ends with the right status and lines.
 
-Jobs run on a terminal of their own where a person would press keys. What launchers do with a signal: MPICH's
-hands it on, but a second Ctrl-C and a closed terminal make it kill its ranks; Open MPI's kills them whatever
-it gets but SIGUSR1, and is held back (`zero_mpi.launch.ending`) until they have saved.
+Jobs run on their own terminal if a user would press keys. Launchers treat signals differently: MPICH's
+forwards them, but a second Ctrl-C and a closed terminal make it kill its ranks. Open MPI's kills its ranks on
+every signal but SIGUSR1, and is stopped (`zero_mpi.launch.ending`) until they have saved.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def flags(tmp_path_factory) -> list[str]:
 
 
 class Terminal:
-    """Command in the foreground of a terminal, and its output there."""
+    """Command in the foreground of a terminal, with its output."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.pid, self._handle = pty.fork()
@@ -83,7 +83,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def terminal(*command: str) -> Iterator[Terminal]:
-    """Run a command on a terminal and end it with the block at the latest."""
+    """Run a command on a terminal; end it with the block at the latest."""
     shown = Terminal(command)
     try:
         yield shown
@@ -114,7 +114,7 @@ def start(
     )
 
 
-# at a terminal
+# on a terminal
 
 
 @needs_mpiexec
@@ -251,7 +251,7 @@ run("script", command, sys.argv[1:])
 def test_a_script_that_trains_saves_and_ends_with_75(number, whom, flags, tmp_path):
     out, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(PIDS.format(folder=tmp_path) + CALLS)
-    with (tmp_path / "log").open("ab") as log:  # ranks may write past their launcher
+    with (tmp_path / "log").open("ab") as log:  # ranks may write around their launcher
         job = start([*launcher(), "-n", "2", PYTHON, str(script), "--out", str(out), *flags, *ENDLESS], log)
         try:
             wait_for_lines(out / "metrics.jsonl", 5, job)
@@ -342,7 +342,7 @@ def test_a_command_that_is_interrupted_at_work_tidies_up():
     assert (status, printed, errors) == (INTERRUPTED, "tidied up\n", "zero_mpi: interrupted\n")
 
 
-# while a run is prepared
+# during the start of a run
 
 BUSY = """
 import os, signal, time
@@ -384,7 +384,7 @@ def test_a_signal_ends_what_takes_long_before_the_first_step(name, who, flags, t
 
 
 def test_a_sample_is_cut_short(flags, tmp_path):
-    """Everything is saved by then, so the run is done."""
+    """Everything is saved at that point, so the run is done."""
     script = tmp_path / "busy.py"
     told_so = MYSELF.format(name="SIGINT")
     script.write_text(BUSY.format(package="train", module="trainer", name="show_sample", told=told_so))
@@ -394,14 +394,14 @@ def test_a_sample_is_cut_short(flags, tmp_path):
     assert told(tmp_path / "out") == ("done", "")
 
 
-# jobs that follow each other
+# consecutive jobs
 
 
 def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path):
-    """A signal whose lead is longer than the job's limit comes at the start of each job."""
+    """A signal whose lead time exceeds the job's limit comes at the start of each job."""
     out, soon = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
-    program(tmp_path, "squeue", "exit 1")  # squeue knows no job, so the variables count
+    program(tmp_path, "squeue", "exit 1")  # squeue does not know the job, so the variables count
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
     assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once may be chance"

@@ -1,4 +1,4 @@
-"""Adapters of a base that stays in GGUF blocks have the same files as with a base in floats."""
+"""Adapters of a base in GGUF blocks have the same files as adapters of a base in floats."""
 
 import shutil
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""`supervise` starts a run again: decisions after an end, the hosts that are left, and signals.
+"""Tests of `supervise`, which restarts a run: decisions after an end, remaining hosts, and signals.
 
-The launcher is a small script that does at each start what the test says. The last test has a real
-job. tests/cluster has hosts that are lost.
+The launcher is a small script that follows the test at each start. The last test uses a real
+job. tests/cluster covers lost hosts.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from zero_mpi.commands.supervise.command import Restarts, prepare
 from zero_mpi.commands.supervise.hosts import HostPool, find_pool
 from zero_mpi.errors import UsageError
 
-# Script in the place of mpirun: start N runs the file start-N, with functions for the files of a run.
+# Script that replaces mpirun: start N runs the file start-N, with functions for the files of a run.
 LAUNCHER = """#!/bin/bash
 here=${0%/*} out=${0%/*}/out
 [[ $1 = --version ]] && cat "$here/version" && exit
@@ -53,7 +53,7 @@ DONE = "says done"
 
 
 class Trial:
-    """Run by the small launcher; `starts` says what each start does."""
+    """Run with the small launcher; `starts` says what each start does."""
 
     def __init__(self, folder: Path, *starts: str) -> None:
         self.folder, self.out, self.program = folder, folder / "out", folder / "mpirun"
@@ -73,7 +73,7 @@ class Trial:
 
     @contextlib.contextmanager
     def running(self, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Supervise the run in a process that can be signalled and that ends with the body."""
+        """Supervise the run in a process that can receive signals and that ends with the body."""
         start = [sys.executable, "-m", "zero_mpi", "supervise", "--backoff", "0", *flags, "--", *self.words()]
         with self.errors.open("wb") as errors:
             process = subprocess.Popen(
@@ -115,11 +115,11 @@ def until(holds, what: str) -> None:
 @pytest.mark.parametrize(
     ("ends", "status"),
     [
-        ("exit 0", 0),  # a command that is no run
+        ("exit 0", 0),  # a command that does not train
         ("says done; exit 0", 0),
         ("says done; exit 1", 0),  # status.json decides
         ("says stopped SIGTERM; exit 75", 75),
-        ("says stopped SIGTERM; exit 1", 75),  # Open MPI's launcher, told to end
+        ("says stopped SIGTERM; exit 1", 75),  # Open MPI's launcher after a signal
         ("exit 75", 75),
         ("exit 2", 2),
         ("says failed interrupted; exit 130", 130),
@@ -213,7 +213,7 @@ def test_pauses_double_until_there_is_a_new_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flag", [("--resume", "never"), ("--resume=never",), ("--resume", "elsewhere")])
 def test_it_goes_on_from_its_own_checkpoint_as_soon_as_there_is_one(flag, tmp_path):
-    """Until then it starts where the command says; an older checkpoint does not count."""
+    """Until then it starts as the command says; an older checkpoint does not count."""
     starts = ["records 1; says running; exit 9", "saves 2; records 2; says running; exit 9", DONE]
     trial = Trial(tmp_path, *starts)
     (trial.out / "step-00000099").mkdir(parents=True)
@@ -324,7 +324,7 @@ def test_the_nodes_of_a_slurm_job(tmp_path, monkeypatch):
 
 
 def test_a_step_of_slurm_need_not_wait_for_the_one_before_it(tmp_path):
-    """Slurm needs minutes to notice a lost node, and the earlier step holds its resources until then."""
+    """Slurm needs minutes to notice a lost node, and the earlier step keeps its resources until then."""
     begins = 'echo "$SLURM_OVERLAP" >> $here/overlaps; '
     trial = Trial(tmp_path, f"{begins} says running; exit 9", begins + DONE)
     assert trial.run() == 0
@@ -335,7 +335,7 @@ def test_a_step_of_slurm_need_not_wait_for_the_one_before_it(tmp_path):
 
 
 def test_a_run_without_a_sign_of_life_is_ended_and_started_again(tmp_path, capfd, monkeypatch):
-    """The run ignores SIGTERM, and all processes of its group end."""
+    """The run ignores SIGTERM, and all processes of its group are ended."""
     left, why = tmp_path / "left", "no sign of life"
     monkeypatch.setattr(attempt, "GRACE", 0.3)
     monkeypatch.setattr(attempt, "CHECK_RUN_SECONDS", 0.0)
@@ -356,7 +356,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_signs_of_life_are_what_the_run_writes(tmp_path):
-    """The lock counts too, which a rank renews. A run without a folder gives no sign."""
+    """The lock, which a rank renews, counts too. A run without a folder gives no sign."""
     now = time.monotonic()
     found = attempt.Attempt(RunFolder(tmp_path), StopRequest(), 900.0)
     assert found._silence(now + 800) == ""
@@ -371,7 +371,7 @@ def test_signs_of_life_are_what_the_run_writes(tmp_path):
 
 @pytest.mark.parametrize(("word", "status", "starts"), [("done", 0, 1), ("stopped", 75, 1), ("failed", 0, 2)])
 def test_a_launcher_that_outlives_its_run_is_ended(word, status, starts, tmp_path, monkeypatch):
-    """Open MPI's launcher does so for 16 minutes if it cannot reach a host."""
+    """Open MPI's launcher continues for 16 minutes if it cannot reach a host."""
     monkeypatch.setattr(attempt, "LINGER", 0.3)
     monkeypatch.setattr(attempt, "CHECK_RUN_SECONDS", 0.05)
     trial = Trial(tmp_path, f"says {word} so; sleep 1000", DONE)
@@ -391,7 +391,7 @@ HEARS = "trap 'echo told >> $here/told; {}' USR1; says running; " + WAITS
         (signal.SIGTERM, HEARS.format("says stopped; exit 75"), 75),
         (signal.SIGUSR1, HEARS.format("says stopped; exit 75"), 75),
         (signal.SIGTERM, HEARS.format("says failed disk; exit 1"), 1),
-        (signal.SIGUSR1, "echo told > $here/told; touch $here/ready; sleep 1000", 75),  # dies of the signal
+        (signal.SIGUSR1, "echo told > $here/told; touch $here/ready; sleep 1000", 75),  # ends by the signal
     ],
 )
 def test_a_signal_is_handed_on_and_ends_all(number, start, status, tmp_path):

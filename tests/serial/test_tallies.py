@@ -1,4 +1,4 @@
-"""Auxiliary losses and buffers of layers: gradients, their part in the objective, and files."""
+"""Tests of layers' auxiliary losses and buffers: gradients, their part in the objective, and files."""
 
 import numpy as np
 import pressed
@@ -13,7 +13,7 @@ FACTORS = {"pressure": 0.3, "size": 0.02}
 
 
 def objective(model, p, x, d):
-    """Return the value whose slope backward computes for a gradient d of the output."""
+    """Return the value whose gradient backward computes for a gradient d of the output."""
     batch = BatchContext(factors=FACTORS)
     y, _ = model.forward(StageWeights(p, batch), x)
     return np.vdot(y, d) + sum(
@@ -24,7 +24,7 @@ def objective(model, p, x, d):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_backward_is_the_slope_of_loss_and_auxiliary_losses(recompute):
-    """One loss is no sum over layers. A recomputed forward counts nothing twice."""
+    """One loss is not a sum over layers. A recomputed forward counts nothing twice."""
     draw, h = np.random.default_rng(0).standard_normal, 1e-6
     chain = Chain(*(stage.layer for stage in pressed.stages(recompute)))
     p, way = ({name: draw(param.shape) for name, param in chain.params().items()} for _ in range(2))

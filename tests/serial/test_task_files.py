@@ -1,4 +1,4 @@
-"""Published task files: log-likelihoods and shares by the rules of lm-evaluation-harness and of CORE."""
+"""Published task files have the log-likelihoods and shares of lm-evaluation-harness and of CORE."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.train.text_model import TextModel
 
 QA = "Question: {}\nAnswer:"
-# name: (line, contexts, choices, right) of each question, as lm_eval/tasks has them.
+# name: (line, contexts, choices, right) of each question, as in lm_eval/tasks
 TASKS: dict[str, list[tuple[dict[str, Any], list[str], list[str], int]]] = {
     "hellaswag": [
         (

@@ -1,4 +1,4 @@
-"""Flags give values to chat templates, choose among several, and fix the day that a template sees."""
+"""Flags set values of chat templates, choose among several, and fix the day that a template sees."""
 
 import json
 import tomllib
@@ -74,7 +74,7 @@ def test_a_template_is_given_what_flags_say_as_in_transformers(tmp_path):
 
 
 def np_spans(found):
-    """Return the slice of counted letters of an ASCII text."""
+    """Return the slice of counted characters of an ASCII text."""
     ends = found.lengths.cumsum()
     (counted,) = found.counted.nonzero()
     return slice(ends[counted[0]] - found.lengths[counted[0]], ends[counted[-1]])

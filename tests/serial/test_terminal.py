@@ -1,4 +1,4 @@
-"""Output for a terminal has one short line where one is promised, and no control characters."""
+"""Terminal output has one short line where one is promised, and no control characters."""
 
 import subprocess
 import sys

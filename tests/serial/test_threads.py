@@ -1,4 +1,4 @@
-"""Kernels on several threads have the bits of one thread, except for sums over rows."""
+"""Kernels on several threads have the bits of one thread, except sums over rows."""
 
 import os
 from functools import partial
@@ -39,10 +39,10 @@ def results_by_place():
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("least", [64, 1 << 40])
 def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
-    """With products on one thread: the bits of one thread, but for sums over rows.
+    """With products on one thread, all bits but those of sums over rows are those of one thread.
 
-    Of a product that several compute BLAS may do the parts and oneDNN the whole: other orders of a sum,
-    whose rounding is that of its terms, however little is left of them.
+    Of a product on several threads BLAS may compute parts and oneDNN the full product: their sums have
+    different orders, and the rounding depends on the terms even if they cancel.
     """
     monkeypatch.setattr(threads, "LEAST_PRODUCT", least)
     ops.prepare(kind=BFLOAT16)

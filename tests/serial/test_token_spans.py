@@ -1,4 +1,4 @@
-"""Ids that stay in their files: ranks of a host share them, and a missing file is named."""
+"""Ids that stay in their files: ranks of a host share the pages, and a missing file is named."""
 
 import os
 import pickle

@@ -76,7 +76,7 @@ def write_parquet(path, texts, field="text"):
 
 
 def files(out):
-    """Name -> bytes of all files of a folder."""
+    """Return name -> bytes of all files of a folder."""
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
@@ -152,7 +152,7 @@ def test_files_left_out_spelt_tokens_and_other_encodings_are_named(tmp_path, cap
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_lines_are_read_once_wherever_a_file_is_cut(packed, tmp_path, quick):
-    """Each rank has some of the pieces in order, and a piece may begin with a line."""
+    """Each rank gets some of the parts in order, and a part may begin with a line."""
     draw = random.Random(5)
     texts = ["".join(draw.choices("ab\n ", k=draw.choice([0, 1, 5, 40]))) for _ in range(12)]
     raw = lines(texts)
@@ -353,7 +353,7 @@ def stopped(long, monkeypatch, parts):
 
 
 def test_a_job_that_was_stopped_goes_on_with_what_is_missing(long, whole, tmp_path, monkeypatch, capsys):
-    """Parts that do not match their record, and leftovers of a kill, are written again."""
+    """Parts that do not match their record, and temporary files of a killed job, are written again."""
     count, out = sum(name.endswith(".bin") for name in whole), tmp_path / "out"
     assert stopped(long, monkeypatch, 4) == 75
     assert f"4 of {count} parts" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Jobs that make token files give the same bytes on any ranks and after any kills."""
+"""Jobs that make token files give the same bytes at any number of ranks and after any kills."""
 
 import contextlib
 import gzip
@@ -32,7 +32,7 @@ def tokenize(ranks, *flags, out, status=0):
 
 
 def files(out):
-    """Name -> bytes of all files of a folder, hidden ones too."""
+    """Return name -> bytes of all files of a folder, hidden ones included."""
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
@@ -166,7 +166,7 @@ main()
 
 
 def test_a_rank_that_stands_still_ends_the_job(some, whole, tmp_path):
-    """The other ranks finish their work and then wait. The same command does the rest."""
+    """The other ranks finish their work and then wait. The same command completes the job."""
     out, script = tmp_path / "out", tmp_path / "hanging.py"
     script.write_text(HANGING)
     job = [str(script), *some, "--out", str(out), "--timeout", "3"]

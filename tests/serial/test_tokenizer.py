@@ -40,7 +40,7 @@ def test_ids_outside_the_vocabulary_are_refused(strange):
 
 
 def expected_characters():
-    """Return GPT-2's map of bytes, written out in another way than the package does."""
+    """Return GPT-2's byte table, written differently from the package's."""
     runs = [(0, 33, 256), (33, 127, 33), (127, 161, 289), (161, 173, 161), (173, 174, 323), (174, 256, 174)]
     return [chr(byte - start + image) for start, stop, image in runs for byte in range(start, stop)]
 

@@ -1,4 +1,4 @@
-"""A tokenizer.json becomes GGUF keys with the library's ids, and can be written again."""
+"""A tokenizer.json becomes GGUF keys that give the library's ids, and can be written again."""
 
 import copy
 import json
@@ -137,7 +137,7 @@ def test_a_template_that_puts_a_bos_in_front_is_kept(plain, config, tmp_path):
     assert tokenizer.encode_prompt("x").tolist() == library.encode("x").ids == [place, *tokenizer.encode("x")]
 
 
-# rules without a key in llama.cpp: the package tokenizers gives the expected ids
+# rules without a GGUF key in llama.cpp; the package tokenizers gives the expected ids
 
 LOWER = [
     {"type": "NFD"},
@@ -242,7 +242,7 @@ def test_flags_of_the_configuration_go_before_those_of_the_file(plain, tmp_path)
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama-bpe"])
 def test_ignore_merges_is_the_folders(kind, tmp_path):
-    """No merge makes the word, which is a token; the name tells llama.cpp which rule holds."""
+    """No merges form the word, which is a token; the name tells llama.cpp the rule."""
     content = bpe_files.trained_json(kind, tokens=300)
     model, ignores = content["model"], kind == "qwen2"
     first = len(model["vocab"]) + len(content["added_tokens"])
@@ -264,7 +264,7 @@ def cased(contraction, digits):
     return f"{lead}[{U}]*[{W}]+{contraction}|{lead}[{U}]+[{W}]*{contraction}|{digits}{SLASH}"
 
 
-# As Mistral Nemo, gpt-oss and Llama 4, Qwen 3.5, DeepSeek Coder and V3 have them in their files.
+# As in the files of Mistral Nemo, gpt-oss and Llama 4, Qwen 3.5, DeepSeek Coder and V3.
 FOLDERS_CUTS = {
     "tekken": ([cased("", r"\p{N}")], True),
     "gpt-4o": ([cased(f"{bpe_files.CASELESS}?", r"\p{N}{1,3}")], True),

@@ -1,4 +1,4 @@
-"""The table of a timeline adds up and names the slow rank; flags choose the steps."""
+"""The table of a timeline adds up and names the slow rank; flags select the steps."""
 
 import functools
 import gzip
@@ -33,7 +33,7 @@ def columns(share):
 
 # --------------------------------------------------------------------------------------------- the table
 
-CASES = [  # events of a step of 100, the columns, and what was waited for
+CASES = [  # events of a step of length 100, the columns, and the units with waits
     (
         [
             event(0, "data", "read", 0, 5),
@@ -104,7 +104,7 @@ def test_the_columns_add_up_to_the_steps_whatever_is_recorded(tmp_path, seed):
 
 
 def test_what_ranks_wait_for_is_named(tmp_path, capfdbinary):
-    """Rank 1 computes longer; each begins a reduction when it is done, and waits for the others."""
+    """Rank 1 computes longer; each rank begins a reduction when it is done, and waits for the others."""
     events = []
     for rank, done in enumerate((40, 70, 40)):
         events += [

@@ -36,7 +36,7 @@ def warnings(monkeypatch):
 
 
 def begun(name, out, wish=True):
-    """Return the tracker `name` as a run begins it."""
+    """Return the tracker `name` as a run creates it."""
     (one,) = trackers.begin(SimpleNamespace(**NONE | {name: wish}), TrackedJob(out, 0, {}))
     return one
 

@@ -1,4 +1,4 @@
-"""Two jobs in one run folder: the first runs to its end, the second names the first."""
+"""Of two jobs in one run folder, the first completes and the second names the first."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = needs_mpiexec
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
 SMALL += ["--steps", "8", "--eval-every", "0", "--save-every", "2", "--keep", "0"]
-# Rank 0 waits after step 3 until there is a file `go`.
+# Rank 0 waits after step 3 until the file `go` exists.
 WAITING = """
 if (rank, done) == (0, 3):
     open("waits", "w").close()
@@ -65,7 +65,7 @@ def status_of(out: Path) -> dict[str, object]:
 
 
 def snapshot(out: Path) -> dict[str, object]:
-    """Return the content of every file, without what the first job renews while it waits."""
+    """Return the content of every file, except those that the first job renews while it waits."""
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
     files = {
         path: each for path, each in files.items() if path.match(".ranks/file") or not path.match(".ranks/*")

@@ -1,4 +1,4 @@
-"""Parameters of a model are dealt out to units, and units to ranks."""
+"""Parameters of a model are assigned to units, and units to ranks."""
 
 from itertools import pairwise
 

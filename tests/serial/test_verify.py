@@ -1,4 +1,4 @@
-"""`zero-mpi verify` confirms unchanged runs on any ranks and names the first difference of others."""
+"""`zero-mpi verify` confirms unchanged runs on any ranks and names the first difference of changed runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(whole: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
-    """Verify in this process without computing steps; return the exit status and the lines."""
+    """Verify in this process without recomputing steps; return the exit status and the lines."""
 
     def run_it(*arguments: object) -> tuple[int, list[str]]:
         capfd.readouterr()
@@ -110,7 +110,7 @@ main()
 
 
 def test_no_cache_is_read(whole, tmp_path):
-    """A faulty cache would spoil both computations alike."""
+    """A faulty cache would affect both computations alike."""
     script = tmp_path / "uncached.py"
     script.write_text(UNCACHED)
     status, _, errors = run_job(1, [str(script), str(whole)], timeout=50)
@@ -141,7 +141,7 @@ def test_the_head_depends_on_no_checkpoint(whole, text, tmp_path):
 
 
 def as_0_1_0(run: Path) -> str:
-    """Write the chain as 0.1.0 did, before there was --bits. Returns its head."""
+    """Write the chain as 0.1.0 did, before --bits existed. Return its head."""
 
     def alter(entry: dict[str, Any]) -> None:
         if "saved" in entry:
@@ -214,7 +214,7 @@ def test_a_resume_on_other_ranks_leaves_the_chain_of_the_unbroken_run(run, whole
 
 
 def test_a_run_goes_on_with_other_settings_each_job_is_computed_with_its_own(text, tmp_path):
-    """The chain has both jobs: a cosine over 3 steps, then one over 5 with another rate."""
+    """The chain has both jobs: a cosine over 3 steps, then a cosine over 5 with another rate."""
     out = tmp_path / "out"
     flags = [*SMALL, "--save-every", "3", "--eval-windows", "4", "--data", *text]
     train(2, out, *flags, "--steps", "3")
@@ -365,12 +365,12 @@ P, M = "proof.jsonl", "metrics.jsonl"
 
 
 def lines(name: str, order: Callable[[list[bytes]], list[bytes]]) -> Callable[[Path], object]:
-    """Spoil a run by another order of a file's lines."""
+    """Damage a run by another order of a file's lines."""
     return lambda run: rows_of(run / name, order)
 
 
 def bit(name: str) -> Callable[[Path], object]:
-    """Spoil a bit of a file."""
+    """Flip one bit of a file."""
     return lambda run: flip(run / name, 900)
 
 
@@ -380,7 +380,7 @@ def both_seeds(run: Path) -> None:
 
 
 def third(**values: object) -> Callable[[Path], object]:
-    """Spoil the record of step 3."""
+    """Damage the record of step 3."""
     return lambda run: change(run / M, 2, **values)
 
 

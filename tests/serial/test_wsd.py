@@ -1,4 +1,4 @@
-"""A run with --schedule wsd that is made longer before its rate falls has the bytes of the longer run."""
+"""A run with --schedule wsd that is lengthened before its decay has the bytes of the longer run."""
 
 from test_command_bits import fields, needs_mpiexec, train, write_text
 

@@ -1,8 +1,8 @@
-"""What the package uses of cudnn-frontend, on the pretend device: graphs of one attention node.
+"""Subset of cudnn-frontend that the package uses, on the pretend device: graphs of one attention node.
 
-By the names of the real one, and stricter: a graph must have gone through all steps of its making, get an
-address for each of its tensors and no other, and every tensor must lie inside one allocation. Attention is
-computed in float32 by NumPy from dims and strides, later, in the order of the handle's stream.
+It has the names of the real package and is stricter: a graph must have gone through all build steps, get an
+address for each of its tensors and no others, and every tensor must be inside one allocation. Attention is
+computed in float32 by NumPy from dims and strides, asynchronously in the order of the handle's stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class data_type(Enum):
 
 
 class heur_mode(Enum):
-    """Where plans come from."""
+    """Sources of plans."""
 
     A, B, FALLBACK = range(3)
 
@@ -43,12 +43,12 @@ TYPES = {
 WORKSPACE = 4096
 version = 92500
 WIDEST = 128
-calls = SimpleNamespace(built=0, executed=0, in_order=[])  # for tests to look at
-refuses: list[str] = []  # names of nodes that are to have no plan, for tests
+calls = SimpleNamespace(built=0, executed=0, in_order=[])  # for inspection by tests
+refuses: list[str] = []  # names of nodes without a plan, for tests
 
 
 class cudnnGraphNotSupportedError(Exception):
-    """There is no plan for a graph."""
+    """Error for a graph that has no plan."""
 
 
 def backend_version() -> int:
@@ -220,7 +220,7 @@ class pygraph:
         return WORKSPACE if self.what == "sdpa" else self._slopes()
 
     def _slopes(self) -> int:
-        """As on Hopper: a number for each score of blocks of 64 by 128, or dq where that is too much."""
+        """Return the bytes of score gradients in blocks of 64 by 128, or of dq beyond the limit (Hopper)."""
         (b, h, t, d), s = self.inputs[0].dim, self.inputs[1].dim[2]
         size = 2 * b * h * (-(-t // 64) * 64) * (-(-s // 128) * 128)
         limit = int(os.environ.get("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", "-1"))
@@ -244,13 +244,13 @@ Arrays = dict[int, np.ndarray]
 
 
 def wide(at: Arrays, tensor: Tensor, heads: int) -> np.ndarray:
-    """A tensor (B, H, S, D) in float32, each head as often as query heads share it."""
+    """Return a tensor (B, H, S, D) in float32, with each head repeated for the query heads that share it."""
     x = at[tensor.uid].astype(np.float32)
     return np.repeat(x, heads // x.shape[1], axis=1)
 
 
 def exponents(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """Scores (B, H, T, S); -inf where a key is not seen."""
+    """Return scores (B, H, T, S); -inf for keys that are masked."""
     scores = np.float32(scale) * (q @ k.swapaxes(-1, -2))
     return scores + np.triu(np.full(scores.shape[-2:], -math.inf, np.float32), 1)
 

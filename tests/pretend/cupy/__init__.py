@@ -1,12 +1,11 @@
-"""A CuPy without a GPU, for tests: device memory is the host's, streams are threads, kernels are emulated.
+"""CuPy without a GPU, for tests: device memory is the host's, streams are threads, kernels are emulated.
 
-It has what the package uses of CuPy, by CuPy's names, and is as strict: arrays of the device and of the host
-do not mix in any operation, and nothing turns into a NumPy array but by `get`. Copies and kernels on a stream
-run later, in its thread, after a random wait of up to PRETEND_CUPY_DELAY seconds (0); so what reads without
-having waited reads too early, and a test sees it. Array expressions wait for the current stream and are then
-computed at once.
+It has the part of CuPy that the package uses, and is as strict: arrays of the device and of the host do not
+mix in any operation, and only `get` returns a NumPy array. Copies and kernels on a stream run in its thread
+after a random delay of up to PRETEND_CUPY_DELAY seconds (0). Code that reads without a wait therefore reads
+too early, and tests detect it. Array expressions wait for the current stream and are then computed at once.
 
-PYTHONPATH=tests/pretend makes it the cupy of a process; PRETEND_CUPY_GPUS (1) says how many GPUs there are.
+PYTHONPATH=tests/pretend makes it the cupy of a process; PRETEND_CUPY_GPUS (1) sets the number of GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def host_refused(*values: Any) -> None:
 
 
 def bare(value: Any) -> Any:
-    """The NumPy array behind an argument, also inside lists and tuples."""
+    """Return the NumPy array of an argument, also inside lists and tuples."""
     if isinstance(value, ndarray):
         return value._host
     if isinstance(value, (list, tuple)):
@@ -42,14 +41,14 @@ def bare(value: Any) -> Any:
 
 
 def dressed(value: Any) -> Any:
-    """A result of NumPy as an array of the device; scalars become arrays without dimensions."""
+    """Return a result of NumPy as a device array; scalars become arrays without dimensions."""
     if isinstance(value, tuple):
         return tuple(dressed(item) for item in value)
     return asarray(value) if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def computed(function: Any, *arguments: Any, **named: Any) -> Any:
-    """function(...) of NumPy on arrays of the device, after all that the current stream has to do."""
+    """Return function(...) of NumPy on device arrays, after the current stream has finished."""
     stream = cuda.get_current_stream()
     if stream.recorded is not None:
         return recorded(stream, function, arguments, named)
@@ -61,7 +60,7 @@ def computed(function: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def recorded(stream: Any, function: Any, arguments: Any, named: dict[str, Any]) -> Any:
-    """What `computed` returns, computed when a graph is launched; a copy tells shape and type now."""
+    """Return the result of `computed` when a graph is launched; a copy gives shape and type now."""
     given, named = bare(arguments), {key: bare(value) for key, value in named.items()}
     trial = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
     result = named["out"] if "out" in named else dressed(function(*trial, **named))
@@ -73,7 +72,7 @@ def recorded(stream: Any, function: Any, arguments: Any, named: dict[str, Any]) 
 
 
 class ndarray:
-    """An array in device memory."""
+    """Array in device memory."""
 
     def __init__(
         self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
@@ -85,7 +84,7 @@ class ndarray:
         self.base: ndarray | None = None
         memory = (ctypes.c_char * max(1, size)).from_address(self.data.ptr)
         if not size and strides is None:
-            strides = (0,) * len(shape)  # as the real one has it, and NumPy has not
+            strides = (0,) * len(shape)  # CuPy has this attribute, NumPy does not
         self._host = np.ndarray(shape, kind, memory, strides=strides, order=order)
 
     def _view(self, host: np.ndarray) -> ndarray:
@@ -112,7 +111,7 @@ class ndarray:
         }  # fmt: skip
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
-        """A copy on the host, after what the stream has to do; as CuPy packs gaps inside `with stream`."""
+        """Return a copy on the host after the stream has finished; gaps are packed in `with stream`."""
         if stream is not None and not self.flags.c_contiguous:
             with stream:
                 return ascontiguousarray(self).get(stream, order, out, blocking)
@@ -128,7 +127,7 @@ class ndarray:
         return target
 
     def set(self, arr: np.ndarray, stream: Any = None) -> None:
-        """Fill it from an array of the host, of the same shape and type."""
+        """Fill the array from a host array of the same shape and type."""
         if not isinstance(arr, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
         if arr.dtype != self.dtype or arr.shape != self.shape:
@@ -262,7 +261,7 @@ def zeros_like(a: ndarray, dtype: Any = None) -> ndarray:
 
 
 def asarray(a: Any, dtype: Any = None) -> ndarray:
-    """An array of the device from one of the host, or the array itself."""
+    """Return a device array made from a host array, or the argument if it already is one."""
     if isinstance(a, ndarray):
         return a if dtype is None or a.dtype == dtype else a.astype(dtype)
     host = np.asarray(a, dtype)

@@ -1,4 +1,4 @@
-"""Streams, events and memory of the pretend device; a stream is a thread that does one thing at a time."""
+"""Streams, events and memory of the pretend device. A stream is a thread that runs its work in order."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def delay() -> float:
 
 
 LIVE: dict[int, int] = {}  # size of each allocation by its address
-_known: dict[int, int] = {}  # where an address was found before
+_known: dict[int, int] = {}  # allocation in which an address was found before
 
 
 def inside(ptr: int, size: int) -> bool:
-    """Whether all of some bytes lie in one allocation; not CuPy's, but for what else pretends to compute."""
+    """Return whether a byte range is inside one allocation. Not in CuPy; other pretend libraries use it."""
     start = _known.get(ptr, -1)
     if not start <= ptr < start + LIVE.get(start, 0):
         start = next((at for at, length in LIVE.copy().items() if at <= ptr < at + length), -1)
@@ -40,11 +40,11 @@ def inside(ptr: int, size: int) -> bool:
 
 
 class Memory:
-    """Device memory: the host's. What is freed is not used again before its stream is done, as with CuPy."""
+    """Device memory, in the host's. As in CuPy, freed memory is not reused before its stream has finished."""
 
     def __init__(self, size: int) -> None:
         self._room = np.empty(max(1, size) + ALIGNMENT, np.uint8)
-        self._room.view(np.uint8).fill(0xCB)  # nothing may rely on zeros
+        self._room.view(np.uint8).fill(0xCB)  # code must not rely on zeros
         first = self._room.ctypes.data
         self.ptr, self.size = first + -first % ALIGNMENT, size
         POOL.allocated(size)
@@ -53,7 +53,7 @@ class Memory:
 
     def __del__(self) -> None:
         if not hasattr(self, "_stream"):
-            return  # the pool had no room for it
+            return  # the pool had no free memory for it
         del LIVE[self.ptr]
         POOL.freed(self.size)
         self._stream.keep(self._room)
@@ -64,21 +64,21 @@ def is_device_address(ptr: int) -> bool:
 
 
 class UnownedMemory:
-    """Memory that belongs to somebody else, whom it keeps alive."""
+    """Memory of another owner, which it keeps alive."""
 
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
         self.ptr, self.size, self._owner = ptr, size, owner
 
 
 class MemoryPointer:
-    """A place in device memory."""
+    """Address in device memory."""
 
     def __init__(self, mem: Any, offset: int) -> None:
         self.mem, self.ptr = mem, mem.ptr + offset
 
 
 class Pool:
-    """Counts what was allocated; memory that is freed counts as kept, as CuPy's pool keeps it."""
+    """Counter of allocations; as in CuPy's pool, freed memory counts as kept."""
 
     def __init__(self) -> None:
         self._used = self._kept = 0
@@ -108,7 +108,7 @@ def alloc(size: int) -> MemoryPointer:
 
 
 class MemoryPool:
-    """A pool beside the default one; here the memory of both is the host's."""
+    """Pool other than the default pool; here both use host memory."""
 
     malloc = staticmethod(alloc)
 
@@ -119,14 +119,14 @@ def using_allocator(allocator: Any) -> Iterator[None]:
 
 
 class PinnedMemory:
-    """Memory of the host that the device copies by itself; `cudaHostAlloc` of the real one."""
+    """Pinned host memory, which the device copies asynchronously; `cudaHostAlloc` of CUDA."""
 
     def __init__(self, size: int, flags: int = 0) -> None:
         self._room = np.full(max(1, size), 0xCB, np.uint8)
         self.ptr, self.size = self._room.ctypes.data, size
 
     def __del__(self) -> None:
-        Device().synchronize()  # as `cudaFreeHost` does: what is on its way still uses it
+        Device().synchronize()  # as `cudaFreeHost` does, because running transfers still use it
 
 
 def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
@@ -136,7 +136,7 @@ def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
 
 
 class Event:
-    """A mark in the work of a stream."""
+    """Event in the work of a stream."""
 
     _all: ClassVar[weakref.WeakValueDictionary[int, Event]] = weakref.WeakValueDictionary()
 
@@ -158,7 +158,7 @@ class Event:
 
     @property
     def done(self) -> bool:
-        return event_query(self.ptr) == 0  # so CuPy's: also after an error that stays
+        return event_query(self.ptr) == 0  # as CuPy's event does, also after a sticky error
 
     def synchronize(self) -> None:
         self._passed.wait()
@@ -166,7 +166,7 @@ class Event:
             raise runtime.CUDARuntimeError(fault.status)
 
 
-fault = SimpleNamespace(status=0)  # for tests: what the device answers from now on
+fault = SimpleNamespace(status=0)  # for tests: the device's answer from now on
 
 
 def event_query(ptr: int) -> int:
@@ -177,11 +177,11 @@ def event_query(ptr: int) -> int:
 def get_elapsed_time(start: Event, end: Event) -> float:
     if not (start._timed and end._timed and start.done and end.done):
         raise runtime.CUDARuntimeError(600)  # not ready, or made without timing
-    return float(np.float32((end._time - start._time) * 1e3))  # as exact as the real one's
+    return float(np.float32((end._time - start._time) * 1e3))  # with the resolution of CUDA's
 
 
 class Stream:
-    """Does what it is asked for in order, later, in a thread of its own."""
+    """Stream that runs its work in order, asynchronously, in its own thread."""
 
     _all: ClassVar[dict[int, Stream]] = {}
 
@@ -216,7 +216,7 @@ class Stream:
         self._work.put(work)
 
     def keep(self, memory: Any) -> None:
-        if self.recorded is not None:  # of a pool of the graph's own
+        if self.recorded is not None:  # from a pool of the graph's own
             self.recorded.append(partial(id, memory))
         if not self.done:
             self._kept.append((self._asked, memory))
@@ -228,14 +228,14 @@ class Stream:
                 time.sleep(self._random.random() * longest)
             try:
                 work()
-            except BaseException as error:  # raised where somebody waits
+            except BaseException as error:  # raised in the next wait
                 self._error = error
-            del work  # and the arrays in it, before anybody hears of it
+            del work  # and the arrays in it, before any waiter wakes up
             self._let_go(self._finished + 1)
             with self._changed:
                 self._finished += 1
                 self._changed.notify_all()
-            self._let_go(self._finished)  # of what came meanwhile
+            self._let_go(self._finished)  # from work that came meanwhile
 
     def _let_go(self, finished: int) -> None:
         while self._kept and self._kept[0][0] <= finished:
@@ -243,7 +243,7 @@ class Stream:
 
     def synchronize(self) -> None:
         if threading.current_thread().name == f"pretend stream {self.ptr}":
-            return  # its own work reads arrays
+            return  # the work itself reads arrays
         if self.recorded is not None:
             raise CUDARuntimeError(900)  # cudaErrorStreamCaptureUnsupported
         with self._changed:
@@ -280,7 +280,7 @@ class Stream:
 
 
 class Graph:
-    """What was asked of a stream while it was captured; `launch` asks for it again."""
+    """Work that was captured from a stream; `launch` submits it again."""
 
     def __init__(self, recorded: list[Callable[[], None]]) -> None:
         self.recorded = recorded
@@ -297,7 +297,7 @@ def get_current_stream() -> Stream:
 
 
 class CUDARuntimeError(RuntimeError):
-    """An error of the pretend runtime."""
+    """Error of the pretend runtime."""
 
 
 def gpus() -> int:
@@ -366,11 +366,11 @@ runtime = SimpleNamespace(
 )
 
 
-compute_mode = 0  # for tests: 3 lets in one process only
+compute_mode = 0  # for tests: 3 admits one process only
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nccl":  # of the package, but here a module beside this one
+    if name == "nccl":  # in the package cupy, but here a separate module
         from . import nccl
 
         return nccl

@@ -1,6 +1,6 @@
-"""NCCL without a GPU: what CuPy's binding offers, on host memory, over MPI, later and in a stream's order.
+"""NCCL without a GPU: CuPy's binding on host memory over MPI, asynchronous and in a stream's order.
 
-Calls between groupStart and groupEnd are carried out together, as NCCL does it. Sums are in MPI's order.
+Calls between groupStart and groupEnd run together, as in NCCL. Sums have MPI's order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def groupEnd() -> None:
 
 
 def launch(stream: int, calls: list[Any]) -> None:
-    """In the stream's order, all at once: none waits for another one of its group."""
+    """Run the calls of a group together in the stream's order; no call waits for another of its group."""
 
     def work() -> None:
         requests = [call() for call in calls]
@@ -52,7 +52,7 @@ def launch(stream: int, calls: list[Any]) -> None:
 
 
 def asked(stream: int, call: Any) -> None:
-    """Launch a call, or note it down for the end of the group."""
+    """Launch a call, or record it until the end of the group."""
     calls = getattr(_groups, "calls", None)
     if calls is None:
         launch(stream, [call])
@@ -66,7 +66,7 @@ def message(place: int, count: int, datatype: int) -> list[Any]:
 
 
 class NcclCommunicator:
-    """One rank of all those of the world."""
+    """Communicator of one rank, over all ranks of the world."""
 
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
         assert isinstance(commId, bytes)

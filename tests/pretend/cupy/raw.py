@@ -1,11 +1,11 @@
-"""Kernels on the CPU: RawModule compiles CUDA C++ by g++ and runs it block by block, thread by thread.
+"""Kernels on the CPU: RawModule compiles CUDA C++ with g++ and runs it block by block, thread by thread.
 
-`tests/pretend/emulator/emulator.h` has CUDA's language and the threads of a block. This module finds the
-kernels of a source, keeps what it compiled in the system's temporary folder by a hash, and checks what is
-undefined on a GPU: the number and types of arguments, addresses that are not of the device, blocks that are
+`tests/pretend/emulator/emulator.h` emulates CUDA's language and the threads of a block. This module finds the
+kernels of a source, caches libraries by hash in the system's temporary folder, and checks for
+undefined behaviour: wrong number or types of arguments, addresses outside the device, blocks that are
 too large.
 
-PRETEND_CUPY_SEED (0) chooses another order of threads.
+PRETEND_CUPY_SEED (0) selects the order of threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\((\d+)[^
 DYNAMIC = re.compile(r"extern\s+__shared__\s+([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
 STATIC = re.compile(r"__shared__\s+([\w ]+?)\s+(\w+)((?:\s*\[[^\]]*\])*)\s*;")
 MOST_THREADS, MOST_BLOCKS = 1024, ((1 << 31) - 1, 65535, 65535)
-LETTERS = {  # of a parameter: what it takes, and what that is for C
+LETTERS = {  # of a parameter: accepted Python type, C type
     "P": ((int,), ctypes.c_uint64),
     "L": ((int, np.int64, np.uint64), ctypes.c_int64),
     "I": ((np.int32,), ctypes.c_int32),
@@ -64,7 +64,7 @@ def compiler() -> str:
 
 
 def run_compiler(*arguments: str, text: str) -> str:
-    """What g++ writes for a source; raises RuntimeError with its messages."""
+    """Return g++'s output for a source; raise RuntimeError with its messages."""
     command = [compiler(), *FLAGS, *arguments, "-x", "c++", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -78,7 +78,7 @@ def kernels_of(code: str) -> dict[str, int]:
 
 
 def with_shared_memory(code: str) -> str:
-    """The source with shared variables as statics that are NaN whenever a block comes to them."""
+    """Return the source with shared variables as statics that are NaN at the start of each block."""
     code = DYNAMIC.sub(r"\1* \2 = (\1*)emulator::now.dynamic.data();", code)
     code = STATIC.sub(r"static \1 \2\3; emulator::begin_shared((void*)&\2, sizeof \2);", code)
     if "__shared__" in re.sub(r"//.*", "", code):
@@ -87,7 +87,7 @@ def with_shared_memory(code: str) -> str:
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept: this user's own."""
+    """Return the cache folder of compiled kernels, one for each user."""
     path = Path(tempfile.gettempdir()) / f"pretend-cupy-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.stat().st_uid != os.getuid():
@@ -97,7 +97,7 @@ def folder() -> Path:
 
 @lru_cache
 def library(code: str) -> tuple[Any, dict[str, int]]:
-    """The compiled kernels of a source, and `kernels_of` it; one process compiles, the others wait for it."""
+    """Return a source's compiled kernels and its `kernels_of`; one process compiles, the others wait."""
     names = kernels_of(code)
     exported = "".join(f"EMULATE({name})\n" for name in names)
     text = f'#include "{EMULATOR}/emulator.h"\n#line 1 "source"\n{with_shared_memory(code)}\n{exported}'
@@ -175,7 +175,7 @@ class RawKernel:
         def run() -> None:
             if self._run(ctypes.byref(launch), pointers):
                 raise cuda.CUDARuntimeError(f"{self.name}: {launch.message.decode()}")
-            assert values  # they are what `pointers` points to
+            assert values  # `pointers` points to them
 
         (stream or cuda.get_current_stream()).do(run)
 
@@ -186,7 +186,7 @@ class RawKernel:
             raise ValueError(f"{self.name}: a block of {block}, at most {self._most_threads} threads")
 
     def _argument(self, letter: str, value: Any) -> Any:
-        """An argument for C. Raises TypeError for what a GPU would misread, ValueError for no address."""
+        """Return an argument for C. Raise TypeError if a GPU would misread it, ValueError for no address."""
         if letter == "P" and hasattr(value, "__cuda_array_interface__"):
             value = value.data.ptr
         taken, c_type = LETTERS[letter]

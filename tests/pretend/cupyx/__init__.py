@@ -1,4 +1,4 @@
-"""What the package uses of CuPy's cupyx: pinned memory, which on the pretend device is any."""
+"""Subset of cupyx that the package uses: pinned memory, which is ordinary memory on the pretend device."""
 
 from typing import Any
 

@@ -1,3 +1,3 @@
-"""What the package uses of nvmath-python, on the pretend device: the bindings of cuBLASLt."""
+"""Subset of nvmath-python that the package uses, on the pretend device: the bindings of cuBLASLt."""
 
 from . import bindings as bindings

@@ -1,3 +1,3 @@
-"""Bindings of CUDA's libraries, as far as the package uses them."""
+"""Bindings of CUDA libraries that the package uses."""
 
 from . import cublasLt as cublasLt

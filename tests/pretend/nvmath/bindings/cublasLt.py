@@ -1,9 +1,9 @@
-"""cuBLASLt on the pretend device: the calls that the package makes, by the names and numbers of the real one.
+"""cuBLASLt on the pretend device: the calls that the package uses, with the real names and numbers.
 
-It is stricter than the library. Memory that a product reads or writes must lie inside one allocation; an
-algorithm may only be used for the descriptors, and for addresses as well aligned, as it was asked for; an
-attribute must have its size. A product is computed in float32 by NumPy and rounded once, later, in the order
-of the stream.
+It is stricter than the library. Memory that a product reads or writes must be inside one allocation. An
+algorithm may only be used for the descriptors and the alignment for which it was requested. An attribute must
+have its size. A product is computed in float32 by NumPy and rounded once, asynchronously in the order of the
+stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORKSPACE_ALIGNMENT = 256
 
 
 class cuBLASLtError(Exception):
-    """An error of the library."""
+    """Error of the library."""
 
     def __init__(self, status: int, why: str = "") -> None:
         super().__init__(f"cuBLASLt status {status} (pretend): {why}")
@@ -51,7 +51,7 @@ class MatrixLayoutAttribute(IntEnum):
 
 
 class MatmulPreferenceAttribute(IntEnum):
-    """What an algorithm is chosen by."""
+    """Attributes by which an algorithm is chosen."""
 
     MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK = 1, 3
     MIN_ALIGNMENT_A_BYTES, MIN_ALIGNMENT_B_BYTES, MIN_ALIGNMENT_C_BYTES, MIN_ALIGNMENT_D_BYTES = 5, 6, 7, 8
@@ -82,7 +82,7 @@ def get_matmul_preference_attribute_dtype(attr: int) -> type:
 
 @dataclass(frozen=True)
 class Layout:
-    """A column-major matrix, or a batch of them."""
+    """Column-major matrix, or a batch of them."""
 
     type: int
     rows: int
@@ -105,7 +105,7 @@ class Layout:
         ].itemsize
 
     def on(self, address: int) -> np.ndarray:
-        """The batch of matrices (batch, rows, cols) at an address."""
+        """Return the batch of matrices (batch, rows, cols) at an address."""
         kind = TYPES[self.type]
         memory = (ctypes.c_char * self.extent).from_address(address)
         steps = np.array((self.apart, 1, self.ld)) * kind.itemsize
@@ -114,7 +114,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Product:
-    """A product's own attributes."""
+    """Attributes of one product."""
 
     compute: int
     scale: int
@@ -123,7 +123,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What an algorithm was chosen for."""
+    """Descriptors for which an algorithm was chosen."""
 
     number: int
     product: tuple[tuple[int, int], ...]
@@ -136,8 +136,8 @@ class Algorithm:
 _numbers = itertools.count(0x1000)
 _objects: dict[int, Any] = {}
 _algorithms: dict[int, Algorithm] = {}
-calls: SimpleNamespace = SimpleNamespace(products=0, heuristics=0)  # for tests to look at
-refuses: list[int] = []  # epilogues for which there is to be no algorithm, for tests
+calls: SimpleNamespace = SimpleNamespace(products=0, heuristics=0)  # for inspection by tests
+refuses: list[int] = []  # epilogues without an algorithm, for tests
 
 
 def _make(value: Any) -> int:
@@ -160,12 +160,12 @@ def _set(number: int, kind: type, table: dict[Any, str], attr: int, buf: int, si
 
 
 class Handle:
-    """The library's context."""
+    """Context of the library."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """What algorithms are chosen by."""
+    """Attributes by which algorithms are chosen."""
 
     set: dict[int, int] = field(default_factory=dict)
 
@@ -282,7 +282,7 @@ def matmul(
     c: int, cdesc: int, d: int, ddesc: int, algo: int, workspace: int, workspace_size_in_bytes: int,
     stream: int,
 ) -> None:  # fmt: skip
-    """D = alpha op(A) op(B) + beta C + bias, asked of the stream."""
+    """Queue D = alpha op(A) op(B) + beta C + bias on the stream."""
     _get(light_handle, Handle)
     product = _get(compute_desc, Product)
     layouts = tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc))
