@@ -131,8 +131,8 @@ class BPETokenizer(gguf.GGUFTokenizer):
 
         Merges join the pair of the lowest rank first, and the leftmost of equal pairs. So a row of tokens
         encodes a word if each pair of neighbours, encoded by itself, stays unchanged. A window begins at a
-        token of the previous one. If both have the same tokens and words for a while after it, the first's tokens
-        tokens up to there and all tokens of the second form such a row; otherwise a larger window is used.
+        token of the previous one. If both have the same tokens and words for a while after it, the tokens of
+        the first up to there and all tokens of the second form such a row; otherwise a larger window is used.
         """
         start, size, window = 0, _WINDOW, list[NDArray[np.integer[Any]]]()
         while True:

@@ -111,7 +111,7 @@ class Spellings:
     def _automaton(self) -> tuple[dict[int, int], list[int], list[int]]:
         """Automaton of Aho and Corasick for the reversed tokens: it reads each character once or twice.
 
-        Returns the nodes of a trie; the node of each node's longest proper suffix; its longest token's rank (-1).
+        Returns the nodes of a trie; the node of each node's longest proper suffix; its longest token's rank.
         """
         nodes, ends = trie({token[::-1]: rank for rank, token in enumerate(self.tokens)})
         depths, fails, ranks = ([each] * (len(nodes) + 1) for each in (0, 0, -1))
