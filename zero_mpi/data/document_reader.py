@@ -65,7 +65,7 @@ class DocumentReader:
     control_tokens: str | None = None  # see `TextReader`
     bos: int | None = None  # id that begins each window of text and each conversation
     loss_on: str = ANSWERS  # "answers" or "all" tokens of conversations
-    packs: bool = False  # windows hold whole documents, which may be shorter than the context
+    packs: bool = False  # windows hold full documents, which may be shorter than the context
     skip_bad: bool = False  # leaves out bad rows of conversations, with a note
     inputs: TemplateInputs = NO_INPUTS
     preferences: str = ""  # name of the loss that needs pairs; "" for other losses

@@ -25,7 +25,7 @@ from zero_mpi.errors import UsageError
 
 MOST_SORTED = 1 << 20  # windows; sorting them takes 16 MiB and a tenth of a second
 ROUNDS = 64  # rounds of the shuffle: each halves the remaining regularity
-DEALT = 1 << 12  # samples that are dealt out to sources together
+DEALT = 1 << 12  # samples that are assigned to sources together
 BLOCK = 1 << 12  # samples whose windows are computed together, which costs little more than one
 _EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # separate these draws from other uses of the seed
 

@@ -115,7 +115,7 @@ class Linear(AddsInForward):
         part: slice = ALL,
         via: Any = ops,
     ) -> Any:
-        """Return dx for a part of the rows; if several parts share an input, add dx to `into` and return it."""
+        """Return dx for a part of the rows; if several parts share an input, return dx added to `into`."""
         adapter = self.adapter
         own = copied(dy[..., : -adapter.rows]) if isinstance(adapter, AddedRows) else dy
         if self.weight in g:

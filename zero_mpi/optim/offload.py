@@ -113,7 +113,7 @@ class Offload:
         states.stored.record(self._down)
 
     def finish(self) -> None:
-        """Wait until all chunks are copied back. Reads of states wait for this, reads of parameters do not."""
+        """Wait until all chunks are copied back. Reads of states wait for this, reads of parameters don't."""
         self._down.synchronize()
 
     def _copy(self, targets: list[Array], sources: list[Array], kind: int, stream: Any) -> None:

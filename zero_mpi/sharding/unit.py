@@ -122,7 +122,7 @@ class Unit:
         return found
 
 
-KINDS = {  # (end of the unit's name, whether it is trainable, whether its parameters stay whole)
+KINDS = {  # (end of the unit's name, whether it is trainable, whether its parameters are not cut)
     TRAINED: ("", True, False),
     WHOLE: (" (whole)", True, True),
     FROZEN: (" (frozen)", False, False),

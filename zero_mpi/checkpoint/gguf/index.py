@@ -62,7 +62,7 @@ class Index:
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self.file, self.path, self.size = file, path, size
         self.at, self.end = 0, min(size, MAX_INDEX_BYTES)
-        self.kind = self.name = ""  # "key" or "tensor", and its name as soon as it is read
+        self.kind = self.name = ""  # "key" or "tensor", and its name after it was read
         self.items = 0  # items of arrays read so far
 
     def fault(self, what: str, at: int | None = None) -> GGUFError:

@@ -66,7 +66,7 @@ class PreTokenizer(NamedTuple):
     ignore_merges: bool = False  # a word that is a token becomes that token, despite the merges
     add_bos: bool = False  # default, if the file does not say
     original: tuple[str, ...] = ()  # regexes of tokenizer.json, if llama.cpp's differ
-    passes_letters: bool = False  # non-ASCII letters may match no regex: with spaces, they form a piece
+    passes_letters: bool = False  # non-ASCII letters may match no regex; they form a piece with spaces
 
 
 _DEFAULT = PreTokenizer((_PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
