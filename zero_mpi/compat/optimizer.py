@@ -120,7 +120,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         for key, (states, _) in self._plain.items():
             sizes = {state.size for state in states.values()}
             if longer or (key in params and not sizes <= {params[key].size}):
-                raise ValueError("step_on_params: the arrays differ from those of the first call")
+                raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
         """Return the bytes of states and averages of this rank, in device and host memory."""

@@ -42,7 +42,7 @@ SHORTER = "the file became shorter while it was read"
 
 
 class GGUFError(FileError):
-    """Error of an invalid GGUF file; the message names the file, the position, the expected and the found."""
+    """Error of an invalid GGUF file: names the file, the position, what was expected and what was found."""
 
 
 @dataclass(frozen=True)
