@@ -51,7 +51,7 @@ class GradAccum(Accumulator):
 
     @property
     def _next_round(self) -> int:
-        """Number of the next round: 0 if the previous step is complete or its gradients were cleared."""
+        """Number of the next round; 0 if the previous step is complete or its gradients were cleared."""
         return 0 if self.complete or self._since != self.module.forgotten else self.round
 
     @property

@@ -28,7 +28,7 @@ class FileSystem:
     """Properties of one kind of file system."""
 
     kind: str
-    hosts: bool = False  # several hosts may write one file at once
+    hosts: bool = False  # whether several hosts may write one file at once
     known: bool = True  # if false, `hosts` is a safe guess, which --writers-per-node may override
     writers: int = 1  # number of ranks of a host that write, or EVERY
     lasting: bool = True  # files on it survive a reboot of the host

@@ -26,7 +26,7 @@ def parse_json(
 ) -> Any:
     """Return the JSON value of a text in UTF-8; raise ValueError with one line for anything else.
 
-    This includes endless nesting, numbers of thousands of digits, more than `most_values` values, and
+    Such errors include too deep nesting, numbers of thousands of digits, more than `most_values` values, and
     numbers that are not finite, which JSON lacks; `null_for_infinite` reads such numbers as null. `unique`:
     also refuse an object with a repeated name; otherwise its last value would count.
     """

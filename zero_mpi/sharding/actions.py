@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Action:
-    """One action: `verb` describes it in words, a method `method` of a unit or a micro-batch does it."""
+    """One action: `verb` describes it in words; the method `method` of a unit or a micro-batch does it."""
 
     verb = method = ""
 

@@ -283,7 +283,7 @@ class ShardedModule:
             self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
 
     def _values_of(self, params: Mapping[str, Param]) -> dict[str, Array]:
-        """Return full parameters on the host, by one sum to which owners add their elements. Collective."""
+        """Return full parameters on the host, by a sum to which their owners add the elements. Collective."""
         together = Unit("values", params, 1, False)
         total = np.zeros(together.length)
         for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):

@@ -144,7 +144,7 @@ def by_scope(stages: Iterable[Stage], params: Mapping[str, Param]) -> dict[str, 
 def units_by_scope(
     stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str]
 ) -> list[Unit]:
-    """Return one unit per scope, in the model's order; its frozen or unsplit parameters form other units."""
+    """Return one unit per scope, in the model's order, and other units for frozen or unsplit parameters."""
     units = []
     for scope, names in by_scope(stages, params).items():
         for kind, (end, trainable, full) in KINDS.items():

@@ -21,7 +21,7 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.ops.elementary import log, power
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers by how far back they attend
-MAX_HEAD = 1 << 14  # elements of a head; rotary tables are made before any tensor is read
+MAX_HEAD = 1 << 14  # most elements of a head; rotary tables are made before any tensor is read
 ROPE_SCALING = "zero_mpi.rope_scaling"  # key of Llama 3's settings as JSON; its divisors do not show them
 FORMER = "original_max_position_embeddings"  # the context of the first training
 FORMER_PHI3 = 4096  # default in a configuration of Phi 3

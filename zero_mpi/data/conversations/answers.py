@@ -63,7 +63,7 @@ class AnswerFinder:
             return True
 
     def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-        """Return the template's marks for these turns, by its loop or by order; raises ValueError."""
+        """Return the marks of the template for these turns, by its loop or in order; raises ValueError."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not whole.marked:
             return whole.marked

@@ -61,7 +61,7 @@ def suffix_of(path: Path) -> str:
 
 
 def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
-    """Return the first `HEAD` bytes of a file, or more up to a limit until `is_enough` accepts them."""
+    """Return the first `HEAD` bytes of a file; if they are not enough, also the rest of the cut line."""
     with TextStream(path) as stream:
         head = stream.read(HEAD)
         return head if is_enough(head) else head + stream.read(MOST).partition(b"\n")[0]

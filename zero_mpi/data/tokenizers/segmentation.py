@@ -218,7 +218,7 @@ def respell(
 ) -> int:
     """Write UTF-8 with its longest prefixes replaced, from left to right, as a charsmap defines.
 
-    Returns the length, also if `out` is too short for the text; FREE for a map that points outside itself.
+    Returns the length, which is right even if `out` is too short; FREE for a map that points outside itself.
     `nodes`: a double array (Kanda 2018). A node has its letter, a flag that a prefix ends in it, and the base
     of its children. The value of a prefix is the offset of its new spelling in `spellings`, each ended by 0.
     """

@@ -235,7 +235,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """True if words can be encoded separately. An unknown space would join unknown letters before it."""
+        """True if words can be encoded separately. An unknown space would merge with unknown letters."""
         return SPACE in self.ids and not any(_SEAM.search(token) for token in self.tokens)
 
     @cached_property
