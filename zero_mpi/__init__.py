@@ -1,6 +1,6 @@
 """zero_mpi: trains transformers over MPI ranks, sharded and bit-exact, and saves them as GGUF.
 
-Importing it starts neither MPI nor CUDA; the names below are loaded when they are first used.
+Importing it starts neither MPI nor CUDA. The names below are loaded at their first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of the library functions' arguments, made before the arguments are used.
 
 A mistake in a script should end at once with a line that says what was expected and what was found, on every
-rank, and not three calls later in a wait for a rank that is gone. Integers and NumPy's scalars count as
+rank, and not three calls later while waiting for a rank that has ended. Integers and NumPy scalars count as
 numbers; True does not. All errors are ValueError.
 """
 
@@ -20,7 +20,7 @@ UNCOUNTED = -1  # target that the loss ignores
 
 
 def came(value: object) -> str:
-    """Return the value found, for an error: a small value unchanged, another one by its type."""
+    """Return the found value for an error: a small value unchanged, any other value as its type."""
     if value is None or isinstance(value, str | bool | int | float | complex | Real | tuple):
         return shown(value if not isinstance(value, str) else repr(value), 60)
     return f"a {type(value).__name__}"
@@ -48,7 +48,7 @@ def span(least: int | None, below: int | None) -> str:
 def number(
     what: str, value: Any, *, least: float | None = None, above: float | None = None, below: float = math.inf
 ) -> float:
-    """Return `value` as a number of at least `least`, above `above` and below `below`, always finite."""
+    """Return `value` as a finite number of at least `least`, above `above` and below `below`."""
     limits = [f"of at least {least:g}"] if least is not None else []
     limits += [f"above {above:g}"] if above is not None else []
     limits += [f"below {below:g}"] if below != math.inf else ["not infinite"]
@@ -61,13 +61,13 @@ def number(
 
 
 def instance(what: str, value: Any, kind: Any, example: str) -> None:
-    """Raise unless `value` is a `kind`; `example` says what was expected."""
+    """Raise ValueError unless `value` is a `kind`; `example` says what was expected."""
     if not isinstance(value, kind):
         raise ValueError(f"{what}: expected {example}, got {came(value)}")
 
 
 def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds: str = REAL) -> None:
-    """Raise unless `value` is an array whose dtype is one of `kinds`, and has `shape` if that is given."""
+    """Raise ValueError unless `value` is an array with a dtype in `kinds`, and with `shape` if given."""
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise ValueError(f"{what}: expected an array, got {came(value)}")
     if value.dtype.kind not in kinds or value.dtype.name.startswith("void"):
@@ -78,7 +78,7 @@ def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds:
 
 
 def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> None:
-    """Raise unless the given names are the wanted ones, naming the first that differ."""
+    """Raise ValueError with the first differing names unless the given names are the wanted names."""
     missing = [name for name in wanted if name not in given]
     surplus = [name for name in given if name not in wanted]
     if missing or surplus:
@@ -86,6 +86,6 @@ def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> No
 
 
 def some(names: Collection[Any], most: int = 3) -> str:
-    """Return the first few names, and how many more there are; or "none"."""
+    """Return the first few names and the number of other names; or "none"."""
     first = ", ".join(shown(name, 60) for name in list(names)[:most])
     return (first or "none") + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,7 +1,7 @@
 """The exceptions that a command turns into one line on stderr, from rank 0 only.
 
 `UsageError` means "the user can fix this", exit status 2. It is a `ValueError`, so that callers of the
-library need not know the class to catch it. `JobError` is a failure of the machine that all ranks share.
+library can catch it without knowing the class. `JobError` is a failure of the machine that all ranks share.
 """
 
 import importlib
@@ -20,7 +20,7 @@ class FileError(UsageError):
 
 
 class JobError(RuntimeError):
-    """A failure that all ranks know of and raise together: one line from rank 0, exit status 1."""
+    """A failure that all ranks know and raise together: one line from rank 0, exit status 1."""
 
 
 def explain(error: OSError) -> str:
@@ -29,7 +29,7 @@ def explain(error: OSError) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or else its class name."""
+    """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -44,7 +44,7 @@ def writing() -> Iterator[None]:
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add the file's name to an OSError of the body: system calls on open files leave it out."""
+    """Add the file's name to an OSError of the body, because system calls on open files omit it."""
     try:
         yield
     except OSError as error:
@@ -72,7 +72,7 @@ def import_optional(user: str, extra: str, *modules: str, otherwise: str = "") -
         importlib.import_module(package)
         found = tuple(map(importlib.import_module, modules))
     except ImportError as error:
-        why = first_line(error.__cause__ or error)  # CuPy frames its own message
+        why = first_line(error.__cause__ or error)  # CuPy puts a frame around its message
         remedy = f"pip install 'zero-mpi[{extra}]'{otherwise}"
         raise UsageError(f"{user} needs {package} ({why}): {remedy}") from error
     return found[0] if len(found) == 1 else found

@@ -2,7 +2,7 @@
 
     OUT/step-00000100/model.gguf, optimizer.gguf      OUT/latest -> step-00000100, OUT/best -> step-00000060
 
-and ema.gguf where a run keeps a moving average.
+and ema.gguf if a run keeps a moving average.
 
 A checkpoint is written into a temporary folder next to its target; files and folder are fsynced, then one
 rename makes it visible, and another rename replaces `latest`. The checkpoint that `latest` names is complete
@@ -30,7 +30,7 @@ AT_FDCWD, EXCHANGE = -100, 2  # constants of Linux's renameat2
 
 
 def weights_in(folder: Path) -> Path:
-    """Return the path of a checkpoint's weights: the adapter if there is one, else the model."""
+    """Return the path of a checkpoint's weights: the adapter if there is one, otherwise the model."""
     adapter = folder / ADAPTER
     return adapter if exists(adapter) else folder / MODEL
 
@@ -46,13 +46,13 @@ def partial_folder(final: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder as far as possible. `shutil.rmtree` would wait forever if a pipe is in its place."""
+    """Remove a folder as far as possible. `shutil.rmtree` would wait forever if the path is a pipe."""
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(final: Path) -> Path:
-    """Make an empty temporary folder for the checkpoint `final`; remove the one of an earlier attempt."""
+    """Make an empty temporary folder for the checkpoint `final`; remove the folder of an earlier attempt."""
     folder = partial_folder(final)
     remove_tree(folder)
     folder.mkdir()
@@ -60,10 +60,10 @@ def begin(final: Path) -> Path:
 
 
 def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False) -> Path:
-    """Give a complete temporary folder its name, point `latest` to it, and remove all but the newest `keep`.
+    """Rename a complete temporary folder, point `latest` to it, and remove all but the newest `keep`.
 
-    A checkpoint of the same step is replaced. `keep` 0 keeps all. Nothing is removed before the new one and
-    the link to it are on disk. `is_best`: `best` is pointed to it as well.
+    A checkpoint of the same step is replaced. `keep` 0 keeps all. Nothing is removed before the new
+    checkpoint and the link to it are on disk. `is_best`: `best` is pointed to it as well.
     """
     final = step_folder(out, step)
     put(folder, final)
@@ -75,7 +75,7 @@ def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False
 
 
 def put(folder: Path, final: Path) -> None:
-    """Give a complete folder its name, replacing a folder of that name, and fsync the rename."""
+    """Rename a complete folder to `final`, replacing a folder of that name, and fsync the rename."""
     sync_folder(folder)
     if final.exists():
         replace_folder(folder, final)
@@ -85,14 +85,14 @@ def put(folder: Path, final: Path) -> None:
 
 
 def moved_aside(final: Path) -> Path:
-    """Return the name under which the old checkpoint `final` waits until a new one takes its place."""
+    """Return the name under which the old checkpoint `final` is kept until the new one has replaced it."""
     return final.with_name(f".{final.name}.old")
 
 
 def replace_folder(folder: Path, final: Path) -> None:
-    """Put `folder` in the place of `final`; at every moment one of the two exists."""
+    """Replace `final` by `folder`; at every moment one of the two exists under a known name."""
     if exchange(folder, final):
-        return  # `folder` is now the old one's name; `clean` removes it
+        return  # `folder` now names the old checkpoint; `clean` removes it
     old = moved_aside(final)
     remove_tree(old)
     final.rename(old)
@@ -104,7 +104,7 @@ def replace_folder(folder: Path, final: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders in one step; return False if system or file system cannot."""
+    """Exchange the names of two folders in one step; return False if this is not supported."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -126,7 +126,7 @@ def point_best(out: Path, step: int) -> None:
 
 
 def named(out: Path, link: str) -> str:
-    """Return the name that a link in OUT holds; empty if there is no link."""
+    """Return the target of a link in OUT; empty if there is no link."""
     return os.readlink(out / link) if (out / link).is_symlink() else ""
 
 
@@ -137,7 +137,7 @@ def point(out: Path, which: str, name: str) -> None:
     try:
         link.symlink_to(name)
     except OSError as error:
-        error.filename = str(link)  # the system's error names what the link points to
+        error.filename = str(link)  # the system's error names the target of the link
         raise
     link.replace(out / which)
     sync_folder(out)
@@ -146,7 +146,7 @@ def point(out: Path, which: str, name: str) -> None:
 def remove_old(out: Path, step: int, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints up to `step`, and the best one; 0 keeps all.
 
-    Later checkpoints belong to a run that was restarted or resumed from an earlier step: they stay.
+    Later checkpoints stay, because they belong to a run that was restarted or resumed from an earlier step.
     """
     so_far = [folder for number, folder in steps(out) if number <= step]
     for folder in so_far[:-keep] if keep else []:
@@ -155,7 +155,7 @@ def remove_old(out: Path, step: int, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Rename a checkpoint, then remove it, so that a half removed folder is not taken for a checkpoint."""
+    """Rename a checkpoint, then remove it, so that a half-removed folder is not taken for a checkpoint."""
     old = moved_aside(folder)
     remove_tree(old)
     folder.rename(old)
@@ -163,7 +163,7 @@ def remove(folder: Path) -> None:
 
 
 def entries(out: Path) -> list[Path]:
-    """Return the entries of a run's folder; none if it is missing or is being moved."""
+    """Return the entries of a run's folder; empty if the folder is missing or is being moved."""
     try:
         return list(out.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -173,7 +173,7 @@ def entries(out: Path) -> list[Path]:
 def clean(out: Path) -> None:
     """Remove what interrupted saves and removals left behind.
 
-    A checkpoint that was moved aside for a new one which never took its place gets its name back.
+    A checkpoint that was moved aside for a new one gets its name back if the new one never replaced it.
     """
     for entry in entries(out):
         if not LEFT_BEHIND.fullmatch(entry.name):
@@ -199,13 +199,13 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 def candidates(out: Path) -> list[Path]:
     """Return the folders to resume from, the best first: `latest`, then older ones, newest first.
 
-    A later step written after `latest` precedes it: its job ended before it replaced the link. Other later
-    ones belong to an abandoned run. Without a valid link the highest step comes first.
+    A later step written after `latest` precedes it, because its job ended before it replaced the link. Other
+    later steps belong to an abandoned run. Without a valid link the highest step comes first.
     """
     link, found = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
         return [folder for _, folder in found]
-    target = Path(os.path.realpath(link))  # Path.resolve raises where links go in a circle
+    target = Path(os.path.realpath(link))  # Path.resolve raises for links that form a circle
     match = STEP_FOLDER.fullmatch(target.name)
     if target.parent != Path(os.path.realpath(out)) or not match:
         return [link, *(folder for _, folder in found)]
@@ -215,7 +215,7 @@ def candidates(out: Path) -> list[Path]:
 
 
 def written_at(folder: Path) -> int:
-    """Return the time at which a checkpoint's last file was written, in ns; 0 if there is none."""
+    """Return the time at which a checkpoint's last file was written, in ns; 0 if there is no file."""
     try:
         return (folder / OPTIMIZER).stat().st_mtime_ns
     except OSError:

@@ -1,7 +1,7 @@
 """Types of a model's tensors in a quantized file: one type for all matrices, or a mix of llama.cpp.
 
-Vectors, norms and tables by position stay float32. In a file of one type a matrix whose rows do not fill
-blocks becomes F16, and embedding and head have 8 bits where matrices have 4 or 5: every token passes through
+Vectors, norms and tables by position stay float32. In a file of one type, a matrix whose rows do not fill
+blocks becomes F16, and embedding and head have 8 bits if matrices have 4 or 5: every token passes through
 them, and small models lose most there. `MIXES` is the table of llama.cpp's src/llama-quant.cpp.
 """
 
@@ -21,12 +21,12 @@ FILE_TYPES = {  # types that all matrices may have, and their numbers in the key
     "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9,
 }  # fmt: skip
 COARSE = tuple(Kind[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
-ENDS = (EMBEDDING, HEAD)  # a tied model has only the first
+ENDS = (EMBEDDING, HEAD)  # a tied model has only the embedding
 PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
 KEPT = ["position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short"]
 KEPT += ["ffn_gate_inp"]
 
-# Name, general.file_type, type of matrices; then parts with another type, TYPE:CONDITION where only some have
+# Name, general.file_type, type of matrices; then parts with another type, TYPE:CONDITION if only some have
 # it. Conditions: `conditions`. v: attn_v and attn_qkv, head: output.weight or the tied embedding (Q6_K).
 TABLE = """
 q2_k    10 Q2_K    v=Q4_K:shared,Q3_K down=Q3_K o=Q3_K
@@ -62,7 +62,7 @@ PARTS = (  # part of a tensor's name -> part of the table; the first match is us
     ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
     ("ffn_down", "down"),
 )  # fmt: skip
-EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # attn_output of eight experts
+EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # other attn_output for 8 experts
 WEIGHTED = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
 FALLBACK = {
     **dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0), Kind.Q4_0),
@@ -74,7 +74,7 @@ FALLBACK = {
 
 
 class Mix(NamedTuple):
-    """Line of the table. rules: part -> (type, condition) pairs, of which the first that is met counts."""
+    """Line of the table. rules: part -> (type, condition) pairs; the first that applies is used."""
 
     number: int
     base: Kind
@@ -99,9 +99,9 @@ TRAINED_FOR = [  # types that training may round to in each step
 
 
 def conditions(i: int, n: int, sharing: int, experts: int, weighted: bool) -> set[str]:
-    """Return the conditions of the table that block `i` of `n` meets.
+    """Return the conditions of the table that hold for block `i` of `n`.
 
-    sharing: query heads for each head of k and v; weighted: there is an importance matrix
+    sharing: query heads for each head of k and v; weighted: an importance matrix is given
     """
     more, eighth = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2, i < n // 8
     met = {"shared": sharing >= 4, "shared4": sharing >= 4 or experts >= 4, "first2": i < 2, "first4": i < 4}
@@ -138,8 +138,8 @@ def types_of(
 ) -> dict[str, Kind]:
     """Return the type of each tensor in a file of the type `wanted`.
 
-    keys: the model's; pure: all matrices have one type; weighted: there is an importance matrix; fine_ends:
-    embedding and head have 8 bits at least
+    keys: the model's; pure: all matrices have one type; weighted: an importance matrix is given; fine_ends:
+    embedding and head have at least 8 bits
     """
     mix = None if pure else MIXES.get(wanted)
     matrices = {name: shape for name, shape in shapes.items() if is_matrix(name, shape)}
@@ -152,7 +152,7 @@ def types_of(
 
 
 def fitting(kind: Kind, width: int) -> Kind:
-    """Return the type, or the next one whose blocks fill rows of `width`."""
+    """Return the type, or the next type whose blocks fill rows of `width`."""
     for choice in (kind, FALLBACK.get(kind, Kind.F16)):
         if width % GGML_QUANT_SIZES[choice][0] == 0:
             return choice
@@ -211,5 +211,5 @@ def block_of(name: str) -> int:
 
 
 def needs_weights(name: str, kind: Kind, wanted: str) -> bool:
-    """Return whether llama.cpp makes this tensor of a mix only with an importance matrix."""
+    """Return whether llama.cpp requires an importance matrix to make this tensor of a mix."""
     return name not in ENDS and (kind in WEIGHTED or (wanted == "q2_k_s" and kind == Kind.Q2_K))

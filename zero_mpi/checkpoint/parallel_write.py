@@ -1,10 +1,10 @@
 """Writes the files of a checkpoint from all ranks, in chunks.
 
 Slices are sent chunk by chunk to the ranks that write (`Writers`); a rank that writes only its own slices
-does not copy them. While a thread writes one chunk, the next is digested and sent: a writer needs buffers for
-two chunks of at most half a unit each. The headers hold the digests of all tensors, whose length is known
+does not copy them. While a thread writes one chunk, the next is hashed and sent. So a writer needs buffers
+for two chunks of at most half a unit each. The headers hold the digests of all tensors. Their length is known
 before their values, so rank 0 writes them last. Then each host syncs the data that it wrote. A failure of any
-rank is raised on all of them, at the end.
+rank is raised on all ranks, at the end.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from zero_mpi.files.open import open_in_place
 class Writers:
     """All ranks of `comm`, with the node and the writing rank of each; and this rank's `group`.
 
-    A group consists of ranks of one node, and its first rank writes for all; the number of writers suits the
+    A group consists of ranks of one node, and its first rank writes for all. The number of writers suits the
     file system (`files.file_systems`). Only the host that wrote data can sync it, and all its processes share
-    its cache: one of its writers syncs each file once, after all have written.
+    its cache, so one of its writers syncs each file once, after all have written.
     """
 
     comm: Comm
@@ -70,7 +70,7 @@ class Writers:
 
 
 def rank_0_of(comm: Comm) -> Writers:
-    """Return Writers with rank 0 as the only one; all ranks send it their slices."""
+    """Return Writers with rank 0 as the only writer; all ranks send it their slices."""
     return Writers(comm, comm, (0,) * comm.size, (0,) * comm.size)
 
 
@@ -87,8 +87,8 @@ def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
 def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None) -> tuple[int, ...]:
     """Return, for each rank, the rank that writes its slices: the first of its group. `nodes`: node of each.
 
-    `a_node`: the most writers per node; None: as many as suit the file system. If hosts may not write one
-    file at the same time, rank 0 writes for all, even if `a_node` is given.
+    `a_node`: the most writers per node; None: the number that suits the file system. If hosts may not write
+    one file at the same time, rank 0 writes for all, even if `a_node` is given.
     """
     several = len(set(nodes)) > 1
     if several and not found.hosts and (found.known or a_node is None):
@@ -104,13 +104,13 @@ def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None)
 
 @dataclass(frozen=True)
 class JoinedSlices(Partition):
-    """The concatenated shards of some ranks of a buffer, addressed as one buffer."""
+    """Concatenated shards of some ranks, addressed as one buffer."""
 
     slices: tuple[slice, ...] = ()
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """The start of each slice in the share, and the end of the last."""
+        """The start of each slice in the joined buffer, and the end of the last slice."""
         return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
 
     def segments(self, chunk: Chunk) -> list[tuple[int, slice]]:
@@ -130,12 +130,12 @@ def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
     return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
 
 
-CHUNK_ELEMENTS = 1 << 21  # elements of a chunk: 8 MiB, large for a disk and small for memory
+CHUNK_ELEMENTS = 1 << 21  # elements of a chunk: 8 MiB, efficient for a disk and little memory
 BLANK = "0" * 64  # placeholder of a digest
 READ_AT_ONCE = 1 << 22  # bytes read at a time
-DISK_BYTES = 16 << 20  # bytes after which the system is asked to write to disk, long before close
-MOST_BUFFERS = 1024  # buffers that the system takes in one call
-PADDING = 64  # most bytes of zeros between two tensors that are written with them in one call
+DISK_BYTES = 16 << 20  # bytes after which the system is asked to write to disk, before close
+MOST_BUFFERS = 1024  # buffers that the system accepts in one call
+PADDING = 64  # most zero bytes between two tensors that are written in one call
 
 Digests = dict[str, str]
 
@@ -148,7 +148,7 @@ class Content:
     architecture: str
     tensors: Sequence[Announced]
     contributions: Sequence[Contribution]
-    constants: Mapping[str, Array] = field(default_factory=dict)  # rank 0 writes them: all have them
+    constants: Mapping[str, Array] = field(default_factory=dict)  # all ranks have them, rank 0 writes them
 
 
 Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
@@ -158,9 +158,9 @@ Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
 class OutputFile:
     """A file open for writing, `new` or made by another rank.
 
-    It uses system calls and not MPI-IO: a file is synced once per host, where MPI's Sync does it once per
-    rank, adjacent data is written in one call, and errors are the system's own, with the file's name. The
-    ranges of ranks do not overlap.
+    It uses system calls and not MPI-IO. A file is synced once per host, but MPI's Sync does it once per rank;
+    adjacent data is written in one call; and errors are the system's own, with the file's name. The ranges of
+    different ranks do not overlap.
     """
 
     def __init__(self, path: Path, new: bool = True) -> None:
@@ -174,7 +174,7 @@ class OutputFile:
             os.ftruncate(self._handle, nbytes)
 
     def write_at(self, offset: int, *data: Array | bytes) -> None:
-        """Write `data` (each C-contiguous), one after the other, from a byte offset on. Thread-safe."""
+        """Write `data` (C-contiguous items), one after the other, from a byte offset on. Thread-safe."""
         left, first = deque(memoryview(part).cast("B") for part in data), offset
         with naming(self.path):
             while left:
@@ -187,7 +187,7 @@ class OutputFile:
         self._since += offset - first
         if self._since >= DISK_BYTES:
             # The advice that the file's bytes are not needed any more makes the system write them to disk
-            # now, while other work goes on, and not only at the end. Bytes that are not on disk stay in
+            # now, while other work goes on, and not only at the end. Bytes that are not on disk yet stay in
             # memory. A file system may refuse the advice.
             self._since = 0
             with contextlib.suppress(OSError):
@@ -224,7 +224,7 @@ class Output:
             self.attempt(self._open)
 
     def open(self) -> None:
-        """Open the file that rank 0 has created, if this rank writes as well."""
+        """Open the file that rank 0 has created, if this rank writes too."""
         if self.writers.writes and self.comm.rank != 0:
             self.attempt(self._open)
 
@@ -234,7 +234,7 @@ class Output:
             self._file.resize(self._nbytes)
 
     def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Call action(*arguments), unless an earlier call failed; keep an OSError as `problem`."""
+        """Call action(*arguments), unless an earlier call failed; store an OSError as `problem`."""
         if self.problem is None:
             try:
                 action(*arguments)
@@ -260,9 +260,9 @@ class Output:
             self.attempt(self._file.write_at, offset, *data)
 
     def stamp(self, keys: Mapping[str, Any]) -> None:
-        """Write the header with its final keys, as long as the first ones."""
+        """Write the header with its final keys; its length must be unchanged."""
         header, _, _ = pack_file(self.content.architecture, dict(keys), self.content.tensors)
-        assert len(header) == self._header_bytes, "the keys of a header changed their length"
+        assert len(header) == self._header_bytes, "the length of the header changed"
         self.put(0, header)
 
     def close(self, durable: bool) -> None:
@@ -274,7 +274,7 @@ class Output:
                 self.problem = self.problem or error
 
     def read_digest(self, name: str, nbytes: int) -> str:
-        """Return the digest of a tensor as it stands in the file."""
+        """Return the digest of a tensor as stored in the file."""
         with self.content.path.open("rb") as file:
             file.seek(self._offsets[name])
             sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
@@ -282,7 +282,7 @@ class Output:
 
 
 class ChunkPipeline:
-    """Pipeline of a file's chunks: a thread writes one while the next is gathered and digested."""
+    """Pipeline of a file's chunks: a thread writes one while the next is gathered and hashed."""
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread
@@ -310,7 +310,7 @@ class ChunkPipeline:
         return digests
 
     def _length(self, given: Contribution) -> int:
-        """Return the number of elements in a chunk: at most half a unit, and no digest's piece is cut."""
+        """Return the number of elements in a chunk: at most half a unit, without cutting a digest's piece."""
         quantum = PIECE_BYTES // int(given.values.itemsize)
         return min(CHUNK_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
@@ -334,7 +334,7 @@ class ChunkPipeline:
 def write_together(
     writers: Writers, contents: Sequence[Content], stamp: Stamp, *, tick: Callable[[str], None]
 ) -> None:
-    """Write and sync all files. Collective; raise JobError on all ranks if one fails.
+    """Write and sync all files. Collective; raise JobError on all ranks if a file fails.
 
     `tick` is called often with a description of the current work.
     """
@@ -349,7 +349,7 @@ def write_together(
     if comm.rank == 0:
         for output, keys in zip(outputs, stamp(*digests), strict=True):
             output.stamp(keys)
-    agree(comm, outputs)  # all have written: the rank that syncs for its host syncs all of the host's data
+    agree(comm, outputs)  # all have written, so the rank that syncs for its host syncs all its data
     for output in outputs:
         tick(f"flushing {output.content.path.name} to disk")
         output.close(durable=True)
@@ -357,7 +357,7 @@ def write_together(
 
 
 def agree(comm: Comm, outputs: Iterable[Output]) -> None:
-    """Raise JobError on all ranks if any of them had a problem; close open files first."""
+    """Raise JobError on all ranks if any rank had a problem; close open files first."""
     problems = [output.problem for output in outputs if output.problem is not None]
     try:
         agree_on(comm, explain(problems[0]) if problems else None)
@@ -368,7 +368,7 @@ def agree(comm: Comm, outputs: Iterable[Output]) -> None:
 
 
 def agree_on(comm: Comm, problem: str | None) -> None:
-    """Raise the first rank's problem as JobError on all ranks, if any has one. Collective."""
+    """Raise the first rank's problem as JobError on all ranks, if any rank has one. Collective."""
     for rank, text in enumerate(comm.allgather_object(problem)):
         if text:
             raise JobError(f"rank {rank}: {text}" if rank else text)
@@ -377,7 +377,7 @@ def agree_on(comm: Comm, problem: str | None) -> None:
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
     """Write all tensors of a file. Return their digests, on rank 0 only. Collective."""
     chunks, digests, odd = ChunkPipeline(output, thread), dict[str, str](), list[str]()
-    parts = defaultdict[str, list[bytes]](list)  # over a tensor's pieces, in the order of units and ranks
+    parts = defaultdict[str, list[bytes]](list)  # digests of each tensor's pieces, by unit and rank
     for given in output.content.contributions:
         tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
         found = output.comm.gather_object(chunks.send(given))
@@ -391,8 +391,8 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
     for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
-    assert not odd or not any(output.writers.writer_of), "by rows, rank 0 writes all"
-    if odd and output.comm.rank == 0:  # slices cut pieces (row sharding): rank 0, which wrote all, reads them
+    assert not odd or not any(output.writers.writer_of), "with row sharding, rank 0 writes all"
+    if odd and output.comm.rank == 0:  # slices cut pieces (row sharding), so rank 0 reads the file
         table, read = checked_table(output.content.tensors), output.read_digest
         output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in odd))
     return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}

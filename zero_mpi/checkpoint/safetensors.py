@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes with the length of a JSON header, the header, then the tensors.
 
-Like a GGUF file it is untrusted input: the header's length is bounded, every dtype, shape and offset is
-compared with the file's size, and tensors must fill the data without gap or overlap, as the format demands.
+Like a GGUF file it is untrusted input. The header's length is bounded, every dtype, shape and offset is
+compared with the file's size, and tensors must fill the data without gap or overlap, as the format requires.
 A model may be one file, or several with an index that names the file of each tensor.
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -25,8 +25,8 @@ from zero_mpi.files.open import open_file, read_file
 from zero_mpi.files.parse import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 32 << 20  # bytes; thousands of times a usual one; bounds time and memory on a hostile file
-MAX_VALUES = 1 << 20  # in a header or an index: 100,000 tensors and more
+MAX_HEADER = 32 << 20  # bytes; thousands of times the usual size; bounds time and memory
+MAX_VALUES = 1 << 20  # values in a header or an index: enough for 100,000 tensors
 MAX_DIMS = 64  # NumPy's own limit
 METADATA = "__metadata__"
 BITS = {
@@ -39,7 +39,7 @@ WEIGHTS = {name: GGMLQuantizationType[name] for name in ("F32", "F16", "BF16")}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its dtype by the format's name, shape, and place in the file (bytes)."""
+    """One tensor: its dtype by the format's name, shape, and position in the file (bytes)."""
 
     name: str
     dtype: str
@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class SafetensorsModel(Readable):
-    """The index of one file or of several; data is read on demand. Holds no open file."""
+    """The index of one or several files; the data is read on demand. It holds no open file."""
 
     parts: tuple[StoredFile, ...]
     tensors: dict[str, Entry]
@@ -82,7 +82,7 @@ class SafetensorsModel(Readable):
 
     @classmethod
     def open_folder(cls, folder: str | os.PathLike[str]) -> SafetensorsModel:
-        """Open model.safetensors in a folder, or else the parts that model.safetensors.index.json names."""
+        """Open model.safetensors in a folder, or the parts that model.safetensors.index.json names."""
         folder = Path(folder)
         if (folder / SINGLE).exists() or not (folder / INDEX).exists():
             return cls.open(folder / SINGLE)
@@ -105,9 +105,9 @@ class SafetensorsModel(Readable):
         self.parts[entry.part].values(entry.offset, spec, start, out)
 
     def spec(self, name: str) -> TensorSpec:
-        """Return a tensor's shape and type of weights; FileError for another dtype than F32, F16 and BF16.
+        """Return a tensor's shape and type of weights; FileError for a dtype other than F32, F16 and BF16.
 
-        F64 too is refused: float32 cannot hold the same numbers.
+        F64 is refused too, because float32 cannot hold the same numbers.
         """
         entry = self.tensors[name]
         if entry.dtype not in WEIGHTS:
@@ -122,7 +122,7 @@ class SafetensorsModel(Readable):
 
 
 def json_object(path: Path, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of `raw`. FileError for another value, a repeated name or invalid UTF-8."""
+    """Return the JSON object in `raw`. FileError for another value, a repeated name or invalid UTF-8."""
     try:
         value = parse_json(raw, unique=True, most_values=MAX_VALUES)
     except ValueError as error:
@@ -140,7 +140,7 @@ def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
 
     if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
         raise fault("expected dtype, shape and data_offsets")
-    if any("\ud800" <= letter <= "\udfff" for letter in name):  # JSON can spell half a surrogate pair
+    if any("\ud800" <= letter <= "\udfff" for letter in name):  # JSON can hold lone surrogates
         raise fault("expected a name that UTF-8 can hold")
     dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
@@ -163,7 +163,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) -> None:
-    """Raise FileError unless each tensor begins where the one before ends, and the last ends the file."""
+    """Raise FileError unless each tensor begins where the previous one ends, and the last ends the file."""
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:
@@ -175,7 +175,7 @@ def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) ->
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Return tensor -> file name of an index; all files must lie in the folder of the index."""
+    """Return tensor -> file name of an index; all files must be in the folder of the index."""
     where = json_object(path, read_file(path, MAX_HEADER, "an index")).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise FileError(f"{path}: expected a weight_map from tensors to files")
@@ -186,7 +186,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def pack_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Return what precedes the data of a file with these tensors: (name, dtype, shape), without gaps."""
+    """Return the header of a file with these tensors, with its length: (name, dtype, shape), without gaps."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires this
     end = 0
     for name, dtype, shape in tensors:

@@ -1,7 +1,7 @@
-"""Saves the checkpoints of a run, one at a time: at once, or by a thread while training continues.
+"""Saves the checkpoints of a run, one at a time, either immediately or in a thread while training continues.
 
-In the background each rank keeps a copy of its slices until they are written. A failure is raised on all
-ranks: by `save` itself, or by the next `wait`, which a caller has to call once `failed` is true.
+In the background, each rank keeps a copy of its slices until they are written. A failure is raised on all
+ranks: by `save` itself, or by the next `wait`, which the caller must call once `failed` is true.
 """
 
 from __future__ import annotations
@@ -68,25 +68,25 @@ Parts = dict[str, list[Contribution]]  # contributions by the role of the file
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint; only rank 0 has id and digest."""
+    """A complete checkpoint; only rank 0 has its id and digest."""
 
     folder: Path
     step: int
-    digest: str  # digest of all its tensors, the same at any number of ranks
+    digest: str  # digest of all tensors, the same for any number of ranks
     id: str  # a hash of all keys of its files, digests included
     seconds: float
 
 
 class Saver:
-    """Writer of OUT/step-NNNNNNNN that points OUT/latest to it. Methods marked collective are.
+    """Writer of OUT/step-NNNNNNNN that points OUT/latest to it. Collective methods say so.
 
     keep         number of checkpoints to keep, in addition to the best one; 0: all
-    parallel     as many ranks write as suit the file system, or `writers_per_node` of each node if that is
+    parallel     several ranks write: as many as suit the file system, or `writers_per_node` of each node if
                  given; otherwise the other ranks send their slices to rank 0, which writes
-    background   `save` returns at once, and at most one checkpoint is being written
-    tick         is called with a description of the current work, for a watchdog
+    background   `save` returns immediately, and at most one checkpoint is being written
+    tick         called with a description of the current work, for a watchdog
 
-    prepare      is called on rank 0 before OUT is written to, and makes it; may return a reason to refuse
+    prepare      called on rank 0 before OUT is written to; makes OUT and may return a reason to refuse
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Saver:
     ) -> None:
         self.out, self.optimizer, self.description, self.keep = out, optimizer, description, keep
         self.background, self.tick = background, tick
-        self.comm = optimizer.module.comm.background()  # ranks that wait leave the cores to those that work
+        self.comm = optimizer.module.comm.background()  # waiting ranks leave the cores to working ranks
         self.writers = writers_for(self.comm, out, writers_per_node) if parallel else rank_0_of(self.comm)
         self.longest = 0.0
         self.prepare: Callable[[], str | None] = partial(out.mkdir, parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class Saver:
         self._finished: list[Saved] = []
 
     def save(self, progress: TrainingProgress) -> None:
-        """Save the current state. Collective; JobError on all ranks if this save or the one before failed."""
+        """Save the current state. Collective; JobError on all ranks if this or the previous save failed."""
         self.wait()
         parts = parts_of(self.optimizer, self.description)
         if not self.background:
@@ -128,7 +128,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """True if a save in the background failed on this rank; `wait` raises the error on all ranks."""
+        """True if a background save failed on this rank; `wait` raises the error on all ranks."""
         return self._error is not None
 
     def wait(self) -> None:
@@ -158,7 +158,7 @@ class Saver:
             with spans.during(spans.BACKGROUND, "save", f"step {progress.step}"):
                 self._snapshot.complete.wait()
                 self._finished.append(self._write(progress, parts))
-        except BaseException as error:  # raised where the run waits for it
+        except BaseException as error:  # raised by `wait`
             self._error = error
 
     def _write(self, progress: TrainingProgress, parts: Parts) -> Saved:
@@ -185,7 +185,7 @@ class Saver:
 
 
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
-    """Return the contributions of this rank to each file of a checkpoint, views, in the files' order."""
+    """Return this rank's contributions to each file of a checkpoint as views, in the files' order."""
     trained = description.is_adapter
     average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.ema is not None else {}
     return {MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
@@ -202,7 +202,7 @@ def write_files(
 ) -> dict[str, Any]:
     """Write all files into `folder`: all ranks' slices, and `said`: progress and description. Collective.
 
-    Return the keys of the state, on rank 0. Raise JobError on all ranks if one fails.
+    Return the keys of the state, on rank 0. Raise JobError on all ranks if a write fails.
     """
     progress, description = said
     names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
@@ -224,7 +224,7 @@ def write_files(
 
 
 def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str | None] = str) -> None:
-    """Call action() on rank 0; raise JobError on all ranks if system or prepare() refuses. Collective."""
+    """Call action() on rank 0; raise JobError on all ranks if the system or prepare() refuses. Collective."""
     problem = None
     if comm.rank == 0:
         try:
@@ -243,14 +243,14 @@ FOLDER = str | os.PathLike[str]
 def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> Path:
     """Write parameters, moments and counts of steps into `folder`, for `load`. Collective.
 
-    The folder is written next to its target and renamed: at any moment it is complete or unchanged. It
-    must be new, or one that `save` wrote, which is replaced. It holds `model.gguf`, `optimizer.gguf` and, if
-    the optimizer keeps an average, `ema.gguf`, float32. Gradients are not saved: call it between steps.
+    The folder is written next to its target and renamed, so it is always complete or unchanged. It must be
+    new, or one that `save` wrote, which is replaced. It holds `model.gguf`, `optimizer.gguf` and, if the
+    optimizer keeps an average, `ema.gguf`, float32. Gradients are not saved, so call it between steps.
     Returns the folder's path.
 
     Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;
-    UsageError for a folder with other files, for names and shapes that GGUF does not take (names of up to 33
-    bytes, up to 4 dimensions) and if ranks differ; JobError if the system refuses to write.
+    UsageError for a folder with other files, for names and shapes that GGUF does not accept (names of up to
+    33 bytes, up to 4 dimensions) and if ranks differ; JobError if the system refuses to write.
     """
     description = Description(ARCHITECTURE, {}, {}, {})
     instance("save: module", module, ShardedModule, "a ShardedModule")
@@ -293,7 +293,7 @@ def begin(final: Path) -> None:
 def resolve(
     folder: Any, module: ShardedModule, optimizer: Any, description: Description
 ) -> tuple[str, Facts]:
-    """Return the folder with links resolved, and facts that ranks must share; raise ValueError if invalid."""
+    """Return the folder with links resolved, and facts that must be equal on all ranks; else ValueError."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)
@@ -304,7 +304,7 @@ def resolve(
 
 
 def check_place(final: Path) -> None:
-    """Raise UsageError if the place holds anything that `save` did not write: it must not be replaced."""
+    """Raise UsageError if the path holds anything that `save` did not write, because it would be lost."""
     if not exists(final):
         return
     if not is_folder(final):
@@ -320,12 +320,12 @@ def check_place(final: Path) -> None:
 def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> int:
     """Fill parameters, moments and counts of steps from files of `save`. Return the steps. Collective.
 
-    Each rank reads its own slices, at any number of ranks and under any strategy: a run continues with the
-    bits of an uninterrupted one. Rates and decay are those of `optimizer`. Accumulated gradients are dropped.
-    The steps are all calls of `ShardedAdamW.step`, including skipped ones.
+    Each rank reads its own slices, at any number of ranks and under any strategy. A run continues with the
+    same bits as an uninterrupted one. Rates and decay are those of `optimizer`. Accumulated gradients are
+    dropped. The steps are all calls of `ShardedAdamW.step`, including skipped ones.
 
     Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;
-    UsageError for files that are damaged, not a pair, or hold other names or shapes than the module, before
+    UsageError for files that are damaged, do not match, or hold other names or shapes than the module, before
     anything is filled; and UsageError for values that are not finite, possibly after some were filled.
     """
     instance("load: module", module, ShardedModule, "a ShardedModule")

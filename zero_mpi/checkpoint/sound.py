@@ -1,13 +1,13 @@
 """Checks that the files of a checkpoint are unchanged and belong together.
 
 All files hold the same id, a hash of all keys of all files, and the digests of their own tensors;
-optimizer.gguf also holds those of the other files. So one changed bit, or files of two
-checkpoints, are detected.
+optimizer.gguf also holds the digests of the other files. So a single changed bit, or a mix of files from two
+checkpoints, is detected.
 
-A tensor's digest is the sha256 of the XXH3 (128 bits) of its pieces of 4096 bytes, in their order. 4096
-bytes are the 1024 float32 elements at whose multiples slices end, so each rank digests the pieces of its own
-slice and no rank needs the full tensor. XXH3 detects errors of disks and memory, at memory speed; sha256
-alone would be slower than a good disk. Neither protects from somebody who changes a file and signs it anew.
+A tensor's digest is the sha256 over the XXH3 hashes (128 bits) of its pieces of 4096 bytes, in order. 4096
+bytes are 1024 float32 elements, and slices end at multiples of 1024. So each rank hashes the pieces of its
+slice and no rank needs the full tensor. XXH3 detects errors of disks and memory at memory speed; sha256
+alone would be slower than a good disk. Neither protects against somebody who changes a file and its digests.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Data = Any  # a C-contiguous array, bytes or a memoryview; Python 3.11 has no na
 
 
 def piece_digests(data: Data) -> bytes:
-    """Return the joined digests of the pieces of `data` (C-contiguous); the last piece may be short."""
+    """Return the concatenated digests of the pieces of `data` (C-contiguous); the last piece may be short."""
     view = memoryview(data).cast("B")
     return b"".join([xxh3_128_digest(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)])
 
 
 def digest_of_pieces(chunks: Iterable[bytes]) -> str:
-    """Return a tensor's digest (hex) from the digests of its pieces, in order, in any number of parts."""
+    """Return a tensor's digest (hex) from its pieces' digests in order, split into any number of parts."""
     total = hashlib.sha256()
     for part in chunks:
         total.update(part)
@@ -53,7 +53,7 @@ def digest(data: Data) -> str:
 
 
 def digest_of_state(digests: Mapping[str, str]) -> str:
-    """Return one digest for many tensors: over the lines "digest name", in order of names."""
+    """Return one digest of many tensors: over the lines "digest name", sorted by name."""
     lines = "".join(f"{value} {name}\n" for name, value in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -64,7 +64,7 @@ def as_lines(digests: Mapping[str, str]) -> list[str]:
 
 
 def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
-    """Return name -> digest from strings "digest name"; empty if there are none."""
+    """Return name -> digest from strings "digest name"; empty for None."""
     texts = [line for line in (() if lines is None else lines) if isinstance(line, str)]
     return {name: value for value, _, name in (line.partition(" ") for line in texts)}
 
@@ -87,7 +87,7 @@ class CheckpointFiles:
 
     @property
     def weights(self) -> dict[str, WeightSource]:
-        """The files whose digests the state holds, by role."""
+        """The files whose digests are in the optimizer's state, by role."""
         found = {MODEL: self.model}
         return found if self.average is None else {**found, AVERAGE: self.average}
 
@@ -101,7 +101,7 @@ def open_checkpoint(folder: Path) -> CheckpointFiles:
 
 
 def average_of(state: GGUFFile) -> GGUFFile | None:
-    """Open the index of the average, if the state has digests of one."""
+    """Open the index of the average, if the state has its digests."""
     return GGUFFile.open(state.path.parent / folders.AVERAGE) if DIGESTS[AVERAGE] in state.metadata else None
 
 
@@ -142,7 +142,7 @@ def signature(*files: Mapping[str, Any]) -> str:
 
 
 def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
-    """Return one digest for all tensors of all files, by role; averages have the names of model tensors."""
+    """Return one digest of all tensors of all files, by role; averages have the names of model tensors."""
     return digest_of_state(
         {
             f"{role}.{name}" if role == AVERAGE else name: digest
@@ -155,9 +155,9 @@ def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
 def check_digests(
     files: CheckpointFiles, rank: int = 0, ranks: int = 1, beat: Callable[[], object] = lambda: None
 ) -> None:
-    """Raise UsageError unless the files hold unchanged tensors; this rank checks its share of them.
+    """Raise UsageError unless the files hold unchanged tensors; this rank checks its part of them.
 
-    All `ranks` together check every tensor once; `beat` is called before each.
+    All `ranks` together check every tensor once; `beat` is called before each tensor.
     """
     keys = keys_of(files.state)
     recorded = [(file, from_lines(keys.texts(DIGESTS[role]))) for role, file in files.weights.items()]

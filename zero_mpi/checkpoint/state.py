@@ -1,8 +1,8 @@
-"""The files of a training state, the same at any number of ranks: keys, tensors, the ranks' slices, reading.
+"""The files of a training state, the same for any number of ranks: keys, tensors, slices, and reading.
 
-`model.gguf` holds only the model, so llama.cpp opens it without conversion; so does `ema.gguf`, if a run
-keeps a moving average. `optimizer.gguf` holds the states of each tensor in full shape and the run's progress.
-`checkpoint.sound` describes how the files are checked against each other.
+`model.gguf` holds only the model, so llama.cpp opens it without conversion, and so does `ema.gguf`, which
+a run with a moving average writes. `optimizer.gguf` holds the optimizer states of each tensor in full
+shape and the run's progress. `checkpoint.sound` describes how the files are checked against each other.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from zero_mpi.sharding.parameters import ReadBytes
 from zero_mpi.sharding.precision import FLOAT32, FP64
 from zero_mpi.sharding.unit import Unit
 
-MASTER = "optimizer.master."  # names of float64 parameters, which the model's file has in float32
-Run = tuple[str, int, Array]  # a tensor's name, the first element in it, the elements
+MASTER = "optimizer.master."  # prefix of float64 parameters, which the model's file has in float32
+Run = tuple[str, int, Array]  # name of a tensor, index of the first element, the elements
 LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration", "evaluations_since"))
 
 
@@ -59,11 +59,11 @@ class Best:
     """The lowest validation loss so far."""
 
     loss: float = math.inf  # nats per token; infinite before the first evaluation
-    step: int = 0  # number of steps done when it was measured; 0: not measured yet
-    since: int = 0  # number of evaluations after that one
+    step: int = 0  # steps done when this loss was measured; 0: not measured yet
+    since: int = 0  # number of evaluations since then
 
     def after(self, step: int, loss: float) -> Best:
-        """Return the best after the evaluation of `step` gave `loss`; NaN is never better."""
+        """Return the best loss after the evaluation of `step` gave `loss`; NaN is never better."""
         return Best(loss, step) if loss < self.loss else replace(self, since=self.since + 1)
 
     def is_of(self, step: int) -> bool:
@@ -75,24 +75,24 @@ class Best:
         return patience is not None and self.since >= patience
 
     def keys(self) -> dict[str, Any]:
-        """Return its keys in a checkpoint; none if there was no evaluation."""
+        """Return the keys of this object in a checkpoint; empty if there was no evaluation."""
         loss = {LOSS: np.float64(self.loss)} if self.step else {}
         return {} if self == Best() else {**loss, STEP: np.uint64(self.step), SINCE: np.uint64(self.since)}
 
 
 def read_best(keys: GGUFKeys) -> Best:
-    """Return the Best in the keys of a checkpoint; raise FileError for invalid values."""
+    """Return the Best from the keys of a checkpoint; raise FileError for invalid values."""
     loss = keys.number(LOSS)
     return Best(math.inf if loss is None else loss, keys.integer(STEP) or 0, keys.integer(SINCE) or 0)
 
 
 ARCHITECTURE = "zero_mpi"  # value in optimizer.gguf, which llama.cpp refuses with a clear message
-MOST_SETTINGS = 1 << 20  # letters of JSON in a key
+MOST_SETTINGS = 1 << 20  # limit in characters of the JSON text in a key
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a run: steps done, tokens and samples seen, and steps skipped for a norm not finite."""
+    """Progress of a run: steps done, tokens and samples seen, and steps skipped for a non-finite norm."""
 
     step: int = 0
     tokens: int = 0
@@ -124,7 +124,7 @@ class Description:
     machine: Mapping[str, Any]  # values that change the last bits (threads, library versions)
     plan: Mapping[str, Any] = field(default_factory=dict)  # values that change the rest of the run (rates)
     constants: Mapping[str, Array] = field(default_factory=dict)  # tensors of the model that are not trained
-    weights: str = folders.MODEL  # the file of the model, or of adapters alone
+    weights: str = folders.MODEL  # the file of the model, or of the adapters
 
     @property
     def is_adapter(self) -> bool:
@@ -166,7 +166,7 @@ def stamp(
 
 
 def model_tensors(optimizer: ShardedOptimizer, description: Description) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (name, shape) of the tensors of the file of weights in the file's order."""
+    """Return (name, shape) of the tensors of the weights file, in the file's order."""
     module, all_of = optimizer.module, not description.is_adapter
     kept = [(name, p.shape) for name, p in module.params.items() if all_of or module.is_trainable(name)]
     return kept + [(name, array.shape) for name, array in description.constants.items()]
@@ -193,13 +193,13 @@ def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...
 
 @dataclass(frozen=True)
 class Contribution:
-    """A rank's slice of one unit's values; in the file a tensor is named `prefix` + its parameter's name."""
+    """A rank's slice of one unit's values; in the file, a tensor is named `prefix` + its parameter's name."""
 
     prefix: str
     unit: Unit
     partition: Partition
     values: Array
-    names: frozenset[str] | None = None  # the parameters that have such a value; None: all
+    names: frozenset[str] | None = None  # the parameters that have this value; None: all
 
     def on_host(self, inside: slice) -> Array:
         """Return a part of this rank's slice in host memory: a view, or a copy from the GPU."""
@@ -214,7 +214,7 @@ class Contribution:
 
     @property
     def by_pieces(self) -> bool:
-        """True if all bounds of slices are bounds of the pieces of digests."""
+        """True if slices begin and end at the borders of a digest's pieces."""
         return bool(self.unit.quantum * self.values.itemsize % PIECE_BYTES == 0)
 
     def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
@@ -223,7 +223,7 @@ class Contribution:
 
 
 def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
-    """Return slices of all parameters, or of the `trained` ones, views. Wait for pending gathers."""
+    """Return views of the slices of all parameters, or of the `trained` ones. Waits for pending gathers."""
     units = optimizer.units if trained else optimizer.module.units
     for unit in units:
         unit.wait_gather()
@@ -232,13 +232,13 @@ def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Co
 
 
 def masters(comm: Comm, prefix: str, units: Iterable[ShardedUnit]) -> list[Contribution]:
-    """Return slices of parameters as they are updated, float32 or float64, views."""
+    """Return views of the slices of the updated parameters, float32 or float64."""
     held = [(unit, unit.parameters.master, unit.parameters.master_part) for unit in units]
     return [contribution(comm, prefix, *each) for each in held]
 
 
 def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
-    """Return slices of the averages, views, and unless `trained` those of the frozen parameters."""
+    """Return views of the slices of the averages and, unless `trained`, of the frozen parameters."""
     comm, values = optimizer.module.comm, optimizer.averages()
     frozen = [] if trained else [unit for unit in optimizer.module.units if not unit.unit.trainable]
     for unit in frozen:
@@ -248,7 +248,7 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
 
 
 def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
-    """Return slices of float64 masters, if any, and of the optimizer's states, one after the other; views."""
+    """Return views of the slices of float64 masters, if any, then of each optimizer state."""
     wide = optimizer.module.units if optimizer.module.precision is FP64 else []
     return masters(optimizer.module.comm, MASTER, wide) + [
         replace(contribution(optimizer.module.comm, f"optimizer.{state}.", unit, values, part), names=names)
@@ -258,7 +258,7 @@ def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
 
 
 def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part: slice) -> Contribution:
-    """Return this rank's slice of `values`, which hold `part` of the unit: that slice, or the full unit.
+    """Return this rank's slice of `values`, which hold `part` of the unit: its slice, or the full unit.
 
     If every node has all slices, the ranks of the first node contribute them.
     """
@@ -274,10 +274,10 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str, str], Array] = {}
-        self.complete: Any = Done()  # a mark after the last copies
+        self.complete: Any = Done()  # event after the last copies
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
-        """Return copies of the contributions to one file; their values are valid once `complete` has come."""
+        """Return copies of the contributions to one file; the values are valid once `complete` is done."""
         given = list(contributions)
         copies = [replace(each, values=self._buffer(role, each)) for each in given]
         pairs = [(copy.values, each.values) for copy, each in zip(copies, given, strict=True)]
@@ -309,7 +309,7 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     raw = keys_of(state).text(key) or ""
     try:
         value = json.loads(raw if len(raw) <= MOST_SETTINGS else "")
-        json.dumps(value)  # nested too deeply for that is broken as well
+        json.dumps(value)  # raises for a value that is nested too deeply
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{state.path}: the key {key} is missing or broken") from error
     if not isinstance(value, dict):
@@ -335,7 +335,7 @@ def expect_tensors(
 ) -> None:
     """Raise UsageError unless a file holds tensors of these names and shapes, and nothing else.
 
-    `kinds`: the types that they may have; empty: any type.
+    `kinds`: the permitted types; empty: any type.
     """
     missing = [name for name in shapes if name not in file.tensors]
     surplus = [name for name in file.tensors if name not in shapes]
@@ -367,7 +367,7 @@ def finite(read: Read, path: Path) -> Read:
 
 
 def read_state(file: GGUFFile, name: str, start: int, stop: int) -> Array:
-    """Return elements [start, stop) of a state, in float64 where the file has that."""
+    """Return elements [start, stop) of a state, in float64 if the file has float64."""
     if file.tensors[name].type != GGMLQuantizationType.F64:
         return file.read(name, start, stop)
     out = np.empty(stop - start)
@@ -378,7 +378,7 @@ def read_state(file: GGUFFile, name: str, start: int, stop: int) -> Array:
 def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
     """Fill parameters and moments from a checkpoint, each rank its own slices. Return the run's progress.
 
-    Raise UsageError if the files are damaged. Not collective, but every rank must call it.
+    Raise UsageError if the files are damaged. This is not collective, but every rank must call it.
     """
     check_tensors(files, optimizer)
     model, state = files.model, files.state

@@ -1,9 +1,9 @@
 """Files that hold tensors: opened with checks, read in ranges, decoded to float32.
 
-The formats share this module. A file is untrusted and may change: only a regular file is opened, its length
-is compared with the one at opening, and a short read is an error that names the file. Files are not mapped
-into memory: a file that shrinks under a mapping kills the process with a signal. float32 is read from the
-file straight into the result; other types pass through a buffer of bounded size.
+This module is shared by all formats. A file is untrusted and may change: only a regular file is opened, its
+length is compared with the length at opening, and a short read is an error that names the file. Files are not
+mapped into memory, because a file that shrinks under a mapping kills the process with a signal. float32 is
+read directly into the result; other types pass through a buffer of bounded size.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from zero_mpi.files.open import fill, open_file, refusing
 
 Metadata = dict[str, Any]
 """Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the
-key's width, a 1-D array of such or of bool (read-only as read), or `list[str]`."""
+key's width, a 1-D read-only array of such scalars or of bool, or `list[str]`."""
 
 Floats = npt.NDArray[np.float32]
-CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small whatever the tensor
+CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small for any tensor
 NATIVE = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
@@ -51,7 +51,7 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -112,7 +112,7 @@ class StoredFile:
         with self.opened() as file:
             for at in range(0, out.size, CHUNK):
                 here = out[at : at + CHUNK]
-                # Blocks that the range cuts are read in full.
+                # Blocks at the borders of the range are read in full.
                 first, last = (start + at) // block, -(-(start + at + here.size) // block)
                 raw = self.take(file, offset + first * width, (last - first) * width)
                 try:
@@ -126,8 +126,8 @@ class StoredFile:
 def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.floating]:
     """Decode full blocks (bytes,) to (elements,) of a floating type that casts to float32 without loss.
 
-    Raise NotImplementedError for a type without weights. A corrupt scale may be infinite: the values show it,
-    so NumPy's warnings are suppressed.
+    Raise NotImplementedError for a type without weights. A corrupt scale may be infinite; the values show
+    this, so NumPy's warnings are suppressed.
     """
     if kind in NATIVE:
         return raw.view(NATIVE[kind])
@@ -137,7 +137,7 @@ def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArra
 
 
 class Readable(ABC):
-    """Tensors that are read in ranges of their elements, as float32. Subclasses define `spec` and `fill`."""
+    """Tensors that are read as float32, in ranges of elements. Subclasses define `spec` and `fill`."""
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:
@@ -150,7 +150,7 @@ class Readable(ABC):
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
         """Return elements [start, stop) of the flattened tensor, (stop - start,) float32; in `out` if given.
 
-        Blocks cut by the range are read in full, no other bytes are read. Raise UsageError for an unknown
+        Blocks cut by the range are read in full; no other bytes are read. Raise UsageError for an unknown
         name, a type that holds no weights or a file that changed; ValueError for a range outside the tensor.
         """
         spec = self.spec(name)
@@ -158,17 +158,17 @@ class Readable(ABC):
         if not 0 <= start <= stop <= spec.size:
             raise ValueError(f"tensor {name!r}: range [{start}, {stop}) is not inside [0, {spec.size})")
         out = np.empty(stop - start, np.float32) if out is None else out.reshape(-1)
-        assert out.size == stop - start, "an array of the range's size"
+        assert out.size == stop - start, "`out` has the size of the range"
         self.fill(spec, start, out)
         return out
 
     def tensor(self, name: str) -> Floats:
-        """Return the full tensor in its shape, float32. Errors are those of `read`."""
+        """Return the full tensor in its shape, float32. It raises the errors of `read`."""
         return self.read(name).reshape(self.spec(name).shape)
 
 
 class WeightSource(Readable):
-    """Index of weights by GGUF's names, keys and orders. Subclasses have these three as fields.
+    """Weights with GGUF names, keys and element order. Subclasses have these three fields.
 
     path       the file or folder
     metadata   the model's keys, as in a GGUF

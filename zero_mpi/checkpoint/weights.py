@@ -1,4 +1,4 @@
-"""One interface to weights of any format: a GGUF file, a checkpoint, a Hugging Face folder."""
+"""One interface to weights in any format: a GGUF file, a checkpoint, a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
     raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")
 
 
-TOKENS_ADDED = "adapter.lora.added_tokens"  # key of an adapter that was trained with them
+TOKENS_ADDED = "adapter.lora.added_tokens"  # key of an adapter that was trained with added tokens
 SAMPLE = 256  # elements of each tensor that identify a file of weights
 
 
@@ -80,11 +80,11 @@ def adapter_metadata(lora: LoRA) -> dict[str, Any]:
 def open_adapter(
     path: str | os.PathLike[str], model: ModelConfig, tokens: Sequence[str] = ()
 ) -> WeightSource:
-    """Open the adapter at a path; raise UsageError unless its rank, alpha and targets are the model's, and
-    its added tokens are `tokens`."""
+    """Open the adapter at a path; raise UsageError unless its rank, alpha and targets match the model's, and
+    its added tokens match `tokens`."""
     file = adapter_source(path, {ARCHITECTURE: model.arch, **model.metadata()})
     found, lora = lora_of(file), model.lora
-    alpha = np.float32(found.alpha)  # float32 as in a file: its shortest text is a flag's value
+    alpha = np.float32(found.alpha)  # float32 as in a file, so that it prints like the flag's value
     if lora is None or found.rank != lora.rank or alpha != np.float32(lora.alpha):
         raise UsageError(
             f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; use --lora {found.rank} "
@@ -105,9 +105,9 @@ def open_adapter(
 
 
 def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource:
-    """Open an adapter's file, the one in a checkpoint, or a folder of PEFT; raise UsageError if invalid.
+    """Open an adapter file, the adapter of a checkpoint, or a PEFT folder; raise UsageError if invalid.
 
-    `base`: the keys of the base model, which determine the order of rows in a folder of PEFT.
+    `base`: the keys of the base model, which determine the order of rows in a PEFT folder.
     """
     if not is_folder(path):
         return GGUFFile.open(path)
@@ -117,7 +117,7 @@ def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource
 
 
 def is_adapter_file(file: WeightSource) -> bool:
-    """Return whether the keys of the file name it an adapter."""
+    """Return whether the keys of the file say that it is an adapter."""
     return keys_of(file).text(TYPE) == "adapter"
 
 
@@ -146,8 +146,8 @@ def weights_digest(source: WeightSource) -> str:
 class GrownWeights(WeightSource):
     """The weights and keys of `base` with `tokens` from id `first` on, which have rows in embedding and head.
 
-    Rows of new tokens begin as the mean of the rows before them. `trained`, an adapter's checkpoint, replaces
-    all rows from `first` on by its tensors `NAME.added`. `read` takes these names too.
+    Rows of new tokens start as the mean of the earlier rows. `trained`, an adapter's checkpoint, replaces all
+    rows from `first` on by its tensors `NAME.added`. `read` accepts these names too.
     """
 
     def __init__(self, base: Any, tokens: Sequence[str], trained: Any = None) -> None:
@@ -184,7 +184,7 @@ class GrownWeights(WeightSource):
             out[cut:] = self._later(name, start + cut - border, start + out.size - border)
 
     def _later(self, name: str, start: int, stop: int) -> Floats:
-        """Return elements [start, stop) of the rows from the first new one on."""
+        """Return elements [start, stop) of the rows from the first new row on."""
         if self._trained is not None:
             result: Floats = self._trained.read(name + ADDED, start, stop)
             return result
@@ -192,12 +192,12 @@ class GrownWeights(WeightSource):
         if name not in self._means:
             self._means[name] = self._mean(name)
         rows = np.tile(self._means[name], (self.rows, 1))
-        if self.rows > new:  # unused ones behind the new tokens
+        if self.rows > new:  # unused rows after the new tokens
             rows[new:] = self.base.read(name, (self.first + new) * spec.shape[1]).reshape(-1, spec.shape[1])
         return rows.reshape(-1)[start:stop]
 
     def _mean(self, name: str) -> Floats:
-        """Return the mean (C,) of the rows before the first new one, summed in float64 in their order."""
+        """Return the mean (C,) of the rows before the first new row, summed in float64 in their order."""
         width = self.base.tensors[name].shape[1]
         total, size = np.zeros(width), max(1, CHUNK // width)
         for at in range(0, self.first, size):
@@ -207,7 +207,7 @@ class GrownWeights(WeightSource):
 
 
 def gguf_of(source: Any) -> GGUFFile | None:
-    """Return the GGUF in which the weights of a source lie, None for another format."""
+    """Return the GGUF that stores the weights of a source, None for another format."""
     file = source.base if isinstance(source, GrownWeights) else source
     return file if isinstance(file, GGUFFile) else None
 
@@ -218,7 +218,7 @@ def tokens_of(source: Any) -> list[str]:
 
 
 class MergedWeights(WeightSource):
-    """A `WeightSource` of the base's weights; those that the adapter changes are merged, in float32.
+    """Weights of the base in which the matrices that the adapter changes are merged, in float32.
 
     Raises UsageError for an adapter of another base.
     """
@@ -234,7 +234,7 @@ class MergedWeights(WeightSource):
             self.metadata = {**base.metadata, QAT: self._rounds}
         self._scale = np.float32(lora.alpha / lora.rank)
         self.tensors = dict(base.tensors)
-        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head gets its own tensor
+        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head gets a separate tensor
         for name in lora.targets:
             self.tensors[name] = self._adapted(name, lora.rank)
 
@@ -264,7 +264,7 @@ class MergedWeights(WeightSource):
     def _product(self, name: str, start: int, stop: int) -> Floats:
         """Return elements [start, stop) of the product that is added to a matrix: full rows, then cut.
 
-        For a stack it is the product of each matrix that has some of the rows.
+        For a stack, it is the product of each matrix that has some of the rows.
         """
         (height, width), rank = self.tensors[name].shape[-2:], self._adapter.tensors[name + FIRST].shape[-2]
         first, last = start // width, -(-stop // width)

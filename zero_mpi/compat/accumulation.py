@@ -1,4 +1,4 @@
-"""Gradient accumulation for scripts: the engine's, with checks of the order of calls."""
+"""Gradient accumulation for scripts: the engine's class, with checks of the order of calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zero_mpi.sharding.rounds import Accumulator, Criterion, Rounds
 
 
 class GradAccum(Accumulator):
-    """Accumulator of `steps` micro-batches per step, counted over all ranks; see the engine.
+    """Accumulator of `steps` micro-batches per step, counted over all ranks; see the engine's class.
 
     After its rounds a step is `complete`, and the optimizer may step. After an error that all ranks caught,
-    `reset` starts the step again. The constructor is collective; it raises ValueError for fewer than one
-    micro-batch per step, UsageError if ranks give different numbers.
+    `reset` restarts the step. The constructor is collective. It raises ValueError for fewer than one
+    micro-batch per step, and UsageError if ranks give different numbers.
     """
 
     module: ShardedModule
@@ -41,8 +41,8 @@ class GradAccum(Accumulator):
     def begin(self) -> None:
         """Begin the rounds of a step."""
         super().begin()
-        self._since = self.module.forgotten  # its value when the step began
-        self._inside = False  # True while a round is running, and after an error in it
+        self._since = self.module.forgotten  # value of `forgotten` when the step began
+        self._inside = False  # True while a round runs, and after an error in it
 
     @property
     def complete(self) -> bool:
@@ -51,20 +51,20 @@ class GradAccum(Accumulator):
 
     @property
     def _next_round(self) -> int:
-        """Number of the next round: 0 if the step before is complete or its gradients were cleared."""
+        """Number of the next round; 0 if the previous step is complete or its gradients were cleared."""
         return 0 if self.complete or self._since != self.module.forgotten else self.round
 
     @property
     def next_micro_batch(self) -> int | None:
-        """Number of the micro-batch that this rank computes next; None: it has none in the next round."""
+        """Number of the micro-batch that this rank computes next; None if it has none in the next round."""
         return self.rounds.micro_batch(self._next_round)
 
     def __iter__(self) -> Iterator[int | None]:
         """Yield this rank's micro-batch, or None, of each remaining round of the step.
 
-        After a `break` the next loop continues where that one stopped; `reset` restarts the step, also inside
-        the loop. Raises ValueError if the gradients of a complete step were not used, and for a round that
-        was not accumulated.
+        After a `break` the next loop continues at the same round; `reset` restarts the step, even inside the
+        loop. Raises ValueError if the gradients of a complete step were not used, and for a round that was
+        not accumulated.
         """
         self._check_ready()
         while True:
@@ -75,22 +75,22 @@ class GradAccum(Accumulator):
             if self.round != number + 1 and self.module.forgotten == forgotten:
                 raise ValueError(
                     f"round {number} of {len(self.rounds)} was not accumulated; expected one call of "
-                    "GradAccum.accumulate for each micro-batch of the loop, also where it is None"
+                    "GradAccum.accumulate for each micro-batch of the loop, also if it is None"
                 )
 
     def reset(self) -> None:
-        """Drop the accumulated gradients and an unfinished round: the next round is the first of a step.
+        """Drop the accumulated gradients and an unfinished round; the next round is the first of a step.
 
-        For errors that all ranks raised in the same place and caught, as while reading data. Collective.
+        Use it after errors that all ranks raised in the same place and caught, as while reading. Collective.
         """
         self.module.drop_gathered()
         self.module.zero_gradients()
         self.begin()
 
     def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
-        """Run one round; see the engine. Collective.
+        """Run one round; see the engine's method. Collective.
 
-        Raises ValueError if a rank without a micro-batch gives one, or the reverse.
+        Raises ValueError if a rank without a micro-batch passes one, or a rank with one passes None.
         """
         self._check_turn(x, "its input")
         if x is not None and criterion is None:
@@ -102,11 +102,11 @@ class GradAccum(Accumulator):
         return super().accumulate(x, criterion)
 
     def add_gradients(self, gradients: Mapping[str, Array] | None, loss: float = 0.0) -> None:
-        """Run one round with gradients that were computed elsewhere, in place of `accumulate`. Collective.
+        """Run one round with gradients that were computed elsewhere, instead of `accumulate`. Collective.
 
         `gradients`: name -> full gradient of each trained parameter, scaled as in `accumulate`; None on a
         rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError for
-        other names or shapes, and if a rank without a micro-batch gives gradients, or the reverse.
+        other names or shapes, for gradients on a rank without a micro-batch, and for None on a rank with one.
         """
         self._check_turn(gradients, "its gradients")
         instance("add_gradients: loss", loss, Real, "a number")
@@ -125,7 +125,7 @@ class GradAccum(Accumulator):
         self.run_round(add)
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
-        """Run a round; it begins a new step if the one before is complete or was cleared."""
+        """Run a round; it begins a new step if the previous step is complete or was cleared."""
         if self._next_round == 0:
             self.begin()
         self._inside = True
@@ -138,7 +138,7 @@ class GradAccum(Accumulator):
         return self.totals()[0]
 
     def _check_turn(self, given: Any, wanted: str) -> None:
-        """Raise ValueError unless a round can begin and `given` is None just on ranks without micro-batch."""
+        """Raise ValueError unless a round can begin, or if `given` does not match this rank's micro-batch."""
         self._check_ready()
         micro_batch = self.next_micro_batch
         if (given is None) != (micro_batch is None):

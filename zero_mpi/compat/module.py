@@ -1,4 +1,4 @@
-"""Modules for scripts: the engine's with checks, `DDP`, and a linear layer sharded by rows."""
+"""Modules for scripts: the engine's class with checks, `DDP`, and a linear layer sharded by rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALL = "all rounds are done"
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The part of a parameter that a rank owns: elements [offset, offset + size), or with `by_rows` rows."""
+    """The part of a parameter that a rank owns: elements [offset, offset + size), or rows if `by_rows`."""
 
     full_shape: tuple[int, ...]
     offset: int
@@ -43,24 +43,24 @@ class ShardInfo:
 
 
 class Unmatched(NamedTuple):
-    """Names that only the module has (`missing`) or only the loaded state (`unexpected`)."""
+    """Names that only the module has (`missing`) or only the loaded state has (`unexpected`)."""
 
     missing: list[str]
     unexpected: list[str]
 
 
 class ShardedModule(engine.ShardedModule):
-    """Model that is sharded over the ranks of `comm`, given as a list of Stage(scope, layer); see the engine.
+    """Model that is sharded over the ranks of `comm`, given as a list of Stage(scope, layer).
 
-    `LayoutConfig` and the engine's class describe the other arguments. Before the first micro-batch all
-    parameters need values, by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
-    constructor is collective. It raises, on all ranks, ValueError for impossible arguments, and UsageError
-    for a precision that the transport cannot reduce and if ranks differ.
+    `LayoutConfig` and the engine's class describe the other arguments. Before the first micro-batch, all
+    parameters need values: by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
+    constructor is collective. It raises, on all ranks, ValueError for invalid arguments, and UsageError for a
+    precision that the transport cannot reduce and if ranks differ.
     """
 
-    rounds_open = NOTHING  # state of the gradients, checked before they are used
-    forgotten = 0  # number of times gradients were cleared; counts of rounds then restart
-    is_training: bool = True  # whether `forward` keeps what backward needs by default
+    rounds_open = NOTHING  # state of the gradients, checked before their use
+    forgotten = 0  # how often gradients were cleared; the round count then restarts
+    is_training: bool = True  # whether `forward` keeps values for backward by default
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ShardedModule(engine.ShardedModule):
         self.unfilled = set(self.params)  # parameters that are zero because they were never set
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
-        """Return the arguments of a module; raise ValueError for impossible ones."""
+        """Return the arguments of a module; raise ValueError for invalid arguments."""
         instance("ShardedModule: strategy", config.strategy, Strategy, "a Strategy such as FULL_SHARD")
         instance("ShardedModule: precision", config.precision, Precision, "a Precision such as FP32")
         prefetch = whole_number("ShardedModule: prefetch", config.prefetch, least=0)
@@ -105,7 +105,7 @@ class ShardedModule(engine.ShardedModule):
     # ------------------------------------------------------------------------------------ a micro-batch
 
     def train(self, mode: bool = True) -> Self:
-        """Let `forward` keep what backward needs, unless `mode` is False. Call on all ranks. Return self."""
+        """Let `forward` keep values for backward, unless `mode` is False. Call on all ranks. Return self."""
         instance("train: mode", mode, bool, "True or False")
         self.is_training = mode
         return self
@@ -119,26 +119,26 @@ class ShardedModule(engine.ShardedModule):
         return super().forward(x, self.is_training if training is None else training)
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
-        """Return dx of the first trained stage; see the engine."""
+        """Return dx of the first trained stage; see the engine's method."""
         if self._forward is None:
             raise ValueError("backward needs a forward(x, training=True) before it")
         idle = self._forward.is_idle
         if (dy is None) != idle:
             raise ValueError(
-                f"backward: the forward before it had {'no' if idle else 'an'} input; expected "
+                f"backward: the previous forward had {'no' if idle else 'an'} input; expected "
                 f"{'None' if idle else 'a gradient of its output'}, got {came(dy)}"
             )
         return super().backward(dy, contributors=contributors, last=last)
 
     def evaluate(self, x: Any, targets: Any, scale: float = 1.0) -> Scalar | None:
-        """Return the loss and keep nothing for backward; None for a rank without a micro-batch."""
+        """Return the loss and keep nothing for backward; None on a rank without a micro-batch."""
         losses = self.losses(x, loss_with(targets, scale))
         return losses[0] if losses else None
 
     def add_gradients(
         self, gradients: Mapping[str, Array] | None, *, contributors: int | None = None, last: bool = True
     ) -> None:
-        """Add gradients by name, as a backward would; None: this rank has none in this round. Collective."""
+        """Add gradients by name, as a backward does; None: this rank has none in this round. Collective."""
         self._begin()
         actions = without(GATHERING, self._schedule_of(last).backward)
         self._descend(actions, ExternalGradients(self, gradients), contributors, last)
@@ -170,7 +170,7 @@ class ShardedModule(engine.ShardedModule):
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Return whether gathered parameters wait for a forward to begin."""
+        """Return whether gathered parameters are ready for a forward that has not begun."""
         started = any(unit.parameters.state is not State.SHARDED for unit in self.units)
         return self.strategy.shards_parameters and self._forward is None and started
 
@@ -208,19 +208,19 @@ class ShardedModule(engine.ShardedModule):
     # ------------------------------------------------------------------------------------- parameters
 
     def load_slices(self, read: engine.Read, names: Collection[str] | None = None) -> None:
-        """Fill parameters by read(name, start, stop); see the engine."""
+        """Fill parameters by read(name, start, stop); see the engine's method."""
         super().load_slices(read, names)
         self.unfilled.difference_update(self.params if names is None else names)
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill the parameters that stay in the blocks of a file; see the engine."""
+        """Fill the parameters that stay in the blocks of a file; see the engine's method."""
         super().load_stored(read)
         self.unfilled.difference_update(self.config.stored)
 
     def load_state_dict(self, state: Mapping[str, Array], strict: bool = True) -> Unmatched:
         """Fill parameters from full arrays by name. Collective if ranks share memory and used the parameters.
 
-        Missing and unknown names raise ValueError; if not `strict` they are ignored and returned.
+        Missing and unknown names raise ValueError; if not `strict`, they are ignored and returned.
         """
         instance("load_state_dict", state, Mapping, "a mapping of names to arrays")
         if strict:
@@ -261,7 +261,7 @@ class ShardedModule(engine.ShardedModule):
         return [unit.parameters.master_shard for unit in self.units]
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        """Yield (name, flat view of this rank's elements) of each parameter that it owns a part of."""
+        """Yield (name, flat view of this rank's elements) of each parameter of which it owns a part."""
         for unit in self.units:
             shard = unit.parameters.master_shard
             for segment in unit.unit.segments(unit.part):
@@ -333,7 +333,7 @@ class DDP(ShardedModule):
 class ShardedLinear(ShardedModule):
     """A linear layer y (..., O) = x (..., C) W^T + b whose rows (of `NAME.weight`, `NAME.bias`) are sharded.
 
-    Between `forward` and `backward` nothing is gathered; `backward` returns dx.
+    Nothing stays gathered between `forward` and `backward`; `backward` returns dx.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class ShardedLinear(ShardedModule):
         super().__init__([Stage(name, layer)], comm, FULL_SHARD, prefetch=0, by_rows=True)
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
-        """Return the output y for x; drop the gathered rows at once."""
+        """Return the output y for x; release the gathered rows immediately."""
         y = super().forward(x, training)
         for unit in self.units:
             unit.release()
@@ -361,7 +361,7 @@ class ShardedLinear(ShardedModule):
 
 
 class ExternalGradients(MicroBatch):
-    """A micro-batch whose gradients were computed elsewhere. Backward adds each of them once."""
+    """A micro-batch whose gradients were computed elsewhere. Backward adds each gradient once."""
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)

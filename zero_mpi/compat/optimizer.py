@@ -1,4 +1,4 @@
-"""Optimizers for scripts: the engine's with checks, `ShardedAdamW`, and updates of plain arrays."""
+"""Optimizers for scripts: the engine's class with checks, `ShardedAdamW`, and updates of plain arrays."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Arrays = Mapping[str, Array] | Sequence[Array]
 
 
 class ShardedOptimizer(engine.ShardedOptimizer):
-    """Optimizer of a ShardedModule; the last name pattern that matches a parameter counts.
+    """Optimizer of a ShardedModule. If several name patterns match a parameter, the last one is used.
 
     rules         a Rule (`AdamW`, `Muon`, your own), or name pattern -> Rule
-    lr            learning rate, unless `step` gets another one
+    lr            learning rate, unless `step` is given another one
     weight_decay  decoupled decay: each step multiplies matrices by 1 - lr * weight_decay
     lr_scale      name pattern -> factor of the learning rate ("*.lora_b": 16); 0: parameters do not change
     decay_scale   name pattern -> factor of the weight decay, also for parameters that are not matrices
@@ -35,14 +35,14 @@ class ShardedOptimizer(engine.ShardedOptimizer):
     offload       "moments" keeps states in pinned memory of the host, "state" also the parameters of a module
                   with `offload_masters`; raises UsageError without a GPU
 
-    `steps` counts updates, `skipped` the steps without one because the norm was not finite. The constructor
-    is collective; it raises ValueError for impossible settings, UsageError if ranks differ.
+    `steps` counts updates, `skipped` the steps without an update because the norm was not finite. The
+    constructor is collective; it raises ValueError for invalid settings, UsageError if ranks differ.
     """
 
     module: ShardedModule
 
     def check(self, module: Any, rules: Any, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError for impossible arguments, UsageError for those that exclude each other."""
+        """Raise ValueError for invalid arguments, UsageError for arguments that exclude each other."""
         what, offload, ema = type(self).__name__, settings["offload"], settings["ema"]
         instance("rules", rules, Mapping, "a Rule such as AdamW(), or a mapping of name patterns to rules")
         for pattern, rule in rules.items():
@@ -61,7 +61,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             raise ValueError("offload: Muon cannot offload its states; leave offload out")
 
     def check_units(self) -> None:
-        """Raise ValueError unless matrix rules have full matrices, in units of their own."""
+        """Raise ValueError unless matrix rules have full matrices, in separate units."""
         for unit in self.units:
             takes = {name: isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}
             if unit.unit.whole and len({*takes.values()}) > 1:
@@ -74,7 +74,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                     )
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
-        """Update the parameters by the module's gradients, then clear these; see the engine. Collective."""
+        """Update the parameters by the module's gradients, then clear the gradients. Collective."""
         lr = None if lr is None else number("step: lr", lr, least=0)
         check_max_norm("step", max_norm)
         self.module.check_gradients("step")
@@ -88,11 +88,11 @@ class ShardedOptimizer(engine.ShardedOptimizer):
     def step_on_params(self, params: Arrays, grads: Arrays, lr: float | None = None) -> None:
         """Update any arrays in place by their gradients; both are mappings by name, or both are lists.
 
-        States and step counts are kept by name or index, apart from the module's. For shards of the module,
-        `dict(module.named_parameters())`, call `drop_gathered` before and `broadcast_updated_params` after.
-        Weight decay applies to matrices of the module and other arrays of two or more dimensions. Not
-        collective. Raises ValueError, and updates nothing, if names, shapes or types do not match each other
-        or earlier calls.
+        States and step counts are kept by name or index, separately from the module's. For shards of the
+        module, `dict(module.named_parameters())`, call `drop_gathered` before and `broadcast_updated_params`
+        after. Weight decay applies to matrices of the module and to other arrays of two or more dimensions.
+        Not collective. Raises ValueError, and updates nothing, if names, shapes or types do not match each
+        other or the earlier calls.
         """
         lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
         arrays, given = keyed("params", params), keyed("grads", grads)
@@ -128,9 +128,9 @@ class ShardedOptimizer(engine.ShardedOptimizer):
 
 
 class ShardedAdamW(ShardedOptimizer):
-    """AdamW for a ShardedModule: `ShardedOptimizer` with that rule for all parameters.
+    """AdamW for a ShardedModule: `ShardedOptimizer` with this rule for all parameters.
 
-    betas, eps    decay of the two moments, and the number added to the root of the second
+    betas, eps    decay of the two moments, and the number added to the root of the second moment
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Tokenizers, the corpus, and the order in which global samples go to ranks: from files to micro-batches.
 
-Nothing here knows MPI or a model. Each function depends on its arguments alone (paths, seed, step, rank),
-so every rank computes its own share and no two ranks can disagree.
+Nothing in this package knows MPI or a model. Each function depends only on its arguments (paths, seed, step,
+rank), so every rank computes its own share and no two ranks can disagree.
 """
 
 from collections.abc import Mapping
@@ -68,10 +68,10 @@ __all__ = [
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, object], place: str = THE_FILE) -> Tokenizer:
-    """Return the tokenizer that a GGUF's keys describe: bytes or one of `KINDS`. `place` names the file.
+    """Return the tokenizer that a GGUF's keys describe: bytes or one of `KINDS`. `place` is the file's name.
 
-    Raises UsageError, which says what the keys hold and what to do, for any other kind and for keys that do
-    not fit together.
+    Raises UsageError, which says what the keys hold and what to do, for any other kind of tokenizer and for
+    keys that do not fit together.
     """
     if ByteTokenizer.is_in(metadata, place):
         return ByteTokenizer(GGUFKeys(metadata, place).text(TEMPLATE))

@@ -1,9 +1,9 @@
-"""Turns files and folders into token streams, some to train on and some held out.
+"""Turns files and folders into token streams for training and for validation.
 
-A corpus is one ordered list of documents for each source of `--data`. Documents are held out whole, so no
-text is on both sides. Its sha256 covers names and bytes of the documents, wherever they lie and however they
-are split: a checkpoint records it, so a resume on other data is noticed. Without a path, the corpus is
-Python's own standard library: real text that is on every machine.
+A corpus is one ordered list of documents for each source of `--data`. Full documents are held out, so no text
+is in both streams. Its sha256 covers the names and bytes of the documents, not their location or the split.
+A checkpoint records it, so a resume on other data is noticed. Without a path, the corpus is Python's own
+standard library: real text that is on every machine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_file, is_folder
 
-LEAST_SHARE = 1e-3  # smallest share of all samples: a block of `sample_order` has some of each source
+LEAST_SHARE = 1e-3  # smallest share of all samples: every block of samples contains each source
 _SHARE = re.compile(r"(?P<path>.+)=(?P<share>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)", re.DOTALL)
 
 
 class DataSource(NamedTuple):
-    """Source in `--data`: paths that are read as one, and their share of all samples."""
+    """Source in `--data`: paths that are read as one corpus, and their share of all samples."""
 
     name: str
     paths: list[str]
@@ -44,8 +44,8 @@ class DataSource(NamedTuple):
 def sources_of(given: Sequence[str]) -> list[DataSource]:
     """Return the sources of `--data`: one for each `PATH=SHARE`, or one for all paths.
 
-    A name that exists as a path is taken as the path. Shares are relative to their sum. Raises UsageError for
-    some paths with a share and some without, for a repeated path, and for a share below `LEAST_SHARE`.
+    An existing path that looks like `PATH=SHARE` is taken as a path. Shares are relative to their sum. Raises
+    UsageError if only some paths have a share, for a repeated path, and for a share below `LEAST_SHARE`.
     """
     found = [None if os.path.exists(path) else _SHARE.fullmatch(path) for path in given]
     shares = {match["path"]: float(match["share"]) for match in found if match is not None}
@@ -78,11 +78,11 @@ def files_of(data: Sequence[str]) -> list[tuple[str, Path]]:
 
 def holds_token_files(data: Sequence[str]) -> bool:
     """Return whether all sources are token files, which need no tokenizer; UsageError if only some are."""
-    kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # all are checked
+    kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # checks all sources
     return all(kinds)
 
 
-UNFINISHED = ".tokenize"  # folder of a job's files until all parts are complete
+UNFINISHED = ".tokenize"  # folder for the files of a tokenize job until all parts are complete
 
 
 def tokenizers_of(data: Sequence[str]) -> list[Path]:
@@ -98,12 +98,12 @@ def tokenizers_of(data: Sequence[str]) -> list[Path]:
 
 
 Ids = NDArray[np.integer[Any]]
-_HELD_OUT_STREAM = 0x68656C64  # keeps this draw apart from every other use of the user's seed
+_HELD_OUT_STREAM = 0x68656C64  # separates this draw from other uses of the user's seed
 _BLOCK = 1 << 20  # ids processed together
 
 
 class Part(NamedTuple):
-    """Stream of a source, its share of the samples, and the bos of its windows."""
+    """Stream of a source, its share of the samples, and the bos id that begins its windows."""
 
     name: str
     stream: Stream
@@ -113,24 +113,24 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Data that training reads, and facts about them."""
+    """Data that training reads, and facts about the data."""
 
-    parts: tuple[Part, ...]  # to train on
-    held_out: tuple[Part, ...]  # may be empty, and `notes` say why
-    sha256: str  # sha256 over names and bytes of all documents in order and over shares, not over the split
+    parts: tuple[Part, ...]  # training data
+    held_out: tuple[Part, ...]  # if empty, `notes` give the reason
+    sha256: str  # over names and bytes of all documents in order and over shares, not over the split
     documents: int
-    val_documents: int  # held out in full; 0 if the tail of a single document is held out
+    val_documents: int  # documents held out in full; 0 if the tail of a single document is held out
     notes: tuple[str, ...]  # notes for the user: data left out and why, and remarks on the data read
 
     @property
     def train(self) -> Stream:
-        """Stream to train on, for a corpus of one source."""
+        """Training stream of a corpus with one source."""
         (part,) = self.parts
         return part.stream
 
     @property
     def val(self) -> Stream:
-        """Held-out stream of one source; empty if nothing is held out."""
+        """Validation stream of one source; empty if nothing is held out."""
         return self.held_out[0].stream if self.held_out else stream_of([])
 
     @property
@@ -143,7 +143,7 @@ _Documents = list[Document]
 
 
 class _Split(NamedTuple):
-    """A source's parts on both sides, at most one on each; notes on its documents, and their digest."""
+    """Training and validation parts of a source, at most one of each; notes on documents; their digest."""
 
     train: list[Part]
     val: list[Part]
@@ -162,8 +162,8 @@ def load_corpus(
 ) -> Corpus:
     """Return the corpus of `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    `paths`: with `PATH=SHARE` for each, every path is a source. `val_paths`: data to hold out instead. Token
-    files and large encoded text stay on disk.
+    If every path is `PATH=SHARE`, each is a source. `val_paths`: data to hold out instead. The ids of token
+    files and of large encoded texts stay on disk.
     """
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, context, fraction, seed) for source in sources_of(paths)]
@@ -193,9 +193,9 @@ def _split(
     seed: int = 0,
     flag: str = "--data",
 ) -> _Split:
-    """Return a source with `fraction` of its tokens held out, all of them for --val-data.
+    """Return a source with `fraction` of its tokens held out, or all of them for --val-data.
 
-    Raises UsageError if it has no window.
+    Raises UsageError if the source is too small for a window.
     """
     documents, notes = reader.documents(flag, source.paths)
     *places, total = np.cumsum([0, *(document.tokens.size for document in documents)]).tolist()
@@ -211,7 +211,7 @@ def _split(
     where = source.name or ("" if flag == "--data" else flag)
     said = [type(note)(f"{where}: {note}") if where else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
-    # The documents of token files count one by one where their ends are known.
+    # The documents of token files are drawn separately if their ends are known.
     in_train, in_val = (
         sum(len(each.ends) if each.ends is not None and each.is_divisible else 1 for each in side)
         for side in (train, val)
@@ -226,7 +226,7 @@ def _split(
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
     """Return training and held-out documents, each in the order of the corpus.
 
-    The tail of a single document is held out; so are the tails of all token files if all know their ends.
+    The tail of a single document is held out. If all token files mark document ends, so is the tail of each.
     """
     if fraction == 0:
         return documents, []
@@ -240,10 +240,10 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
-    """Draw documents in an order set by `seed` until they hold `fraction` of all tokens; one always stays.
+    """Draw documents in an order set by `seed` until they hold `fraction` of all tokens; one always remains.
 
-    A document that would bring them to more than twice that share is skipped; the smallest skipped one is
-    taken only if the others do not reach the share. Else a huge first document would hold out nearly all.
+    A document that would raise the sum above twice that share is skipped; the smallest skipped document is
+    taken only if the others do not reach the share. This keeps a huge first document from being held out.
     """
     goal, tokens = fraction * sum(sizes), 0
     order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()
@@ -271,7 +271,7 @@ def _too_small(train: _Documents, val: _Documents, least: int) -> str:
 
 
 def _digest(documents: Sequence[Document]) -> str:
-    """Return the sha256 over (length of name, name, digest) of each: different lists give different input."""
+    """Return the sha256 over (length of name, name, digest) of each document, so different lists differ."""
     total = hashlib.sha256()
     for document in documents:
         name = os.fsencode(document.name)
@@ -280,8 +280,8 @@ def _digest(documents: Sequence[Document]) -> str:
 
 
 def unigram_entropy(tokens: Ids) -> float:
-    """Return the entropy, in nats per token, of the ids in `tokens` (1-D): the loss of the best order-0 model
-    of this very text, hence the loss that a trained model has to beat. NaN for no tokens.
+    """Return the entropy, in nats per token, of the ids in `tokens` (1-D). It is the loss of the best order-0
+    model of this text, so a trained model has to reach a lower loss. NaN for no tokens.
     """
     counts = np.zeros(0, np.int64)
     for start in range(0, len(tokens), _BLOCK):

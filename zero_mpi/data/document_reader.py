@@ -1,8 +1,8 @@
 """Turns files into documents: text, ids or conversations, encoded and closed by a separator.
 
-A document is a text file, whose bytes are encoded and closed by an eos token (a bos if the tokenizer has no
-eos), a token file, whose ids are taken unchanged, or a conversation, as its chat template writes and ends
-it.
+A document is a text file, whose bytes are encoded and closed by an eos token (by a bos if the tokenizer has
+no eos), a token file, whose ids are taken unchanged, or a conversation in the form and with the end that its
+chat template writes.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ from zero_mpi.files.open import is_folder, refusing
 Text = tuple[str, bytes]
 """Name and bytes of a text."""
 
-_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, few compared with the ids
+_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little memory
 
 
 def separator(tokenizer: Tokenizer) -> int | None:
-    """Return the id that closes a document. A bos in place of a missing eos still marks the next start."""
+    """Return the id that closes a document. Without an eos, a bos marks the start of the next document."""
     return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
 
 
@@ -44,9 +44,9 @@ def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Document]:
-    """Yield each text encoded and closed, in order; a few MiB of them are held at a time.
+    """Yield each text encoded and closed, in order; a few MiB of documents are held at a time.
 
-    Empty ones stay empty: a separator alone teaches nothing.
+    Empty documents stay empty, because a separator alone teaches nothing.
     """
     last, mark = separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
     for group in in_groups(texts, lambda text: len(text[1]), _ENCODED):
@@ -57,23 +57,23 @@ def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Docume
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Reads documents by the flags that say how to read files."""
+    """Reader of documents, with the flags that say how to read files."""
 
     tokenizer: Tokenizer | None  # token files need none
     vocab_size: int
-    any_bytes: bool = False  # named files are read unchanged, text or not
+    any_bytes: bool = False  # named files are read unchanged, even if they are not text
     control_tokens: str | None = None  # see `TextReader`
     bos: int | None = None  # id that begins each window of text and each conversation
     loss_on: str = ANSWERS  # "answers" or "all" tokens of conversations
-    packs: bool = False  # windows hold whole documents, which may be shorter than the context
+    packs: bool = False  # windows hold full documents, which may be shorter than the context
     skip_bad: bool = False  # leaves out bad rows of conversations, with a note
     inputs: TemplateInputs = NO_INPUTS
-    preferences: str = ""  # the loss that needs pairs
+    preferences: str = ""  # name of the loss that needs pairs; "" for other losses
     batches: Batches = field(default_factory=Batches)
 
     @cached_property
     def text(self) -> TextReader:
-        """Reader of texts; raises UsageError without a tokenizer that fits."""
+        """Reader of texts; raises UsageError if no tokenizer fits."""
         if self.tokenizer is None:
             raise UsageError("text needs a tokenizer: use token files for --data")
         if self.vocab_size < (size := self.tokenizer.vocab_size):
@@ -90,7 +90,7 @@ class DocumentReader:
         return documents, notes
 
     def bos_of(self, paths: Sequence[str]) -> int | None:
-        """Return the bos of windows; none for token files, whose ids are taken unchanged."""
+        """Return the bos id of windows; None for token files, whose ids are taken unchanged."""
         return None if are_tokens(collect_files(paths)) else self.bos
 
     def _read(self, paths: Sequence[str]) -> Reading:
@@ -118,7 +118,7 @@ class DocumentReader:
                 )
 
     def _tokens(self, files: Files) -> list[Document]:
-        """Return the documents of token files, none of which is read into memory."""
+        """Return the documents of token files without reading the files into memory."""
         documents = [read_tokens(name, path, self.vocab_size) for name, path in files]
         silent = [each.name for each in documents if each.ends is None]
         if self.packs and silent:
@@ -138,7 +138,7 @@ class DocumentReader:
         return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
 
     def _settings(self, paths: Sequence[str]) -> dict[str, object]:
-        """Return all settings that determine the ids, besides the files."""
+        """Return all settings that, together with the files, determine the ids."""
         named = sorted(os.path.realpath(path) for path in paths if not is_folder(path))
         return self.text.tokenizer.metadata() | {
             "any bytes": self.any_bytes,
@@ -155,9 +155,9 @@ class DocumentReader:
 def _conversations(
     files: Files, reader: ConversationReader, flags: DocumentReader, notes: list[str]
 ) -> Iterator[Document]:
-    """Yield each conversation, or each pair with its better side first, as its template ends it.
+    """Yield each conversation, or each pair with its better side first, as its template formats it.
 
-    Conversations in which nothing counts, and pairs with a side that has no answer, are skipped.
+    Conversations without a counted token, and pairs with a side that has no answer, are skipped.
     """
     totals, bad = Totals(), BadRows() if flags.skip_bad else None
     if flags.preferences:

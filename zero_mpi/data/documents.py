@@ -1,12 +1,12 @@
 """Parts of a corpus: ids in files, encoded documents with the tokens that a loss counts, and their stream.
 
-A document is the unit within which attention may look. One without `counted` is text: every token but the
-first is a target, and if it is longer than a window it continues in the next. One with `counted` is a
-conversation: tokens that are not counted are read but not learned, and tokens beyond a window's end are left
-out, because a reply without its question teaches something else.
+Attention never crosses the border of a document. A document without `counted` is text: every token but the
+first is a target, and text that is longer than a window continues in the next one. A document with `counted`
+is a conversation: tokens that are not counted are read but not learned, and tokens beyond a window's end are
+left out, because a reply without its question teaches something else.
 
 Files of ids are read by position and not memory-mapped. A corpus may be larger than all memory; the system
-keeps the pages that ranks of a host read, once for all of them. A map would do that too, but if a file
+caches the pages that the ranks of a host read, once for all ranks. A map would do that too, but if a file
 shrinks or its disk fails, a map ends the process by a signal without any message; a failed read is an error.
 """
 
@@ -31,9 +31,9 @@ Ids = NDArray[np.unsignedinteger[Any]]
 Places = NDArray[np.int64]
 T = TypeVar("T")
 
-MOST_HELD = 1 << 24  # bytes of ids that each rank holds in memory, to be independent of a file
+MOST_HELD = 1 << 24  # ids of at most so many bytes are held in memory by each rank
 OPEN_FILES = 128  # open files of one process; a corpus may have thousands
-SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # places and bytes of a sampled digest: 16 MiB of a corpus of any size
+SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and bytes of the samples in a digest: 16 MiB for any corpus
 CHANGED = "files of --data must not change during a run"
 
 
@@ -42,13 +42,13 @@ class FileSpan:
     """Consecutive ids of one file."""
 
     path: str
-    start: int  # byte of the file where they begin
+    start: int  # byte of the file where the ids begin
     size: int  # number of ids
     dtype: np.dtype[Any]
-    length: int  # bytes of the full file, when it was first checked
+    length: int  # size of the file in bytes when it was first checked
 
     def read(self, first: int, buffer: NDArray[Any]) -> None:
-        """Fill `buffer` with ids from `first` on; raises JobError if the file has changed."""
+        """Fill `buffer` with ids from index `first` on; raises JobError if the file has changed."""
         view, at = buffer.view(np.uint8).data, self.start + first * self.dtype.itemsize
         try:
             file = opened(self.path, self.length).file
@@ -62,7 +62,7 @@ class FileSpan:
 
 
 class OpenFile:
-    """File that is closed when its last user is gone."""
+    """File that is closed when nothing refers to it any more."""
 
     def __init__(self, file: FileIO) -> None:
         self.file = file
@@ -73,7 +73,7 @@ class OpenFile:
 
 @lru_cache(maxsize=OPEN_FILES)
 def opened(path: str, length: int) -> OpenFile:
-    """Return a file of `length` bytes, open until many others are; raises JobError if its length differs."""
+    """Return a file of `length` bytes, cached among open files; raises JobError if its length differs."""
     try:
         file = open_file(path, "a token file")
     except FileError as error:
@@ -88,9 +88,9 @@ def opened(path: str, length: int) -> OpenFile:
 
 
 class TokenSpans:
-    """Spans of files as one row of ids, uint16 or uint32 by the widest of them. A slice is a TokenSpans too.
+    """Spans of files as one sequence of ids, in the widest dtype of the spans. A slice is a TokenSpans too.
 
-    Ids are checked when they are read: one outside the vocabulary of `vocab` is a JobError.
+    Ids are checked when they are read: an id outside the vocabulary of `vocab` is a JobError.
     """
 
     ndim = 1
@@ -104,7 +104,7 @@ class TokenSpans:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the ids take during a run."""
+        """Bytes of memory that the ids use during a run."""
         return self.size * self.dtype.itemsize * (not self.stays)
 
     @property
@@ -117,7 +117,7 @@ class TokenSpans:
 
     def __getitem__(self, part: slice) -> TokenSpans:
         first, stop, step = part.indices(self.size)
-        assert step == 1, "ids are one behind the other"
+        assert step == 1, "ids are consecutive"
         spans = [
             replace(span, start=span.start + at * span.dtype.itemsize, size=count)
             for span, at, count in self._pieces(first, max(stop - first, 0))
@@ -125,7 +125,7 @@ class TokenSpans:
         return TokenSpans(spans, self.vocab)
 
     def read(self, starts: Places, sizes: Places) -> Ids:
-        """Return the ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on."""
+        """Return the ids (sum of sizes,): `sizes` (n,) ids each from the indices `starts` (n,) on."""
         buffer, done = np.empty(int(sizes.sum()), self.dtype), 0
         for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             for span, at, count in self._pieces(start, size):
@@ -162,7 +162,7 @@ class TokenSpans:
             start, size, number = start + count, size - count, number + 1
 
     def sampled_digest(self) -> bytes:
-        """Return the sha256 of sizes, and of ids at places spread evenly over all spans.
+        """Return the sha256 of the sizes and of ids at positions spread evenly over all spans.
 
         It distinguishes corpora without reading all of them.
         """
@@ -179,7 +179,7 @@ class TokenSpans:
 
 
 def _joined(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
-    """Return the spans that hold ids; spans that lie next to each other in a file are merged."""
+    """Return the spans that hold ids; adjacent spans of a file are merged."""
     found = list[FileSpan]()
     for span in filter(lambda each: each.size, spans):
         last = found[-1] if found else None
@@ -210,7 +210,7 @@ def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterat
 
 
 def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> NDArray[Any]:
-    """Return the ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on, held or in files."""
+    """Return the ids (sum of sizes,): `sizes` (n,) each from `starts` (n,) on, from memory or files."""
     if isinstance(ids, TokenSpans):
         return ids.read(starts, sizes)
     result: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]
@@ -226,16 +226,16 @@ class Remark(str):
 
 
 class Document(NamedTuple):
-    """Ids in their order, and their origin."""
+    """Ids of a document in order, and their origin."""
 
     name: str  # name of the file or line, for messages and for the digest of the corpus
-    tokens: Tokens  # (n,) uint16 or uint32, held or in a file; a text's include the separator
+    tokens: Tokens  # (n,) uint16 or uint32, in memory or in a file; includes the separator of a text
     digest: bytes  # sha256 of the source bytes and of the result
     counted: Counted | None = None  # (n,) whether the loss counts a token, never the first; None: all
-    # (D,) ends of the documents in a token file, none of them empty; None: a single document, or ends
-    # unknown. For a pair, which has `counted`: the ends of both sides.
+    # (D,) ends of the documents in a token file, none of them empty; None: a single document, or unknown.
+    # For a pair, which has `counted`: the ends of both sides.
     ends: NDArray[np.int64] | None = None
-    at: int = 0  # place of the first token in the data, if some are held out
+    at: int = 0  # index of the first token in the data, if a part is held out
 
     @property
     def is_divisible(self) -> bool:
@@ -243,7 +243,7 @@ class Document(NamedTuple):
         return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     def cut(self, place: int) -> tuple[Document, Document]:
-        """Split a document at a place and return both parts. If the ends of the documents inside it are
+        """Split a document at an index and return both parts. If the ends of the documents inside it are
         known, the cut is moved to the next end.
         """
         ends, count = self.ends, self.counted
@@ -261,16 +261,16 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Documents one after the other."""
+    """Documents one after the other, as one sequence of ids."""
 
-    ids: Tokens  # (n,) ids of all documents, uint16 or uint32, held or in files
+    ids: Tokens  # (n,) ids of all documents, uint16 or uint32, in memory or in files
     ends: NDArray[np.int64]  # (D,) where each document ends
-    counted: Counted | None = None  # (n,) whether the loss counts a token as a target; None: text, all count
-    runs: NDArray[np.int64] | None = None  # (2 R,) starts of runs: (in the stream, in the data) of each
+    counted: Counted | None = None  # (n,) whether the loss counts a token; None: text, all tokens count
+    runs: NDArray[np.int64] | None = None  # (2 R,) start of each run in the stream, then in the data
 
     def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places of tokens in the data, held-out ones included; -1 stays."""
-        assert self.runs is not None, "a stream of documents knows where they were"
+        """Return the indices of tokens in the full data, held-out tokens included; -1 stays -1."""
+        assert self.runs is not None, "a stream made of documents has their positions"
         here, there = self.runs.reshape(-1, 2).T
         run = np.searchsorted(here, np.maximum(places, 0), "right") - 1
         return np.where(places < 0, -1, places - here[run] + there[run])
@@ -285,7 +285,7 @@ class Stream:
 
 
 def stream_of(documents: Sequence[Document]) -> Stream:
-    """Return the stream of documents, all with `counted` or none, and all held or all in files."""
+    """Return the stream of documents, all with `counted` or none, and all in memory or all in files."""
     sizes = np.array([document.tokens.size for document in documents], np.int64)
     stops = np.cumsum(sizes)
     own = [
@@ -293,18 +293,18 @@ def stream_of(documents: Sequence[Document]) -> Stream:
         for stop, each in zip(stops.tolist(), documents, strict=True)
     ]
     ends = np.concatenate([np.zeros(0, np.int64), *own])
-    # Documents that are adjacent in the data are a run: `here` it starts in the stream, `there` in the data.
+    # Documents adjacent in the data form a run. It starts at `here` in the stream and at `there` in the data.
     here, there = stops - sizes, np.array([document.at for document in documents], np.int64)
     first = np.flatnonzero(np.diff(there - here, prepend=-1))
     runs = np.stack([here[first], there[first]], axis=1).ravel()
     if len(documents) == 1:
         return Stream(documents[0].tokens, ends, documents[0].counted, runs)
     masks = [document.counted for document in documents if document.counted is not None]
-    assert len(masks) in (0, len(documents)), "text and conversations do not mix"
+    assert len(masks) in (0, len(documents)), "text and conversations cannot be mixed"
     counted = np.concatenate(masks) if masks else None
     in_files = [each.tokens for each in documents if isinstance(each.tokens, TokenSpans)]
     if in_files:
-        assert len(in_files) == len(documents), "ids are held, or in files"
+        assert len(in_files) == len(documents), "all ids are in memory, or all are in files"
         spans = [span for tokens in in_files for span in tokens.spans]
         return Stream(TokenSpans(spans, in_files[0].vocab), ends, counted, runs)
     held = [each.tokens for each in documents if isinstance(each.tokens, np.ndarray)]

@@ -1,8 +1,8 @@
-"""Cache of encoded texts: ids in a folder named by a digest of their inputs.
+"""Cache of encoded texts: ids in a folder named by a digest of the inputs.
 
-Encoding gigabytes takes minutes, and a requeued job would do it at each start; ids in a file are also not
-held in memory by each rank. So the ids of `LEAST` bytes of text or more are written once, under a digest of
-the texts and of everything that determines their ids, this package's code included. An entry that was not
+Encoding gigabytes takes minutes, and a requeued job would repeat it at each start. Ids in a file also need no
+memory on each rank. So the ids of `LEAST` bytes of text or more are written once, under a digest of the
+texts and of everything that determines their ids, including the code of this package. An entry that was not
 used for `MOST_DAYS` is removed when another one is made. ZERO_MPI_CACHE names the folder. Texts of small
 corpora, and all texts if no folder can be written, are encoded into memory.
 """
@@ -31,25 +31,25 @@ from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file, refusing
 from zero_mpi.files.parse import parse_json
 
-LEAST = 4 << 20  # bytes of text; smaller texts are encoded in about a second
+LEAST = 4 << 20  # bytes of text; encoding less takes about a second
 MOST_DAYS = 30  # days since the last use of an entry
 MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # limits on bytes and values of the record about the documents
 IDS, COUNTED, ABOUT = "ids.bin", "counted.bin", "about.json"
-DIGEST = "digest"  # key in a sealed table: digest of the rest
-NEW = "new-"  # prefix of an entry being written; a killed job's remains are removed after a day
+DIGEST = "digest"  # key in a sealed table: digest of all other keys
+NEW = "new-"  # prefix of an unfinished entry; one left by a killed job is removed after a day
 PLACES = {"ZERO_MPI_CACHE": "", "XDG_CACHE_HOME": "zero_mpi/encoded", "HOME": ".cache/zero_mpi/encoded"}
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
 """Documents, and notes for the user."""
 Beat = Callable[[], object]  # called repeatedly during long work
-Pieces = Sequence[Any]  # texts, or the letters (n,) of texts
+Pieces = Sequence[Any]  # texts, or arrays (n,) of the characters of texts
 Rows = list[NDArray[np.integer[Any]]]
 Encode = Callable[[list[str]], Iterator[Document]]
 """Encodes the documents, then appends notes for the user to the list."""
 
 
 class Batches:
-    """Runner of encode functions on batches of texts; results are rows of integers below 2**32.
+    """Runner of encode functions on batches of texts; results are integer arrays with values below 2**32.
 
     beat     called before each batch
     cached   whether ids from an earlier encoding may be used
@@ -61,7 +61,7 @@ class Batches:
         self.folder: Path | None = None
 
     def __call__(self, pieces: Pieces, encode: Callable[[Pieces], Rows]) -> Rows:
-        """Return encode(pieces), from a file of an earlier job if there is one: a sha256, then the rows."""
+        """Return encode(pieces), from a file of an earlier job if there is one: a sha256, then the arrays."""
         self.beat()
         if self.folder is None:
             return encode(pieces)
@@ -76,7 +76,7 @@ class Batches:
             rows = encode(pieces)
             numbers = np.concatenate([[len(rows)], [*map(len, rows)], *rows]).astype("<u4").tobytes()
             content = hashlib.sha256(numbers).digest() + numbers
-            with suppress(OSError):  # rows that cannot be kept are encoded again
+            with suppress(OSError):  # results that cannot be written are encoded again
                 write_whole(path, content)
         found = np.frombuffer(content, "<u4", offset=32)
         return np.split(found[1 + found[0] :], np.cumsum(found[1 : found[0]]))
@@ -85,9 +85,9 @@ class Batches:
 def through(
     files: Files, settings: Mapping[str, object], vocab: int, encode: Encode, batches: Batches
 ) -> Reading:
-    """Return documents of files and notes: from the cache, or encoded (into the cache if files are large).
+    """Return documents of files and notes: from the cache, or encoded (and cached if the files are large).
 
-    settings   everything besides the texts that determines the ids
+    settings   everything except the texts that determines the ids
     batches    runs the batches of `encode`
 
     Raises UsageError for files that cannot be read, or that change while they are read.
@@ -121,7 +121,7 @@ def folder() -> Path | None:
 
 
 def name_of(files: Files, settings: Mapping[str, object], beat: Beat) -> str:
-    """Return the name of an entry; reads all texts, which takes one second per GB."""
+    """Return the name of an entry; this reads all texts, at about one GB per second."""
     total = hashlib.sha256(code().encode())
     for name, value in sorted(settings.items()):
         total.update(f"{name} = ".encode())
@@ -144,7 +144,7 @@ def digest_of(path: Path, beat: Beat) -> str:
 
 @cache
 def code() -> str:
-    """Return a text that changes with the code that encodes: another version may give other ids."""
+    """Return a digest of the code that encodes, because another version may give other ids."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -152,12 +152,12 @@ def code() -> str:
 
 
 def make(entry: Path, encode: Encode, batches: Batches) -> None:
-    """Write an entry, under another name until it is complete; OSError if that fails.
+    """Write an entry under a temporary name, renamed when it is complete; OSError if that fails.
 
-    Batches that were encoded before an interruption stay for the next job.
+    Batches that were encoded before an interruption are kept for the next job.
     """
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for each in entry.parent.iterdir():  # removes entries that were not used for long
+    for each in entry.parent.iterdir():  # removes entries that were not used for a long time
         used, days = (each / IDS, 1) if each.name.startswith(NEW) else (each, MOST_DAYS)
         with suppress(OSError):
             if used.stat().st_mtime < time.time() - days * 86400:
@@ -167,7 +167,7 @@ def make(entry: Path, encode: Encode, batches: Batches) -> None:
     try:
         kept.mkdir(exist_ok=True)
         write(scratch, encode, batches.beat)
-        with suppress(OSError):  # another job was faster: its entry is the same
+        with suppress(OSError):  # another job was faster, and its entry is the same
             scratch.rename(entry)
         shutil.rmtree(kept, ignore_errors=True)
     except Exception:
@@ -179,13 +179,13 @@ def make(entry: Path, encode: Encode, batches: Batches) -> None:
 
 
 def write(scratch: Path, encode: Encode, beat: Beat) -> None:
-    """Write ids and facts document by document, without keeping them in memory."""
+    """Write ids and facts document by document, without holding all of them in memory."""
     notes, documents = list[str](), list[tuple[str, int, str, list[int] | None]]()
     kind: np.dtype[Any] = np.dtype(np.uint16)
     with (scratch / IDS).open("wb") as ids, (scratch / COUNTED).open("wb") as counted:
         for document in encode(notes):
             beat()
-            assert isinstance(document.tokens, np.ndarray), "encoded ids are held"
+            assert isinstance(document.tokens, np.ndarray), "encoded ids are in memory"
             kind = document.tokens.dtype
             ids.write(np.ascontiguousarray(document.tokens).data)
             if document.counted is not None:
@@ -202,7 +202,7 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
 
 
 def sealed(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table with its digest, which shows any later change."""
+    """Return a table with its digest, which reveals any later change."""
     text = json.dumps({name: value for name, value in table.items() if name != DIGEST})
     return {**table, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
@@ -210,7 +210,7 @@ def sealed(table: dict[str, Any]) -> dict[str, Any]:
 def load_entry(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     """Return documents and notes of an entry, with ids left in its files; None if it is damaged.
 
-    Only files whose digests are unchanged since they were written are used.
+    Only files with unchanged digests are used.
     """
     try:
         about = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)

@@ -1,13 +1,13 @@
-"""Decides which tokens go where: token stream -> windows -> samples -> micro-batches.
+"""Assigns tokens to ranks: token stream -> windows -> samples -> micro-batches.
 
 A corpus is cut into windows of `context` tokens. Sample k of the run (counted from 0 over all steps) is one
-window, set by the seed and k alone; step s holds samples s*B .. s*B + B - 1; its micro-batch i is a fixed run
-of those, and rank i mod P computes it in round i div P. So the samples and the shape of a micro-batch never
-depend on the number of ranks, and a resume needs only the step.
+window, chosen by the seed and k alone; step s holds samples s*B .. s*B + B - 1; its micro-batch i is a fixed
+range of these samples, and rank i mod P computes it in round i div P. So the samples and the shape of a
+micro-batch never depend on the number of ranks, and a resume needs only the step.
 
-An epoch contains each window once. Up to `MOST_SORTED` windows its order is made at once, by sorting random
-numbers. Beyond that this would take gigabytes on each rank, and seconds at the start, so the place of each
-sample is computed separately, by a cipher on the numbers 0..windows-1: the swap-or-not shuffle (Hoang,
+An epoch contains each window once. The order of up to `MOST_SORTED` windows is made at once, by sorting
+random numbers. For more windows this would take gigabytes on each rank, and seconds at the start, so the
+window of each sample is computed separately, by a cipher on 0..windows-1: the swap-or-not shuffle (Hoang,
 Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", 2012).
 """
 
@@ -24,17 +24,17 @@ from zero_mpi.data.documents import Places, TokenSpans, read_ids
 from zero_mpi.errors import UsageError
 
 MOST_SORTED = 1 << 20  # windows; sorting them takes 16 MiB and a tenth of a second
-ROUNDS = 64  # rounds of the shuffle: each halves the remaining order
-DEALT = 1 << 12  # samples that are dealt out to sources together
-BLOCK = 1 << 12  # samples whose windows are computed together: many cost little more than one
-_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # keep draws apart from other uses of the user's seed
+ROUNDS = 64  # rounds of the shuffle: each halves the remaining regularity
+DEALT = 1 << 12  # samples that are assigned to sources together
+BLOCK = 1 << 12  # samples whose windows are computed together, which costs little more than one
+_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # separate these draws from other uses of the seed
 
 
 def draws(count: int, *key: int) -> NDArray[np.uint64]:
     """Return random numbers (count,) of 64 bits drawn from `key` (integers >= 0), the same with every NumPy.
 
-    NumPy keeps the raw stream of a bit generator unchanged for good, but may change `Generator.permutation`
-    from release to release (NEP 19).
+    NumPy guarantees the raw stream of a bit generator, but may change `Generator.permutation` in any
+    release (NEP 19).
     """
     return np.asarray(np.random.PCG64(np.random.SeedSequence(key)).random_raw(count), np.uint64)
 
@@ -45,9 +45,9 @@ def permutation(count: int, *key: int) -> Places:
 
 
 def shuffled(places: Places, count: int, *key: int) -> Places:
-    """Return where each of `places` (n,) goes in a permutation of 0..count-1 drawn from `key`, never built.
+    """Return the images of `places` (n,) in a permutation of 0..count-1 drawn from `key` without building it.
 
-    In each round every number has a partner, and one bit that both share says whether they swap.
+    In each round every number has a partner, and one bit that both compute says whether they swap.
     """
     found = places.astype(np.uint64)
     total = np.uint64(count)
@@ -59,7 +59,7 @@ def shuffled(places: Places, count: int, *key: int) -> Places:
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix numbers: every result bit depends on all bits of its input (Steele et al., SplitMix, 2014)."""
+    """Mix numbers: every result bit depends on all bits of the input (Steele et al., SplitMix, 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
     return numbers ^ (numbers >> np.uint64(31))
@@ -67,7 +67,7 @@ def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @lru_cache(maxsize=16)  # entries for several sources; a step may end one epoch and begin the next
 def _block(windows: int, block: int, *key: int) -> Places:
-    """Return the windows of a block of an epoch's samples; an epoch that can be sorted is one block."""
+    """Return the windows of a block of samples in an epoch; an epoch that can be sorted is one block."""
     if windows <= MOST_SORTED:
         order = permutation(windows, *key)
     else:
@@ -79,12 +79,12 @@ def _block(windows: int, block: int, *key: int) -> Places:
 def window_of(samples: ArrayLike, windows: int, *key: int) -> Places:
     """Return the window (0..windows-1) of each sample number; every epoch has each window once.
 
-    key   the seed, and whatever else the order is drawn from
+    key   the seed, and any other numbers that select the order
     """
     epochs, places = np.divmod(np.asarray(samples, np.int64), windows)
     blocks, within = np.divmod(places, max(windows, 1) if windows <= MOST_SORTED else BLOCK)
     found = np.empty_like(places)
-    # np.unique would import numpy.ma, 30 ms of a start.
+    # np.unique would import numpy.ma, which takes 30 ms at the start.
     for epoch, block in sorted(set(zip(epochs.ravel().tolist(), blocks.ravel().tolist(), strict=True))):
         here = (epochs == epoch) & (blocks == block)
         found[here] = _block(windows, block, *key, _EPOCH_STREAM, epoch)[within[here]]
@@ -92,10 +92,10 @@ def window_of(samples: ArrayLike, windows: int, *key: int) -> Places:
 
 
 class SampleOrder:
-    """Order in which the windows of one or several sources are dealt out.
+    """Order of the samples from the windows of one or several sources.
 
-    Each source has a share of the samples and epochs of its own: samples are dealt out in blocks of `DEALT`,
-    and no source ever deviates by more than one sample from its share of all blocks.
+    Each source has a share of the samples and its own epochs. Samples are assigned to sources in blocks of
+    `DEALT`, and no source ever deviates by more than one sample from its share of all blocks.
 
     counts   number of windows of each source; window numbers continue from one source to the next
     shares   each source's share of all samples; their sum is 1
@@ -144,7 +144,7 @@ class SampleOrder:
 
 
 def _begun(block: int, bounds: Places) -> Places:
-    """Return each source's number of samples in the blocks before `block`; rounded bounds add up."""
+    """Return how many samples each source has in the blocks before `block`; rounded bounds add up."""
     total = block * DEALT
     return np.diff(np.append(np.floor(bounds * total + 0.5), total)).astype(np.int64)
 
@@ -163,10 +163,10 @@ def _dealt(block: int, bounds: tuple[float, ...], seed: int) -> tuple[Places, Pl
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Micro-batch that is computed at once: fresh C-contiguous int64 arrays (b, T)."""
+    """Micro-batch: fresh C-contiguous int64 arrays (b, T)."""
 
     inputs: Places
-    targets: Places  # id that each position is to predict; -1: none
+    targets: Places  # id that each position has to predict; -1: none
     begins: Places | None = None  # first column of each position's document; None: 0
 
 
@@ -190,12 +190,12 @@ class WindowSource(Protocol):
         return ""
 
     def notes(self) -> list[str]:
-        """Return notes on what is left out, for the user."""
+        """Return notes for the user on data that are left out."""
         return []
 
 
 def inside(indices: ArrayLike, count: int) -> Places:
-    """Return numbers of windows as an array; raises IndexError for one outside 0..count-1."""
+    """Return numbers of windows as an array; raises IndexError for a number outside 0..count-1."""
     wanted = np.asarray(indices, dtype=np.int64)
     if wanted.size and not 0 <= wanted.min() <= wanted.max() < count:
         raise IndexError(f"windows {wanted.min()}..{wanted.max()} of {count}")
@@ -207,8 +207,8 @@ class Windows(WindowSource):
 
     By default the stride is T, and windows do not overlap: the last target of a window is the first input of
     the next, so every token but the first is predicted once. A stride below T lets each window but the first
-    predict T - stride tokens again. Tokens after the last whole window are not used. `bos`: the first
-    input of each window, before T - 1 inputs of the text, whose first token is predicted too.
+    predict T - stride tokens again. Tokens after the last full window are not used. `bos`: the first input of
+    each window, before T - 1 inputs of the text; the first token of the text is then predicted too.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Windows(WindowSource):
         self._tokens = tokens if isinstance(tokens, TokenSpans) else np.asarray(tokens)
 
     def known(self, index: int) -> int:
-        """Return the number of a window's targets that earlier windows have predicted."""
+        """Return the number of a window's targets that earlier windows already predict."""
         return self.context - self.stride if index else 0
 
     def __len__(self) -> int:
@@ -237,13 +237,13 @@ class Windows(WindowSource):
         return self.context * np.size(indices)
 
     def places(self, indices: ArrayLike) -> Places:
-        """Return the place in the text of each target of the windows `indices`, (b, T)."""
+        """Return the index in the text of each target of the windows `indices`, (b, T)."""
         starts = inside(indices, len(self)) * self.stride
         return starts[:, None] + np.arange(1, self.context + 1) - len(self._bos)
 
     def batch(self, indices: ArrayLike) -> Batch:
         starts = inside(indices, len(self)) * self.stride
-        width = self.context + 1 - len(self._bos)  # the inputs of a window and, one place on, its targets
+        width = self.context + 1 - len(self._bos)  # the inputs of a window and, shifted by one, its targets
         rows = read_ids(self._tokens, starts, np.full_like(starts, width)).reshape(-1, width)
         if self._bos:
             rows = np.insert(rows, 0, self._bos, axis=1)
@@ -251,7 +251,7 @@ class Windows(WindowSource):
 
 
 class MixedWindows(WindowSource):
-    """Windows of several sources with one context, in one numbering that begins with the first source."""
+    """Windows of several sources with one context, numbered from the first source on."""
 
     kind = "window"
 
@@ -263,7 +263,7 @@ class MixedWindows(WindowSource):
         return int(self._ends[-1])
 
     def _by_part(self, indices: ArrayLike) -> Iterator[tuple[WindowSource, Places, Places]]:
-        """Yield (part, rows of these indices in it, their numbers in it) for parts that have any."""
+        """Yield (part, rows of the batch, window numbers in the part) for each part that has any."""
         wanted = inside(indices, len(self))
         of = np.searchsorted(self._ends, wanted, "right")
         for number, part in enumerate(self.parts):
@@ -299,8 +299,8 @@ class MixedWindows(WindowSource):
 class StepLoader:
     """Training batches: B = `batch_size` samples per step, cut into M micro-batches of `micro_batch` samples.
 
-    The last micro-batch of a step may be shorter. `order`: order of the samples, if windows
-    are of several sources. Raises UsageError for a corpus without a window.
+    The last micro-batch of a step may be shorter. `order`: order of the samples if the windows are of several
+    sources. Raises UsageError for a corpus without a window.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class StepLoader:
         self.order = order or SampleOrder([len(windows)], [1.0], seed)
 
     def counted(self, step: int) -> int:
-        """Return the number of targets of a step (from 0) that count: the divisor of a mean loss."""
+        """Return the number of counted targets of a step (from 0): the divisor of a mean loss."""
         return self.windows.counted(np.concatenate(self.batches(step)))
 
     def batches(self, step: int) -> list[Places]:
@@ -342,9 +342,9 @@ class StepLoader:
 
 
 class EvalLoader:
-    """Held-out batches: at most `limit` windows (None: all), evenly spread over the text and always the same.
+    """Validation batches: at most `limit` windows (None: all), evenly spread over the text, always the same.
 
-    Without a window (nothing held out) it has no micro-batches.
+    Without windows (nothing held out) there are no micro-batches.
     """
 
     def __init__(self, windows: WindowSource, micro_batch: int, limit: int | None = None) -> None:
@@ -353,7 +353,7 @@ class EvalLoader:
         self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of windows
         self.windows = windows
         self.micro_batches = -(-taken // micro_batch)
-        self.counted = windows.counted(self.chosen)  # targets: the divisor of a mean loss
+        self.counted = windows.counted(self.chosen)  # counted targets: the divisor of a mean loss
 
     def micro(self, i: int) -> Batch:
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
@@ -365,7 +365,7 @@ class EvalLoader:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Data of an evaluation: the held-out windows of each source that has some, by the source's name."""
+    """Data of an evaluation: the held-out windows of each source that has any, by the source's name."""
 
     loaders: dict[str, EvalLoader]
 
@@ -373,7 +373,7 @@ class HeldOut:
         return any(loader.micro_batches for loader in self.loaders.values())
 
     def mean(self, losses: Mapping[str, float]) -> float:
-        """Return the loss over all targets from each source's mean loss; for one source, its exact bits."""
+        """Return the loss over all targets from each source's mean loss; for one source, exactly its loss."""
         if len(losses) == 1:
             return next(iter(losses.values()))
         counts = {name: self.loaders[name].counted for name in losses}

@@ -1,10 +1,10 @@
-"""Packs whole documents into windows: no document that fits is cut, and none attends to another.
+"""Packs full documents into windows: no document that fits is cut, and none attends to another.
 
-A document of n tokens takes n - 1 positions of a window: each but the last predicts the next one. A document
-that is longer than a window is split into pieces. Pieces are packed by best fit, the longest first: each goes
-into the fullest window that it fits, or into a new one (Johnson, "Fast algorithms for bin packing", 1974; for
-documents Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result depends on documents
-and context alone; windows are then dealt out like any others.
+A document of n tokens takes n - 1 positions of a window: each token but the last predicts the next one. A
+document that is longer than a window is split into pieces. Pieces are packed by best fit, the longest first:
+each piece goes into the fullest window that it fits, or into a new one (Johnson, "Fast algorithms for bin
+packing", 1974; Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result depends only on
+the documents and the context; the windows are then shuffled like any others.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ NONE, DOCUMENTS = PACKINGS = ("none", "documents")
 
 
 class Packable(NamedTuple):
-    """Pieces to pack: positions from `starts` (P,) on, `sizes` of them; `targets` of these count."""
+    """Pieces to pack: piece p has `sizes[p]` positions from `starts[p]` on, `targets[p]` of which count."""
 
     starts: Places
     sizes: Places
@@ -30,7 +30,7 @@ class Packable(NamedTuple):
 
 
 def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
-    """Return the documents of a stream in pieces of `context` positions; of a conversation only the first.
+    """Return the documents of a stream in pieces of `context` positions; a conversation has only its first.
 
     If a piece has a bos in front, its first token is a target too.
     """
@@ -49,7 +49,7 @@ def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
 
 
 def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
-    """Return how many of `sizes` flags from each of `starts` on are true; starts ascend without overlap."""
+    """Return how many of the `sizes` flags from each of `starts` on are true; ranges ascend, disjoint."""
     found = np.zeros(sizes.size, np.int64)
     some = sizes > 0
     borders = np.stack([starts[some], (starts + sizes)[some]], axis=1).ravel()
@@ -62,7 +62,7 @@ def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
 def windows_over(
     stream: Stream, context: int, packing: str, bos: int | None = None, paired: bool = False
 ) -> WindowSource:
-    """Return the windows of a stream: `packing` fills them with documents; none: text runs through them."""
+    """Return the windows of a stream: `packing` fills them with documents, or splits text at the borders."""
     if paired:
         return PairWindows(stream, context, packing == DOCUMENTS)
     if packing == NONE and stream.counted is None:
@@ -71,12 +71,12 @@ def windows_over(
 
 
 def best_fit(sizes: Places, limit: int) -> Places:
-    """Return the window (P,) of each piece, all of at most `limit`; windows are numbered as they are opened.
+    """Return the window (P,) of each piece; pieces have at most `limit` positions, windows ascending numbers.
 
-    Windows are looked up by their free positions; one bit per number of them shows if such a window exists.
+    Windows are looked up by their number of free positions; a bit mask shows which numbers have a window.
     """
     order = np.argsort(-sizes, kind="stable")
-    windows: dict[int, list[int]] = {}  # by their free positions
+    windows: dict[int, list[int]] = {}  # windows by their number of free positions
     lefts = count = 0
     found = []
     for size in sizes[order].tolist():
@@ -97,10 +97,10 @@ def best_fit(sizes: Places, limit: int) -> Places:
 
 
 class PackedWindows(WindowSource):
-    """Windows of T = `context` positions that hold whole documents of a stream; without `packs` one in each.
+    """Windows of T = `context` positions that hold full documents of a stream; without `packs` one in each.
 
-    After the last document of a window ids are 0, and no target counts. `bos`: the first input of each text
-    and of each part of one; a conversation has its own.
+    After the last document of a window, ids are 0 and no target counts. `bos`: the first input of each piece
+    of a text; a conversation has its own bos.
     """
 
     kind, unit = "document with a token to train on: use other --data", "conversations"
@@ -112,7 +112,7 @@ class PackedWindows(WindowSource):
         self._put(best_fit(pieces.sizes, context) if packs else np.arange(pieces.sizes.size))
 
     def _put(self, window: Places) -> Places:
-        """Put each piece into its window (P,); return the order in which windows have them."""
+        """Put each piece into its window (P,); return the order of the pieces in the windows."""
         order = np.argsort(window, kind="stable")
         self._starts, self._sizes = self.pieces.starts[order], self.pieces.sizes[order]
         self._held = np.bincount(window)
@@ -125,7 +125,7 @@ class PackedWindows(WindowSource):
 
     @property
     def filled(self) -> float:
-        """Share of all positions that documents take."""
+        """Share of all positions that documents fill."""
         return float(self._sizes.sum() / max(1, len(self) * self.context))
 
     def about(self) -> str:
@@ -135,7 +135,7 @@ class PackedWindows(WindowSource):
         return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
 
     def known(self, index: int) -> int:
-        """Return the number of a window's targets that earlier windows have predicted: 0, as none overlap."""
+        """Return the number of a window's targets that earlier windows predict: 0, since none overlap."""
         return 0
 
     def counted(self, indices: ArrayLike) -> int:
@@ -145,7 +145,7 @@ class PackedWindows(WindowSource):
         return self._batch(*self._layout(indices))
 
     def places(self, indices: ArrayLike) -> Places:
-        """Return the place in the stream of each target of the windows `indices`, (b, T); -1 for none."""
+        """Return the index in the stream of each target of the windows `indices`, (b, T); -1 for none."""
         pieces, rows, columns = self._layout(indices)
         sizes, found = self._sizes[pieces], np.full((np.size(indices), self.context), -1, np.int64)
         flat = np.repeat(rows * self.context + columns, sizes) + up_to(sizes)
@@ -173,7 +173,7 @@ class PackedWindows(WindowSource):
         within = up_to(sizes + 1)
         is_target, is_input = within > 0, within < np.repeat(sizes, sizes + 1)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
-        begins = np.tile(np.arange(self.context), (shape[0], 1))  # unused positions see themselves
+        begins = np.tile(np.arange(self.context), (shape[0], 1))  # unused positions attend to themselves
         inputs.reshape(-1)[places] = ids[is_input]
         if counted is not None:
             ids = np.where(read_ids(counted, *spans), ids, UNCOUNTED)
@@ -194,11 +194,11 @@ class PackedWindows(WindowSource):
 
 
 class PairBatch(NamedTuple):
-    """Micro-batch of pairs: the tokens, and where each of its sequences (S,) is.
+    """Micro-batch of pairs: the tokens, and the position of each of its sequences (S,).
 
-    numbers   (S,) 2 * pair + side of each: a pair is a document of the data, side 1 is the worse answer
-    spans     (row, positions) of each
-    rest      (b, T) the targets that do not count, of prompts; -1 elsewhere
+    numbers   (S,) 2 * pair + side of each sequence: a pair is a document of the data, side 1 the worse answer
+    spans     (row, positions) of each sequence
+    rest      (b, T) the prompt targets, which do not count; -1 elsewhere
     """
 
     batch: Batch
@@ -208,15 +208,15 @@ class PairBatch(NamedTuple):
 
 
 class PairWindows(PackedWindows):
-    """Windows that hold whole pairs: both sides, as documents that do not see each other.
+    """Windows that hold full pairs: both sides, as documents that do not attend to each other.
 
-    Both sides of a pair that is longer than a window are cut to the same number of positions.
+    If a pair is longer than a window, both sides are cut to the same number of positions.
     """
 
     kind, unit = "pair with an answer to train on: use other --data", "answers of pairs"
 
     def __init__(self, stream: Stream, context: int, packs: bool = True) -> None:
-        assert stream.counted is not None, "answers of pairs are counted"
+        assert stream.counted is not None, "pairs have counted answers"
         self.context, self._stream, self._bos = context, stream, None
         begins = np.append(0, stream.ends[:-1]).astype(np.int64)
         lengths = np.maximum(stream.ends - begins - 1, 0)
@@ -242,7 +242,7 @@ class PairWindows(PackedWindows):
         return self._numbers[pieces], self._counts[pieces], self._sizes[pieces]
 
     def pairs(self, indices: ArrayLike) -> PairBatch:
-        """Return the windows `indices` with the places of their sequences."""
+        """Return the windows `indices` with the positions of their sequences."""
         pieces, rows, columns = layout = self._layout(indices)
         batch, sizes = self._batch(*layout), self._sizes[pieces]
         flat, within = np.repeat(rows * self.context + columns, sizes), up_to(sizes)
@@ -254,9 +254,9 @@ class PairWindows(PackedWindows):
 
 
 def mismatched(pairs: PairBatch) -> PairBatch:
-    """Return a micro-batch whose prompts are followed by the answer of the sequence before in the row.
+    """Return a micro-batch in which each prompt is followed by the answer of the sequence before in its row.
 
-    For this order better sides precede worse ones; the length of the row stays the same.
+    For this, better sides come before worse sides; the length of the row stays the same.
     """
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()

@@ -1,8 +1,8 @@
-"""Files of a corpus, from --data or Python's own library, and their kinds by the first bytes.
+"""Files of a corpus, from --data or Python's own library; each file's kind is recognised by its first bytes.
 
-Each kind of file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") count
-only together with bytes that no text has. Text in another encoding, such as Latin-1 or Shift JIS, is read
-byte by byte; UTF-16 and UTF-32 are refused, because they contain zero bytes.
+Each kind of file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") identify
+a kind only together with bytes that no text has. Text in another encoding, such as Latin-1 or Shift JIS, is
+read byte by byte; UTF-16 and UTF-32 are refused, because they contain zero bytes.
 """
 
 import codecs
@@ -26,19 +26,19 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 
 def stdlib_root() -> Path:
-    """Return the folder of Python's own library: of the base installation, even in a virtual environment."""
+    """Return the folder of Python's own library in the base installation, even in a virtual environment."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def named(paths: Sequence[str], most: int = 40) -> str:
-    """Return what `--data` names: the first path, cut to `most` letters, and how many more."""
+    """Return a description of `--data`: the first path, cut to `most` characters, and how many others."""
     if not paths:
         return f"Python's standard library in {stdlib_root()}"
     return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
 
 
 def library_files() -> list[tuple[str, Path]]:
-    """Return (name, path) of Python's own .py sources, in the order of their names.
+    """Return (name, path) of Python's own .py sources, sorted by name.
 
     Tests and installed packages are left out.
     """
@@ -50,10 +50,10 @@ def library_files() -> list[tuple[str, Path]]:
 def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str, Path]]:
     """Return (name, path) of every file under `paths`: files as given, folders recursively in order of name.
 
-    The name is relative to the given folder, with forward slashes; for a file given by itself, its last part,
-    with `NANOGPT` before it if the path has that. Hidden files and folders inside a folder are skipped; links
-    are followed. A repeated file is taken once, or its text could be trained on and held out too. Files that
-    the package datasets adds to its data are left out. Raises UsageError, which names the `flag`, for a
+    The name is relative to the given folder, with forward slashes. For a file given directly it is the last
+    part of the path, after `NANOGPT` if the path has that. Hidden files and folders in a folder are skipped;
+    links are followed. A repeated file is used once, so its text is not both trained on and held out. Files
+    that the package datasets adds to its data are left out. Raises UsageError, which names the `flag`, for a
     missing path.
     """
     found: dict[str, tuple[str, Path]] = {}
@@ -75,7 +75,7 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
-    """Return names of regular files under `root`, sorted; each folder once, because links may form a loop."""
+    """Return sorted names of regular files under `root`; each folder once, because links may form a loop."""
     names, seen = list[str](), set[str]()
     for folder, below, files in os.walk(root, onerror=unreadable, followlinks=True):
         real = os.path.realpath(folder)
@@ -100,7 +100,7 @@ LINES = (".jsonl", ".ndjson")
 
 
 class Kind(NamedTuple):
-    """Kind of a file, and its remedy. `data` at byte `at`, and `inside` anywhere in the head identify it."""
+    """Kind of a file, with its remedy. `data` at byte `at`, and `inside` anywhere in the head identify it."""
 
     name: str
     remedy: str
@@ -131,7 +131,7 @@ BEGINNINGS = (
     Kind("a NumPy array", "rename a token file to .npy", b"\x93NUMPY"),
     Kind("a PDF document", "convert it to text first: pdftotext FILE", b"%PDF-"),
     Kind("a pointer of Git LFS", "fetch it first: git lfs pull", b"version https://git-lfs.github.com/"),
-    # Longer marks first: UTF-32 begins like UTF-16.
+    # Longer signatures first, because UTF-32 begins like UTF-16.
     Kind("text in UTF-32", ICONV.format("UTF-32"), codecs.BOM_UTF32_LE),
     Kind("text in UTF-32", ICONV.format("UTF-32"), codecs.BOM_UTF32_BE),
     Kind("text in UTF-16", ICONV.format("UTF-16"), codecs.BOM_UTF16_LE),
@@ -173,7 +173,7 @@ def kind_of(head: bytes, name: str) -> Kind | None:
 
 
 def _has_objects(head: bytes, name: str) -> bool:
-    """Return whether each line holds a JSON object: its markup would be learned along with the text."""
+    """Return whether each line holds a JSON object. Its markup would be learned along with the text."""
     if not head.startswith(b"{"):
         return False
     by_name = name.lower().endswith(LINES)
@@ -187,7 +187,7 @@ def _has_objects(head: bytes, name: str) -> bool:
 
 
 def _is_utf8(data: bytes, whole: bool = True) -> bool:
-    """Return whether bytes are text in UTF-8, read in blocks; if not `whole`, the last letter may be cut."""
+    """Return whether bytes are UTF-8 text, read in blocks; if not `whole`, the last character may be cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, 0 if data.isascii() else len(data), BLOCK):
@@ -198,11 +198,11 @@ def _is_utf8(data: bytes, whole: bool = True) -> bool:
 
 
 class TextFilter:
-    """Filter of files to read; `notes` reports files left `out`, `taken` as bytes, and `odd` in encoding.
+    """Filter of files; `notes` reports files left `out`, `taken` as bytes, or `odd` in their encoding.
 
-    paths       files and folders that were named
-    any_bytes   whether named files are read unchanged, whatever they look like
-    flag        flag that named the paths
+    paths       files and folders given by the user
+    any_bytes   whether the given files are read unchanged, even if they are not text
+    flag        flag that gave the paths
     """
 
     def __init__(self, paths: Sequence[str], any_bytes: bool, flag: str = "--data") -> None:
@@ -211,7 +211,7 @@ class TextFilter:
         self.out, self.taken, self.odd = list[str](), list[str](), list[str]()
 
     def takes(self, name: str, path: Path, head: bytes) -> bool:
-        """Return whether a file is read, by its first bytes; UsageError for a named file that is not text."""
+        """Return whether a file is read, by its first bytes; UsageError for a given file that is not text."""
         kind = kind_of(head, name) if self._named else BINARY if b"\0" in head else None
         if kind is None:
             return True
@@ -233,7 +233,7 @@ class TextFilter:
             self.odd.append(shown(name, 60))
 
     def notes(self) -> Iterator[str]:
-        """Yield a line for each of the three lists that has files: their number, and the first names."""
+        """Yield a line for each of the three lists that is not empty: the number of files, and some names."""
         for found, text in (
             (self.out, "skipped files that are not text: {}"),
             (self.taken, "files that are not text, read as raw bytes (--tokenizer byte): {}"),

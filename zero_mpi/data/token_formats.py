@@ -1,8 +1,8 @@
-"""Token files: the formats and how to recognise each. A new format is a new row of `FORMATS`.
+"""Token files: the formats and how to recognise them. A new format is a new row of `FORMATS`.
 
-A format reads the header and says where ids and documents are. The ids are scanned once for a digest and stay
-in the file; a file larger than `WHOLE` is only sampled, so that a run on terabytes begins as soon as any
-other.
+A format reads the header and returns the positions of ids and documents. The ids are scanned once for a
+digest and stay in the file. A file larger than `WHOLE` is only sampled, so a run on terabytes starts as fast
+as any other.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 
-WHOLE = 1 << 30  # largest file that is read to its end for its digest, which takes half a second
+WHOLE = 1 << 30  # size of the largest file that is read fully for its digest, in half a second
 BLOCK = 1 << 20  # ids processed together
-LLM_C_HEADER = 1024  # bytes: 256 numbers, of which three are used
+LLM_C_HEADER = 1024  # bytes: 256 numbers, three of which are used
 LLM_C: dict[tuple[int, int], np.dtype[Any]] = {  # by magic number and version
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
@@ -46,11 +46,11 @@ NPY_HEADERS = {  # by version of the format; 3.0 is 2.0 with field names in UTF-
 
 
 class TokenLayout(NamedTuple):
-    """Places of the ids in a file."""
+    """Positions of the ids in a file."""
 
     runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of ids, in order
     dtype: np.dtype[Any]  # dtype of an id, little-endian
-    ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None: the file does not tell
+    ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None: unknown
 
 
 def exactly(file: FileIO, count: int) -> bytes:
@@ -62,23 +62,23 @@ def exactly(file: FileIO, count: int) -> bytes:
 
 
 def check_length(file: FileIO, expected: int) -> None:
-    """Raise ValueError for a file whose length differs from its header's."""
+    """Raise ValueError for a file whose length differs from the length in its header."""
     found = os.fstat(file.fileno()).st_size
     if found != expected:
         raise ValueError(f"expected {expected} bytes, as its header says, found {found}")
 
 
 def is_llm_c(path: Path) -> bool:
-    """Return whether a file begins as llm.c's token files do."""
+    """Return whether a file begins like a token file of llm.c."""
     try:
         with path.open("rb") as file:
             return int.from_bytes(file.read(4), "little") in {magic for magic, _ in LLM_C}
-    except OSError:  # reported when the file is read
+    except OSError:  # the error is reported when the file is read
         return False
 
 
 def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return where llm.c's files have their ids; ValueError for any other file."""
+    """Return the positions of ids in a file of llm.c; ValueError for any other file."""
     magic, version, count = np.frombuffer(exactly(file, LLM_C_HEADER), "<i4", 3).tolist()
     dtype = LLM_C.get((magic, version))
     if dtype is None or count < 0:
@@ -89,7 +89,7 @@ def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return the full file as uint16; ValueError for an odd number of bytes."""
+    """Return a layout with the full file as uint16; ValueError for an odd number of bytes."""
     length = os.fstat(file.fileno()).st_size
     if length % 2:
         raise ValueError(f"expected ids of two bytes each, found {length} bytes")
@@ -97,7 +97,7 @@ def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return where the ids are, by the index beside the file; ValueError if it does not fit the file."""
+    """Return the positions of the ids, by the index next to the file; ValueError if they do not match."""
     with open_file(path.with_suffix(".idx"), "an index of Megatron") as index:
         head = exactly(index, MEGATRON_HEAD)
         version, code = int.from_bytes(head[9:17], "little"), head[17]
@@ -124,19 +124,19 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
         borders = np.frombuffer(exactly(index, 8 * documents), "<i8")
     stops = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     if (sizes < 0).any() or not np.array_equal(places, stops[:-1] * dtype.itemsize):
-        raise ValueError("expected sequences one behind the other in its index, found others")
+        raise ValueError("expected consecutive sequences in its index, found others")
     if not documents or borders[0] or borders[-1] != sequences or (np.diff(borders) < 0).any():
-        raise ValueError(f"expected borders of documents from 0 to {sequences} in its index, found others")
+        raise ValueError(f"expected document borders from 0 to {sequences} in its index, found others")
     return TokenLayout([(0, count)], dtype, stops[borders[1:]])
 
 
 def megatron_dtype(vocab: int) -> np.dtype[Any]:
-    """Return the dtype of ids below `vocab` in a Megatron file: the narrowest that its readers know."""
+    """Return the dtype of ids below `vocab` in a Megatron file: the narrowest dtype that its readers know."""
     return MEGATRON_TYPES[8 if vocab <= 1 << 16 else 4]
 
 
 def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
-    """Return the index of a file of documents of these sizes (D,), one after the other, each a sequence."""
+    """Return the index of a file with documents of these sizes (D,), each of which is a sequence."""
     code = next(code for code, known in MEGATRON_TYPES.items() if known == dtype)
     count, places = len(sizes), (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
     head = (
@@ -147,11 +147,11 @@ def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
 
 
 def npy_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return where a .npy has its ids; UsageError for another array, ValueError for any other file."""
+    """Return the positions of ids in a .npy; UsageError for another array, ValueError for any other file."""
     try:
         with warnings.catch_warnings(action="ignore"):  # headers written by Python 2 are valid too
             shape, _, dtype = NPY_HEADERS[npy.read_magic(file)](file)
-    except Exception as error:  # a hostile header may raise any
+    except Exception as error:  # an invalid header may raise any exception
         why = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
         raise ValueError(f"expected the header of an array of numbers: {why}") from None
     if dtype not in (np.dtype("<u2"), np.dtype("<u4")) or len(shape) != 1:
@@ -162,9 +162,9 @@ def npy_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return where an Arrow file of the package datasets has its ids: a list in each row, uncompressed.
+    """Return the positions of ids in an Arrow file of the package datasets: a list in each row, uncompressed.
 
-    Raises ValueError if it has no column of ids that can be read by position.
+    Raises ValueError without a column of ids that can be read by position.
     """
     library = pyarrow()
     runs, ends, kinds, total = list[tuple[int, int]](), [np.zeros(0, np.int64)], set[str](), 0
@@ -194,12 +194,12 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def _ids_column(library: Any, batch: Any) -> Any:
-    """Return the column of ids of a batch; ValueError for anything but a list of ids in each row."""
+    """Return the column of ids of a batch; ValueError unless it has a list of ids in each row."""
     names = batch.schema.names
     if COLUMN not in names:
         raise ValueError(f"expected a column {COLUMN}, found {shown(', '.join(names), 100)}")
     column = batch.column(names.index(COLUMN))
-    column.validate(full=True)  # the file's content was not checked before
+    column.validate(full=True)  # the content of the file is not checked earlier
     kind = column.type
     if not (library.types.is_list(kind) or library.types.is_large_list(kind)) or column.null_count:
         raise ValueError(f"expected a list of ids in each row of {COLUMN}, found {shown(str(kind), 60)}")
@@ -212,7 +212,7 @@ class TokenFormat(NamedTuple):
     """Format of token files."""
 
     name: str
-    known: Callable[[str, Path], bool]  # recognises a file by its name in `collect_files` and its path
+    known: Callable[[str, Path], bool]  # recognises a file by its path and its name in `collect_files`
     layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for a damaged file
 
 
@@ -237,7 +237,7 @@ def format_of(name: str, path: Path) -> TokenFormat | None:
 
 
 def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """Return the token files among the files: all, except those that describe them, or none.
+    """Return the token files: all files except those that describe token files, or none.
 
     Raises UsageError if only some are.
     """
@@ -260,13 +260,13 @@ def are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
 
 
 def read_tokens(name: str, path: Path, vocab: int) -> Document:
-    """Return a token file as one document; its ids stay in the file. Raises UsageError.
+    """Return a token file as one document; the ids stay in the file. Raises UsageError.
 
-    The digest is the sha256 of a file of at most `WHOLE` bytes; of a larger one it is
-    `TokenSpans.sampled_digest`, and its other ids are checked when they are read.
+    The digest is the sha256 of a file of at most `WHOLE` bytes. For a larger file it is
+    `TokenSpans.sampled_digest`, and the other ids are checked when they are read.
     """
     found = format_of(name, path)
-    assert found is not None, "the caller asked whether it is one"
+    assert found is not None, "the caller has checked that it is a token file"
     try:
         with open_file(path, "a token file") as file:
             layout = found.layout(path, file)
@@ -282,7 +282,7 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
                 digest = hashlib.file_digest(file, "sha256").digest()
     except UsageError:
         raise
-    except JobError as error:  # found before the job has started
+    except JobError as error:  # raised before the job has started
         raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

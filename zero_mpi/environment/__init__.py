@@ -1,9 +1,9 @@
 """Settings that must be made before numpy is imported and before MPI starts; existing settings are kept.
 
-A rank computes with one thread unless the user sets another number: many ranks with a thread per core are
-ten times slower, and exact mode fixes the number because BLAS rounds differently with another. If a node
-has more ranks than cores, the MPI library must yield a core instead of spinning on it: a factor of 10 to
-100. `portable` has the settings that `--bits portable` adds.
+A rank computes with one thread unless the user sets another number, because many ranks with a thread per core
+are ten times slower. Exact mode also fixes the number, because BLAS rounds differently with another one. If a
+node has more ranks than cores, the MPI library must yield a core instead of spinning on it, which would be
+10 to 100 times slower. `portable` has the additional settings for `--bits portable`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from zero_mpi.environment.limits import group_limits
 
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-# Launchers' variables: the number of ranks on this node, and a rank's number there.
+# Launchers' variables: the number of ranks on this node, and a rank's number on the node.
 LOCAL_RANKS: tuple[str, ...] = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE")
 LOCAL_RANKS += ("MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 LOCAL_RANK: tuple[str, ...] = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
@@ -27,7 +27,7 @@ CORES_FLAGS = OPEN_MPI, MPICH, SRUN = (
     "mpiexec -bind-to core:{n} (MPICH)",
     "srun --cpus-per-task {n}",
 )
-BINDING = {  # the first variable that is set decides; inside an allocation Slurm's are always set
+BINDING = {  # the first variable that is set decides; in an allocation, Slurm's are always set
     "OMPI_COMM_WORLD_RANK": OPEN_MPI,
     "I_MPI_HYDRA_UUID": "I_MPI_PIN_DOMAIN={n} (Intel MPI)",
     "HYDI_CONTROL_FD": MPICH,
@@ -36,11 +36,11 @@ BINDING = {  # the first variable that is set decides; inside an allocation Slur
 }
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: a pipeline needs many switches
+    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: a pipeline has many switches
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
-as_started = dict(os.environ)  # environment from whoever started this process
+as_started = dict(os.environ)  # environment at the start of this process
 threads_were_set = any(name in os.environ for name in THREADS)
 
 
@@ -64,18 +64,18 @@ def cores() -> int:
 
 
 def quota() -> float | None:
-    """Return the cores whose time the control group of this process allows; None: no limit."""
+    """Return the CPU quota of this process's control group in cores; None: no limit."""
     return group_limits()[2]
 
 
 def within_quota(count: int) -> int:
-    """Return `count` cores, or the whole cores of the quota if these are fewer; at least 1."""
+    """Return `count` cores, or the full cores of the quota if there are fewer; at least 1."""
     limit = quota()
     return count if limit is None else max(1, min(count, int(limit)))
 
 
 def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the variables, as NAME=N, that ask for more threads than this process has cores."""
+    """Return the variables, as NAME=N, that request more threads than this process has cores."""
     asked = {name: environ.get(name, "") for name in THREADS}
     return [f"{name}={n}" for name, n in asked.items() if n.isdigit() and int(n) > cores()]
 
@@ -95,7 +95,7 @@ def node_cores(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def cores_per_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the cores for each rank of this node: those that it is bound to, or its share."""
+    """Return the cores of each rank of this node: the cores that it is bound to, or an equal share."""
     return max(1, min(cores(), node_cores(environ) // local_ranks(environ)))
 
 
@@ -105,12 +105,12 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return this process's rank within its node according to the launcher; None if it does not say."""
+    """Return this process's rank within its node according to the launcher; None if it is not set."""
     return next((int(environ[name]) for name in LOCAL_RANK if environ.get(name, "").isdigit()), None)
 
 
 def records_graphs(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user asks for CUDA graphs of micro-batches."""
+    """Return whether the user enables CUDA graphs of micro-batches."""
     return environ.get("ZERO_MPI_GPU_GRAPH") == "1"
 
 

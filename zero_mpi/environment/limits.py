@@ -1,8 +1,8 @@
-"""Limits of a process and its host: memory, processor time, files.
+"""Limits of a process and its host: memory, CPU time, files.
 
 Containers and batch systems set limits with control groups, which the usual system calls do not report. A
-process that exceeds the memory limit is killed; one that exceeds its share of processor time is stopped for
-the rest of each tenth of a second.
+process that exceeds the memory limit is killed; a process that exceeds its CPU time is stopped for the rest
+of each tenth of a second.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Limits(NamedTuple):
 
     available: int  # memory available without swapping, as the system says
     group_memory: int | None  # limit of the control group
-    group_free: int | None  # what is left of that limit
+    group_free: int | None  # unused part of that limit
     address_space: int | None
-    data: int | None  # private memory that can be written to
-    locked: int | None  # matters only if a network needs locked memory
+    data: int | None  # limit of private writable memory
+    locked: int | None  # limit of locked memory, which some networks need
     files: int | None
 
     @property
@@ -55,7 +55,7 @@ def available_memory() -> int:
 
 
 def process_age(process: int | str = "self") -> float:
-    """Return the seconds since the start of a process; for this process they include imports."""
+    """Return the seconds since the start of a process; for this process this includes imports."""
     try:
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
@@ -64,7 +64,7 @@ def process_age(process: int | str = "self") -> float:
 
 
 def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
-    """Return the tightest (memory limit, memory left, cores) of our control groups and those above them."""
+    """Return the tightest (memory limit, memory left, cores) of our control groups and their parents."""
     memory: list[tuple[int, int]] = []  # (left, limit)
     cores: list[float] = []
     for folder in folders(groups, own):
@@ -102,7 +102,7 @@ def folders(groups: Path, own: Path) -> Iterator[Path]:
 
 
 def first_number(folder: Path, *names: str) -> int | None:
-    """Return the number in the first existing file; None if it says that there is no limit."""
+    """Return the number in the first existing file; None if the file says that there is no limit."""
     for name in names:
         try:
             text = (folder / name).read_text().strip()
@@ -113,7 +113,7 @@ def first_number(folder: Path, *names: str) -> int | None:
 
 
 def used(folder: Path) -> int:
-    """Return the bytes of a group that cannot be reclaimed from caches of files."""
+    """Return the bytes of a group that cannot be reclaimed from file caches."""
     total = first_number(folder, "memory.current", "memory.usage_in_bytes") or 0
     try:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -123,7 +123,7 @@ def used(folder: Path) -> int:
 
 
 def processor_time(folder: Path) -> float | None:
-    """Return how many cores' time a group may use."""
+    """Return the CPU quota of a group in cores; None: no limit."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Files from others and our own: safely opened, parsed and shown; written completely or not at all."""
+"""Files, our own or from others: opened safely, parsed and displayed; written completely or not at all."""

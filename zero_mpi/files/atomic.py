@@ -1,7 +1,7 @@
-"""Small files that are complete at every moment: written beside their place, synced to disk, then renamed.
+"""Small files that are complete at every moment: written next to the target, synced to disk, then renamed.
 
-If the writer is killed, the disk is full or the power fails, the name has the old or the new content, never
-a part of it or nothing. Checkpoints do the same with a folder (`checkpoint.folders`).
+If the writer is killed, the disk is full or the power fails, the file has the old or the new content, never
+a part of the new content. Checkpoints do the same with a folder (`checkpoint.folders`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zero_mpi.files.open import open_in_place, refusing
 def write_whole(path: Path, content: str | bytes, suffix: str = "partial") -> None:
     """Replace a file's content; on failure raise OSError with its name and leave the file unchanged.
 
-    `suffix` ends the name of the temporary file, `.NAME.partial`: writers that may write at the
-    same time need different ones.
+    `suffix` ends the name of the temporary file, `.NAME.partial`. Writers that may write at the same time
+    need different suffixes.
     """
     with replacing(path, suffix) as partial:
         write_to_disk(partial, content.encode() if isinstance(content, str) else content)
@@ -30,7 +30,7 @@ def write_whole(path: Path, content: str | bytes, suffix: str = "partial") -> No
 
 @contextlib.contextmanager
 def replacing(path: Path, suffix: str = "partial") -> Iterator[Path]:
-    """Yield a place for content that is written in pieces, then put it in place like `write_whole`."""
+    """Yield a path for content that is written in several calls, then rename it as `write_whole` does."""
     partial = partial_of(path, suffix)
     try:
         yield partial
@@ -49,7 +49,7 @@ def partial_of(path: Path, suffix: str = "partial") -> Path:
 
 
 def write_output(path: Path, content: str, suffix: str = "partial") -> None:
-    """Write like `write_whole` to a user's path; a device or pipe there is not replaced. Raises OSError."""
+    """Write a user's file as `write_whole` does; a device or pipe is not replaced. Raises OSError."""
     if is_device(path):
         write_to_device(path, content.encode())
     else:
@@ -57,7 +57,7 @@ def write_output(path: Path, content: str, suffix: str = "partial") -> None:
 
 
 def write_json(what: str, path: Path | str, found: object) -> None:
-    """Write a command's numbers as JSON by `write_output`; raises FileError that names `what` (a flag)."""
+    """Write a command's results as JSON by `write_output`; raises FileError that names `what` (a flag)."""
     with refusing(what, path, "cannot be written"):
         write_output(Path(path), json.dumps(found, indent=2, allow_nan=False) + "\n")
 
@@ -94,7 +94,7 @@ def write_to_disk(path: Path, content: bytes) -> None:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Write all of `content`: on a nearly full disk one call may write only a part and report no error."""
+    """Write all of `content`: on a nearly full disk, a call may write only a part and report no error."""
     left = memoryview(content)
     while left:
         left = left[os.write(handle, left) :]

@@ -1,13 +1,13 @@
-"""File systems: the one that a folder is on, and the consequences for ranks that write a file there together.
+"""File systems: the one that a folder is on, and whether several ranks may write one file on it.
 
-`KINDS` is the single place of these facts. Two things decide who may write. Caches: hosts may write one file
-at once only if the file system keeps their caches coherent. NFS does not, and a client may send a full page
-when only a few bytes are new: two hosts whose ranges meet in a page could undo each other's writes. Locks:
-Lustre and GPFS lock ranges of a file for a host, so many hosts that write near each other take locks from
-one another, and more processes on a host do not write faster into them.
+`KINDS` is the only place with these facts. Two properties decide who may write. Caches: hosts may write one
+file at once only if the file system keeps their caches coherent. NFS does not, and a client may send a full
+page when only a few bytes are new, so two hosts that write into one page could undo each other's writes.
+Locks: Lustre and GPFS lock ranges of a file for a host, so many hosts that write close together take locks
+from one another, and more processes on a host do not write faster.
 
-Properties that can be tested where they are needed are not listed here: whether two names can be exchanged in
-one step (`checkpoint.folders`), whether there are locks (`launch.folder_lock`).
+Properties that the code can test when it needs them are not listed here: whether two names can be exchanged
+in one step (`checkpoint.folders`), whether there are locks (`launch.folder_lock`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
-OCTAL = re.compile(r"\\([0-7]{3})")  # a blank in the name of a mount point, as the kernel writes it
+OCTAL = re.compile(r"\\([0-7]{3})")  # a space in the name of a mount point, as the kernel escapes it
 EVERY = 0  # every rank of a host writes
 
 
@@ -28,10 +28,10 @@ class FileSystem:
     """Properties of one kind of file system."""
 
     kind: str
-    hosts: bool = False  # several hosts may write one file at once
+    hosts: bool = False  # whether several hosts may write one file at once
     known: bool = True  # if false, `hosts` is a safe guess, which --writers-per-node may override
     writers: int = 1  # number of ranks of a host that write, or EVERY
-    lasting: bool = True  # files there outlive the host
+    lasting: bool = True  # files on it survive a reboot of the host
 
 
 OF_A_HOST = FileSystem("", writers=EVERY)
@@ -58,6 +58,6 @@ def file_system(path: Path) -> FileSystem:
         if len(fields.split()) < 5 or not rest.split():
             continue
         point = Path(OCTAL.sub(lambda found: chr(int(found[1], 8)), fields.split()[4]))
-        if len(point.parts) >= best and point in (place, *place.parents):  # the last one hides others
+        if len(point.parts) >= best and point in (place, *place.parents):  # the last mount hides earlier ones
             best, kind = len(point.parts), rest.split()[0]
     return replace(KINDS.get(kind, UNKNOWN), kind=kind)

@@ -1,4 +1,4 @@
-"""Shows text from others (names, values, flags) safely.
+"""Displays text from others (names, values, flags) safely.
 
 The displayed part is one line of bounded length without terminal control characters.
 """
@@ -9,20 +9,20 @@ import os
 import re
 import unicodedata
 
-LONGEST = 200  # letters shown of a foreign text
-LONGEST_LINE = 1800  # letters of a command's message on a line, without the command's name
+LONGEST = 200  # most characters shown of a foreign text
+LONGEST_LINE = 1800  # most characters of a message of one line, without the command's name
 LONG_WORD = re.compile(rf"\S{{{LONGEST + 1},}}")
-LAYOUT = "\n\t\u200c\u200d"  # unprintable letters that belong to a text: joiners make words and emoji
+LAYOUT = "\n\t\u200c\u200d"  # unprintable characters that belong to text: joiners form words and emoji
 
 
 def shown(value: object, most: int = LONGEST) -> str:
-    """Return a foreign text for one line: unprintable letters escaped, the middle of a long one left out."""
+    """Return a foreign text as one line: unprintable characters escaped, the middle of a long text cut."""
     text = str(value) if isinstance(value, str | os.PathLike) else _repr(value)
-    return cut(printable(cut(text, most)), most)  # escapes are longer than the letters they stand for
+    return cut(printable(cut(text, most)), most)  # escapes are longer than the characters they replace
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text of at most `most` letters; dots replace the middle of a longer one."""
+    """Return a text of at most `most` characters; dots replace the middle of a longer text."""
     if len(text) <= most:
         return text
     half = (most - 3) // 2
@@ -37,19 +37,19 @@ def _repr(value: object) -> str:
 
 
 def show(name: str, most: int = 80) -> str:
-    """Return a name from a file, quoted, for one line of an error: escaped, and cut when long."""
+    """Return a name from a file, quoted, for one line of an error: escaped, and cut if it is long."""
     return printable(repr(name if len(name) <= most else name[: most - 3] + "..."))
 
 
 def quoted(value: object, most: int = 80) -> str:
-    """Return a value from a file for an error: a text like `show`, anything else as Python's repr."""
+    """Return a value from a file for an error: a text as in `show`, anything else as Python's repr."""
     return show(value, most) if isinstance(value, str) else shown(value, most)
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text with unprintable letters (control, new lines, halves of pairs) as escapes.
+    """Return a text with unprintable characters (control, newlines, lone surrogates) as escapes.
 
-    Letters of `keep` stay unchanged.
+    Characters in `keep` stay unchanged.
     """
     if text.isprintable():
         return text
@@ -57,15 +57,15 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text of many lines, such as a sample, without terminal control characters; layout stays."""
+    """Return a text of several lines, such as a sample, without terminal control characters; layout stays."""
     if text.isprintable():
         return text
     return "".join(c if c in LAYOUT or unicodedata.category(c) == "Zs" else printable(c) for c in text)
 
 
 def one_line(text: str) -> str:
-    """Return any message of a command as one line of bounded length, with each word bounded too.
+    """Return any message of a command as one line of bounded length; each word is bounded too.
 
-    This is the safety net for all output: text with foreign parts should already show them by `shown`.
+    This is the safety net for all output; a text with foreign parts should already show them with `shown`.
     """
     return shown(LONG_WORD.sub(lambda found: shown(found[0]), text), LONGEST_LINE)

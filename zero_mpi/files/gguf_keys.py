@@ -1,8 +1,8 @@
-"""Keys of a GGUF file, each read with the type that it must have: any program may have written them.
+"""Keys of a GGUF file, each read with its required type, because any program may have written the file.
 
-An absent key is None; one of another type or outside its range is an error of one line that names the
+An absent key is None. A key of another type or outside its range is an error of one line that names the
 file, the key, what was expected and what was found. Code that acts on a key's value reads it here; code that
-only shows or copies keys (`inspect`, `compare`, `export`) may take them unchanged.
+only displays or copies keys (`inspect`, `compare`, `export`) may use them unchanged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted, shown
 
-MAX_INTEGER = (1 << 63) - 1  # largest value of all whole-number types but UINT64
-MOST_SIZE = (1 << 31) - 1  # largest size in a model: sizes are UINT32 there, and llama.cpp counts with INT32
+MAX_INTEGER = (1 << 63) - 1  # largest value of every integer type except UINT64
+MOST_SIZE = (1 << 31) - 1  # largest size in a model: the file has UINT32, but llama.cpp uses INT32
 ARCHITECTURE, TOKENIZER, TEMPLATE = (
     "general.architecture",
     "tokenizer.ggml.model",
@@ -29,7 +29,7 @@ THE_FILE = "the model file"
 
 
 class GGUFKeys:
-    """Reads the keys of a file with their types. `place` names the file, if callers do not add it."""
+    """Reader of a file's keys with their types. `place` names the file, unless callers add its name."""
 
     def __init__(self, metadata: Mapping[str, Any], place: str = "") -> None:
         self.metadata, self.place = metadata, place
@@ -40,7 +40,7 @@ class GGUFKeys:
         return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
 
     def checked(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
-        """Return the value of a key, None if it is absent; raise FileError if it does not fit."""
+        """Return the value of a key, None if it is absent; raise FileError if `fits` rejects it."""
         value = self.metadata.get(key)
         if value is not None and not fits(value):
             raise self.fault(key, expected)
@@ -130,7 +130,7 @@ def is_whole(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """Return a key's value in few words, for an error."""
+    """Return a short description of a key's value, for an error."""
     if value is None:
         return "nothing"
     if isinstance(value, list | tuple | np.ndarray):

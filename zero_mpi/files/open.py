@@ -1,7 +1,7 @@
-"""Opens and reads files safely, because other programs may have put anything in their place.
+"""Opens and reads files safely, because other programs may have replaced them by anything.
 
 Only a regular file is opened, because a pipe would wait forever and a device never ends; reads are
-bounded. Files that are written in place, appended to or cut are opened by `open_in_place` alone.
+bounded. Files that are written in place, appended to or truncated are opened only by `open_in_place`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import shown
 
 MOST_JSON = 64 << 20  # limit in bytes of a file that is read in full to be parsed
-READ_AT_ONCE = 1 << 20  # bytes per read: small files need no buffer of the full limit
+READ_AT_ONCE = 1 << 20  # bytes per read, so small files need no buffer of the full limit
 MOST_LINE = 1 << 20  # limit in bytes of a line
 MOST_SKIPPED = 64 << 20  # limit in bytes of longer lines that are skipped
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path exists; raises FileError if the system refuses to tell."""
+    """Return whether a path exists; raises FileError if the system refuses to answer."""
     return _mode(path) is not None
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a regular file lies at a path, or a link to one; raises FileError."""
+    """Return whether a path is a regular file, or a link to one; raises FileError."""
     return stat.S_ISREG(_mode(path) or 0)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder lies at a path, or a link to one; raises FileError."""
+    """Return whether a path is a folder, or a link to one; raises FileError."""
     return stat.S_ISDIR(_mode(path) or 0)
 
 
@@ -48,7 +48,7 @@ def _mode(path: str | os.PathLike[str]) -> int | None:
 
 
 def reason(error: Exception) -> str:
-    """Return the system's message without the path, which the caller shows in its own way."""
+    """Return the system's message without the path, which the caller adds in its own way."""
     return str(getattr(error, "strerror", None) or error)
 
 
@@ -63,7 +63,7 @@ def refusing(what: str, path: str | os.PathLike[str], problem: str = "") -> Iter
 
 
 def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot be written") -> None:
-    """Raise FileError, naming `what` (a flag), if it is known that no file can be written at a path."""
+    """Raise FileError, naming `what` (a flag), if it is certain that no file can be written at a path."""
     folder, why = os.path.dirname(path) or ".", ""
     if is_folder(path):
         why = "it is a folder, expected a file name"
@@ -78,13 +78,13 @@ def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot
 
 
 def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
-    """Open a regular file, without a buffer, and nothing else; raises FileError.
+    """Open a regular file, without a buffer; raises FileError for anything else.
 
-    The file is checked after it was opened, without waiting for a pipe's other end: a file that was checked
-    before may have been replaced since.
+    The file is checked after it was opened, without waiting for a pipe's other end. A check before opening
+    would not help, because the file could be replaced in between.
     """
     try:
-        real = os.path.realpath(path)  # the file that a link names now
+        real = os.path.realpath(path)  # the file that a link points to now
         file = open(real, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 (returned)
     except IsADirectoryError:
         raise FileError(f"{shown(path)}: expected {expected}, found a folder: use the file in it") from None
@@ -103,10 +103,10 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> int:
-    """Open a file to write it where it lies, as `os.open` and `open(opener=...)` do. Return its handle.
+    """Open a file to write it in place, as `os.open` and `open(opener=...)` do. Return its descriptor.
 
-    Raises OSError with the name for a symbolic link, for a file of more than `links` hard links and for
-    anything else whose content may belong elsewhere. The file is cut (O_TRUNC) after that check.
+    Raises OSError with the name for a symbolic link, for a file with more than `links` hard links and for
+    anything else that is not a regular file. The file is truncated (O_TRUNC) after that check.
     """
     safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -127,7 +127,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> i
 
 
 def fill(handle: int, view: memoryview, at: int) -> int:
-    """Fill `view` with bytes from a place of an open file on. Returns the number: fewer if the file ends."""
+    """Fill `view` with bytes from an offset of an open file on. Return the number read, fewer at the end."""
     done = 0
     while done < len(view):
         got = os.preadv(handle, [view[done:]], at + done)
@@ -157,8 +157,8 @@ def read_lines(
 ) -> Iterator[bytes]:
     """Yield the lines of a regular file that contain `holding`, without line ends, in bounded memory.
 
-    A line of MOST_LINE bytes is skipped, because a crash may have left a run of zeros; very long ones, or a
-    file that cannot be read, raise FileError. Millions of other lines, empty ones too, take no time.
+    A line of MOST_LINE bytes is skipped, because a crash may have left a run of zeros. Too many of them, or a
+    file that cannot be read, raise FileError. Millions of other lines, including empty lines, take no time.
     """
     with open_file(path, expected) as file, refusing("", path, "cannot be read"):
         try:
@@ -171,10 +171,10 @@ def read_lines(
 
 def _lines(file: BinaryIO, holding: bytes) -> Iterator[bytes]:
     rest, skipped = b"", 0
-    skips = False  # true within a line that is too long
+    skips = False  # true inside a line that is too long
     while block := file.read(READ_AT_ONCE):
         data = rest + block
-        end = data.rfind(b"\n") + 1  # of the last complete line
+        end = data.rfind(b"\n") + 1  # end of the last complete line
         rest, begin = data[end:], 0
         if skips and end:
             skips, begin = False, data.index(b"\n") + 1

@@ -1,4 +1,4 @@
-"""Parses untrusted JSON and TOML: the result is a value or one kind of error, however deep the nesting."""
+"""Parses untrusted JSON and TOML. The result is a value or one kind of error, for any depth of nesting."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 
 from zero_mpi.files.foreign import show, shown
 
-MOST_NESTED = 100  # limit on levels of a value, so that recursive code does not exhaust the stack
+MOST_NESTED = 100  # limit on nesting, so that recursive code does not exhaust the stack
 MOST_VALUES = 1 << 21  # values of a JSON text; each takes about 100 bytes of memory, but one byte of text
 PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
 LONG_KEY = re.compile(
     rf"""(?<![\w"'-]){PART}(?:\.[ \t]*+{PART}){{32}}""", re.ASCII
-)  # key of TOML: parsing takes the square of its parts
+)  # TOML key with many parts: parsing takes quadratic time
 
 
 def parse_json(
     raw: bytes | str, *, null_for_infinite: bool = False, unique: bool = False, most_values: int = MOST_VALUES
 ) -> Any:
-    """Return the JSON value of a text in UTF-8; ValueError of one line for anything else.
+    """Return the JSON value of a text in UTF-8; raise ValueError with one line for anything else.
 
-    This includes endless nesting, numbers of thousands of digits, more than `most_values` values, and
-    numbers that are not finite, which JSON lacks; `null_for_infinite` reads these as null. `unique`:
-    also a name that an object has twice, of which the last would count.
+    Such errors include too deep nesting, numbers of thousands of digits, more than `most_values` values, and
+    numbers that are not finite, which JSON lacks; `null_for_infinite` reads such numbers as null. `unique`:
+    also refuse an object with a repeated name; otherwise its last value would count.
     """
     lists, values = _signs(raw)
     if values > most_values:
@@ -45,7 +45,7 @@ def parse_json(
 
 @cache
 def _decoder(null_for_infinite: bool, unique: bool) -> json.JSONDecoder:
-    """Return a decoder by the rules of `parse_json`; making one takes longer than parsing a short line."""
+    """Return a decoder with the rules of `parse_json`; making one takes longer than parsing a short line."""
 
     def number(text: str) -> float | None:
         value = float(text)
@@ -79,7 +79,7 @@ def _is_nested(value: Any, levels: int) -> bool:
 
 
 def _signs(raw: bytes | str) -> tuple[int, int]:
-    """Return upper bounds on lists and objects, and on values, in a JSON text: signs in strings count too."""
+    """Return upper bounds on the containers and on the values in a JSON text; signs in strings count too."""
     if isinstance(raw, str):
         lists, commas = raw.count("[") + raw.count("{"), raw.count(",")
     else:
@@ -96,7 +96,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_toml(raw: bytes) -> dict[str, Any]:
-    """Return the table of a TOML text in UTF-8; ValueError of one line for anything else."""
+    """Return the table of a TOML text in UTF-8; raise ValueError with one line for anything else."""
 
     def parse() -> dict[str, Any]:
         text = raw.decode()

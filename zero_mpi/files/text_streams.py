@@ -1,7 +1,7 @@
-"""Text files, packed (compressed) or not, as streams of bytes, and their lines between two places.
+"""Text files, packed (compressed) or not, as streams of bytes, and the lines between two offsets.
 
-A packed file can only be read from its beginning, so each rank reads it once, for all of the rank's
-pieces in the order of the file.
+A packed file can only be read from its beginning, so each rank reads it once, for all of the rank's pieces in
+the order of the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero_mpi.files.parse import parse_json
 BLOCK = 1 << 20
 UNREADABLE = OSError, EOFError, zlib.error, ValueError
 MOST = 16 << 20  # limit in bytes of a line
-MOST_UNPACKED = 1 << 30  # bytes of a packed text, which becomes one document and is held in full
+MOST_UNPACKED = 1 << 30  # limit in bytes of a packed text, which becomes one document in memory
 
 
 def _zstd(file: FileIO) -> Any:
@@ -38,14 +38,14 @@ PACKINGS: dict[str, Callable[[FileIO], Any]] = {
 
 
 def packing_of(name: str) -> str:
-    """Return the suffix of a name that says how the file is packed; empty if it is not."""
+    """Return the suffix of a name that says how the file is packed; empty if it is not packed."""
     return next((suffix for suffix in PACKINGS if name.lower().endswith(suffix)), "")
 
 
 class TextStream:
-    """Bytes of a file, unpacked, from the first on. `at`: number of bytes read or skipped.
+    """Unpacked bytes of a file, from the first byte on. `at`: number of bytes read or skipped.
 
-    `beat` is called at each block, because a file may take long.
+    `beat` is called at each block, because reading a file may take long.
     Raises FileError for a file that cannot be read, or is not packed as its name says.
     """
 
@@ -67,7 +67,7 @@ class TextStream:
         self.close()
 
     def read(self, count: int) -> bytes:
-        """Return `count` bytes, or the rest of the file; a large `count` alone takes no memory."""
+        """Return `count` bytes, or the rest of the file; a large `count` by itself uses no memory."""
         parts = list[bytes]()
         while count:
             with self._reading():
@@ -89,7 +89,7 @@ class TextStream:
             count -= len(data)
 
     def line(self) -> bytes:
-        """Return the next line with its end; only the first `MOST` bytes of a longer one; b"" at the end."""
+        """Return the next line with its end; only the first `MOST` bytes of a longer line; b"" at the end."""
         first = part = self._read_line()
         while len(part) > MOST and not part.endswith(b"\n"):
             part = self._read_line()
@@ -104,14 +104,14 @@ class TextStream:
         return part
 
     def each_line(self) -> Iterator[bytes]:
-        """Yield all lines, as `line` gives them; then close the file."""
+        """Yield all lines, as `line` returns them; then close the file."""
         with self:
             while raw := self.line():
                 yield raw
 
     def lines(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (place, line) of the lines that begin in [first, stop), not yet passed by the stream."""
-        if first and self.stop != first:  # the end of the line before is unknown
+        """Yield (offset, line) of the lines that begin in [first, stop) and that were not yet passed."""
+        if first and self.stop != first:  # the end of the previous line is unknown
             self.pass_over(first - 1 - self.at)
             self.line()
         while (place := self.at) < stop and (raw := self.line()):
@@ -119,7 +119,7 @@ class TextStream:
         self.stop = stop
 
     def reaches(self, first: int) -> bool:
-        """Return whether the lines from a place on can still be read."""
+        """Return whether the lines from an offset on can still be read."""
         return self.stop == first or self.at < first
 
     @contextmanager
@@ -136,7 +136,7 @@ class TextStream:
 
 
 def length_of(path: Path, beat: Callable[[], object]) -> int:
-    """Return how many bytes a packed file unpacks to; calls `beat` from time to time."""
+    """Return the unpacked size of a packed file in bytes; calls `beat` from time to time."""
     with TextStream(path, beat) as stream:
         while stream.read(BLOCK):
             pass
@@ -144,7 +144,7 @@ def length_of(path: Path, beat: Callable[[], object]) -> int:
 
 
 def line_number(path: Path, place: int) -> int:
-    """Return the number, from 1, of the line that begins at a place; reads all before it."""
+    """Return the number, from 1, of the line that begins at an offset; reads all lines before it."""
     found = 1
     with TextStream(path) as stream:
         while data := stream.read(min(BLOCK, place - stream.at)):
@@ -164,10 +164,10 @@ def each_line(
     lines: Iterable[bytes] | None = None,
     bad: Callable[[int, ValueError], object] | None = None,
 ) -> Iterator[T]:
-    """Yield the results of `read` for each line's number, from 1, and value; one line is held at a time.
+    """Yield the results of `read`, called with each line's number, from 1, and value; holds one line.
 
-    A ValueError of `read` and any other failure becomes a FileError, which names `flag`, file and line.
-    lines: lines to read instead of the file's; bad: called for an invalid line, in place of a FileError
+    A ValueError of `read`, like any other failure, becomes a FileError that names `flag`, file and line.
+    lines: lines to read instead of the file's; bad: called for an invalid line, instead of a FileError
     """
     for number, raw in enumerate(_flagged(path, flag, lines), 1):
         text = raw.removeprefix(BOM) if number == 1 else raw
@@ -191,7 +191,7 @@ def _flagged(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[b
 
 
 def _value(text: bytes) -> Any:
-    """Return the value of a line; ValueError with the column alone, because the caller names the line."""
+    """Return the value of a line; raise ValueError with the column only: the caller names the line."""
     try:
         return parse_json(text.rstrip(b"\r\n"), unique=True)
     except ValueError as error:
@@ -200,7 +200,7 @@ def _value(text: bytes) -> Any:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is a text that has bytes: JSON can hold half a letter pair, which has none."""
+    """Return whether a value is a text that UTF-8 can encode: JSON can also hold lone surrogates."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

@@ -1,11 +1,11 @@
-"""The `llama` architecture and related ones that differ from it only in settings.
+"""The `llama` architecture and related architectures that differ from it only in settings.
 
-llama: Touvron et al., 2023, with the frequency factors of Llama 3. smollm3: Bakouch et al., 2025; every
+llama: Touvron et al., 2023, with the frequency factors of Llama 3. In smollm3 (Bakouch et al., 2025), every
 fourth block has no rotary positions and attends far back (Yang et al., "RoPE to NoRoPE and Back Again",
 2025). qwen2, qwen3 and qwen3moe (Yang et al., 2024 and 2025) have the other rotary order; Qwen2 has biases
-at q, k and v, Qwen3 normalizes q and k head by head. olmo2 and olmoe (Groeneveld et al., 2024; Muennighoff
-et al., 2024) normalize q and k over all heads; in olmo2 the output of a branch is normalized, its input is
-not, and the weights of olmoe's experts do not sum to 1.
+at q, k and v, and Qwen3 normalizes q and k per head. olmo2 and olmoe (Groeneveld et al., 2024; Muennighoff
+et al., 2024) normalize q and k over all heads. In olmo2 the output of a branch is normalized and its input is
+not; in olmoe the weights of the used experts do not sum to 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_mpi.models.rotary import QKV_BIASES, UNSUPPORTED_KEYS, RotaryModel
 
 @dataclass(frozen=True)
 class Llama(RotaryModel):
-    """Sizes of a llama model; a file may have a bias at each projection, or experts (Mixtral)."""
+    """Sizes of a llama model; a file may have a bias in each projection, or experts (Mixtral)."""
 
     arch: ClassVar[str] = "llama"
     interleaved: ClassVar[bool] = True

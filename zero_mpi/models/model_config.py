@@ -1,7 +1,7 @@
-"""The interface of every architecture, and the checks they share.
+"""The interface of every architecture, and the checks that they share.
 
-A model is a configuration that knows three things: the stages that compute it, the GGUF keys that
-describe it, and how to read itself back from such keys. Sizes are named as in GGUF.
+A model is a configuration that provides three things: the stages that compute it, the GGUF keys that describe
+it, and a way to read itself back from such keys. Sizes are named as in GGUF.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zero_mpi.ops.block_kinds import BlockKind
 Metadata = Mapping[str, Any]
 Number = TypeVar("Number", int, float)
 Read = Callable[[str], Array]
-"""The elements of a file's tensor by its name, 1-D float32."""
+"""Reads the elements of a file's tensor by its name, 1-D float32."""
 HEAD_STD = 0.02  # standard deviation of initial weights (Radford et al., GPT-2, 2019)
 
 
@@ -63,7 +63,7 @@ class ModelConfig:
 
     @classmethod
     def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the other fields that checked flags describe."""
+        """Return the other fields, from checked flags."""
         raise NotImplementedError
 
     @classmethod
@@ -95,7 +95,7 @@ class ModelConfig:
         if keys.keys.flag(f"{cls.arch}.attention.causal") is False:
             raise UsageError(f"the GGUF key {cls.arch}.attention.causal = False is not supported")
         return cls(
-            vocab_size=len(keys.keys.texts(TOKENS) or ()) or keys.size("vocab_size"),  # the tokenizer counts
+            vocab_size=len(keys.keys.texts(TOKENS) or ()) or keys.size("vocab_size"),  # the tokenizer first
             context_length=keys.size("context_length"),
             embedding_length=keys.size("embedding_length"),
             block_count=keys.blocks(tensors),
@@ -105,7 +105,7 @@ class ModelConfig:
 
     @classmethod
     def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
-        """Return the other fields that a file describes."""
+        """Return the other fields, from a file's keys and tensors."""
         raise NotImplementedError
 
     def layers(self) -> list[Stage]:
@@ -113,7 +113,7 @@ class ModelConfig:
         raise NotImplementedError
 
     def metadata(self) -> dict[str, Any]:
-        """Return the GGUF keys of this architecture, by which llama.cpp opens the file."""
+        """Return the GGUF keys of this architecture, which llama.cpp needs to open the file."""
         return {
             f"{self.arch}.context_length": np.uint32(self.context_length),
             f"{self.arch}.embedding_length": np.uint32(self.embedding_length),
@@ -153,7 +153,7 @@ class ModelConfig:
         return {}
 
     def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-        """Raise UsageError unless a file's tensors are exactly this model's, naming what differs."""
+        """Raise UsageError, with the differing names, unless a file's tensors are exactly this model's."""
         params = stage_params(self.layers())
         wanted = {name: part.shape for name, part in (params | self.constants()).items()}
         missing, surplus = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
@@ -174,7 +174,7 @@ def name_some(names: Iterable[str], most: int = 3) -> str:
     return (", ".join(shown(name) for name in ordered[:most]) or "none") + more
 
 
-NEUTRAL = (None, "none", 0, 1)  # values that mean the same as a missing key, as False does, but not True
+NEUTRAL = (None, "none", 0, 1)  # values, like False but not True, that mean the same as a missing key
 
 
 class ModelKeys:
@@ -192,7 +192,7 @@ class ModelKeys:
         return self._given(name, self.keys.integer(f"{self.arch}.{name}", 1, MOST_SIZE), default)
 
     def text(self, name: str) -> str | None:
-        """Return the string at ARCH.NAME; None if there is none."""
+        """Return the string at ARCH.NAME; None if the key is missing."""
         return self.keys.text(f"{self.arch}.{name}")
 
     def _given(self, name: str, value: Number | None, default: Number | None) -> Number:
@@ -203,7 +203,7 @@ class ModelKeys:
         return found
 
     def blocks(self, tensors: Iterable[str]) -> int:
-        """Return ARCH.block_count; raise if the file has fewer: building a block costs time and memory."""
+        """Return ARCH.block_count; raise if the file has fewer blocks, because building blocks takes time."""
         found = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
         if (count := self.size("block_count")) > found:
             raise UsageError(
@@ -212,7 +212,7 @@ class ModelKeys:
         return count
 
     def require(self, name: str, only: float) -> None:
-        """Raise unless the number at ARCH.NAME is absent or `only`, the supported value."""
+        """Raise UsageError unless the number at ARCH.NAME is absent or `only`, the supported value."""
         value = self.number(name, only, least=-math.inf)
         if value != only:
             raise UsageError(
@@ -220,7 +220,7 @@ class ModelKeys:
             )
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Raise for keys that this runtime does not implement: ignoring them would give wrong results."""
+        """Raise UsageError for keys that this runtime does not implement; ignoring them would be wrong."""
         for name in names:
             value = self.keys.metadata.get(f"{self.arch}.{name}")
             if value is True or isinstance(value, np.ndarray | list) or value not in NEUTRAL:
@@ -269,7 +269,7 @@ def head_stages(norm: Layer, width: int, vocabulary_size: int, tied: bool) -> li
     return [Stage("output", Chain(norm, Linear("output", width, vocabulary_size)))]
 
 
-MOST_BLOCKS = 2_000  # twice the depth of the deepest trained model; a plan of more blocks takes minutes
+MOST_BLOCKS = 2_000  # twice the depth of the deepest known model; a plan of more takes minutes
 
 
 def elements(model: ModelConfig) -> int:
@@ -280,7 +280,7 @@ def elements(model: ModelConfig) -> int:
 def check_blocks(model: ModelConfig) -> ModelConfig:
     """Return the model; raise UsageError if it has so many blocks that building it would take minutes."""
     if model.block_count > MOST_BLOCKS:
-        one, two = (elements(replace(model, block_count=count)) for count in (1, 2))  # its blocks are alike
+        one, two = (elements(replace(model, block_count=count)) for count in (1, 2))  # all blocks are equal
         raise UsageError(
             f"--layers {model.block_count}: expected at most {MOST_BLOCKS:,}; this model would have "
             f"{one + (model.block_count - 1) * (two - one):,} parameters"

@@ -1,15 +1,15 @@
-"""Relatives of llama with keys and layers of their own: granite, phi3 and gemma3.
+"""Architectures related to llama that have additional keys and layers: granite, phi3 and gemma3.
 
 granite and granitemoe (IBM, 2024) have four multipliers, which come from muP (Yang et al., 2022).
 
 phi3 (Abdin et al., 2024) has one matrix for q, k and v, and one for gate and up. For long contexts it has two
-sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one up to the context of its first
-training, one beyond. The model's context in the file selects the set, as llama.cpp does by default, so
-neither a short text nor a cache changes the results.
+sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one for contexts up to the
+original one, the other for longer contexts. The model's context in the file selects the set, as llama.cpp
+does by default, so neither a short text nor a cache changes the results.
 
-gemma3 (Gemma Team, 2025) attends to a window only in five of six blocks. Attention and feed-forward have a
-norm before and one after them, and q and k are normalized head by head. The rotary frequencies of blocks with
-a window have their own base, which is never scaled.
+In gemma3 (Gemma Team, 2025), five of six blocks attend only to a window. Attention and feed-forward have one
+norm before and one after them, and q and k are normalized per head. The rotary frequencies of blocks with a
+window have a separate base, which is never scaled.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Granite(Llama):
 
 @dataclass(frozen=True)
 class GraniteMoE(Granite):
-    """Sizes of a granitemoe model; a shared feed-forward of its own width, if any, sees every token."""
+    """Sizes of a granitemoe model; a shared feed-forward with its own width, if any, gets every token."""
 
     arch: ClassVar[str] = "granitemoe"
     may_have_experts: ClassVar[bool] = True
@@ -179,7 +179,7 @@ class Phi3(RotaryModel):
 
 PERIOD = 6  # blocks; the last block of each period has no window
 LOCAL_BASE = 10000.0  # base of the rotary frequencies of blocks with a window
-BLOCKS_27B = 62  # Gemma 3 27B scales scores by another width; llama.cpp also detects it by its blocks
+BLOCKS_27B = 62  # Gemma 3 27B scales scores by another width; llama.cpp detects it this way too
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 BASE = "rope.freq_base_swa"
 SOFTCAPS = ("final_logit_softcapping", "attn_logit_softcapping")
@@ -187,7 +187,7 @@ SOFTCAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 
 @dataclass(frozen=True)
 class Gemma3(RotaryModel):
-    """Sizes of a gemma3 model; `sliding_window`: positions that a block with a window sees; 0: all."""
+    """Sizes of a gemma3 model; `sliding_window`: positions that a block with a window attends to; 0: all."""
 
     arch: ClassVar[str] = "gemma3"
     head_norms: ClassVar[bool] = True

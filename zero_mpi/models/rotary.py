@@ -1,9 +1,9 @@
-"""Base of llama and related models: RMSNorm, rotary positions, grouped attention, a gated feed-forward.
+"""Base class of llama and related models: RMSNorm, rotary positions, grouped attention, gated feed-forward.
 
 The architectures differ in class variables: the rotary order of the rows of q and k, the places of norms,
 blocks without rotary positions, biases, and the tensors that llama.cpp reads. Other differences are methods
-of an architecture. A file decides which of the possible biases a model has. Annotations are not strings here,
-because subclasses in other modules inherit them in their signatures.
+of an architecture. A file decides which of the possible biases a model has. Annotations are not strings in
+this module, because subclasses in other modules inherit them in their signatures.
 """
 
 import math
@@ -41,9 +41,9 @@ ROPE_FREQS = "rope_freqs.weight"
 NONE, LINEAR, YARN = "none", "linear", "yarn"
 TYPE, FACTOR, ORIGINAL = (f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length"))
 OLD_FACTOR = "rope.scale_linear"
-# A frequency is high from FAST rotations within the original context on, and low up to SLOW rotations.
+# A frequency is high from FAST rotations within the original context on, and low with at most SLOW rotations.
 FAST, SLOW = 32.0, 1.0
-# Keys of YaRN's other numbers, and the only supported value of each.
+# Keys of YaRN's other numbers, and the only supported value of each key.
 FIXED = {
     "rope.scaling.yarn_beta_fast": FAST,
     "rope.scaling.yarn_beta_slow": SLOW,
@@ -55,11 +55,11 @@ FIXED = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rotary positions beyond the context of a model's first training.
+    """Scaling of rotary positions beyond the original context of a model.
 
     `linear` divides all frequencies by a factor (Chen et al., 2023). `yarn` keeps high frequencies, divides
-    low ones, interpolates along a ramp between them, and multiplies q and k by a magnitude that grows with
-    the factor's logarithm (Peng et al., "YaRN", 2023). Llama 3 has its own divisors in a tensor instead.
+    low frequencies, interpolates along a ramp between them, and multiplies q and k by a magnitude that grows
+    with the logarithm of the factor (Peng et al., "YaRN", 2023). Llama 3 has a tensor with divisors instead.
     original: for yarn, the context before scaling
     """
 
@@ -69,7 +69,7 @@ class RopeScaling:
 
     @classmethod
     def from_gguf(cls, keys: ModelKeys) -> Self | None:
-        """Return the scaling in a file's keys, None if there is none; raise UsageError for other kinds."""
+        """Return the scaling in a file's keys, or None; raise UsageError for an unsupported kind."""
         for name, only in FIXED.items():
             keys.require(name, only)
         kind = keys.text(TYPE) or LINEAR  # llama.cpp's default
@@ -105,7 +105,7 @@ class RopeScaling:
         return tuple((1 / (quick + (1 - quick) / self.factor)).tolist())
 
     def _ramp(self, width: int, base: float) -> tuple[float, float]:
-        """Return the last pair with a high frequency, and the first with a low one: the ramp's ends."""
+        """Return the last pair with a high frequency, and the first with a low one: the ends of the ramp."""
         places = [
             width * log(self.original / (turns * 2 * math.pi)) / (2 * log(base)) for turns in (FAST, SLOW)
         ]
@@ -129,7 +129,7 @@ def read_factors(
     if read is None:
         raise UsageError(f"{name} is part of the configuration, but no reader for it was given")
     if isinstance(tensors, Mapping):
-        check(tensors[name])  # before the tensor is read: a shape from a file may be of any size
+        check(tensors[name])  # checked before reading, because a shape in a file may be huge
     values = read(name)
     check(values.shape)
     if not (np.isfinite(values) & (values > 0)).all():
@@ -149,11 +149,11 @@ QKV_BIASES = frozenset({"attn_q", "attn_k", "attn_v"})
 class RotaryModel(ModelConfig):
     """Sizes of a rotary model; `biases` names the projections with a bias ("attn_q", "ffn_up", ...).
 
-    `rope_factors` (one per pair, or none) divide the rotary frequencies; each is a float32. RoPE rotates the
+    `rope_factors` (one per pair, or none) divide the rotary frequencies; they are float32. RoPE rotates the
     first `rope_dimension_count` elements of a head; 0: all.
     """
 
-    interleaved: ClassVar[bool] = False  # rotary pairs are adjacent rows (NORM), not of two halves (NEOX)
+    interleaved: ClassVar[bool] = False  # rotary pairs are adjacent rows (NORM), not two halves (NEOX)
     head_norms: ClassVar[bool] = False  # a norm of q and k, per head
     joint_norms: ClassVar[bool] = False  # a norm of q and k, over all heads together
     norms_before: ClassVar[bool] = True  # a norm of the input of attention and feed-forward (pre-norm)
@@ -167,7 +167,7 @@ class RotaryModel(ModelConfig):
     possible_biases: ClassVar[frozenset[str]] = QKV_BIASES  # projections for which llama.cpp accepts a bias
     normalized: ClassVar[bool] = True  # the weights of the used experts sum to 1
     expert_width: ClassVar[str] = "feed_forward_length"  # key of an expert's width
-    takes_rope_factors: ClassVar[bool] = False  # llama.cpp reads, not refuses, `rope_freqs.weight`
+    takes_rope_factors: ClassVar[bool] = False  # llama.cpp accepts `rope_freqs.weight`
     head_count_kv: int
     key_length: int
     value_length: int
@@ -241,7 +241,7 @@ class RotaryModel(ModelConfig):
 
     @classmethod
     def read_heads(cls, keys: ModelKeys, width: int) -> Heads:
-        """Return the attention heads that a file's keys describe; raise UsageError if they do not fit."""
+        """Return the attention heads from a file's keys; raise UsageError if the keys do not fit together."""
         query = keys.size("attention.head_count")
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
@@ -376,7 +376,7 @@ class RotaryModel(ModelConfig):
         return self.branch(f"{prefix}.ffn_norm", f"{prefix}.post_ffw_norm", *layers)
 
     def experts(self, prefix: str, shared: Layer | None = None) -> Layer:
-        """Return the mixture of experts of a block; `shared`: a layer that sees every token."""
+        """Return the mixture of experts of a block; `shared`: a layer that gets every token."""
         sizes = self.embedding_length, self.feed_forward_length, self.expert_count, self.expert_used_count
         std = HEAD_STD / (2 * self.block_count) ** 0.5
         return Experts(prefix, *sizes, normalized=self.normalized, std=std, shared=shared)

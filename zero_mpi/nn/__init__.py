@@ -1,4 +1,4 @@
-"""Layers: they have parameter names, a forward and a backward, but hold no arrays."""
+"""Layers. A layer has parameter names, a forward and a backward, but holds no arrays."""
 
 from zero_mpi.nn.activation import GELU, GeGLU, JointSwiGLU, Multiply, SwiGLU
 from zero_mpi.nn.attention import (

@@ -1,4 +1,4 @@
-"""Last rows of a frozen embedding or head, trained as a parameter of their own: those of added tokens."""
+"""Last rows of a frozen embedding or head, trained as a separate parameter: the rows of added tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from zero_mpi import device, ops
 from zero_mpi.device.arrays import namespace, pool_of
 from zero_mpi.nn.layer import Gradients, Param, Weights
 
-ADDED = ".added"  # ending of the parameter's name, behind that of the matrix
+ADDED = ".added"  # suffix of the parameter's name, after the name of the matrix
 
 
 class AddedRows:
-    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C); used like an adapter."""
+    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C); it is used like an adapter."""
 
     kind = None
 
@@ -22,15 +22,15 @@ class AddedRows:
         self._params = {self.name: Param((rows, width))}
 
     def params(self) -> dict[str, Param]:
-        """Return the rows by name."""
+        """Return the parameter of the rows by name."""
         return self._params
 
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
-        """Return x, which `add_to` multiplies with."""
+        """Return x, by which `add_to` multiplies."""
         return x
 
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
-        """Return the columns y (..., O - rows) followed by those of the added rows."""
+        """Return the columns y (..., O - rows) followed by the columns of the added rows."""
         size = y.shape[-1]
         joined = like(y, size + self.rows)
         joined[..., :size] = y
@@ -40,7 +40,7 @@ class AddedRows:
     def backward(
         self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
     ) -> Any:
-        """Add the share of the added rows to dx and return it; add their gradient into g."""
+        """Add the contribution of the added rows to dx and return it; add their gradient into g."""
         dy = copied(dy[..., -self.rows :])
         if self.name in g:
             via.linear_backward_w(dy, saved[0], g[self.name])
@@ -48,7 +48,7 @@ class AddedRows:
 
 
 def like(x: Any, width: int) -> Any:
-    """Return an array (..., width) in the shape of x but for its last axis, of recycled memory."""
+    """Return an array (..., width), shaped like x except for its last axis, in recycled memory."""
     return pool_of(device.in_use()).take((*x.shape[:-1], width), x.dtype)
 
 
@@ -61,7 +61,7 @@ def copied(x: Any) -> Any:
 
 @singledispatch
 def parted(tokens: Any, first: int) -> tuple[Any, Any, Any]:
-    """Return tokens with 0 for ids from `first` on; the places of these in flattened tokens; their rows."""
+    """Return tokens with 0 for ids from `first` on; the flat positions of these ids; their added rows."""
     flat = tokens.reshape(-1)
     places = namespace(tokens).flatnonzero(flat >= first)
     return tokens * (tokens < first), places, flat[places] - first

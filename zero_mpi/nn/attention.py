@@ -27,7 +27,7 @@ from zero_mpi.ops.elementary import cosines, power, sines
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of heads, and their widths."""
+    """Numbers of heads, and the widths of their keys and values."""
 
     query: int
     kv: int
@@ -82,7 +82,7 @@ class ProjectQKV(Composite):
 class JointQKV(ProjectQKV):
     """x (B, T, C) -> (q, k, v) by parts of one matrix `PREFIX.attn_qkv`: rows of q, then k, then v.
 
-    Unlike with `FusedQKV`, q, k and v are each contiguous, so RoPE can rotate them in place.
+    Here q, k and v are each contiguous, unlike in `FusedQKV`, so RoPE can rotate them in place.
     """
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
@@ -92,7 +92,7 @@ class JointQKV(ProjectQKV):
 
 
 class FusedQKV(JointQKV):
-    """`JointQKV` by one product with the full matrix; q, k and v are columns of its result."""
+    """`JointQKV` computed by one product with the full matrix; q, k and v are columns of its result."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         qkv, saved = self.whole[0].forward(p, x)
@@ -161,7 +161,7 @@ def rope_table(
 ) -> tuple[Any, Any]:
     """Return magnitude times cosines and sines (positions, width / 2) of sign * position * frequency.
 
-    The frequency of pair j is base^(-2 j / width) / factors[j]; without factors the division is left out.
+    The frequency of pair j is base^(-2 j / width) / factors[j]; without factors there is no division.
     """
     base, factors, magnitude = scaling
     frequencies = power(base, -np.arange(0, width, 2, dtype=np.float64) / width)
@@ -175,9 +175,9 @@ def rope_table(
 class RoPE(Layer):
     """Rotation of q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX.
 
-    `factors` (one per pair, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
-    multiplies rotated elements by a `magnitude` as well (Peng et al., 2023). `width`: number of elements of a
-    head that are rotated, the first ones; None: all.
+    `factors` (one per pair, or none) divide the frequencies, by which Llama 3 supports longer contexts. YaRN
+    also multiplies rotated elements by a `magnitude` (Peng et al., 2023). `width`: number of elements at the
+    start of a head that are rotated; None: all.
     """
 
     backward_reads_params = False
@@ -202,8 +202,8 @@ class RoPE(Layer):
 
     def table(self, stop: int, q: Any, sign: int = 1) -> tuple[Any, Any]:
         """Return cosines and sines (positions, W / 2) for at least `stop` positions of q (..., D)."""
-        rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
-        kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never low
+        rounded = 1 << (stop - 1).bit_length()  # generation needs one more each time: a few tables are enough
+        kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never in low precision
         on_gpu = device.is_cupy(q)
         return rope_table(rounded, self.width or q.shape[-1], self.scaling, sign, kind, on_gpu)
 
@@ -234,9 +234,9 @@ class RoPE(Layer):
 
 
 class CausalAttention(Layer):
-    """(q, k, v) -> (B, T, H, E): each position attends to itself and earlier ones of its document.
+    """(q, k, v) -> (B, T, H, E): each position attends to itself and earlier positions of its document.
 
-    `window`: the most positions that it attends to, itself included (Beltagy et al., "Longformer", 2020).
+    `window`: the most positions that it attends to, including itself (Beltagy et al., "Longformer", 2020).
     """
 
     keeps_results = False

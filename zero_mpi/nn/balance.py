@@ -1,10 +1,10 @@
-"""Auxiliary losses of routed layers, and the load of experts: a routed layer holds one `RouterLosses`.
+"""Auxiliary losses of routed layers, and the load of experts. A routed layer has one `RouterLosses`.
 
-`balance_loss` is that of transformers (`load_balancing_loss_func`): N sum_e f_e P_e with f_e = C_e / R and
-P_e = S_e / R, where C_e counts how often expert e was chosen and S_e adds its probabilities up, over all
-routed layers of a micro-batch together, and R = layers * tokens. In balance it is U, the experts that a token
-uses. C is a count, so the slope by each probability is N C_e / R^2. `z_loss` is the mean over tokens of
-log(sum(exp(logits)))^2, summed over layers (Zoph et al., "ST-MoE", 2022).
+`balance_loss` is the one of transformers (`load_balancing_loss_func`): N sum_e f_e P_e with f_e = C_e / R and
+P_e = S_e / R. C_e counts how often expert e was chosen and S_e sums its probabilities, over all routed layers
+of a micro-batch together, and R = layers * tokens. If the load is balanced, the loss is U, the number of
+experts that a token uses. C is a count, so the derivative by each probability is N C_e / R^2. `z_loss` is the
+mean over tokens of log(sum(exp(logits)))^2, summed over layers (Zoph et al., "ST-MoE", 2022).
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ ROWS = 1024  # rows of a temporary array
 
 
 def balance(sums: Mapping[str, Any]) -> float:
-    """Return the balance loss of a micro-batch, by the sums over its routed layers."""
+    """Return the balance loss of a micro-batch, from the sums over its routed layers."""
     counts, p = (np.asarray(sums.get(name, 0.0), float) for name in ("routed_counts", "routed_p"))
     return float(counts.size * np.vdot(counts, p) / max(1.0, float(sums.get("routed_rows", 1))) ** 2)
 
 
 def log_sums(logits: Array, p: Array) -> Array:
-    """Return log(sum(exp(logits))) of each row of logits (T, N), by their softmax p; (T,)."""
+    """Return log(sum(exp(logits))) of each row of logits (T, N), from their softmax p; (T,)."""
     return logits.max(axis=-1) - logs(p.max(axis=-1)).astype(p.dtype)
 
 
 class RouterLosses:
-    """Losses and load of the router of the layer `name`, of N experts."""
+    """Losses and load of the router of the layer `name`, with N experts."""
 
     def __init__(self, name: str, experts: int) -> None:
         self.name, self.experts = name, experts
 
     def tallies(self) -> dict[str, Tally]:
-        """Return the tallies of a routed layer; its losses have no scale unless a module is given one."""
+        """Return the tallies of a routed layer; its losses have no scale unless the module gets one."""
         load = {self.name + LOAD: Tally((self.experts,))}
         return {BALANCE: Tally(scale=0.0, value=balance), Z: Tally(scale=0.0), **load}
 
     def report(self, batch: BatchContext, logits: Array, p: Array, chosen: Array, starts: Array) -> None:
-        """Report the routing of a layer, as `ops.route` returns it, for logits (T, N); without padding."""
+        """Report the routing of a layer, as `ops.route` returns it, for logits (T, N), without padding."""
         counts = starts[1:] - starts[:-1]
         if batch.documents is not None:
             counted = batch.documents.counted
@@ -62,12 +62,12 @@ class RouterLosses:
             batch.report(self.name, **{Z: squares / max(1, len(p))})
 
     def add_gradient(self, batch: BatchContext, dlogits: Array, logits: Array, p: Array) -> None:
-        """Add the gradient of both losses to dlogits (T, N) in place; all layers have reported."""
+        """Add the gradient of both losses to dlogits (T, N) in place, after all layers have reported."""
         if not batch.factors:
             return
         by_balance, by_z = (batch.factors.get(name, 0.0) for name in (BALANCE, Z))
         counts, rows = batch.sums["routed_counts"], max(1, batch.sums["routed_rows"])
-        slope = (counts * (by_balance * self.experts / rows**2)).astype(p.dtype)  # by p, (N,)
+        slope = (counts * (by_balance * self.experts / rows**2)).astype(p.dtype)  # derivative by p, (N,)
         counted = None if batch.documents is None else batch.documents.counted
         tokens = len(p) if counted is None else max(1, int(counted.sum()))
         for start in range(0, len(p), ROWS):
@@ -78,4 +78,4 @@ class RouterLosses:
             added = p[part] * (slope - mean[:, None])
             if counted is not None:
                 added[~counted[part]] = 0
-            dlogits[part] = dlogits[part] + added  # which may be of a low type
+            dlogits[part] = dlogits[part] + added  # dlogits may have a low type

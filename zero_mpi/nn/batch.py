@@ -1,9 +1,9 @@
-"""Facts of a micro-batch that layers share: its documents, factors of losses, sums of what layers report.
+"""Facts of a micro-batch that layers share: its documents, factors of losses, sums of reported values.
 
-Nearly all layers treat each position independently and need only weights and input. The others ask
+Nearly all layers treat each position independently and need only weights and input. Other layers call
 `batch_of(p)`: attention for the documents of its rows, which a `Packed` input gives, and a layer with an
-auxiliary loss for its factor and for the sums over all layers with that loss. Attention reaches back to a
-document's start at most, and positions are counted from there. Shapes are those of rows without documents.
+auxiliary loss for its factor and for the sums over all layers with that loss. Attention reaches back at most
+to the start of a document, and positions are counted from there. Shapes are the same as without documents.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Turns = Iterable[tuple[slice, Weights, Gradients]]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Rows of several documents each, as the input of a model instead of ids.
+    """Rows of several documents each; a model accepts them as input instead of ids.
 
     ids      (B, T) integers
-    begins   (B, T) int64: for each position, the position in its row at which its document begins
+    begins   (B, T) int64: for each position, the index in its row at which its document begins
 
     Raises ValueError for invalid arrays.
     """
@@ -64,7 +64,7 @@ class Documents:
 
     @cached_property
     def counted(self) -> Array:
-        """False for the padding behind a row's last document: ids of 0 that are each alone; (B T,) bool."""
+        """Mask that is False for padding after a row's last document: single ids of 0; (B T,) bool."""
         xp, ids = namespace(self.begins), device.in_use().from_host(self._ids)
         within = (ids != 0) | (self.positions != 0)
         return xp.cumsum(within[:, ::-1], axis=1)[:, ::-1].reshape(-1) > 0
@@ -77,7 +77,7 @@ class Documents:
         return found[1]
 
     def within(self, window: int) -> Array:
-        """Return the first position of its document in each position's window: made once per window."""
+        """Return the first position of its document in each position's window; computed once per window."""
         if window not in self._within:
             batch, length = self.begins.shape
             first = first_in_window(batch, 0, length, window, device.home_of(self.begins))
@@ -94,16 +94,16 @@ def first_in_window(batch: int, start: int, stop: int, window: int, place: devic
 
 @dataclass(eq=False)
 class BatchContext:
-    """Facts of a micro-batch besides its input, and sums that its layers report."""
+    """Facts of a micro-batch in addition to its input, and sums that its layers report."""
 
-    documents: Documents | None = None  # documents of its rows; None: each row is one
+    documents: Documents | None = None  # documents of its rows; None: each row is one document
     factors: Mapping[str, float] = field(default_factory=dict)  # of auxiliary losses; empty: no backward
     sums: dict[str, Any] = field(default_factory=dict)  # sums over layers, complete when backward begins
-    stage: int = 0  # number of the stage that computes
+    stage: int = 0  # number of the current stage
     _reported: set[tuple[str, str, int]] = field(default_factory=set)
 
     def report(self, layer: str, **values: Any) -> None:
-        """Add values of the layer called `layer` to the sums; a forward that runs again adds nothing."""
+        """Add values of the layer called `layer` to the sums; a repeated forward adds nothing."""
         for name, value in values.items():
             if (key := (name, layer, self.stage)) not in self._reported:
                 self._reported.add(key)
@@ -111,9 +111,9 @@ class BatchContext:
 
 
 class StageWeights(dict[str, Array]):
-    """Weights of a stage by name, with the micro-batch that they are used on.
+    """Weights of a stage by name, with the micro-batch for which they are used.
 
-    turns   function that brings stacked parameters here, a part at a time; None: they are here
+    turns   function that gathers stacked parameters part by part; None: they are present
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class StageWeights(dict[str, Array]):
 
 
 def batch_of(p: Weights) -> BatchContext:
-    """Return the micro-batch that weights are used on; an empty one for other weights."""
+    """Return the micro-batch for which weights are used; an empty one for other weights."""
     return p.batch if isinstance(p, StageWeights) else BatchContext()
 
 
 def turns(p: Weights, g: Gradients | None = None) -> Turns:
-    """Yield parts of a layer's stacked parameters: (which of their first dimension, weights, gradients).
+    """Yield parts of a layer's stacked parameters: (range of their first dimension, weights, gradients).
 
-    A backward, which gives `g`, gets the parts that its forward had, in any order. Weights and gradients
-    of a part end with its turn.
+    A backward, which passes `g`, gets the same parts as its forward, in any order. Weights and gradients of a
+    part are valid only during its turn.
     """
     gradients = {} if g is None else g
     return p.turns(p, gradients) if isinstance(p, StageWeights) and p.turns else [(slice(None), p, gradients)]

@@ -1,4 +1,4 @@
-"""Layers made of layers: a sequence, a residual connection, or a layer recomputed to save memory."""
+"""Layers made of other layers: a sequence, a residual connection, or a layer recomputed to save memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Chain(Composite, AddsInForward, AddsInBackward):
     def __init__(self, *layers: Layer) -> None:
         if not layers:
             raise ValueError("a chain needs at least one layer")
-        keeps = [True, *(layer.keeps_results for layer in layers), True]  # what is around it may be kept
+        keeps = [True, *(layer.keeps_results for layer in layers), True]  # values at the ends may be kept
         around = zip(keeps, layers, keeps[2:], strict=False)
         self.layers = [x if before or after else x.overwriting() for before, x, after in around]
         self.backward_reads_params = any(layer.backward_reads_params for layer in layers)
@@ -72,7 +72,7 @@ class Chain(Composite, AddsInForward, AddsInBackward):
 
 
 class Wrapper(Composite):
-    """A layer around one other layer, with the parameters of that layer."""
+    """A layer around one inner layer, with the parameters of the inner layer."""
 
     def __init__(self, inner: Layer) -> None:
         self.inner = inner
@@ -99,9 +99,9 @@ class Residual(Wrapper):
 
 
 class Recompute(Wrapper):
-    """inner(x): it saves only x, and backward computes again what it needs (activation checkpointing).
+    """inner(x), which saves only x; backward recomputes the other values (activation checkpointing).
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Bits are the same.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The bits are the same.
     """
 
     def __init__(self, inner: Layer) -> None:
@@ -118,7 +118,7 @@ class Recompute(Wrapper):
         return self.inner.backward(p, self.inner.saved(p, saved), dy, g)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """Return (loss, dx) without recomputing, as backward follows at once."""
+        """Return (loss, dx) without recomputing, because backward follows immediately."""
         return self.inner.loss(p, x, targets, scale, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:

@@ -1,8 +1,8 @@
 """Generation of one position per sequence without Python between the layers.
 
-`Program` follows the layers of a model once and records what they compute as instructions of
-`ops.cpu.decode`; a position is then one call. It knows the layers in `RECORDED`: a model with others
-generates by `infer` alone.
+`Program` follows the layers of a model once and records their computation as instructions of
+`ops.cpu.decode`; a position is then one call. It supports the layers in `RECORDED`: a model with other
+layers generates by `infer` alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Decoder:
         return y
 
     def _recorded(self) -> Program | None:
-        """Return a program with room for one more position; None for a model that has none."""
+        """Return a program with capacity for one more position; None for a model without a program."""
         position = self.cache.position
         if self._records and (self.program is None or self.program.capacity <= position):
             try:
@@ -70,7 +70,7 @@ class Decoder:
 
 
 class Batch:
-    """Several sequences that begin with `prompts` and grow by one token each at a time, by `tokens` at most.
+    """Several sequences that begin with `prompts` and each grow by one token at a time, by `tokens` at most.
 
     Raises Unrecorded for a model without a program.
     """
@@ -102,7 +102,7 @@ def joined(stored: Sequence[Array], capacity: int) -> Array:
 
 
 class Unrecorded(Exception):
-    """A layer or an array that no instruction computes with."""
+    """Error of a layer or an array that no instruction supports."""
 
 
 class Program:
@@ -114,11 +114,11 @@ class Program:
         self.code, self.p, self.cache = decode, model.p, cache
         self.capacity, self.sequences = capacity, sequences
         self._steps = list[list[list[int]]]()
-        self._kept = list[Any]()  # arrays of which instructions have the addresses
+        self._kept = list[Any]()  # arrays whose addresses are in instructions
         self._buffers: dict[tuple[int, int, int], Array] = {}
         self.first: tuple[Embedding, Array] | None = None
         x: Any = None
-        for number, stage in enumerate(model.stages):  # a stage's buffers are used again two stages later
+        for number, stage in enumerate(model.stages):  # a stage's buffers are reused two stages later
             self._turn, self._taken = number % 2, 0
             x = self.record(stage.layer, x)
         self._outputs, self._code = x, decode.instructions(*self._steps)
@@ -133,20 +133,20 @@ class Program:
         return self._outputs
 
     def record(self, layer: Layer, x: Any) -> Any:
-        """Record a layer and return its output; raise Unrecorded."""
+        """Record a layer and return its output; raise Unrecorded if it is not supported."""
         if type(layer) not in RECORDED:
             raise Unrecorded(type(layer).__name__)
         return RECORDED[type(layer)](self, layer, x)
 
     def buffer(self, *shape: int) -> Array:
-        """Return an array (B, ...) for results of the stage."""
+        """Return an array (B, ...) for results of the current stage."""
         self._taken += 1
         key = self._turn, self._taken, int(np.prod(shape))
         found = self._buffers.setdefault(key, np.zeros((self.sequences, key[2]), np.float32))
         return found.reshape(self.sequences, *shape)
 
     def place(self, x: Any) -> int:
-        """Return the address of an array, or of a number as float32, and keep it."""
+        """Return the address of an array, or of a number as float32, and keep the array alive."""
         array = x if isinstance(x, np.ndarray) else np.asarray(x, np.float32)
         if array.dtype != np.float32 or not array.flags.c_contiguous:
             raise Unrecorded(f"an array of {array.dtype}")
@@ -154,17 +154,17 @@ class Program:
         return address(array)
 
     def step(self, *lines: list[int]) -> None:
-        """Add instructions that may be computed at the same time: operation, parts, x, y, ..."""
+        """Add instructions that may run at the same time: operation, parts, x, y, ..."""
         self._steps.append(list(lines))
 
     def combine(self, operation: int, x: Array, other: Any, rows: int = 0) -> Array:
-        """Record an operation element by element; `rows` as in `decode.combine`."""
+        """Record an elementwise operation; `rows` as in `decode.combine`."""
         y = self.buffer(*x.shape[1:])
         self.step([operation, 1, address(x), address(y), x[0].size, self.place(other), rows])
         return y
 
     def products(self, given: Sequence[tuple[Any, Array]]) -> list[Array]:
-        """Record products W x of pairs (W, x) that do not depend on each other."""
+        """Record the products W x of pairs (W, x) that do not depend on each other."""
         found = [self.buffer(w.shape[0]) for w, _ in given]
         for w, _ in given:
             self._kept.append(w) if isinstance(w, PackedMatrix) else self.place(w)
@@ -172,7 +172,7 @@ class Program:
         return found
 
     def project(self, layers: Sequence[Linear | Rows], x: Array) -> list[Array]:
-        """Record linear layers of one input."""
+        """Record linear layers with the same input."""
         parts = [(each, ALL) if isinstance(each, Linear) else (each.linear, each.part) for each in layers]
         found = self.products([(self.p[linear.weight][part], x) for linear, part in parts])
         for place, (linear, part) in enumerate(parts):
@@ -202,9 +202,9 @@ class Program:
 
 
 def embedding(to: Program, layer: Embedding, x: Any) -> Array:
-    """Record an embedding, whose rows `run` looks up."""
+    """Record an embedding; `run` looks up its rows."""
     if to.first is not None or x is not None:
-        raise Unrecorded("an embedding of results")
+        raise Unrecorded("an embedding of computed values")
     to.first = layer, to.buffer(layer.param.shape[1])
     return to.first[1]
 

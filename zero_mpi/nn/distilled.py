@@ -1,8 +1,8 @@
-"""Loss of a teacher's predictions: the cross-entropy, mixed with the divergence from the teacher.
+"""Loss on a teacher's predictions: the cross-entropy, mixed with the divergence from the teacher.
 
-For each token the teacher has K ids t with probabilities T, and the mass of the rest. With the student's
-softmax S at the same temperature the loss is sum T (log T - log S) + Tr (log Tr - log Sr), where Tr and Sr
-are the masses of all other ids.
+For each token the teacher gives K ids t with probabilities T, and the remaining probability. With the
+student's softmax S at the same temperature, the loss is sum T (log T - log S) + Tr (log Tr - log Sr), where
+Tr and Sr are the probabilities of all other ids.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from zero_mpi.nn.loss import CrossEntropy, zeros_of
 from zero_mpi.ops.elementary import exps, logs
 from zero_mpi.ops.reference import chunk_rows
 
-LEAST = 1e-12  # lower bound of a mass, before its logarithm
+LEAST = 1e-12  # lower bound of a probability before its logarithm
 
 
 @dataclass(frozen=True, eq=False)
 class Distilled(CrossEntropy):
     """(1 - weight) times the cross-entropy, plus weight times the divergence from records (B T,).
 
-    A record has `ids` (K,), their `logp`, and `rest`; zeros where there is no prediction.
+    A record has `ids` (K,), their `logp`, and `rest`; zeros if there is no prediction.
     """
 
     records: Array
@@ -59,7 +59,7 @@ class Distilled(CrossEntropy):
         ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
         ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
         share = ops.cross_entropy(self.cooled(z), targets, 1.0)[1].astype(np.float32, copy=False)
-        share[at[:, 0], targets] += 1  # the softmax, from the gradient of its cross-entropy
+        share[at[:, 0], targets] += 1  # the softmax, from the gradient of the cross-entropy
         found, wanted = share[at, ids].astype(np.float64), exps(logp)
         others = xp.maximum(LEAST, 1 - found.sum(axis=-1))
         terms = (wanted * (logp - logs(xp.maximum(LEAST, found)))).sum(axis=-1)

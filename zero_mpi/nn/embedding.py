@@ -13,7 +13,7 @@ from zero_mpi.ops.packed_matrix import PackedMatrix
 
 
 class Embedding(Layer):
-    """y (B, T, C) = rows of `NAME.weight` (V, C) by tokens (B, T). There is no dx."""
+    """y (B, T, C) = rows of `NAME.weight` (V, C) at tokens (B, T). There is no dx."""
 
     backward_reads_params = False
 
@@ -22,7 +22,7 @@ class Embedding(Layer):
         self.added: AddedRows | None = None
 
     def split(self, rows: int) -> None:
-        """Make the last rows a parameter of their own; the others must be frozen then."""
+        """Make the last rows a separate parameter; the other rows must then be frozen."""
         vocabulary, width = self.param.shape
         self.param = Param((vocabulary - rows, width))
         self.added = AddedRows(self.weight, rows, width)

@@ -1,4 +1,4 @@
-"""A mixture of experts: a router gives each token to a few of many gated feed-forwards."""
+"""A mixture of experts: a router sends each token to a few of many gated feed-forwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDE = SimpleNamespace(linear=wide)
 
 
 class Routing(NamedTuple):
-    """The choice of experts for T tokens, as `ops.route` returns it; logits (T, N) are float32 or wider."""
+    """The chosen experts of T tokens, as `ops.route` returns them; logits (T, N) are float32 or wider."""
 
     logits: Any
     p: Any
@@ -44,11 +44,11 @@ def grouped(starts: Any) -> Any:
 
 
 class Experts(Composite, AddsInForward):
-    """y (..., C) = sum of p_e down_e(silu(gate_e x) * up_e x) over the `used` experts e of largest p.
+    """y (..., C) = sum of p_e down_e(silu(gate_e x) * up_e x) over the `used` experts e with the largest p.
 
-    p is the softmax of the router `PREFIX.ffn_gate_inp` (N, C), over its sum of the used if `normalized`.
-    Matrices are stacked: `PREFIX.ffn_gate_exps`, `.ffn_up_exps` (N, F, C), `.ffn_down_exps` (N, C, F). A
-    `shared` layer sees each token, and its y is added. Rows of a token are added in the order of experts.
+    p is the softmax of the router `PREFIX.ffn_gate_inp` (N, C), divided by its sum over the used experts if
+    `normalized`. Matrices are stacked: `PREFIX.ffn_gate_exps`, `.ffn_up_exps` (N, F, C), `.ffn_down_exps` (N,
+    C, F). A `shared` layer gets every token, and its y is added. A token's rows are added in expert order.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Experts(Composite, AddsInForward):
         return super().tallies() | self.losses.tallies()
 
     def route(self, p: Weights, x: Any) -> Routing:
-        """Return the choice of experts for x (T, C)."""
+        """Return the chosen experts for x (T, C)."""
         logits = self.router.forward(p, x, via=WIDE)[0]
         return Routing(logits, *ops.route(logits, self.used, self.normalized))
 
@@ -138,7 +138,7 @@ class Experts(Composite, AddsInForward):
     def _backward_of_choice(
         self, p: Weights, x: Any, routing: Routing, of_weights: list[tuple[slice, Any]], g: Gradients
     ) -> Any:
-        """Return dx (T, C) of the choice from the gradients of rows' weights, by parts of the rows."""
+        """Return the router's part of dx (T, C) from the gradients of rows' weights, by parts of the rows."""
         (_, dw), *more = of_weights
         if more:
             dw = routing.weights.astype(dw.dtype)
@@ -151,15 +151,15 @@ class Experts(Composite, AddsInForward):
         return self.router.backward(p, (x, None), dlogits, g)
 
     def _observe(self, rows: Any, gate: Any, up: Any, starts: Any) -> None:
-        """Let observers see the inputs of the experts whose rows these are; others have none."""
+        """Pass the inputs of the experts with these rows to the observers; other experts have no rows."""
         for observe in OBSERVERS:
-            plain = ops.swiglu(gate, up)  # as llama.cpp has it, which weights the rows behind `down`
+            plain = ops.swiglu(gate, up)  # as in llama.cpp, which weights the rows after `down`
             for linear, x_of in (self.gate, rows), (self.up, rows), (self.down, plain):
                 observe(linear.weight, x_of, starts)
 
 
 def placed(rows: Any, part: slice, values: Any) -> Any:
-    """Return rows with other values in a part; for all of them the values."""
+    """Return rows with other values in a part; if the part is all rows, return the values."""
     if len(values) == len(rows):
         return values
     rows[part] = values
@@ -168,7 +168,7 @@ def placed(rows: Any, part: slice, values: Any) -> Any:
 
 @singledispatch
 def rows_of(starts: Any, members: slice, count: int) -> tuple[slice, Any]:
-    """Return which of the sorted rows, `count` in all, some experts have, and where those of each begin."""
+    """Return the range of some experts' rows among all `count` sorted rows, and where each expert begins."""
     if members.stop is None:
         return slice(0, count), starts
     begin = int(starts[members.start])

@@ -1,11 +1,11 @@
 """Definition of a layer: it names its parameters, has a forward and a backward, and holds no arrays.
 
-Every other method has a default that works for all layers; a layer overrides the methods that it can do in
+Every other method has a default that works for all layers. A layer overrides the methods that it can do in
 fewer passes or with less memory.
 
-Weights are an argument of `forward` and `backward`, so the runtime may free them after forward and
-gather them again for backward. Backward *adds* into the gradients it is given: accumulation, tied
-weights and flat gradient buffers then need no more code. Parameter names are GGUF's own.
+Weights are an argument of `forward` and `backward`, so the runtime may free them after forward and gather
+them again for backward. Backward *adds* into the gradients that it receives, so accumulation, tied weights
+and flat gradient buffers need no additional code. Parameter names are GGUF's names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INITS = ("normal", "ones", "zeros")
 class Param:
     """A parameter: its shape and initialization: "normal" with `std`, "ones" or "zeros".
 
-    buffer: it has no gradient, and `Layer.update` sets it after a step
+    buffer: it has no gradient; `Layer.update` sets it after a step
     """
 
     shape: tuple[int, ...]
@@ -39,21 +39,21 @@ class Param:
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def decays(self) -> bool:
-        """True if weight decay applies: to matrices, not to norms and biases."""
+        """True if weight decay applies, which is the case for matrices but not for norms and biases."""
         return len(self.shape) >= 2
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Numbers that forward reports of each micro-batch (`BatchContext.report`); layers may share a name.
+    """Numbers that forward reports for each micro-batch (`BatchContext.report`); layers may share a name.
 
-    scale   factor of an auxiliary loss in the objective, a mean over micro-batches; None: no loss but a sum
-    value   function that makes the number of a micro-batch of all its sums by name; None: the sum itself
+    scale   factor of an auxiliary loss in the objective, a mean over micro-batches; None: a sum and no loss
+    value   function that computes a micro-batch's number from all its sums by name; None: the sum itself
     """
 
     shape: tuple[int, ...] = ()
@@ -62,9 +62,9 @@ class Tally:
 
 
 class Stack(NamedTuple):
-    """Parameters of one first dimension, of which a layer needs a part at a time (`batch.turns`).
+    """Parameters with a common first dimension, of which a layer needs one part at a time (`batch.turns`).
 
-    again   how often the layer's forward runs once more before its backward
+    again   how many more times the layer's forward runs before its backward
     """
 
     names: tuple[str, ...]
@@ -73,13 +73,13 @@ class Stack(NamedTuple):
 
 @dataclass
 class Cache:
-    """State of generation between calls: the number of positions done, and keys and values per layer."""
+    """State of generation between calls: the number of finished positions, and keys and values per layer."""
 
     position: int = 0
     entries: dict[int, Any] = field(default_factory=dict)
 
     def extend(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
-        """Return arrays for `stop` keys and values of a layer like k and v (B, T, ...), with those stored."""
+        """Return arrays for `stop` keys and values of a layer, like k and v (B, T, ...), with stored ones."""
         stored = self.entries.get(id(layer))
         if stored is None or stored[0].shape[1] < stop:
             grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
@@ -91,13 +91,13 @@ class Cache:
 
 
 class Layer:
-    """Base of all layers.
+    """Base class of all layers.
 
-    `saved` is any value that backward needs from forward; it must not hold arrays of `p`. A parameter that
-    is missing in `g` is frozen: its gradient is not computed.
+    `saved` is any value that backward needs from forward; it must not hold arrays of `p`. A parameter that is
+    missing in `g` is frozen, so its gradient is not computed.
 
-    A layer that overwrites its x and dy saves memory and a pass. A `Chain` lets a layer do so (`overwriting`)
-    between two layers that keep neither the y of their forward nor the dx of their backward.
+    A layer that overwrites its x and dy saves memory and a pass. A `Chain` allows this (`overwriting`) for a
+    layer between two layers that keep neither the y of their forward nor the dx of their backward.
     """
 
     keeps_results = True
@@ -108,15 +108,15 @@ class Layer:
         return {}
 
     def stacks(self) -> list[Stack]:
-        """Return the parameters that forward and backward take by `turns`: once in each run."""
+        """Return the parameters that forward and backward use by `turns`, once in each run."""
         return []
 
     def tallies(self) -> dict[str, Tally]:
-        """Return name -> Tally of what forward reports: auxiliary losses, and what `update` needs."""
+        """Return name -> Tally for the values that forward reports: auxiliary losses, inputs of `update`."""
         return {}
 
     def update(self, buffers: MutableMapping[str, Array], sums: Mapping[str, Array]) -> None:
-        """Set this layer's buffers (on the host) after a step, by the sums of tallies: alike on all ranks."""
+        """Set this layer's buffers (on the host) after a step from sums of tallies, equally on all ranks."""
 
     def overwriting(self) -> Layer:
         """Return a copy of the layer that overwrites its x and dy, or the layer if it never does."""
@@ -127,7 +127,7 @@ class Layer:
         raise NotImplementedError
 
     def saved(self, p: Weights, x: Any) -> Any:
-        """Return the values that backward needs, alone: forward without products that only y needs."""
+        """Return only the values that backward needs, without the products that only y needs."""
         return self.forward(p, x)[1]
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
@@ -135,17 +135,17 @@ class Layer:
         raise NotImplementedError
 
     def forward_onto(self, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
-        """Return (residual + y, saved); None: no residual."""
+        """Return (residual + y, saved); a residual of None is left out."""
         y, saved = self.forward(p, x)
         return y if residual is None else ops.add(residual, y), saved
 
     def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any) -> Any:
-        """Return residual + dx; None: no residual."""
+        """Return residual + dx; a residual of None is left out."""
         dx = self.backward(p, saved, dy, g)
         return dx if residual is None else ops.add(residual, dx)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """Return (loss, dx) of a last stage: forward, cross-entropy of y as logits, and backward, in one.
+        """Return (loss, dx) of a last stage: forward, cross-entropy of y as logits, and backward together.
 
         The loss is `scale` times the sum over targets of -log softmax.
         """
@@ -154,20 +154,20 @@ class Layer:
         return loss, self.backward(p, saved, dy, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """Return the loss alone; at scale 0 the number of targets that are not the argmax."""
+        """Return only the loss; at scale 0, the number of targets that are not the argmax."""
         y = self.forward(p, x)[0]
         return ops.cross_entropy(y, targets, scale)[0] if scale else (y.argmax(-1) != targets).sum()
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """Return y of the positions after those in `cache`.
+        """Return y at the positions after those in `cache`.
 
-        A layer has its own if its result at a position depends on other positions or on its number.
+        A layer overrides this if its result at a position depends on other positions or on the index.
         """
         return self.forward(p, x)[0]
 
 
 class AddsInForward(Layer):
-    """A layer whose forward adds `residual` where it writes y, in the same pass."""
+    """A layer whose forward adds `residual` to y in the pass that writes y."""
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         """Return (y, saved), or (residual + y, saved)."""
@@ -178,7 +178,7 @@ class AddsInForward(Layer):
 
 
 class AddsInBackward(Layer):
-    """A layer whose backward adds `residual` where it writes dx, in the same pass."""
+    """A layer whose backward adds `residual` to dx in the pass that writes dx."""
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
         """Return dx, or residual + dx; add the parameters' gradients into g."""
@@ -189,10 +189,10 @@ class AddsInBackward(Layer):
 
 
 class Composite(Layer):
-    """A layer made of others, with the parameters of those layers."""
+    """A layer made of other layers, with their parameters."""
 
     def parts(self) -> Sequence[Layer]:
-        """Return the layers that it is made of, in the order of their parameters."""
+        """Return the inner layers, in the order of their parameters."""
         raise NotImplementedError
 
     def params(self) -> dict[str, Param]:
@@ -218,7 +218,7 @@ class Stage:
 
 
 def stage_params(stages: list[Stage]) -> dict[str, Param]:
-    """Return all parameters of a model in order; raise ValueError for invalid ones."""
+    """Return all parameters of a model in order; raise ValueError for invalid parameters."""
     params = params_of(stage.layer for stage in stages)
     for name, param in params.items():
         check_param(name, param)
@@ -226,9 +226,9 @@ def stage_params(stages: list[Stage]) -> dict[str, Param]:
 
 
 def params_of(layers: Iterable[Layer]) -> dict[str, Param]:
-    """Return the parameters of layers in order, a tied one only at its first place.
+    """Return the parameters of layers in order, a tied parameter only at its first place.
 
-    Raise ValueError if a name comes with two shapes: one of the layers needs another name.
+    Raise ValueError if a name occurs with two shapes, because one of the layers needs another name.
     """
     params: dict[str, Param] = {}
     for layer in layers:

@@ -21,9 +21,9 @@ OBSERVERS: list[Callable[[str, Any, Any], None]] = []
 
 @contextmanager
 def observing(observe: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """Let observe(name of the matrix, x, starts) be called in each forward of a linear layer.
+    """Call observe(name of the matrix, x, starts) in each forward of a linear layer inside the body.
 
-    starts: where the rows of each expert's matrix begin, of a stack; otherwise None
+    starts: where the rows of each expert's matrix begin, for a stack; otherwise None
     """
     OBSERVERS.append(observe)
     try:
@@ -33,16 +33,16 @@ def observing(observe: Callable[[str, Any, Any], None]) -> Iterator[None]:
 
 
 def some(x: Any, part: slice) -> Any:
-    """Return a part of the rows of `x`: `x` itself for all, since a view costs microseconds on a GPU."""
+    """Return a part of the rows of `x`, or `x` itself for all rows: a view costs microseconds on a GPU."""
     return x if part is ALL else x[part]
 
 
 class Linear(AddsInForward):
     """y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
-    With an adapter (`low_rank`) its product is added. `fused`: the number of rows of each
-    matrix, if W consists of several matrices below each other. `stack`: the number N of matrices W (N, O, C)
-    of which each row of x has its own; then `forward` and `backward` compute `via` operations on stacks.
+    If it has an adapter (`low_rank`), the adapter's product is added. `fused`: the number of rows of each
+    matrix, if W consists of several matrices. `stack`: the number N of matrices W (N, O, C), one of which
+    applies to each row of x; then `forward` and `backward` compute `via` operations on stacks.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Linear(AddsInForward):
         self.adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale, kind)
 
     def split(self, rows: int) -> None:
-        """Make the last rows a parameter of their own, while the others are frozen; there is no bias."""
+        """Make the last rows a separate parameter, while the other rows are frozen; there is no bias."""
         outputs, width = self._params[self.weight].shape
         self._params = {self.weight: Param((outputs - rows, width))}
         self.adapter = AddedRows(self.weight, rows, width)
 
     def _matrix(self, p: Weights, part: slice) -> Any:
-        """Return a part of the rows of W that is multiplied with."""
+        """Return a part of the rows of W, as used in the product."""
         w: Any = some(p[self.weight], part)
         adapter = self.adapter
         return w if adapter is None or adapter.kind is None else adapter.merged(p, w, part)
@@ -93,7 +93,7 @@ class Linear(AddsInForward):
     def forward(
         self, p: Weights, x: Any, residual: Any = None, part: slice = ALL, via: Any = ops
     ) -> tuple[Any, Any]:
-        """Return (y, saved) of a part of the rows of W."""
+        """Return (y, saved) for a part of the rows of W."""
         _, narrow = saved = self.saved(p, x, via)
         for observe in OBSERVERS if via is ops and not part.start else ():
             observe(self.weight, x, None)
@@ -115,7 +115,7 @@ class Linear(AddsInForward):
         part: slice = ALL,
         via: Any = ops,
     ) -> Any:
-        """Return dx of a part of the rows; if several share an input, add it to `into` and return that."""
+        """Return dx for a part of the rows; if several parts share an input, return dx added to `into`."""
         adapter = self.adapter
         own = copied(dy[..., : -adapter.rows]) if isinstance(adapter, AddedRows) else dy
         if self.weight in g:
@@ -126,7 +126,7 @@ class Linear(AddsInForward):
         return dx if adapter is None else adapter.backward(p, saved, dy, g, dx, part, via)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients | None) -> tuple[Scalar, Any]:
-        """Return (loss, dx); chunks of logits exist one after the other; dx is None without `g`."""
+        """Return (loss, dx); only one chunk of logits exists at a time; dx is None without `g`."""
         if self.adapter is None:
             b, db = (p[self.bias], (g or {}).get(self.bias)) if self.bias else (None, None)
             dw, need_dx = (g or {}).get(self.weight), g is not None
@@ -135,7 +135,7 @@ class Linear(AddsInForward):
         loss, flat, ids = 0.0, x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         step = chunk_rows(len(flat), self._params[self.weight].shape[0])
         for part in (slice(start, start + step) for start in range(0, len(flat), step)):
-            y, saved = self.forward(p, flat[part])  # the fused operation has no adapters
+            y, saved = self.forward(p, flat[part])  # the fused operation does not support adapters
             added, dy = ops.cross_entropy(y, ids[part], scale)
             loss = loss + added
             if g is not None:
@@ -149,7 +149,7 @@ class Linear(AddsInForward):
 class Rows:
     """Rows of a linear layer, used as a layer: one of several projections that share a matrix.
 
-    Separate products make each result contiguous, which one product of all rows would not.
+    Separate products make each result contiguous, which one product of all rows would not do.
     """
 
     def __init__(self, linear: Linear, start: int, stop: int) -> None:
@@ -163,7 +163,7 @@ class Rows:
 
 
 def without_adapters(p: Weights) -> dict[str, Any]:
-    """Return weights without those of adapters: layers then compute as the frozen model does."""
+    """Return weights without adapters; layers then compute the same as the frozen model."""
     return {name: each for name, each in p.items() if not name.endswith((FIRST, SECOND))}
 
 

@@ -1,7 +1,7 @@
 """Losses that a last stage computes together with its forward, where forward turns into backward.
 
-A `HeadLoss` comes with a micro-batch and is given the last stage. Training and evaluation know no other kinds
-of losses, so a new one is a class here and nothing elsewhere.
+A `HeadLoss` comes with a micro-batch and receives the last stage. Training and evaluation know no other kind
+of loss, so a new loss is a new class here and needs no change elsewhere.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from zero_mpi.device.arrays import Scalar, pool_of, to_device_of
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Gradients, Layer, Weights
 
-ROW_STEPS = 8  # numbers of rows that a last stage may be given
+ROW_STEPS = 8  # number of different row counts that a last stage may receive
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> tuple[Scalar, Array]:
     """Return (loss, dlogits) for logits (..., V) and integer targets (...).
 
-    The loss is `scale` times the sum over targets of -log softmax. `scale` is 1 over the number of targets
-    of the *full step*, on all ranks and micro-batches, so that gradients are summed and never divided;
-    left out, it is 1 over the targets given here. A target of -1 does not count: it has no loss.
+    The loss is `scale` times the sum over targets of -log softmax. `scale` is 1 over the number of targets of
+    the *full step*, on all ranks and micro-batches, so that gradients are summed and never divided; if it is
+    left out, it is 1 over the targets in this call. A target of -1 is ignored: it has no loss.
     """
     check_targets(targets, logits)
     if scale is None:
@@ -38,7 +38,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> 
 
 
 def check_targets(targets: Any, logits: Any = None) -> None:
-    """Raise ValueError unless targets are integers, one for each row of logits if these are known."""
+    """Raise ValueError unless targets are integers, one for each row of logits if logits are given."""
     array("cross_entropy: targets", targets, kinds=WHOLE)
     if targets.size == 0:
         raise ValueError("cross_entropy: expected at least one target, got an array without elements")
@@ -55,11 +55,11 @@ def check_targets(targets: Any, logits: Any = None) -> None:
 class HeadLoss:
     """A loss of a micro-batch that is computed with the last stage, so that not all logits exist at once.
 
-    The last stage treats each row independently, and may be given few rows beyond those that count.
+    The last stage treats each row independently, and may receive a few rows more than those that count.
     """
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
-        """Return (loss, dx): forward, loss and backward in one. dx and what is added to g have the factor."""
+        """Return (loss, dx): forward, loss and backward together. dx and the gradients have the factor."""
         raise NotImplementedError
 
     def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
@@ -69,9 +69,9 @@ class HeadLoss:
 
 @dataclass(frozen=True, eq=False)
 class CrossEntropy(HeadLoss):
-    """The cross-entropy of a micro-batch, `scale` times the sum over targets; -1 does not count.
+    """The cross-entropy of a micro-batch, `scale` times the sum over targets; a target of -1 is ignored.
 
-    Called with logits it is `cross_entropy`. The last stage computes its own in chunks.
+    A call with logits is `cross_entropy`. The last stage computes its logits in chunks.
     """
 
     targets: Array
@@ -98,7 +98,7 @@ class CrossEntropy(HeadLoss):
         return [head.evaluate(p, *self._given(x)[:2], self.scale)]
 
     def _given(self, x: Any) -> tuple[Any, Any, Any]:
-        """Return the rows that the last stage is given, their targets, and their indices; None: all."""
+        """Return the rows that the last stage receives, their targets, and their indices (None: all rows)."""
         to_device, rows = device.in_use().from_host, rows_that_count(self.targets)
         if rows is None:
             return x, to_device(self.targets), None
@@ -110,8 +110,8 @@ class CrossEntropy(HeadLoss):
 class PartLosses(HeadLoss):
     """The loss of each part of a micro-batch, without a backward: `scale` times the sum of its targets.
 
-    parts: indices of targets (B, T), such as (row, slice(3, 9)). scale 0: targets that are not the most
-    likely
+    parts: indices of targets (B, T), such as (row, slice(3, 9)). scale 0: count the targets that are not the
+    most likely
     """
 
     targets: Array
@@ -126,9 +126,9 @@ class PartLosses(HeadLoss):
 class Segment:
     """Consecutive positions of a row, whose targets' log-probabilities are summed.
 
-    It begins with the first target that counts and ends with the last. It is computed with more positions, up
-    to a power of two or a multiple of an eighth of the row, so that few shapes and sizes of memory occur; the
-    added positions do not count.
+    It begins with the first counted target and ends with the last. It is computed with additional positions,
+    up to a power of two or a multiple of an eighth of the row, so that few shapes and buffer sizes occur; the
+    added positions are ignored.
     """
 
     def __init__(self, row: int, span: slice, targets: Array) -> None:
@@ -147,8 +147,8 @@ class Segment:
 class SequenceLoss(HeadLoss):
     """A loss that is a function of the sums of log-probabilities of segments.
 
-    `criterion` maps the sums, in nats, to (loss, its derivative by each sum). `sums` has them after `train`.
-    Logits are computed twice: for the sums, and for the gradient, which has one factor per segment.
+    `criterion` maps the sums, in nats, to (loss, its derivative by each sum). After `train`, `sums` has the
+    sums. Logits are computed twice: for the sums, and for the gradient, which has one factor per segment.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class SequenceLoss(HeadLoss):
         self.sums: list[float] = []
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
-        assert self._criterion is not None, "a loss to train on has a criterion"
+        assert self._criterion is not None, "training needs a criterion"
         self.sums = [-float(nll) for nll in self.evaluate(head, p, x)]
         loss, slopes = self._criterion(self.sums)
         dx = zeros_of(x, x.dtype)
@@ -175,7 +175,7 @@ class SequenceLoss(HeadLoss):
 
 
 def loss_with(targets: Any, scale: float) -> HeadLoss | None:
-    """Return the loss given instead of targets, or the cross-entropy of targets; None if there are none."""
+    """Return a loss unchanged, or the cross-entropy of targets; None if there are no targets."""
     return targets if targets is None or isinstance(targets, HeadLoss) else CrossEntropy(targets, scale)
 
 
@@ -187,10 +187,10 @@ def zeros_of(x: Any, dtype: Any) -> Any:
 
 
 def rows_that_count(targets: Any) -> Any:
-    """Return the rows (K,) that a last stage is given: those whose targets count, and some others.
+    """Return the rows (K,) that a last stage receives: the rows with counted targets, and some others.
 
-    K is a multiple of an eighth of all, so that few shapes and sizes of memory occur. None: all rows, also if
-    the targets are on a GPU already.
+    K is a multiple of an eighth of all rows, so that few shapes and buffer sizes occur. None means all rows,
+    and is also returned if the targets are already on a GPU.
     """
     if type(targets) is not np.ndarray:
         return None

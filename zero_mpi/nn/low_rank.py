@@ -17,15 +17,15 @@ from zero_mpi.nn.layer import Gradients, Param, Weights
 from zero_mpi.ops.rounding import round_to
 
 FIRST, SECOND = ".lora_a", ".lora_b"
-AT_ONCE = 1 << 16  # elements of a product at a time, which a cache holds
+AT_ONCE = 1 << 16  # elements of a product computed at once, which fit into a cache
 
 
 class LowRank:
-    """The adapter of one matrix (O, C), or of a stack of them (N, O, C), of rank R.
+    """The adapter of one matrix (O, C), or of a stack of matrices (N, O, C), of rank R.
 
-    With `kind`, a type of blocks, layers compute with `merged` in place of the matrix (no stack); gradients
-    of a and b are those of the product, straight through the rounding.
-    `via`: the operations of linear layers that compute it, as in `Linear.forward`.
+    With `kind`, a type of blocks, layers compute with `merged` instead of the matrix (no stack); the
+    gradients of a and b are those of the product, straight through the rounding. `via`: the linear-layer
+    operations that compute it, as in `Linear.forward`.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class LowRank:
         return self._params
 
     def merged(self, p: Weights, w: Any, part: slice) -> Any:
-        """Return a part of the rows of the matrix, w, merged with the product and rounded to `kind`."""
-        assert self.kind is not None, "an adapter that rounds"
+        """Return a part of the rows of the matrix w, merged with the product and rounded to `kind`."""
+        assert self.kind is not None, "the adapter rounds to a type"
         return w if self.b not in p else merged(w, p[self.a], p[self.b][part], self.scale, self.kind)
 
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
-        """Return s x a^T (..., R) for x (..., C); None where none is added: b is left out, or merged."""
+        """Return s x a^T (..., R) for x (..., C); None if no product is added: b is absent, or merged."""
         return self._narrow(p, x, via) if self.b in p and self.kind is None else None
 
     def _narrow(self, p: Weights, x: Any, via: Any) -> Any:
@@ -59,7 +59,7 @@ class LowRank:
         """Return y (..., O) + narrow b^T, for a part of the O rows; y may be overwritten."""
         b = p[self.b][part]
         if via is ops:
-            return ops.linear_backward_x(narrow, b.T, y)  # in place: half the time of another array
+            return ops.linear_backward_x(narrow, b.T, y)  # in place, which takes half the time
         return via.linear(narrow, b, None, y)
 
     def backward(
@@ -67,7 +67,7 @@ class LowRank:
     ) -> Any:
         """Add s (dy b) a to dx and return it; add the gradients of a and b into g.
 
-        saved: x, and `narrow` of it; None: it is computed
+        saved: x, and its `narrow`, which is computed if it is None
         """
         x, narrow = saved
         if self.b in g:
@@ -85,7 +85,7 @@ class LowRank:
 def product(b: Any, a: Any) -> Any:
     """Return b (O, R) @ a (R, C), float32, with the same bits everywhere and for any part of the rows.
 
-    The terms of an element are added in order, each rounded; BLAS would choose an order of its own.
+    The terms of an element are added in order and each sum is rounded; BLAS would choose its own order.
     """
     out = np.zeros((len(b), a.shape[1]), np.float32)
     step = max(1, AT_ONCE // a.shape[1])
@@ -99,7 +99,7 @@ def product(b: Any, a: Any) -> Any:
 
 @singledispatch
 def merged(w: Any, a: Any, b: Any, scale: float, kind: str) -> Any:
-    """Return w (O, C) + scale b a, as blocks of a type hold it."""
+    """Return w (O, C) + scale b a, rounded as blocks of a type store it."""
     values = w + np.float32(scale) * product(b, a)
     round_to(kind, values.reshape(-1), values.reshape(-1))
     return values

@@ -1,9 +1,9 @@
 """Losses that learn from preferred answers: functions of the sums of log-probabilities of sequences.
 
-C and R are the sums of a better and a worse answer, minus those of the reference where the loss has one; nc
-and nr are the numbers of their tokens. All is in float64 on the host, one pair after the other. Names are
-those of TRL. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL; SimPO: Meng
-et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
+C and R are the sums of a better and a worse answer, minus those of the reference if the loss has one; nc and
+nr are the numbers of their tokens. All computation is in float64 on the host, one pair after the other. Names
+are those of TRL. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL; SimPO:
+Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from zero_mpi.ops.elementary import log, power
 
-MOST_AVERAGE = -1e-7  # ORPO divides by 1 - e^c, which is 0 where an answer is certain
+MOST_AVERAGE = -1e-7  # ORPO divides by 1 - e^c, which is 0 if an answer is certain
 Pair = tuple[float, float, float]  # loss, its derivative by C, and by R
 
 
 class Scored(NamedTuple):
-    """Terms of the loss, and the derivative by the sum of each sequence."""
+    """Terms of the loss, and its derivative by the sum of each sequence."""
 
     terms: list[float]
     slopes: list[float]
@@ -39,7 +39,7 @@ class Preference:
 
     @property
     def has_reference(self) -> bool:
-        """Return whether sums are compared with those of a reference; else averages over tokens count."""
+        """Return whether sums are compared with a reference; otherwise averages over tokens are used."""
         return self.name in ("dpo", "ipo", "kto")
 
     @property
@@ -49,13 +49,13 @@ class Preference:
 
     @property
     def is_unpaired(self) -> bool:
-        """Return whether each answer is a term of its own, compared with answers to other prompts."""
+        """Return whether each answer is a separate term, compared with answers to other prompts."""
         return self.name == "kto"
 
     def score(
         self, numbers: Sequence[int], sums: Sequence[float], counts: Sequence[int], kl: float = 0.0
     ) -> Scored:
-        """Return the loss of sequences: even `numbers` are better sides, and the next one is their other."""
+        """Return the loss of sequences: even `numbers` are better sides, followed by their worse sides."""
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
         if self.is_unpaired:
@@ -74,7 +74,7 @@ class Preference:
 
 
 def dpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return DPO's loss, with smoothed labels if asked for."""
+    """Return DPO's loss, with label smoothing if it is set."""
     d, smooth = self.beta * (C - R), self.label_smoothing
     slope = -self.beta * (sigmoid(-d) - smooth)
     return -(1 - smooth) * log_sigmoid(d) - smooth * log_sigmoid(-d), slope, -slope
@@ -106,7 +106,7 @@ PREFERENCES = (*PAIRWISE, "kto")
 
 
 def exp(x: float) -> float:
-    """Return e^x of a number of at most 0."""
+    """Return e^x for a number of at most 0."""
     return float(power(math.e, x))
 
 

@@ -1,1 +1,1 @@
-"""The optimizer: update rules by name pattern (`rule`), rates, moving average and offload."""
+"""The optimizer: update rules by name pattern (`rule`), learning rates, moving average and offload."""

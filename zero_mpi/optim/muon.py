@@ -1,10 +1,10 @@
-"""Muon: the momentum of each matrix, made orthogonal, is the direction of its update.
+"""Muon: the update of a matrix has the direction of its orthogonalized momentum.
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024. A few steps of an odd
-polynomial (Newton-Schulz) bring all singular values near 1. Every matrix is unsharded, on one rank: products
-have the same shapes and updates the same bits at any number of ranks. By default an update is as large as
-AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so both use one learning rate and weight
-decay.
+polynomial (Newton-Schulz) bring all singular values near 1. Every matrix is unsharded, on one rank, so
+products have the same shapes and updates have the same bits for any number of ranks. By default an update is
+as large as AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so both use one learning rate and
+weight decay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCALES = {  # name -> factor of the update of a matrix of (rows, columns)
     "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
 }
-EPS = 1e-7  # added to the norm by which a matrix is divided
+EPS = 1e-7  # added to the norm that divides a matrix
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,13 @@ class Muon(MatrixRule):
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
         by_chunks = part.parameters.reshape(len(part.decay), -1)
         by_chunks *= (1.0 - lr * part.decay)[:, None].astype(np.float32)
-        by_chunks -= part.gradients.reshape(by_chunks.shape)  # `direct` multiplied them by the rate
+        by_chunks -= part.gradients.reshape(by_chunks.shape)  # `direct` has multiplied them by the rate
         if part.low is not None:
             device.in_use().copy(part.low, part.parameters)
 
 
 def norm(x: Array) -> float:
-    """Return the Euclidean norm of a matrix, its squares summed in float64 in one fixed order."""
+    """Return the Euclidean norm of a matrix; its squares are summed in float64 in one fixed order."""
     flat = x.reshape(-1)
     full = flat.size // QUANTUM * QUANTUM
     sums = [ops.chunk_squares(flat[:full], QUANTUM)] if full else []

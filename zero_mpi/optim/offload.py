@@ -1,9 +1,9 @@
-"""Optimizer state in host memory that is copied to the GPU and back, in chunks, when it is updated.
+"""Optimizer state in host memory that is copied to the GPU and back, in chunks, for each update.
 
 Moments, and float32 parameters if layers read low precision, are used once per step and are kept in pinned
-memory. One stream copies a chunk to the GPU, the compute stream updates it and a third copies it back; events
-order the three, so transfers overlap. The update of each element has the same bits. (ZeRO-Offload, Ren et
-al., 2021, updates on the host; a GPU's link is too fast for that to pay.)
+memory. One stream copies a chunk to the GPU, the compute stream updates it and a third stream copies it back;
+events order the three, so transfers overlap. Each element is updated with the same bits. (ZeRO-Offload, Ren
+et al., 2021, updates on the host; the link to a GPU is too fast for that to be useful.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.sharding.parameters import CHOICES, NONE, STATE, gpu_to_spare, pinned_zeros
 
 CHUNK_ELEMENTS = 4 << 20  # elements of each state in a chunk: 16 MiB
-BUFFER_SETS = 3  # sets of buffers: one is filled, one updated, one emptied
+BUFFER_SETS = 3  # sets of buffers: one is filled, one updated, one copied back
 
 
 def chunk_of(quantum: int) -> int:
@@ -29,7 +29,7 @@ def chunk_of(quantum: int) -> int:
 class HostState(Mapping[str, Array]):
     """Named states of one unit's part in pinned memory: flat, initially zero.
 
-    `quantum`: chunks begin at its multiples. Reading a state waits for copies that are under way.
+    `quantum`: chunks begin at its multiples. Reading a state waits for copies in progress.
     """
 
     def __init__(self, where: Cuda, size: int, quantum: int, names: Sequence[str]) -> None:
@@ -92,11 +92,11 @@ class Offload:
         return int(sum(array.nbytes for buffer in self.buffers for array in buffer.arrays))
 
     def through(self, states: HostState, *more: Array) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield (part, states and more) on the GPU, chunk by chunk; `more`: host arrays, as long as a state.
+        """Yield (part, states and more) on the GPU, chunk by chunk; `more`: host arrays as long as a state.
 
         GPU work launched before the next chunk is requested may change the arrays; they are copied back.
         """
-        self._up.wait_event(states.stored)  # the chunks of the step before
+        self._up.wait_event(states.stored)  # wait for the chunks of the previous step
         for part, own in states.chunks():
             there = [*own, *(array[part] for array in more)]
             buffer, self._turn = self.buffers[self._turn], (self._turn + 1) % BUFFER_SETS
@@ -113,7 +113,7 @@ class Offload:
         states.stored.record(self._down)
 
     def finish(self) -> None:
-        """Wait until all chunks are copied back: reads of states do this, but reads of parameters do not."""
+        """Wait until all chunks are copied back. Reads of states wait for this, reads of parameters don't."""
         self._down.synchronize()
 
     def _copy(self, targets: list[Array], sources: list[Array], kind: int, stream: Any) -> None:
@@ -123,7 +123,7 @@ class Offload:
 
 
 def make_offload(name: str) -> Offload | None:
-    """Return the offload of a value of `--offload`; raise UsageError for an unknown one or without a GPU."""
+    """Return the offload for a value of `--offload`; UsageError for an unknown value or without a GPU."""
     if name not in CHOICES:
         raise UsageError(f"--offload {name}: expected one of {', '.join(CHOICES)}")
     return None if name == NONE else Offload(gpu_to_spare(name), masters=name == STATE)

@@ -1,9 +1,9 @@
-"""Optimizer of the shards of a rank: rules by name pattern, and their states.
+"""Optimizer of the shards of a rank, with rules by name pattern and their states.
 
-A rank has the states of what it updates: 1/N of them if moments are sharded. A step whose gradient norm is
-not finite is skipped on all ranks, because all have the same norm.
+A rank has the states of the elements that it updates: 1/N of all if moments are sharded. A step whose
+gradient norm is not finite is skipped on all ranks, because all have the same norm.
 
-This class trusts its callers; `zero_mpi.compat.ShardedOptimizer`, which scripts use, checks arguments.
+This class does not check its arguments; `zero_mpi.compat.ShardedOptimizer`, which scripts use, does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero_mpi.sharding.module import ShardedModule, ShardedUnit
 from zero_mpi.telemetry import spans
 
 T = TypeVar("T")
-Segment = tuple[slice, float, Rule]  # adjacent elements, the factor of their rate, and their rule
+Segment = tuple[slice, float, Rule]  # adjacent elements, the factor of their learning rate, and their rule
 States = Mapping[str, Array]  # name -> flat float32 array of one unit's part or one user's array, writable
 
 
@@ -48,8 +48,8 @@ def clip_factor(norm: float, max_norm: float) -> float:
 class ShardedOptimizer:
     """Optimizer of a ShardedModule; `zero_mpi.compat.optimizer.ShardedOptimizer` describes its arguments.
 
-    `steps` counts updates, `skipped` the steps without one because the norm was not finite. The constructor
-    is collective; it raises UsageError if ranks differ, and for `offload` without a GPU.
+    `steps` counts updates, `skipped` the steps without an update because the norm was not finite. The
+    constructor is collective; it raises UsageError if ranks differ, and for `offload` without a GPU.
     """
 
     def __init__(
@@ -81,19 +81,19 @@ class ShardedOptimizer:
         self._offload = agreed(module.comm, f"this {what}", prepare)
         self.module, self.rules = module, dict(rules)
         self.lr, self.weight_decay, self._scales = float(lr), float(weight_decay), scales["lr_scale"]
-        self._chosen: dict[str, Rule] = {}  # by name, so that patterns are not matched in every step
+        self._chosen: dict[str, Rule] = {}  # rules by name, so that patterns are not matched in every step
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
         self.check_units()
         self._rates = {unit.name: self._rates_of(unit, scales["decay_scale"]) for unit in self.units}
         self.states = self._make_states()
         self.ema, zeros = ema, device.in_use().zeros
-        self.average: dict[str, Array] = {}  # of what the rank updates, by unit; zeros until `averages`
+        self.average: dict[str, Array] = {}  # averages of the updated part, by unit; zeros until `averages`
         for unit in self.units if ema is not None else ():
             self.average[unit.name] = zeros(unit.updated[0].size, unit.updated[0].dtype)
 
     def check(self, module: ShardedModule, rules: Mapping[str, Rule], settings: Mapping[str, Any]) -> None:
-        """Raise for impossible arguments, in subclasses that check them."""
+        """Raise an error for invalid arguments, in subclasses that check them."""
 
     def check_units(self) -> None: ...
 
@@ -115,13 +115,13 @@ class ShardedOptimizer:
         return matched(self._scales, name, 1.0)
 
     def _is_directed(self, unit: ShardedUnit) -> bool:
-        """Return whether owners turn a unit's gradients into directions: its rules need full matrices."""
+        """Return whether a unit's rules need full matrices, whose owners turn gradients into directions."""
         return isinstance(self.rule_of(next(iter(unit.unit.params))), MatrixRule)
 
     def _rates_of(self, unit: ShardedUnit, scales: Mapping[str, float]) -> tuple[Array, list[Segment]]:
         """Return the factor of the decay of each updated chunk, (chunks,) float64, and segments of one rate.
 
-        Rates differ rarely, so a unit is cut into segments. The cuts do not change the update of an element.
+        Rates rarely differ, so a unit has few segments. The cuts do not change the update of an element.
         """
         part, full = unit.updated[2], unit.unit
         here = slice(part.start // full.quantum, -(-part.stop // full.quantum))
@@ -138,7 +138,7 @@ class ShardedOptimizer:
         return device.in_use().from_host(np.array(decays[here], np.float64)), segments
 
     def averages(self) -> Mapping[str, Array]:
-        """Return the moving averages by unit (not copies); before any update these are the parameters."""
+        """Return the moving averages by unit (not copies); before any update they are the parameters."""
         for unit in () if self.steps or self.ema is None else self.units:
             device.in_use().copy(self.average[unit.name], unit.updated[0])
         return self.average
@@ -156,8 +156,8 @@ class ShardedOptimizer:
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients, then clear the gradients. Collective.
 
-        Returns the norm before clipping, and whether the update was skipped because that was not finite.
-        `lr`: rate of this step (default: the constructor's); `max_norm`: limit of the global norm.
+        Returns the norm before clipping, and whether the update was skipped because the norm was not finite.
+        `lr`: learning rate of this step (default: the constructor's); `max_norm`: limit of the global norm.
         """
         lr = self.lr if lr is None else lr
         pending = self.module.overlapped_sync_gradients()
@@ -199,7 +199,7 @@ class ShardedOptimizer:
                     yield state, unit, names
 
     def state_part(self, unit: ShardedUnit) -> slice:
-        """Return the part of a unit whose states this rank keeps: with matrix rules only what it owns."""
+        """Return the part of a unit whose states this rank keeps; with matrix rules only the part it owns."""
         return unit.part if self._is_directed(unit) else unit.parameters.master_part
 
     def _make_states(self) -> dict[str, States]:
@@ -231,7 +231,7 @@ class ShardedOptimizer:
         return AllOf(handles)
 
     def _parts(self, unit: ShardedUnit, lr: float) -> Iterator[tuple[Part, float, Rule]]:
-        """Yield (part, rate, rule) of each part of a unit that has a single rule and rate."""
+        """Yield (part, rate, rule) for each part of a unit with a single rule and rate."""
         parameters, gradients, _ = unit.updated
         (decays, segments), quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.low
         decay = self.weight_decay * decays
@@ -248,7 +248,7 @@ class ShardedOptimizer:
                 yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
 
     def _chunks(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
-        """Yield a unit's parameters and states on the device: all at once, or by chunks if offloaded."""
+        """Yield a unit's parameters and states on the device: all together, or by chunks if offloaded."""
         kept = self.states[unit.name]
         if not isinstance(kept, HostState):
             yield slice(0, parameters.size), parameters, kept

@@ -32,7 +32,7 @@ class Part:
 
 
 class Rule(ABC):
-    """Update rule. A subclass has these two attributes and `update`.
+    """Update rule. A subclass has these two attributes and the method `update`.
 
     type     name of the rule in `optimizer.gguf`
     states   names of its states: float32 arrays as long as the parameters, initially zero, saved in full
@@ -47,7 +47,7 @@ class Rule(ABC):
 
     @abstractmethod
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
-        """Update parameters and states in place. Elements are independent: they may be split in any way.
+        """Update parameters and states in place. Elements are independent, so they may be split in any way.
 
         `grad_scale` multiplies gradients (clipping, loss scale); `step` counts from 1.
         """
@@ -66,7 +66,7 @@ class MatrixRule(Rule):
         lr: float,
         grad_scale: float,
     ) -> None:
-        """Turn the gradient of one parameter into the direction that `update` takes, in place; update states.
+        """Turn the gradient of one parameter in place into the direction that `update` uses; update states.
 
         gradient, states: flat float32, the elements of the parameter and zeros up to a multiple of 1024.
         Called only on the owner, once per step, before `update`.
@@ -77,7 +77,7 @@ class MatrixRule(Rule):
 class AdamW(Rule):
     """AdamW (Loshchilov and Hutter, 2019).
 
-    betas, eps    decay of the two moments, and the number added to the root of the second
+    betas, eps    decay of the two moments, and the number added to the root of the second moment
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -107,8 +107,8 @@ class AdamW(Rule):
 class Rounded(Rule):
     """Rule that updates float32 masters by another rule; parameters are the masters rounded to a type.
 
-    After each update they have the values of a quantized file, at which gradients are taken. Shards end at
-    multiples of 1024 elements or of a row, and rows fill blocks, so no block is cut.
+    After each update, parameters have the values of a quantized file, and gradients are computed there.
+    Shards end at multiples of 1024 elements or of a row, and rows fill blocks, so no block is cut.
     """
 
     rule: Rule

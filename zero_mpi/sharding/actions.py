@@ -1,7 +1,7 @@
-"""Actions of a rank in a step, one at a time, and the only loop that does them.
+"""Actions of a rank in a step, and the only loop that executes them, one at a time.
 
-A schedule is lists of actions. Training, evaluation and plans take the same lists through `run`; the sizes of
-buffers and pictures are made of them.
+A schedule consists of lists of actions. Training, evaluation and plans pass the same lists to `run`; the
+sizes of buffers and diagrams are computed from them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Action:
-    """One thing to do: `verb` says it in words, `method` of a unit or a micro-batch does it."""
+    """One action: `verb` describes it in words; the method `method` of a unit or a micro-batch does it."""
 
     verb = method = ""
 
@@ -28,7 +28,7 @@ class Action:
 
 @dataclass(frozen=True)
 class UnitAction(Action):
-    """Action of a unit."""
+    """Action on a unit."""
 
     unit: int
 
@@ -38,7 +38,7 @@ class UnitAction(Action):
 
 @dataclass(frozen=True)
 class StageAction(Action):
-    """Action of a micro-batch at a stage; a rank without a micro-batch does nothing."""
+    """Action on a micro-batch at a stage; it does nothing on a rank without a micro-batch."""
 
     stage: int
 
@@ -54,13 +54,13 @@ class Gather(UnitAction):
 
 
 class Wait(UnitAction):
-    """Return when a unit's full parameters are here."""
+    """Wait until a unit's full parameters have arrived."""
 
     verb, method = "wait for", "wait_gather"
 
 
 class Release(UnitAction):
-    """Give up a unit's gathered parameters."""
+    """Release a unit's gathered parameters."""
 
     verb, method = "release", "release"
 
@@ -75,41 +75,41 @@ class Reduce(UnitAction):
 
 
 class WaitReduce(UnitAction):
-    """Return when a unit's reduction is complete, if one is in flight."""
+    """Wait until a unit's reduction is complete, if one is in flight."""
 
     verb, method = "wait for the sum of", "wait_reduce"
 
 
 class Forward(StageAction):
-    """Compute a stage's output, and keep what its backward needs."""
+    """Compute a stage's output, and keep the values that its backward needs."""
 
     verb, method = "forward", "forward"
 
 
 class Loss(StageAction):
-    """Forward, loss and backward of the last stage in one: it need not hold all logits."""
+    """Run forward, loss and backward of the last stage together, so that it need not hold all logits."""
 
     verb, method = "forward, loss and backward of", "loss_and_backward"
 
 
 class Evaluate(StageAction):
-    """Forward and loss of the last stage in one, with no backward after it."""
+    """Run forward and loss of the last stage together, without a backward after it."""
 
     verb, method = "forward and loss of", "evaluate"
 
 
 class Backward(StageAction):
-    """Compute the gradient of a stage's input, and add those of its parameters."""
+    """Compute the gradient of a stage's input, and add the gradients of its parameters."""
 
     verb, method = "backward", "backward"
 
 
 @dataclass(frozen=True)
 class Turn(StageAction):
-    """Let a stage go on with part `number` of its stacked parameters; backward adds gradients of `adds`."""
+    """Let a stage continue with part `number` of its stacked parameters; backward adds those in `adds`."""
 
     number: int
-    adds: tuple[int, ...] = ()  # units
+    adds: tuple[int, ...] = ()  # numbers of units
     verb, method = "go on with", "turn"
 
     def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
@@ -118,7 +118,7 @@ class Turn(StageAction):
 
 @dataclass(frozen=True)
 class Progress(Action):
-    """Push on what is in flight."""
+    """Make progress on the transfers in flight."""
 
     method = "progress"
 
@@ -136,12 +136,12 @@ def run(actions: Iterable[Action], units: Sequence[ShardedUnit], work: MicroBatc
 
 
 def without(kinds: UnionType, actions: Iterable[Action]) -> Actions:
-    """Return the actions that are none of `kinds`."""
+    """Return the actions that are not of `kinds`."""
     return tuple(action for action in actions if not isinstance(action, kinds))
 
 
 def by_stage(actions: Sequence[Action]) -> Iterator[Actions]:
-    """Yield the actions cut into one list for each stage that computes; each list ends in `Progress`."""
+    """Yield the actions, split into one list for each stage that computes; each list ends with `Progress`."""
     start = 0
     for end, action in enumerate(actions, 1):
         if isinstance(action, Progress):

@@ -1,7 +1,7 @@
-"""The gradients of a unit on one rank: those that backward adds in a round, and a slice of their sum.
+"""The gradients of a unit on one rank: the gradients of the current round, and a slice of their sum.
 
-`views` opens a round and sets its gradients to zero; `start_reduce` ends it. Each class is a way to keep the
-sum: only a shard, or where every rank updates everything also the whole.
+`views` opens a round and sets its gradients to zero; `start_reduce` ends it. Each class stores the sum in
+another way: only as a shard or, if every rank updates everything, also in full.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from zero_mpi.sharding.unit import Unit
 
 
 def accumulates_locally(comm: Comm, strategy: Strategy) -> bool:
-    """Return whether micro-batches are summed on each rank before one allreduce a step: NO_SHARD, fast."""
+    """Return whether each rank sums its micro-batches before one allreduce per step: NO_SHARD, fast."""
     return not strategy.shards_moments and not comm.exact and comm.size > 1
 
 
 class Gradients:
-    """Base of all gradients; by itself those of a frozen unit, which has none.
+    """Base class of all gradients; used directly for a frozen unit, which has none.
 
     sum       this rank's slice of the gradients, summed over ranks and rounds, float32
-    whole     all of the sum, where this rank updates all of the unit; else None
-    rounds    number of rounds in the sum, the one being reduced included
+    whole     the full sum, if this rank updates the full unit; otherwise None
+    rounds    number of rounds in the sum, including the one being reduced
     """
 
     def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
@@ -41,7 +41,7 @@ class Gradients:
         self._label = f"gradients {unit.name}"
 
     def views(self) -> Views:
-        """Return name -> view to add gradients into; zeros at the first call of a round."""
+        """Return name -> view to add gradients into; the views are zero at the first call of a round."""
         return {}
 
     def start_reduce(self, contributors: int) -> None: ...
@@ -53,26 +53,26 @@ class Gradients:
         return DONE
 
     def start_publish(self) -> Handle:
-        """Start to send slices of the sum, which their owners have overwritten, to ranks that keep all."""
+        """Start to send the slices of the sum, changed by their owners, to ranks that keep the full sum."""
         return self.start_gather()
 
     def reset(self) -> None:
-        """Forget the sum; the next round starts from zero."""
+        """Drop the sum; the next round starts from zero."""
         self.wait_reduce()
         self.rounds = 0
 
     def scale(self, factor: float) -> None:
-        """Multiply the sum by `factor`, wherever it is kept. Collective; after the norm."""
+        """Multiply the sum by `factor`, wherever it is stored. Collective; call it after the norm."""
         self.sum *= factor
 
 
 class SlicedGradients(Gradients):
-    """A round's gradients are added in a buffer that is borrowed until they are summed into the slices."""
+    """Gradients that a round adds in a borrowed buffer, which is then summed over ranks into the slices."""
 
     def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
         super().__init__(unit, context, own, whole)
         self._kind = context.precision.reduce
-        self._widens = self._kind != own.dtype  # the sum is of another type than what is summed
+        self._widens = self._kind != own.dtype  # the sum has another type than its terms
         self._borrowed: Array | None = None
         self._of_round = own[:0]
         self._open: Views | None = None
@@ -91,7 +91,7 @@ class SlicedGradients(Gradients):
         return self._open
 
     def _buffer(self) -> Array:
-        """Return the array for this round's gradients: that of the sum if it holds nothing, or borrowed."""
+        """Return the array for this round's gradients: that of the sum if it is empty, or a borrowed one."""
         if self.context.comm.sums_in_place and self.rounds == 0 and not self._widens:
             return self.sum
         self._borrowed = self.context.gradients.take(floats(self.unit.length, self._kind))
@@ -125,7 +125,7 @@ class SlicedGradients(Gradients):
 
 
 class ReplicatedGradients(SlicedGradients):
-    """Gradients added in a full array, whose summed shards are then gathered into it."""
+    """Gradients added in a full array, into which the summed shards are then gathered."""
 
     whole: Array
 
@@ -141,7 +141,7 @@ class ReplicatedGradients(SlicedGradients):
 
 
 class AllreducedGradients(ReplicatedGradients):
-    """Rounds are added on the rank; the library sums the whole once a step, and `sum` is a part of it."""
+    """Gradients summed on the rank over rounds; the library sums them once a step. `sum` is a slice of it."""
 
     def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
         if accumulate:
@@ -160,7 +160,7 @@ class AllreducedGradients(ReplicatedGradients):
 
 
 class SharedGradients(SlicedGradients, Handle):
-    """The full sum is stored once per node; it is complete when the reduction is."""
+    """Gradients whose full sum is stored once per node; it is complete when the reduction is."""
 
     def start_publish(self) -> Handle:
         self.context.comm.signal_written()
@@ -175,7 +175,7 @@ class SharedGradients(SlicedGradients, Handle):
 
 
 def make_gradients(unit: Unit, context: Context, memory: Array | None) -> Gradients:
-    """Return the gradients of a unit under a strategy; `memory`: what all ranks see of its sum, or None."""
+    """Return the gradients of a unit under a strategy; `memory`: shared memory for its sum, or None."""
     part, kind = unit.partition(context.comm.size).part(context.comm.rank), context.precision.master
     zeros = partial(device.in_use().zeros, dtype=kind)
     if not unit.trainable:

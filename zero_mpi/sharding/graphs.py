@@ -1,7 +1,7 @@
-"""CUDA graphs of micro-batches: the GPU's work is recorded once, and later launched by one call.
+"""CUDA graphs of micro-batches: the work of the GPU is recorded once, and then launched by one call.
 
-ZERO_MPI_GPU_GRAPH=1 asks for them. They need one rank, a cross-entropy of all rows and no trace; other
-micro-batches run as always. A recorded micro-batch keeps its arrays in a memory pool of its own.
+ZERO_MPI_GPU_GRAPH=1 enables them. They need one rank, a cross-entropy of all rows and no trace; other
+micro-batches run normally. The arrays of a recorded micro-batch are in a separate memory pool.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zero_mpi.nn.loss import CrossEntropy, rows_that_count
 from zero_mpi.sharding.actions import Actions
 from zero_mpi.telemetry import spans
 
-WARM_UP = 2  # micro-batches of a form before it is recorded: plans, kernels and buffers are made by them
-MOST, SEEN = 8, 64  # forms of micro-batches that are recorded, and that are counted
+WARM_UP = 2  # micro-batches before the first recording, which create plans, kernels and buffers
+MOST, SEEN = 8, 64  # most forms of micro-batches that are recorded, and that are counted
 
 Work = Callable[..., Any]  # runs a micro-batch (x, its loss, actions) and returns the loss
 
@@ -36,7 +36,7 @@ class Graphs:
         self._recorded: dict[Any, Recorded] = {}
 
     def run(self, x: Any, loss: Any, actions: Actions, work: Work) -> Scalar | None:
-        """Return the loss of a micro-batch: run its work, record and launch it, or launch it again."""
+        """Return the loss of a micro-batch: run it normally, record and launch it, or launch it again."""
         form = self._form(x, loss)
         recorded = self._recorded.get(form)
         if recorded is not None:
@@ -46,7 +46,7 @@ class Graphs:
             return recorded.launch(x, loss)
         if form is None or len(self._recorded) == MOST:
             return work(x, loss, actions)
-        if len(self._seen) >= SEEN:  # batches whose shapes do not come again
+        if len(self._seen) >= SEEN:  # many batches with shapes that are not repeated
             self._seen.clear()
         self._seen[form] += 1
         if self._seen[form] <= WARM_UP:
@@ -56,7 +56,7 @@ class Graphs:
         return recorded.launch(x, loss)
 
     def _form(self, x: Any, loss: Any) -> Any:
-        """Return a key that micro-batches of the same work share; None if it cannot be recorded."""
+        """Return a key shared by all micro-batches with the same work; None if it cannot be recorded."""
         plain = isinstance(x, np.ndarray) and type(loss) is CrossEntropy and spans.active is None
         if not plain or self._module.tallies.kinds or rows_that_count(loss.targets) is not None:
             return None
@@ -70,7 +70,7 @@ class Recorded:
 
     def __init__(self, x: Any, loss: CrossEntropy, work: Callable[[Any, Any], Any]) -> None:
         gpu = device.in_use()
-        assert isinstance(gpu, Cuda), "a graph is of a GPU"
+        assert isinstance(gpu, Cuda), "graphs need a GPU"
         self._inputs = [gpu.from_host(x), gpu.from_host(loss.targets)]
         others, gpu.activations = pool_of(gpu), Recycler(gpu)
         self._pool, (ids, targets) = gpu.activations, self._inputs
@@ -89,6 +89,6 @@ class Recorded:
 
 
 def graphs_for(module: Any) -> Graphs | None:
-    """Return a recorder of micro-batches, if ZERO_MPI_GPU_GRAPH asks for one and one rank runs."""
+    """Return a recorder of micro-batches, if ZERO_MPI_GPU_GRAPH asks for it and there is only one rank."""
     wanted = environment.records_graphs() and isinstance(device.in_use(), Cuda) and module.comm.size == 1
     return Graphs(module) if wanted else None

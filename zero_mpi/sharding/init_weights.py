@@ -1,7 +1,7 @@
-"""Initial values, as a function of (seed, parameter name, position) and of nothing else.
+"""Initial values, computed only from (seed, parameter name, position).
 
-A parameter is drawn in blocks, each from its own counter range of the Philox generator (Salmon et al.,
-"Parallel Random Numbers: As Easy as 1, 2, 3", 2011): a rank draws only the blocks that its slice touches,
+A parameter is drawn in blocks, each from a separate counter range of the Philox generator (Salmon et al.,
+"Parallel Random Numbers: As Easy as 1, 2, 3", 2011). So a rank draws only the blocks that its slice overlaps,
 and the values do not depend on ranks, units or strategy.
 """
 
@@ -15,7 +15,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param
 from zero_mpi.ops.elementary import normals
 
-DRAW_BLOCK = 1 << 16  # elements
+DRAW_BLOCK = 1 << 16  # elements of a block
 
 
 def initial_values(name: str, param: Param, seed: int, start: int, stop: int) -> Array:
@@ -29,6 +29,6 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
             first, last = max(start, begin), min(stop, begin + DRAW_BLOCK)
             count, counter = last - begin, [0, 0, 0, begin // DRAW_BLOCK]
             generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
-            drawn = normals(generator, count + count % 2)  # some ways to draw give pairs
+            drawn = normals(generator, count + count % 2)  # some methods draw pairs
             values[first - start : last - start] = drawn[first - begin : count] * np.float32(param.std)
     return values

@@ -1,7 +1,7 @@
-"""Layout of a model: its units, when they travel, and what memory they take, all known beforehand.
+"""Layout of a model: its units, their schedule, and their memory, all known in advance.
 
-It follows from the stages alone, without arrays: a transport that shares memory reserves its buffers before
-the model exists, and all ranks must find buffers of the same sizes.
+It follows from the stages alone, without arrays, because a transport that shares memory reserves its buffers
+before the model exists, and all ranks must compute the same sizes.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ BUCKET_MB = 25.0  # large enough to hide the latency of a message, small enough 
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """Settings that a model's units, their schedule and their memory depend on.
+    """Settings that determine a model's units, their schedule and their memory.
 
     strategy    FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD
     prefetch    how many stages ahead parameters are gathered (FULL_SHARD, HYBRID_SHARD)
-    bucket_mb   size of a unit in MiB where units are cut by bytes: NO_SHARD's, elsewhere of experts
-    frozen      name patterns ("blk.0.*"): no gradient, no moments, no reduction for these
-    by_rows     one unit a parameter, cut between rows (dimension 0), where the strategy shards anything
-    precision   FP32, BF16 or FP16: the type of gathered parameters, activations and gradients on their way
+    bucket_mb   size of a unit in MiB if units are cut by bytes: under NO_SHARD, otherwise for experts
+    frozen      name patterns ("blk.0.*") of parameters without gradient, moments and reduction
+    by_rows     one unit per parameter, cut between rows (dimension 0), if the strategy shards anything
+    precision   FP32, BF16 or FP16: the type of gathered parameters, activations and reduced gradients
     stored      name -> BlockKind of frozen parameters that stay in the blocks of a file; on CPUs. They are
                 filled by `load_stored`, gathered as bytes and unpacked where layers read them
-    whole       name patterns of matrices that lie undivided on one rank each, as Muon needs them
+    whole       name patterns of matrices that are stored in full on one rank each, as Muon needs them
     """
 
     strategy: Strategy = FULL_SHARD
@@ -67,14 +67,14 @@ class LayoutConfig:
     whole: Sequence[str] = ()
 
     def kind_of(self, name: str, param: Param) -> str:
-        """Return the kind of buffer that a parameter needs: TRAINED, WHOLE or FROZEN."""
+        """Return the kind of unit that a parameter needs: TRAINED, WHOLE or FROZEN."""
         if param.buffer or not is_trainable(name, self.frozen):
             return FROZEN
         return WHOLE if any(fnmatchcase(name, pattern) for pattern in self.whole) else TRAINED
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a parameter's name; "!" before a pattern: whether it does not."""
+    """Return whether a pattern matches a parameter's name; "!" in front negates the pattern."""
     return fnmatchcase(name, pattern.removeprefix("!")) != pattern.startswith("!")
 
 
@@ -84,7 +84,7 @@ def is_trainable(name: str, frozen: Sequence[str]) -> bool:
 
 
 def check_patterns(what: str, patterns: Sequence[str], names: Collection[str]) -> None:
-    """Raise ValueError for a pattern that matches no name: most likely a typo."""
+    """Raise ValueError for a pattern that matches no name, which is most likely a typo."""
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             few = ", ".join(list(names)[:3])
@@ -93,11 +93,11 @@ def check_patterns(what: str, patterns: Sequence[str], names: Collection[str]) -
 
 @dataclass(frozen=True)
 class Layout:
-    """The units of a model, which of them each stage uses, their schedule, and the sizes of buffers.
+    """The units of a model, the units that each stage uses, the schedule, and the sizes of buffers.
 
-    parts     stage -> its stacked parameters, where several units have them
-    buffers   of gradients, gathers   of parameters that are gathered: lengths of float32 arrays, which have
-              room for twice as many elements in low precision
+    parts     stage -> its stacked parameters, if they are split over several units
+    buffers   of gradients, gathers   of parameters that are gathered: lengths of float32 arrays, which hold
+              twice as many elements in low precision
     """
 
     config: LayoutConfig
@@ -109,9 +109,9 @@ class Layout:
     gathers: tuple[int, ...]
 
     def full(self, ranks: int) -> list[Partition]:
-        """Return the partition of each unit's array that ranks share: parameters, else summed gradients.
+        """Return the partition of each unit's shared array: its parameters, or its summed gradients.
 
-        A replicated unit that is frozen shares nothing: it has no gradient.
+        A replicated unit that is frozen shares nothing, because it has no gradient.
         """
         units = self.dealt(ranks).units
         if self.config.strategy.shards_moments:
@@ -120,18 +120,18 @@ class Layout:
         return [unit.gathered_split(ranks, kind) if unit.trainable else Partition(0, ranks) for unit in units]
 
     def dealt(self, ranks: int) -> Layout:
-        """Return the layout for `ranks` ranks: each parameter that is whole has an owner."""
+        """Return the layout for `ranks` ranks, in which each unsplit matrix has an owner."""
         return replace(self, units=dealt_whole(self.units, ranks, products_of))
 
 
 def products_of(shape: tuple[int, ...]) -> int:
-    """Return operations of five orthogonalizing steps, 20 m^2 n + 10 m^3, which owners share evenly."""
+    """Return the operations of five orthogonalizing steps, 20 m^2 n + 10 m^3, to balance between owners."""
     m, n = sorted(shape[-2:])
     return prod(shape[:-2]) * (20 * m * m * n + 10 * m**3)
 
 
 def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
-    """Return the layout of a model. Units in blocks are always gathered."""
+    """Return the layout of a model. Units of stored blocks are always gathered."""
     strategy, params = config.strategy, stage_params(list(stages))
     in_parts = [*cut_stacks(stages, config, params)]
     apart = {name for _, _, parts in in_parts for _, units in parts for unit in units for name in unit.params}
@@ -171,9 +171,9 @@ def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
 def cut_stacks(
     stages: Sequence[Stage], config: LayoutConfig, params: Mapping[str, Param]
 ) -> Iterator[tuple[int, Stack, list[tuple[slice, list[Unit]]]]]:
-    """Yield stages whose stacked parameters lie in several units, and these units by parts.
+    """Yield stages whose stacked parameters are split over several units, and these units by parts.
 
-    Parameters of several stages stay whole, and those of the last stage, which runs both ways at once.
+    Parameters of several stages are not split, nor those of the last stage, which runs both ways at once.
     """
     if config.strategy.buckets or config.by_rows:
         return
@@ -190,7 +190,7 @@ def cut_stacks(
 
 
 def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[Unit]) -> dict[str, object]:
-    """Return what ranks must have alike, or they would start other collectives."""
+    """Return the facts that must be equal on all ranks; otherwise they would start different collectives."""
     names = ("prefetch", "bucket_mb", "by_rows", "whole")
     facts = {"the strategy": config.strategy, "the precision": config.precision}
     facts |= {name: getattr(config, name) for name in names}
@@ -203,33 +203,33 @@ def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[
     return facts
 
 
-# ------------------------------------------------------------------- lengths of buffers that are lent at once
+# ------------------------------------------------------------------- lengths of buffers in use at once
 
-ROUNDS = 3  # rounds of a step, after which the same buffers are lent again
+ROUNDS = 3  # rounds of a step, after which the same buffers are used again
 
 
 class LengthOnly(Host):
-    """Arrays that have a length and no memory, for code that only counts them."""
+    """Host whose arrays have a length and no memory, for code that only counts them."""
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        """Return a flat array whose elements all lie in one place."""
+        """Return a flat array of `size` elements that all share one element of memory."""
         return np.lib.stride_tricks.as_strided(np.empty(1, dtype), (size,), (0,))
 
 
 class Lending:
-    """The buffers that a rank borrows as it follows actions, where nothing is shared or summed in place."""
+    """Simulation of the buffers that a rank borrows by its actions, without sharing or summing in place."""
 
     def __init__(self, units: Sequence[Unit], uses: Sequence[Indices], precision: Precision) -> None:
         self._units, self._uses, self._precision = units, uses, precision
         self.parameters, self.gradients = (BufferPool(where=LengthOnly()) for _ in range(2))
-        self._full: dict[int, Array | None] = {}  # unit -> its borrowed buffer; None once it is unpacked
+        self._full: dict[int, Array | None] = {}  # unit -> its borrowed buffer; None after it was unpacked
         self._sums = dict[int, Array]()
-        self._added = set[int]()  # units whose gradients are not on their way yet
+        self._added = set[int]()  # units whose gradients are not being reduced yet
 
     def follow(self, actions: Actions, idle: bool) -> None:
-        """Borrow and give back as the actions do; idle: without a micro-batch, so that backward adds nothing.
+        """Borrow and return buffers as the actions do; idle: without a micro-batch, so backward adds nothing.
 
-        A gathered buffer goes back once it is unpacked into another one.
+        A gathered buffer is returned after it was unpacked into another one.
         """
         kind = self._precision.compute
         for action in actions:
@@ -252,7 +252,7 @@ class Lending:
                     self._end(unit)
 
     def _add(self, units: Indices) -> None:
-        """Borrow the buffers that gradients are added in, once the round before is summed."""
+        """Borrow the buffers in which gradients are added, after the previous round has been summed."""
         for unit in units:
             if self._units[unit].trainable and unit not in self._added:
                 self._end(unit)
@@ -261,7 +261,7 @@ class Lending:
                 self._added.add(unit)
 
     def _end(self, unit: int) -> None:
-        """Give back the buffer of a gradient whose sum is complete."""
+        """Return the buffer of a gradient whose sum is complete to the pool."""
         if unit in self._sums and unit not in self._added:
             self.gradients.give(self._sums.pop(unit))
 
@@ -271,9 +271,9 @@ class Lending:
 
 
 def buffer_lengths(lending: Lending, schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return lengths of all buffers that steps and evaluations in any order hold: (gradients, parameters).
+    """Return the lengths of all buffers that steps and evaluations in any order use: (gradients, parameters).
 
-    Float32 elements, longest first; what is unpacked from stored units is not among them.
+    Lengths are in float32 elements, longest first; arrays unpacked from stored units are not included.
     """
     known, lengths = None, (lending.gradients.lengths, lending.parameters.lengths)
     while known != lengths:
@@ -286,8 +286,8 @@ def buffer_lengths(lending: Lending, schedule: Schedule) -> tuple[tuple[int, ...
 
 
 def kinds_of_steps(schedule: Schedule) -> Iterator[list[tuple[Actions, bool]]]:
-    """Yield steps by their rounds: (actions, whether the rank has no micro-batch)."""
-    early = tuple(map(Gather, schedule.first_gathers))  # of a run, before and after an evaluation
+    """Yield steps as lists of rounds: (actions, whether the rank has no micro-batch)."""
+    early = tuple(map(Gather, schedule.first_gathers))  # in a run, before and after an evaluation
     for rounds in range(ROUNDS + 1):
         yield [(schedule.training, False)] * rounds
         yield [*[(schedule.training, False)] * rounds, (schedule.training, True)]

@@ -1,11 +1,11 @@
-"""A model whose parameters, gradients or both are spread over ranks.
+"""A model whose parameters, gradients or both are sharded over ranks.
 
-`ShardedModule.schedule` is what a rank does in a step, as lists of actions: print it. `actions.run` follows
-them. One rank takes the same path. Gradients are summed, never divided: scale the loss by one over the tokens
-of the whole step. Parameters go in and out by name and full shape, the same under every strategy.
+`ShardedModule.schedule` holds the actions of a rank in a step as lists; it can be printed. `actions.run`
+executes them. A single rank runs the same code. Gradients are summed, never divided: scale the loss by 1 over
+the tokens of the full step. Parameters are read and written by name and full shape under every strategy.
 
-This class trusts its callers. `zero_mpi.compat.ShardedModule`, which scripts use, checks arguments and the
-order of calls.
+This class does not check its arguments. `zero_mpi.compat.ShardedModule`, which scripts use, checks arguments
+and the order of calls.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from zero_mpi.sharding.tallies import tallies_of
 from zero_mpi.sharding.unit import Unit
 from zero_mpi.telemetry import spans
 
-Read = Callable[[str, int, int], Array]  # (name, start, stop) -> those elements of the flattened parameter
+Read = Callable[[str, int, int], Array]  # (name, start, stop) -> this range of the flattened parameter
 
 
 class ShardedUnit:
-    """One rank's part of a unit. What is not sharded takes the same calls, which then have nothing to do.
+    """One rank's part of a unit. Units that are not sharded have the same methods, which then do nothing.
 
-    `memory`: float32 that all ranks see, for the parameters or, where every rank updates all of them, their
-    summed gradient; or None.
+    `memory`: float32 memory shared by all ranks, for the parameters or, if every rank updates all of them,
+    for their summed gradient; or None.
     """
 
     def __init__(self, unit: Unit, context: Context, memory: Array | None = None) -> None:
@@ -64,20 +64,20 @@ class ShardedUnit:
 
     @property
     def updated(self) -> tuple[Array, Array, slice]:
-        """Arrays that the optimizer works on: parameters, gradients, and which part of the unit they are."""
+        """Arrays that the optimizer updates: parameters, gradients, and the part of the unit in them."""
         gradient = self.gradient.sum if self.gradient.whole is None else self.gradient.whole
         return self.parameters.master, gradient, self.parameters.master_part
 
 
 class ShardedModule:
-    """The stages of a model over the ranks of `comm`, cut into units by `config`.
+    """The stages of a model on the ranks of `comm`, split into units by `config`.
 
     offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
-                      needs offload="state" then
-    auxiliary         name -> scale of an auxiliary loss in the objective, in place of what its layer declares
+                      then needs offload="state"
+    auxiliary         name -> scale of an auxiliary loss in the objective, instead of the scale of its layer
 
-    It computes once all parameters have values. Making one is collective. Raises UsageError on all ranks for
-    a precision that the transport cannot reduce, and where ranks differ.
+    The module can compute once all parameters have values. The constructor is collective. It raises
+    UsageError on all ranks for a precision that the transport cannot reduce, and if ranks differ.
     """
 
     comm: Comm
@@ -107,7 +107,7 @@ class ShardedModule:
         self.config, self.precision = config, config.precision
         self.loss_scale = LossScale.start(config.precision.scales_loss)
         self.uses, self.parts, self.schedule = layout.uses, layout.parts, layout.schedule
-        # The ranks that shards are dealt out to: of each node if nodes hold replicas.
+        # The ranks among which shards are divided: those of a node if every node holds a replica.
         by_node = comm.replicates_by_node and not self.strategy.shards_moments
         self.group = comm.shard_group() if self.strategy.within_nodes or by_node else comm
         memory = self.group.memory(layout.full(self.group.size), layout.buffers, layout.gathers)
@@ -120,12 +120,12 @@ class ShardedModule:
         self.units = [
             ShardedUnit(unit, context, array) for unit, array in zip(dealt, memory.full, strict=True)
         ]
-        self._forward: MicroBatch | None = None  # its backward follows
+        self._forward: MicroBatch | None = None  # the micro-batch whose backward comes next
         self._synced, self._graphs = False, graphs_for(self)
 
     @cached_property
     def _homes(self) -> dict[str, list[ShardedUnit]]:
-        """The units of each parameter: of a stacked one several, in order."""
+        """The units of each parameter; a stacked parameter may have several, in order."""
         homes: dict[str, list[ShardedUnit]] = {}
         for unit in self.units:
             for name in unit.unit.params:
@@ -133,7 +133,7 @@ class ShardedModule:
         return homes
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
-        """Return the arguments of a module, checked where a class does so."""
+        """Return the arguments of a module; subclasses check them."""
         return list(stages), config
 
     def is_trainable(self, name: str) -> bool:
@@ -142,9 +142,9 @@ class ShardedModule:
     # ---------------------------------------------------------------------------------- a micro-batch
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
-        """Return the model's output for x, or None for None: a rank that has no micro-batch in this round.
+        """Return the model's output for x; x and output are None on a rank without micro-batch in this round.
 
-        x may be `nn.Packed`: rows of several documents. What backward needs is kept if `training`.
+        x may be `nn.Packed`: rows of several documents. The values for backward are kept if `training`.
         """
         self._begin()
         micro_batch = MicroBatch(self, x, keeps=bool(training))
@@ -154,12 +154,12 @@ class ShardedModule:
         return y
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
-        """Return dx of the first trained stage; add this micro-batch's gradients, start their reduction.
+        """Return dx of the first trained stage; add this micro-batch's gradients and start their reduction.
 
-        `contributors`: ranks from this number on had no micro-batch in this round and pass dy = None.
-        `last`: whether this is the step's last round; only NO_SHARD with fast reduction defers to it.
+        `contributors`: ranks from this number on have no micro-batch in this round and pass dy = None.
+        `last`: whether this is the step's last round. Only NO_SHARD with fast reduction waits for it.
         """
-        assert self._forward is not None, "backward follows forward(x, training=True)"
+        assert self._forward is not None, "call forward(x, training=True) before backward"
         micro_batch, self._forward = self._forward, None
         micro_batch.dy = self.loss_scale.times(dy) if dy is not None and self.loss_scale.dynamic else dy
         spans.restart()
@@ -171,9 +171,9 @@ class ShardedModule:
     ) -> Scalar | None:
         """Run forward, loss and backward of a micro-batch; return its loss.
 
-        `targets`: a `HeadLoss`, or ids of which it is `scale` times the cross-entropy. The last stage runs
-        both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank without a micro-batch
-        passes None for x and targets, and gets None.
+        `targets`: a `HeadLoss`, or ids; the loss is then `scale` times their cross-entropy. The last stage
+        runs forward and backward together, so its layer need not hold all logits (`Layer.loss`). A rank
+        without a micro-batch passes None for x and targets, and gets None.
         """
 
         def work(x: Any, loss: HeadLoss | None, actions: Actions) -> Scalar | None:
@@ -186,7 +186,7 @@ class ShardedModule:
         return work(x, loss, actions) if self._graphs is None else self._graphs.run(x, loss, actions, work)
 
     def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
-        """Return the losses of a micro-batch's parts, without a backward; of None and None no losses.
+        """Return the losses of a micro-batch's parts, without a backward; an empty list for None and None.
 
         Unless `adapted`, the products of adapters are left out.
         """
@@ -200,7 +200,7 @@ class ShardedModule:
         spans.restart()
 
     def _schedule_of(self, last: bool) -> Schedule:
-        """Return a round's schedule: where micro-batches are summed on the rank, only the last reduces."""
+        """Return a round's schedule; if each rank sums its micro-batches, only the last round reduces."""
         defers = not last and accumulates_locally(self.comm, self.strategy)
         return self.schedule.without_reductions if defers else self.schedule
 
@@ -216,12 +216,12 @@ class ShardedModule:
     # ------------------------------------------------------------------------------------ around a step
 
     def drop_gathered(self) -> None:
-        """Give up what was gathered from shards that are about to change, and a forward without its backward.
+        """Release arrays gathered from shards that are about to change, and a forward without its backward.
 
-        Where ranks share parameters it returns when none reads them any more. Before an update none does:
-        nobody has the norm before all have given their part, after their last use of any unit. Other writers,
-        such as loading, may follow on uses without a norm between; then the ranks meet here. They agree on
-        whether to: all wait for the same gathers, also one that has nothing to compute.
+        If ranks share parameters, this returns when no rank reads them any more. Before an update no rank
+        does: the norm needs a value from every rank, sent after its last use of any unit. Other writers, such
+        as loading, may follow uses without a norm in between; then there is a barrier. All ranks decide alike
+        whether it is needed, because all wait for the same gathers, even a rank that has nothing to compute.
         """
         self._forward = None
         for unit in self.units:
@@ -232,7 +232,7 @@ class ShardedModule:
             self._read.clear()
 
     def overlapped_sync_gradients(self) -> Handle:
-        """Complete the step's reductions; return a handle of what gradients of NO_SHARD need: a gather."""
+        """Complete the step's reductions; return a handle of the gather of gradients under NO_SHARD."""
         for unit in self.schedule.reductions:
             self.units[unit].wait_reduce()
         handles = [] if self._synced else [unit.gradient.start_gather() for unit in self.units]
@@ -247,7 +247,7 @@ class ShardedModule:
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
 
-        Neither ranks nor units nor strategies move a bit of it (`norm`). What is tied counts once.
+        The number of ranks, units and strategy do not change its bits (`norm`). Tied parameters count once.
         """
         squares = []
         for unit in self.units:
@@ -255,7 +255,7 @@ class ShardedModule:
             if unit.unit.trainable and unit.gradient.sum.size:
                 squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
         total = self.group.sum_vector(self._squares.part(squares))
-        self._read.clear()  # no rank has the sum before all have come here
+        self._read.clear()  # no rank has the sum before all ranks are here
         return math.sqrt(self._squares.total(total)) / self.loss_scale.factor
 
     def start_updates(self) -> None:
@@ -267,13 +267,13 @@ class ShardedModule:
                     unit.parameters.start_update()
 
     def publish(self) -> None:
-        """Bring what was written into master shards to all ranks, in low precision rounded. Collective."""
+        """Send the values written into master shards to all ranks, rounded in low precision. Collective."""
         for unit in self.units:
             unit.parameters.publish()
         self.group.signal_written()
 
     def update_buffers(self) -> None:
-        """Let layers update their buffers by the sums of the step, except frozen ones. Collective."""
+        """Let layers update their buffers by the sums of the step, except frozen buffers. Collective."""
         buffers = {name: param for name, param in self.params.items() if param.buffer}
         names = [name for name in buffers if is_trainable(name, self.config.frozen)]
         if names:
@@ -283,7 +283,7 @@ class ShardedModule:
             self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
 
     def _values_of(self, params: Mapping[str, Param]) -> dict[str, Array]:
-        """Return full parameters on the host, by one sum to which owners add their elements. Collective."""
+        """Return full parameters on the host, by a sum to which their owners add the elements. Collective."""
         together = Unit("values", params, 1, False)
         total = np.zeros(together.length)
         for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):
@@ -303,9 +303,9 @@ class ShardedModule:
     # ------------------------------------------------------------------------------------------- values
 
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
-        """Fill parameters, or those of `names`, by (seed, name): the same at any number of ranks. Collective.
+        """Fill parameters, or those in `names`, by (seed, name), equal for any number of ranks. Collective.
 
-        Ranks need the same seed, unless each keeps all parameters: `DDP.broadcast_parameters` may follow.
+        Ranks need the same seed, unless each keeps all parameters; `DDP.broadcast_parameters` may follow.
         """
 
         def prepare() -> tuple[int, dict[str, object]]:
@@ -316,9 +316,9 @@ class ShardedModule:
         self.load_slices(lambda name, *at: initial_values(name, self.params[name], seed, *at), names)
 
     def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
-        """Fill parameters, or those of `names`, by read(name, start, stop) of what this rank keeps.
+        """Fill this rank's part of the parameters, or of those in `names`, by read(name, start, stop).
 
-        Collective where ranks share parameters and have used them.
+        Collective if ranks share parameters and have used them.
         """
         self.drop_gathered()
         try:
@@ -330,7 +330,7 @@ class ShardedModule:
             self.group.signal_written()
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill what is kept in the blocks of a file by read(name, start, out); see `load_slices`.
+        """Fill parameters that stay in the blocks of a file by read(name, start, out); see `load_slices`.
 
         `read` fills out, (bytes,) uint8, with the stored bytes of a tensor from `start` on.
         """
@@ -346,7 +346,7 @@ class ShardedModule:
 def fill(
     unit: ShardedUnit, target: Array, part: slice, read: Read, names: Collection[str] | None = None
 ) -> None:
-    """Write read(name, start, stop) into `target`, which is `part` of the unit; of `names`, if given."""
+    """Write read(name, start, stop) into `target`, which is `part` of the unit; only `names`, if given."""
     for segment in unit.unit.segments(part):
         if names is None or segment.name in names:
             size = segment.where.stop - segment.where.start
@@ -355,7 +355,7 @@ def fill(
 
 
 def check_reduction(comm: Comm, precision: Precision, stored: bool = False) -> None:
-    """Raise UsageError for float64 beyond CPUs, and for low types where the MPI library adds."""
+    """Raise UsageError for float64 on GPUs or with stored blocks, and for low types that MPI cannot add."""
     if precision is FP64 and (device.in_use().name != "cpu" or stored):
         raise UsageError("--precision fp64 is for CPUs, without parameters in blocks: take fp32")
     if not comm.exact and precision.reduce.itemsize < FLOAT32.itemsize:

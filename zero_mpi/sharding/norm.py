@@ -1,9 +1,9 @@
-"""The sum of the gradient's squares, in one order for all ranks, units, strategies and devices.
+"""The sum of the gradient's squares, in the same order for all ranks, units, strategies and devices.
 
 The values are float64 sums over chunks of each parameter, in the model's order, and they are added as NumPy's
-`sum` adds a vector. It cuts a vector in halves down to leaves of at most LEAF values. A rank that has all
-values of a leaf sends their sum. If several ranks share a leaf, they send its values. That is about
-one number for 100,000 parameters.
+`sum` adds a vector: it splits a vector into halves down to leaves of at most LEAF values. A rank that has all
+values of a leaf sends their sum. If several ranks share a leaf, they send its values. In total this is about
+one number per 100,000 parameters.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from zero_mpi.sharding.unit import Unit
 
 
 def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
-    """Return (first value in the model, end, place among the rank's own values, rank) of each run, (4, N).
+    """Return (first value in the model, end, index among the rank's own values, rank) of each run, (4, N).
 
-    A run is a segment of a unit in the model that one rank holds. names: the model's parameters in order.
-    A rank's values are those of the trained units, one unit after the other.
+    A run is a contiguous range of the model's values in a unit that one rank holds. names: the model's
+    parameters in order. A rank's values are those of its trained units, one unit after the other.
     """
     trained = [unit for unit in units if unit.trainable]
-    chunks = Counter[str]()  # of a stacked parameter in several units
+    chunks = Counter[str]()  # chunks so far of a stacked parameter in several units
     for unit in trained:
         chunks.update({name: unit.chunks(name) for name in unit.params})
     first = dict(zip(names, accumulate((chunks[name] for name in names), initial=0), strict=False))
@@ -52,7 +52,7 @@ def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
 
 
 class SquaresSum:
-    """The sum of all values; rank `rank` has the values of its runs."""
+    """Computation of the sum of all values; rank `rank` has the values of its runs."""
 
     def __init__(self, runs: Array, rank: int) -> None:
         cuts = np.unique(np.append(runs[:2], 0))
@@ -69,7 +69,7 @@ class SquaresSum:
         inside = np.searchsorted(cuts, starts, "right"), np.searchsorted(cuts, starts + lengths, "left")
         self._dealt = inside[0] < inside[1]
         many = lengths[self._dealt]
-        self._rest = np.stack([np.cumsum(many) - many, many])  # where their values travel, behind the leaves
+        self._rest = np.stack([np.cumsum(many) - many, many])  # their places in the vector, after the leaves
         alone = np.repeat(starts[self._dealt] - self._rest[0], many) + np.arange(many.sum())
         self.size = starts.size + alone.size
         lengths = np.concatenate([lengths * ~self._dealt, np.ones_like(alone)])

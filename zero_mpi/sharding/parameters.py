@@ -1,8 +1,8 @@
 """The parameters of a unit on one rank: the shard that it keeps, and the full ones, which layers read.
 
 There are four ways to have the full parameters: gathered for a while (`Parameters`), kept on every rank
-(`ReplicatedParameters`), in memory that the ranks of a node share (`NodeSharedParameters`), where gathering
-is waiting for what the others write, and unpacked from gathered blocks of a file (`BlockParameters`).
+(`ReplicatedParameters`), in memory that the ranks of a node share (`NodeSharedParameters`), where a gather
+waits until the other ranks have written, and unpacked from gathered blocks of a file (`BlockParameters`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from zero_mpi.sharding.unit import BlockUnit, Unit
 
 NONE, MOMENTS, STATE = CHOICES = ("none", "moments", "state")  # values of --offload
 Views = dict[str, Array]
-ReadBytes = Callable[[str, int, Array], object]  # (name, start, out): fill out (bytes,) from there on
+ReadBytes = Callable[[str, int, Array], object]  # (name, start, out): fill out (bytes,) from byte `start` on
 
 
 class State(Enum):
-    """Place of a unit's full parameters: other ranks, on their way, here."""
+    """Place of a unit's full parameters: on other ranks, being gathered, or here."""
 
     SHARDED, GATHERING, FULL = "sharded", "gathering", "full"
 
 
 def joined(views: list[Views]) -> Views:
-    """Return the views of several units as one; those of a single unit as they are."""
+    """Return the views of several units as one dict; for a single unit, its views unchanged."""
     return views[0] if len(views) == 1 else {name: view for each in views for name, view in each.items()}
 
 
@@ -47,8 +47,8 @@ class Context:
     """Common data of the units of a module: who owns shards, and pools of float32 buffers.
 
     unpacked   pool for arrays unpacked from gathered bytes
-    masters    makes arrays for float32 parameters in low precision, if not the device
-    read       units whose shared parameters ranks may have read since all of them last met
+    masters    makes arrays for float32 parameters in low precision; None: the device makes them
+    read       units whose shared parameters may have been read since the last barrier of all ranks
     """
 
     comm: Comm
@@ -64,11 +64,11 @@ class Context:
 class Parameters:
     """Arrays of a unit's parameters. This base class keeps only the rank's shard.
 
-    shard    this rank's `part` of the unit, in the type of computing: what travels
-    full     the full unit in that type, while it is here
-    master   float32 of `master_part` of the unit, all that this rank updates; where layers compute in float32
-             a view of `shard` or `full`
-    low      what `master` is rounded to after an update; None where layers read what is updated
+    shard    this rank's `part` of the unit, in the type of computation; it is what gathers send
+    full     the full unit in that type, while it is gathered
+    master   float32 of `master_part` of the unit, all that this rank updates; if layers compute in float32, a
+             view of `shard` or `full`
+    low      array into which `master` is rounded after an update; None if layers read the updated array
     """
 
     state = State.SHARDED
@@ -81,7 +81,7 @@ class Parameters:
         self.part = self.partition.part(context.comm.rank)
         self.master_part = self.part if context.strategy.shards_moments else slice(0, unit.length)
         self._label = f"parameters {unit.name}"
-        self._memory = full  # the array that `full` lies in, which is there as long as the module is
+        self._memory = full  # permanent array that contains `full`, if there is one
         self._views: dict[int, Views] = {}
         self._transfer: Handle | None = None
         self._make_arrays()
@@ -92,7 +92,7 @@ class Parameters:
         self._make_master(self.shard)
 
     def _make_master(self, updated: Array) -> None:
-        """Make `master`, a float32 copy of `updated` in low precision, else that array itself."""
+        """Make `master`: a float32 copy of `updated` in low precision, otherwise that array itself."""
         self.master = updated
         if self.context.precision.is_low:
             make = self.context.masters or device.in_use().zeros
@@ -123,7 +123,7 @@ class Parameters:
         """Start the gather of updated shards, if this rank keeps the full parameters."""
 
     def wait_update(self) -> None:
-        """Return when transfers of parameters to this rank are done."""
+        """Wait until transfers of parameters to this rank are done."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
@@ -137,8 +137,8 @@ class Parameters:
         return self._views[key]
 
     def copy_of(self, name: str) -> Array:
-        """Return a copy of one full parameter, where its shards are kept. Collective."""
-        if self.low is not None:  # the float32 parameters, which are never gathered in training
+        """Return a copy of one full parameter, on the device of its shards. Collective."""
+        if self.low is not None:  # float32 parameters, which training never gathers
             full = device.home_of(self.master).empty(self.unit.length)
             self.context.comm.allgather(self.master_shard, full, self.partition, self._label).wait()
             return self.unit.views(full)[name]
@@ -150,7 +150,7 @@ class Parameters:
             self.release()
         return copy
 
-    # ------------------------------------------------------------------------ what this rank keeps and writes
+    # ----------------------------------------------------------------- arrays that this rank keeps and writes
 
     @property
     def master_shard(self) -> Array:
@@ -170,21 +170,21 @@ class Parameters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters that this rank keeps between steps, once and in float32."""
+        """Bytes of the parameters that this rank keeps between steps, counted once and in float32."""
         return int(self.filled[0][0].nbytes)
 
     @property
     def nbytes_whole(self) -> int:
-        """Bytes that would be kept without sharding."""
+        """Bytes of the parameters without sharding."""
         return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
-        """Round `master` into `low`, after anything but the optimizer has written it."""
+        """Round `master` into `low`, after anything but the optimizer has written `master`."""
         if self.low is not None:
             device.in_use().copy(self.low, self.master)
 
     def publish(self) -> None:
-        """Round `master_shard` after an update, and start the gather on ranks that keep all of it."""
+        """Round `master_shard` after an update, and start the gather on ranks that keep the full unit."""
         if self.low is not None and not self.context.strategy.shards_moments:
             self.context.comm.allgather(None, self.master, self.partition, self._label).wait()
         self.round()
@@ -192,7 +192,7 @@ class Parameters:
 
 
 class ReplicatedParameters(Parameters):
-    """Every rank keeps the full parameters; under SHARD_GRAD_OP it brings updated shards of others here."""
+    """Full parameters on every rank; under SHARD_GRAD_OP, updated shards of other ranks are gathered."""
 
     state = State.FULL
 
@@ -215,7 +215,7 @@ class ReplicatedParameters(Parameters):
 
 
 class NodeSharedParameters(Parameters):
-    """The full parameters lie once for all ranks: each writes its shard, and reads what others published."""
+    """Full parameters stored once per node: each rank writes its shard and reads the shards of others."""
 
     def __init__(self, unit: Unit, context: Context, memory: Array) -> None:
         self._common = as_kind(memory, unit.length, context.precision.compute)
@@ -243,11 +243,11 @@ class NodeSharedParameters(Parameters):
 
 
 class BlockParameters(Parameters):
-    """Frozen parameters that stay in the blocks of a file: kept, dealt out and gathered as bytes.
+    """Frozen parameters that stay in the blocks of a file: kept, divided and gathered as bytes.
 
-    The bytes are parameters of their own, float32 words that travel as any others do (`stored`). What layers
-    read is unpacked from them when a gather is waited for, and given up at the release: a rank has the floats
-    of a unit or two at a time. Of stacks layers read the gathered bytes, a matrix at a time.
+    The bytes are separate parameters, float32 words that are sent like any others (`stored`). Layers read
+    arrays that are unpacked from them when a gather completes and dropped at the release, so a rank has the
+    floats of a unit or two at a time. For stacks, layers read the gathered bytes, one matrix at a time.
     """
 
     unit: BlockUnit
@@ -298,7 +298,7 @@ class BlockParameters(Parameters):
         return self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
 
     def _unpack(self, name: str, out: Array) -> None:
-        """Fill out, of the parameter's shape, from the bytes that were gathered."""
+        """Fill out, of the parameter's shape, from the gathered bytes."""
         ops.dequantize(self._raw(name), self.unit.kinds[name].name, out.reshape(-1))
 
     def copy_of(self, name: str) -> Array:
@@ -333,7 +333,7 @@ class BlockParameters(Parameters):
 
 
 def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Parameters:
-    """Return the parameters of a unit under a strategy; `memory`: float32 that all ranks see, or None."""
+    """Return the parameters of a unit under a strategy; `memory`: shared float32 memory, or None."""
     if isinstance(unit, BlockUnit):
         return BlockParameters(unit, context, memory)
     if memory is not None and context.strategy.shards_moments:
@@ -341,7 +341,7 @@ def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Param
     return (Parameters if context.strategy.shards_parameters else ReplicatedParameters)(unit, context)
 
 
-# ---------------------------------------- float32 parameters in pinned memory, which the GPU copies by itself
+# --------------------------------------- float32 parameters in pinned memory, which the GPU can copy directly
 
 
 def gpu_to_spare(name: str) -> Cuda:
@@ -355,7 +355,7 @@ def gpu_to_spare(name: str) -> Cuda:
 def masters_on_host(precision: Precision) -> Callable[[int], Array]:
     """Return a function that makes zeros of a size in pinned memory, for parameters in float32.
 
-    Raises UsageError without a GPU, and where layers read the very parameters that are updated.
+    Raises UsageError without a GPU, and if layers read the same parameters that are updated.
     """
     where = gpu_to_spare(STATE)
     if not precision.is_low:

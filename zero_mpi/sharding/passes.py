@@ -1,4 +1,4 @@
-"""A micro-batch on its way through the stages of a module: what the actions that compute read and write."""
+"""A micro-batch during its pass through the stages: the values that the computing actions read and write."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zero_mpi.telemetry import spans
 class MicroBatch:
     """The activations, saved values and gradients of one micro-batch; a rank without one passes x = None.
 
-    module     the ShardedModule that it goes through
-    keeps      whether a backward will follow: what it needs is kept in `saved`
+    module     the ShardedModule that it runs through
+    keeps      whether a backward follows; the values that it needs are then kept in `saved`
     loss_of    the loss that the last stage computes
     adapted    False: the products of adapters are left out, as if they were zero
     """
@@ -48,14 +48,14 @@ class MicroBatch:
         self.dy: Any = None
         self.loss: Scalar | None = None
         self.losses: list[Scalar] = []
-        self.rest: Iterator[Action] = iter(())  # which `run` has not done; a stage does it up to its turn
+        self.rest: Iterator[Action] = iter(())  # actions not done yet; a stage does them up to its next turn
 
     def _weights(self, units: Iterable[int]) -> dict[str, Any]:
         weights = joined([self.module.units[unit].weights() for unit in units])
         return weights if self.adapted else without_adapters(weights)
 
     def _gradients(self, units: Iterable[int]) -> Gradients:
-        """Return the gradients that backward adds to, by name; none of what is frozen."""
+        """Return the gradients that backward adds to, by name; frozen parameters have none."""
         return joined([self.module.units[unit].gradients() for unit in units])
 
     def _stage_weights(self, stage: int, reads: bool = True) -> StageWeights:
@@ -67,7 +67,7 @@ class MicroBatch:
     def turn(self, turn: Turn) -> None: ...
 
     def _next_turn(self) -> Turn:
-        """Do the actions before the next turn of the stage that computes; return it."""
+        """Do the actions before the next turn of the current stage; return the turn."""
         while True:
             action = next(self.rest)
             action.do(self.module.units, self)
@@ -88,7 +88,7 @@ class MicroBatch:
             yield members, weights | self._weights(parts.units[turn.number]), gradients
 
     def forward(self, stage: int) -> None:
-        """Compute x of the next stage."""
+        """Compute the input x of the next stage."""
         layer, weights = self.module.stages[stage].layer, self._stage_weights(stage)
         with spans.computing("forward", self.module.stages[stage].scope):
             self.x, saved = layer.forward(weights, self.x)
@@ -96,23 +96,23 @@ class MicroBatch:
             self.saved[stage] = saved
 
     def loss_and_backward(self, stage: int) -> None:
-        """Compute the loss and dy of the stage before; losses are scaled while gradients are low."""
+        """Compute the loss and dy of the previous stage; losses are scaled while gradients are low."""
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
         weights, gradients = self._stage_weights(stage), self._gradients(self.module.uses[stage])
-        assert self.loss_of is not None, "a micro-batch has a loss"
+        assert self.loss_of is not None, "training needs a loss"
         with spans.computing("loss", self.module.stages[stage].scope):
             self.loss, self.dy = self.loss_of.train(layer, weights, self.x, gradients, factor)
         self.x = None
 
     def evaluate(self, stage: int) -> None:
-        """Compute the loss of each part alone; rows that no part has are never made into logits."""
+        """Compute the loss of each part separately; rows in no part are not turned into logits."""
         layer, weights = self.module.stages[stage].layer, self._stage_weights(stage)
-        assert self.loss_of is not None, "a micro-batch has a loss"
+        assert self.loss_of is not None, "evaluation needs a loss"
         with spans.computing("loss", self.module.stages[stage].scope):
             self.losses = self.loss_of.evaluate(layer, weights, self.x)
 
     def backward(self, stage: int) -> None:
-        """Compute dy of the stage before; what was saved goes as soon as it is used."""
+        """Compute dy of the previous stage; saved values are dropped as soon as they are used."""
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
         weights = self._stage_weights(stage, layer.backward_reads_params)
         gradients = self._gradients(self.module.uses[stage])
@@ -124,7 +124,7 @@ class MicroBatch:
 
 
 def as_input(x: Any) -> Any:
-    """Return `x` as layers compute with it, ids if it is `Packed`; raise ValueError for other things."""
+    """Return `x` as the layers' input (ids if it is `Packed`); raise ValueError for other values."""
     if isinstance(x, str | bytes | list | Real):
         raise ValueError(f"forward: expected an array, got {came(x)}")
     return x.ids if isinstance(x, Packed) else x

@@ -1,9 +1,9 @@
-"""Precision, as data: the types of computing, of communication, and the scaling of losses.
+"""Precision, as data: the types of computation and communication, and the scaling of losses.
 
 Slices of the parameters, their moments and summed gradients are float32 ("master weights", Micikevicius et
-al., "Mixed Precision Training", 2018), and float64 in FP64, which is for checks and small models on CPUs. In
-low precision a copy of each slice in the low type is what is gathered and computed with, and gradients may
-travel in it as well; they are widened before they are added.
+al., "Mixed Precision Training", 2018), or float64 in FP64, which is for checks and small models on CPUs. In
+low precision, a copy of each slice in the low type is gathered and used for computation, and gradients may be
+sent in that type too; they are converted to the wider type before they are added.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FLOAT64 = np.dtype(np.float64)
 
 @dataclass(frozen=True)
 class Precision:
-    """compute: the type of gathered parameters and activations; reduce: of gradients on their way.
+    """compute: the type of gathered parameters and activations; reduce: the type in which gradients are sent.
 
-    scales_loss     whether losses are multiplied with a factor, so that small gradients do not vanish
+    scales_loss     whether losses are multiplied by a factor, so that small gradients do not vanish
     """
 
     name: str
@@ -36,7 +36,7 @@ class Precision:
 
     @property
     def master(self) -> Any:
-        """The type of slices that are updated, of their states and of summed gradients."""
+        """The type of slices that are updated, of their optimizer states and of summed gradients."""
         return FLOAT64 if self.compute == FLOAT64 else FLOAT32
 
     @property
@@ -53,9 +53,9 @@ PRECISIONS = {precision.name: precision for precision in (FP32, BF16, FP16, FP64
 
 
 def precision_named(name: str, reduce: str | None = None) -> Precision:
-    """Return the precision of that name, with gradients reduced in another type if `reduce` says so.
+    """Return the precision of that name, with gradients reduced in the type `reduce` if it is given.
 
-    Raises UsageError for names that are not known, and for a type that the precision does not compute in.
+    Raises UsageError for unknown names, and for a type that does not go with the precision.
     """
     if name not in PRECISIONS:
         raise UsageError(f"precision {name!r} is not known; expected one of {', '.join(PRECISIONS)}")
@@ -69,7 +69,7 @@ def precision_named(name: str, reduce: str | None = None) -> Precision:
 
 
 def floats(elements: int, kind: Any) -> int:
-    """Return the float32 elements that hold `elements` of a type; pools and windows count in float32."""
+    """Return how many float32 elements hold `elements` of a type; pools and windows count in float32."""
     return int(-(-elements * np.dtype(kind).itemsize // FLOAT32.itemsize))
 
 
@@ -79,16 +79,16 @@ def as_kind(buffer: Any, elements: int, kind: Any) -> Any:
 
 
 FIRST_EXPONENT, MAX_EXPONENT = 16, 24
-GROWTH_STEPS = 2000  # good steps before the scale grows
+GROWTH_STEPS = 2000  # steps with a finite norm before the scale grows
 
 
 @dataclass
 class LossScale:
     """Factor of the loss in float16, whose small gradients would otherwise vanish: 1 unless `dynamic`.
 
-    It is a power of two, so that multiplying and dividing by it are exact. A step whose gradient norm is not
-    finite halves it and is left out; after many good steps in a row (`good_steps`) it is doubled. All ranks
-    see the same norm, so they agree without communication.
+    It is a power of two, so multiplying and dividing by it are exact. A step whose gradient norm is not
+    finite halves it and is skipped; after many good steps in a row (`good_steps`) it is doubled. All ranks
+    have the same norm, so they agree without communication.
     """
 
     dynamic: bool = False
@@ -105,16 +105,16 @@ class LossScale:
 
     @property
     def recorded(self) -> int | None:
-        """The exponent as a checkpoint has it: None if it is not dynamic."""
+        """The exponent for a checkpoint; None if the scale is not dynamic."""
         return self.exponent if self.dynamic else None
 
     def times(self, dy: Array) -> Array:
-        """Return a gradient times the factor, which itself may be beyond the gradient's type."""
+        """Return a gradient times the factor, which may exceed the range of the gradient's type."""
         with np.errstate(over="ignore", invalid="ignore"):
             return (dy.astype(np.float32) * np.float32(self.factor)).astype(dy.dtype)
 
     def update(self, finite: bool) -> None:
-        """Adapt the factor to whether a step's gradient norm was finite."""
+        """Adapt the factor after a step, by whether its gradient norm was finite."""
         if not self.dynamic:
             return
         self.good_steps = self.good_steps + 1 if finite else 0

@@ -1,10 +1,10 @@
-"""Micro-batches dealt out to the ranks in rounds: those of a step, and those of an evaluation.
+"""Assigns the micro-batches of a step or an evaluation to the ranks, in rounds.
 
-Rank i mod P computes micro-batch i in round i div P, and gradients are added in the order of ranks after each
-round. So every element is summed over the micro-batches in their order, whatever the number of ranks.
+Rank i mod P computes micro-batch i in round i div P, and gradients are added in rank order after each round.
+So every element is summed over the micro-batches in order, for any number of ranks.
 
-The losses of all ranks are added in one vector; a rank fills the places of its own micro-batches. Only zeros
-are added to these, so the vector does not depend on the number of ranks, nor does any sum of it.
+The losses of all ranks are added in one vector, in which a rank fills the places of its own micro-batches.
+Only zeros are added to these, so neither the vector nor any sum of it depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Criterion = Callable[[Any], tuple[Scalar, Any]]  # output of the model -> (loss,
 
 
 class Rounds:
-    """Distribution of M micro-batches among the ranks."""
+    """Assignment of M micro-batches to the ranks."""
 
     def __init__(self, micro_batches: int, rank: int, ranks: int) -> None:
         self.micro_batches = whole("micro-batches per step, over all ranks", micro_batches, least=1)
@@ -37,23 +37,23 @@ class Rounds:
         return -(-self.micro_batches // self.ranks)
 
     def micro_batch(self, number: int) -> int | None:
-        """Return this rank's micro-batch in round `number`; None where it has none."""
+        """Return this rank's micro-batch in round `number`; None if it has none."""
         index = number * self.ranks + self.rank
         return index if index < self.micro_batches else None
 
     def contributors(self, number: int) -> int:
-        """Return the number of ranks that have a micro-batch in round `number`: the first ones."""
+        """Return the number of ranks that have a micro-batch in round `number`: always the first ranks."""
         return min(self.ranks, self.micro_batches - number * self.ranks)
 
 
 class Accumulator:
-    """The rounds of a step on a ShardedModule, one step after the other.
+    """The rounds of a step on a ShardedModule, for one step after the other.
 
         for micro_batch in accumulator:
             accumulator.accumulate(*read(step, micro_batch))
 
-    runs a step. `losses` then holds one entry a micro-batch. `zero_mpi.compat.GradAccum`, which scripts use,
-    checks the order of calls as well.
+    runs a step. `losses` then holds one entry per micro-batch. `zero_mpi.compat.GradAccum`, which scripts
+    use, also checks the order of calls.
     """
 
     def __init__(self, module: ShardedModule, rounds: Rounds) -> None:
@@ -65,7 +65,7 @@ class Accumulator:
             log.warning("%s micro-batch(es); start fewer ranks, or use more micro-batches", few)
 
     def __iter__(self) -> Iterator[int | None]:
-        """Yield for each round of a step the number of this rank's micro-batch, or None."""
+        """Yield the number of this rank's micro-batch, or None, for each round of a step."""
         self.begin()
         for number in range(len(self.rounds)):
             yield self.rounds.micro_batch(number)
@@ -76,12 +76,12 @@ class Accumulator:
     def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
         """Run one round: forward, loss and backward of this rank's micro-batch. Return its loss. Collective.
 
-        A rank without one in this round passes None and gets None. `criterion` maps the output to (loss,
-        gradient), both scaled by 1 over the tokens of the full step.
+        A rank without a micro-batch in this round passes None and gets None. `criterion` maps the output to
+        (loss, gradient), both scaled by 1 over the tokens of the full step.
         """
 
         def work(contributors: int, last: bool) -> Scalar | None:
-            # The collectives are the same either way, so a rank without a micro-batch need not know.
+            # The collectives are the same either way, so a rank without a micro-batch runs the same code.
             if isinstance(criterion, HeadLoss):
                 return self.module.forward_backward(x, criterion, contributors=contributors, last=last)
             output, loss, dy = self.module.forward(x, training=True), None, None
@@ -94,7 +94,7 @@ class Accumulator:
         return self.run_round(work)
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
-        """Run work(number of contributors, whether the round is the step's last), and keep its loss."""
+        """Run work(number of ranks with a micro-batch, whether this is the last round); record its loss."""
         micro_batch, last = self.rounds.micro_batch(self.round), self.round == len(self.rounds) - 1
         self.module.tallies.micro_batches = self.rounds.micro_batches
         if spans.active is not None:
@@ -117,12 +117,12 @@ class Accumulator:
 
 @dataclass(frozen=True, eq=False)
 class PartedBatch:
-    """A micro-batch of which each part has a loss of its own.
+    """A micro-batch with a separate loss for each part.
 
     x, targets   (b, T) ids
-    parts        indices of targets, such as (row, slice(3, 9)); targets in no part do not count
-    first        the place of the first part's loss among those of all micro-batches
-    scale        factor of the loss; 0: the number of targets that are not the most likely ids
+    parts        indices of targets, such as (row, slice(3, 9)); targets in no part are ignored
+    first        index of the first part's loss among the losses of all micro-batches
+    scale        factor of the loss; 0: count the targets that are not the most likely ids instead
     """
 
     x: Any
@@ -133,7 +133,7 @@ class PartedBatch:
 
 
 def evaluate(module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, HeadLoss]]) -> float:
-    """Return the summed loss over `micro_batches`, dealt out as in training, without gradients. Collective.
+    """Return the summed loss over `micro_batches`, assigned as in training, without gradients. Collective.
 
     `read(i)` gives input and loss of micro-batch i.
     """
@@ -153,7 +153,7 @@ def part_losses(
 ) -> Array:
     """Return the losses of all parts in nats, (count,) float64, the same on all ranks. Collective.
 
-    `read(i)` gives micro-batch i. A loss is the sum over its part's targets. `after` as in `dealt_out`.
+    `read(i)` returns micro-batch i. A loss is the sum over its part's targets. `after` as in `dealt_out`.
     """
 
     def compute(number: int, losses: Array) -> None:
@@ -175,7 +175,7 @@ def dealt_out(
 ) -> Array:
     """Return `count` losses; compute(i, losses) fills in those of micro-batch i on its rank. Collective.
 
-    idle: called on a rank without a micro-batch in a round, in the place of the module's forward
+    idle: called on a rank without a micro-batch in a round, instead of the module's forward
     after: called on all ranks after each round, with the number of ranks that had a micro-batch in it
     """
     idle = idle or (lambda: module.forward(None, training=False))
@@ -193,7 +193,7 @@ def dealt_out(
 
 
 def no_losses(micro_batches: int) -> Array:
-    """Return zeros for the loss of each micro-batch, on the device: nobody waits for a single one."""
+    """Return zeros for the loss of each micro-batch, on the device, so that no loss has to be waited for."""
     return device.in_use().zeros(micro_batches, np.float64)
 
 

@@ -1,10 +1,10 @@
-"""Schedules of gathers, computing, releases and reductions: lists of actions, made once by the strategy.
+"""Schedules of gathers, computation, releases and reductions: lists of actions, made once by the strategy.
 
-All ranks follow the same lists, also one that has no micro-batch in a round, so collectives pair up. A unit's
-gather starts `prefetch` stages before its first use and it is released after its last use in that direction.
-The units of the last stage stay between forward and backward, and so does one that distant stages share (a
-tied embedding, the root): it is gathered once a micro-batch, others at most twice. A unit is reduced after
-the last backward that adds to it, while earlier stages compute; two reductions may be in flight.
+All ranks execute the same lists, even a rank without a micro-batch in a round, so collectives match. A unit's
+gather starts `prefetch` stages before its first use, and the unit is released after its last use in that
+direction. The units of the last stage stay between forward and backward, and so does a unit that distant
+stages share (a tied embedding, the root): it is gathered once per micro-batch, other units at most twice. A
+unit is reduced after the last backward that adds to it, while earlier stages compute; two may be in flight.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from zero_mpi.sharding.actions import (
 
 Indices = tuple[int, ...]
 
-REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be under way while the next one is computed
+REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be in transfer while the next is computed
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Actions of a rank with a micro-batch, or without one in a round in which others have one.
+    """Actions of a rank in a round, with or without a micro-batch.
 
-    forward, backward   the two directions by themselves
-    training            both, with the last stage run both ways at once
-    inference           forward with no backward after it
-    evaluation          that forward, with the loss of the last stage
+    forward, backward   the two directions separately
+    training            both directions, with forward and backward of the last stage together
+    inference           forward without a backward after it
+    evaluation          the same forward, with the loss of the last stage
     """
 
     forward: Actions
@@ -80,7 +80,7 @@ class Schedule:
         return "\n".join(f"  {'; '.join(self._in_words(actions))}" for actions in by_stage(self.training))
 
     def _in_words(self, actions: Actions) -> Iterator[str]:
-        """Yield the actions in words, those of one kind that follow each other together."""
+        """Yield the actions in words; consecutive actions of one kind are joined."""
         spoken = (action for action in actions if action.verb)
         for verb, alike in groupby(spoken, lambda action: action.verb):
             yield f"{verb} {' '.join(map(self._name, alike))}"
@@ -92,19 +92,19 @@ class Schedule:
         return self.unit_names[action.unit] if self.unit_names else str(action.unit)
 
 
-# ------------------------------------------------------------------------------------- how a list is made
+# ------------------------------------------------------------------------------------- how the lists are made
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Moves of units around one stage in one direction, or in both at once."""
+    """Gathers, waits and releases of units around one stage, in one direction or in both together."""
 
     start: Indices  # gathers to start before the stage computes
-    need: Indices  # units whose parameters it reads
-    drop: Indices  # units to release after it
+    need: Indices  # units whose parameters the stage reads
+    drop: Indices  # units to release after the stage
 
     def __add__(self, other: Moves) -> Moves:
-        need = tuple(dict.fromkeys(self.need + other.need))  # a unit of both is waited for once
+        need = tuple(dict.fromkeys(self.need + other.need))  # a unit in both is waited for once
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
     def around(self, compute: StageAction, reductions: Actions = ()) -> Actions:
@@ -113,7 +113,7 @@ class Moves:
 
 
 class Step(NamedTuple):
-    """A place in a direction: what computes there, the units it reads, and those it adds gradients of."""
+    """One computation in a direction: its action, the units it reads, and the units it adds gradients of."""
 
     compute: StageAction
     reads: Indices
@@ -122,12 +122,12 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """Stacked parameters of a stage, which it takes part by part, in turns.
+    """Stacked parameters of a stage, which the stage processes part by part, in turns.
 
-    names     all stacked parameters, also those that are not cut into parts
+    names     all stacked parameters, including those that are not split into parts
     members   each part's range of the first dimension
     units     the units of each part
-    again     how often forward runs once more in the stage's backward
+    again     how many more times forward runs in the stage's backward
     """
 
     names: tuple[str, ...]
@@ -157,9 +157,9 @@ def make_schedule(
     gathers: Sequence[bool] | None = None,
     parts: Mapping[int, Parts] | None = None,
 ) -> Schedule:
-    """Return the schedule for stages that use the units `uses[stage]`, and those of `parts[stage]` by turns.
+    """Return the schedule for stages that use the units `uses[stage]`, and those of `parts[stage]` in turns.
 
-    `reads_in_backward[stage]`: whether the stage's backward looks at its parameters; `trainable[unit]`;
+    `reads_in_backward[stage]`: whether the stage's backward reads its parameters; `trainable[unit]`;
     `gathers[unit]`: True if the unit's parameters are sharded, so gathered and released; None: all are.
     The last stage has no parts.
     """
@@ -172,7 +172,7 @@ def make_schedule(
     passing = {unit for each in parts.values() for units in each.units for unit in units}
     plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable), passing=passing)
     up, down = plan(ascent, keep=carried), plan(descent, held=carried)
-    alone = plan(ascent)  # with no backward after it
+    alone = plan(ascent)  # forward without a backward after it
     reductions = reductions_after(descent, trainable)
 
     forward = [moves.around(step.compute) for moves, step in zip(up, ascent, strict=True)]
@@ -192,7 +192,7 @@ def steps_of(
     trainable: Sequence[bool],
     parts: Mapping[int, Parts],
 ) -> tuple[list[Step], list[Step]]:
-    """Return the steps of forward, and those of backward down to the first stage that is trained."""
+    """Return the steps of forward, and those of backward down to the first trained stage."""
     ascent, descent = list[Step](), list[Step]()
     for stage, units in enumerate(uses):
         ascent.append(Step(Forward(stage), units))
@@ -211,10 +211,10 @@ def joined(lists: Iterable[Actions]) -> Actions:
 
 
 def reductions_after(descent: Sequence[Step], trainable: Sequence[bool]) -> list[Actions]:
-    """Return for each step of backward the reductions that start after it.
+    """Return the reductions that start after each step of backward.
 
     A unit's gradient is complete after the last step that adds to it. Its reduction waits until fewer than
-    the limit are in flight, of which the first may be of the round before.
+    the limit are in flight; the first of these may belong to the previous round.
     """
     last = {unit: place for place, step in enumerate(descent) for unit in step.adds if trainable[unit]}
     complete = [
@@ -222,7 +222,7 @@ def reductions_after(descent: Sequence[Step], trainable: Sequence[bool]) -> list
         for place, step in enumerate(descent)
     ]
     order = [unit for units in complete for unit in units]
-    earlier = order[-REDUCTIONS_IN_FLIGHT:] + order  # the last ones of the round before come first
+    earlier = order[-REDUCTIONS_IN_FLIGHT:] + order  # the last reductions of the previous round come first
     waits = [WaitReduce(unit) for unit in earlier] if len(order) >= REDUCTIONS_IN_FLIGHT else []
     pairs = dict(zip(order, waits, strict=False))
     return [
@@ -242,7 +242,7 @@ def plan_moves(
 ) -> list[Moves]:
     """Return moves in order of computation; `held` units are there at the start, `keep` stay at the end.
 
-    Units that are `passing` stay for their step alone.
+    Units in `passing` stay only for their step.
     """
     last = {unit: place for place, step in enumerate(steps) for unit in step.reads}
     started = set(held)

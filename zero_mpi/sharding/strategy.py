@@ -2,7 +2,7 @@
 
 FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
 training with replicated state (DDP). HYBRID_SHARD is FULL_SHARD within each node, replicated between nodes
-(Zhao et al., "PyTorch FSDP", 2023): parameters are gathered inside nodes only, whose memory is the limit.
+(Zhao et al., "PyTorch FSDP", 2023): parameters are gathered only inside nodes, whose memory is the limit.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from zero_mpi.errors import UsageError
 
 @dataclass(frozen=True)
 class Strategy:
-    """Choice of what a model shards. Gradients are reduced into slices under every strategy.
+    """Choice of the state that is sharded. Gradients are reduced into slices under every strategy.
 
-    shards_parameters  parameters are slices, gathered around each use
-    shards_moments     the optimizer updates its slice; otherwise gradients are gathered and all is updated
+    shards_parameters  parameters are sharded, and gathered around each use
+    shards_moments     a rank updates only its slice; otherwise gradients are gathered and all is updated
     buckets            units are cut by bytes in reverse order, not by the model's scopes
-    within_nodes       slices are dealt out to the ranks of each node, not to all
+    within_nodes       slices are divided among the ranks of each node, not among all ranks
     """
 
     name: str
@@ -50,7 +50,7 @@ STRATEGIES = {strategy.name: strategy for strategy in (FULL_SHARD, SHARD_GRAD_OP
 
 
 def strategy_named(name: str) -> Strategy:
-    """Return the strategy of that name; raises UsageError listing the known ones."""
+    """Return the strategy of that name; raises UsageError that lists the known names."""
     if name not in STRATEGIES:
         raise UsageError(f"strategy {name!r} is not known; expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name]

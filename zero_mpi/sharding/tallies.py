@@ -1,7 +1,7 @@
 """Sums of the values that layers report for each micro-batch: auxiliary losses, and inputs of buffer updates.
 
-Each micro-batch has a row in a table that all ranks fill, and rows are added in their order: the sums do not
-depend on the number of ranks.
+Each micro-batch has a row in a table that all ranks fill. Rows are added in order, so the sums do not depend
+on the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Tallies:
     def __init__(self, kinds: Mapping[str, Tally]) -> None:
         self.kinds = kinds
         self.scales = {name: kind.scale for name, kind in kinds.items() if kind.scale}
-        self.micro_batches = 1  # of a step, over all ranks
-        self.rounds: list[dict[str, Any]] = []  # what this rank's micro-batches of the step have reported
+        self.micro_batches = 1  # micro-batches of a step, over all ranks
+        self.rounds: list[dict[str, Any]] = []  # values reported by this rank's micro-batches of the step
         self._sums: dict[str, Array] = {}
 
     def factors(self, loss_scale: float) -> dict[str, float]:
@@ -34,7 +34,7 @@ class Tallies:
         return {name: scale * loss_scale / self.micro_batches for name, scale in self.scales.items()}
 
     def sums(self, comm: Comm) -> dict[str, Array]:
-        """Return name -> sum over the step's micro-batches, float64; of losses the mean. Collective."""
+        """Return name -> sum over the step's micro-batches, float64; for losses the mean. Collective."""
         if self.kinds and self.rounds:
             rows = [self._row(reported) for reported in self.rounds]
             table = np.zeros((len(rows), comm.size, rows[0].size))
@@ -59,9 +59,9 @@ class Tallies:
 
 
 def tallies_of(stages: Iterable[Stage], scales: Mapping[str, float] | None) -> Tallies:
-    """Return the tallies of a model; `scales` of auxiliary losses stand in for those that layers declare.
+    """Return the tallies of a model; `scales` replace the scales that layers declare for auxiliary losses.
 
-    Raises ValueError for a scale of no loss, and for layers that mean different tallies by one name.
+    Raises ValueError for a scale without a loss, and for layers that declare different tallies with one name.
     """
     found: dict[str, Tally] = {}
     for stage in stages:

@@ -1,7 +1,7 @@
-"""A unit: parameters that travel together, laid out in one flat buffer.
+"""A unit: parameters that are sent together, laid out in one flat buffer.
 
 Each parameter starts at a multiple of the quantum (1024 elements, or one row under row sharding), so that the
-fixed chunks over which norms are summed do not depend on its unit. The gaps are zeros and stay zeros.
+fixed chunks over which norms are summed do not depend on the unit. The gaps are zeros and stay zeros.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.precision import floats
 
 QUANTUM = 1024  # elements
-# The kind that all parameters of a unit have; stored ones are frozen.
+# The kind shared by all parameters of a unit; stored parameters are frozen.
 TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
 BYTES = 4  # bytes of an element
-WORDS = 16  # stored tensors and slices of them are multiples of this many words: 64 bytes, as a cache line
+WORDS = 16  # stored tensors and their slices are multiples of so many words: 64 bytes, a cache line
 
 Stored = Mapping[str, BlockKind]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of one parameter's elements inside a slice: `where` in the slice, `offset` in the parameter."""
+    """A run of one parameter's elements in a slice: `where` in the slice, `offset` in the parameter."""
 
     name: str
     where: slice
@@ -38,10 +38,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Unit:
-    """Names and shapes of the parameters of a flat buffer, and where each starts.
+    """Names and shapes of the parameters of a flat buffer, and the start of each.
 
     whole: no parameter is cut; ends: where each rank's slice ends in that case (`dealt_whole`).
-    firsts: offset of the unit's part in each parameter that lies in several units.
+    firsts: offset of the unit's part in each parameter that is split over several units.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Unit:
     firsts: Mapping[str, int] = field(default_factory=dict)
 
     def label(self, name: str) -> str:
-        """Return the name of a parameter, with the part of it that the unit has: NAME[8:16]."""
+        """Return the name of a parameter, with the part of it that the unit holds: NAME[8:16]."""
         if name not in self.firsts:
             return name
         param = self.params[name]
@@ -71,11 +71,11 @@ class Unit:
 
     @cached_property
     def length(self) -> int:
-        """Elements of the buffer, gaps included."""
+        """Number of elements of the buffer, gaps included."""
         return sum(self.chunks(name) for name in self.params) * self.quantum
 
     def chunks(self, name: str) -> int:
-        """Return the number of quanta that the parameter takes."""
+        """Return the number of quanta that the parameter occupies."""
         return -(-self.params[name].size // self.quantum)
 
     def partition(self, ranks: int) -> Partition:
@@ -85,11 +85,11 @@ class Unit:
         return dealt_out(self.length, ranks, self.quantum)
 
     def gathered_size(self, compute: Any) -> int:
-        """Return the float32 elements that gathered parameters take, for this type of computing."""
+        """Return the number of float32 elements for gathered parameters with this type of computation."""
         return floats(self.length, compute)
 
     def unpacked_size(self, compute: Any) -> int:
-        """Return the float32 elements of arrays unpacked for layers; 0 if these read what was gathered."""
+        """Return the float32 elements of arrays unpacked for layers; 0 if layers read the gathered array."""
         return 0
 
     def gathered_split(self, ranks: int, compute: Any) -> Partition:
@@ -103,14 +103,14 @@ class Unit:
         return int(compute.itemsize)
 
     def views(self, flat: Array) -> dict[str, Array]:
-        """Return name -> view in full shape of the whole flat buffer."""
+        """Return name -> view, in full shape, of the full flat buffer."""
         return {
             name: flat[self.offsets[name] : self.offsets[name] + param.size].reshape(param.shape)
             for name, param in self.params.items()
         }
 
     def segments(self, part: slice) -> list[Segment]:
-        """Return the parameters' runs inside the slice `part` of the buffer, in order, gaps left out."""
+        """Return the parameters' runs in the slice `part` of the buffer, in order, without gaps."""
         found = []
         for name, param in self.params.items():
             first = max(self.offsets[name], part.start)
@@ -122,7 +122,7 @@ class Unit:
         return found
 
 
-KINDS = {  # (end of the unit's name, whether it is trainable, whether its parameters stay whole)
+KINDS = {  # (end of the unit's name, whether it is trainable, whether its parameters are not cut)
     TRAINED: ("", True, False),
     WHOLE: (" (whole)", True, True),
     FROZEN: (" (frozen)", False, False),
@@ -144,7 +144,7 @@ def by_scope(stages: Iterable[Stage], params: Mapping[str, Param]) -> dict[str, 
 def units_by_scope(
     stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str]
 ) -> list[Unit]:
-    """Return one unit a scope, in the model's order; what is frozen or whole in it is a unit of its own."""
+    """Return one unit per scope, in the model's order, and other units for frozen or unsplit parameters."""
     units = []
     for scope, names in by_scope(stages, params).items():
         for kind, (end, trainable, full) in KINDS.items():
@@ -157,7 +157,7 @@ def units_by_scope(
 def units_by_row(
     stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str]
 ) -> list[Unit]:
-    """Return one unit a parameter, whose shards are full rows; a vector's rows are its elements."""
+    """Return one unit per parameter, whose shards are full rows; a vector's rows are its elements."""
     names = [name for scope in by_scope(stages, params).values() for name in scope]
     return [
         Unit(name, {name: param}, param.size // param.shape[0], kind_of(name) == TRAINED)
@@ -168,9 +168,9 @@ def units_by_row(
 def units_by_bytes(
     params: Mapping[str, Param], kind_of: Callable[[str], str], bucket_bytes: int
 ) -> list[Unit]:
-    """Return buckets of up to `bucket_bytes`, filled from the last parameter on, as gradients come.
+    """Return buckets of up to `bucket_bytes`, filled from the last parameter on, in the order of backward.
 
-    A larger parameter has its own bucket. Frozen parameters form one unit, which is never sent.
+    A larger parameter has a separate bucket. Frozen parameters form one unit, which is never sent.
     """
     full: list[tuple[str, dict[str, Param]]] = []
     open_buckets: dict[str, dict[str, Param]] = {}
@@ -190,9 +190,9 @@ def units_by_bytes(
 
 
 def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ...]], int]) -> list[Unit]:
-    """Return the units for `ranks` ranks; in units of full matrices each parameter has one owner.
+    """Return the units for `ranks` ranks; in units of full matrices, each parameter has one owner.
 
-    The largest `cost` is placed first, each on the rank that has least so far, over all units together.
+    Over all units, the parameter of largest `cost` is assigned first, to the rank with the least cost so far.
     """
     full = [(unit, name, param) for unit in units if unit.whole for name, param in unit.params.items()]
     load, owner = [0] * ranks, dict[str, int]()
@@ -216,8 +216,8 @@ class BlockUnit(Unit):
     """A frozen unit whose parameters are kept and gathered as the blocks of a file.
 
     Nothing computes with the bytes, so they may be cut anywhere: transports see them as float32 words, in a
-    unit of their own (`words`). Layers read arrays unpacked from them; of stacked matrices (`stacks`) they
-    read the bytes, and unpack those that have rows.
+    separate unit (`words`). Layers read arrays unpacked from them; for stacked matrices (`stacks`) layers
+    read the bytes, and unpack the matrices that have rows.
     """
 
     kinds: Stored = field(default_factory=dict)
@@ -225,7 +225,7 @@ class BlockUnit(Unit):
 
     @cached_property
     def words(self) -> Unit:
-        """The unit of the kept bytes: each tensor's bytes as words."""
+        """The unit of the stored bytes: each tensor's bytes as words."""
         runs = {name: Param((-(-self.nbytes(name) // BYTES),), "zeros") for name in self.params}
         return Unit(self.name, runs, WORDS, False)
 
@@ -250,9 +250,9 @@ class BlockUnit(Unit):
 
 
 def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: Stored) -> list[BlockUnit]:
-    """Return the units of the stored parameters, by scope also where others are cut by bytes.
+    """Return the units of the stored parameters, by scope even if other units are cut by bytes.
 
-    A scope has one unit that is unpacked at a time, and one unit of stacked matrices.
+    A scope has one unit that is unpacked at once, and one unit of stacked matrices.
     """
     units = []
     for scope, names in by_scope(stages, {name: params[name] for name in params if name in stored}).items():
@@ -267,10 +267,10 @@ def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: St
 def part_units(
     scope: str, stacked: Mapping[str, Param], kind_of: Callable[[str], str], stored: Stored, most: int
 ) -> list[tuple[slice, list[Unit]]]:
-    """Return parts of stacked parameters and the units of each, one a kind; none if one part has them all.
+    """Return parts of stacked parameters and their units, one per kind; nothing if one part holds everything.
 
-    A part has as many of the first dimension as `most` bytes have room for, at least one. Parameters whose
-    parts would begin inside a chunk of the norm are in no unit.
+    A part takes as much of the first dimension as fits into `most` bytes, at least 1. Parameters whose parts
+    would begin inside a chunk of the norm are in no unit.
     """
     count = next(iter(stacked.values())).shape[0]
     one = {name: replace(param, shape=(1, *param.shape[1:])) for name, param in stacked.items()}

@@ -1,8 +1,8 @@
-"""The head of a GGUF file as bytes: header, keys and tensor table, and where each tensor's data goes.
+"""Builds the head of a GGUF file as bytes: header, keys, tensor table, and the offset of each tensor.
 
-This is the counterpart of `index.py`. It opens no file, so that one rank may stream a file and many may write
-one together. The gguf package's writer is not used because it drops empty strings and arrays and turns wide
-items into 32-bit ones.
+This is the counterpart of `index.py`. It opens no file, so that one rank may stream a file and several ranks
+may write one together. The gguf package's writer is not used because it drops empty strings and arrays and
+converts wide integers to 32 bits.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def pack_file(
     """Return (header, offsets, total) of a GGUF file with these keys and tensors.
 
     `header` is everything before the data, padding included; `offsets` maps each tensor to the byte in the
-    file where its data begins; `total` is the file's length. Bytes between tensors are zeros. Values are
-    as the reader returns them; a plain int becomes UINT32, a plain float FLOAT32, an empty list an empty
+    file where its data begins; `total` is the file's length. Bytes between tensors are zeros. Values have the
+    types that the reader returns; a plain int becomes UINT32, a plain float FLOAT32, an empty list an empty
     array of strings. `general.architecture` is always the first key.
 
     Raises GGUFError for a key, value, name, shape or type that GGUF or llama.cpp would refuse.
@@ -73,7 +73,7 @@ def pack_file(
 
 
 def alignment_of(metadata: Mapping[str, Any]) -> int:
-    """Return the alignment that the keys ask for; raise GGUFError for one that no loader takes."""
+    """Return the alignment in the keys; raise GGUFError for an alignment that no loader accepts."""
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if not is_alignment(value):
         found = f"{type(value).__name__} {show(str(value))}"
@@ -99,9 +99,9 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
 
 
 def pack_key(key: str, value: Any) -> bytes:
-    """Return name, type and value of one key as bytes of the file. GGUFError names key and remedy."""
+    """Return name, type and value of a key as bytes of the file. GGUFError names the key and a remedy."""
     name = _pack_name(key, MAX_KEY_BYTES, "key")
-    if (number := _OF_SCALARS.get(type(value))) is not None:  # files may hold half a million of them
+    if (number := _OF_SCALARS.get(type(value))) is not None:  # files may hold half a million scalars
         return name + number + bytes(value.data)
     try:
         if isinstance(value, str):
@@ -136,7 +136,7 @@ def _pack_value(value: Any) -> tuple[int, bytes]:
 
 
 def _widened(value: Any) -> np.generic:
-    """Return the NumPy scalar as which a plain number is stored."""
+    """Return the NumPy scalar in which a plain number is stored."""
     if isinstance(value, int):
         if not 0 <= value < 1 << 32:
             raise GGUFError(f"expected an int from 0 to 2^32 - 1, found {value}: use np.int64 or similar")

@@ -1,7 +1,7 @@
 """The index of a GGUF file: header, keys and tensor table, read strictly.
 
-A GGUF file is untrusted input. The index is read forward once; every count and length is compared with the
-bytes left before anything is allocated or looped over, and sizes are Python integers, which do not wrap.
+A GGUF file is untrusted input. The index is read forward once. Every count and length is compared with the
+remaining bytes before anything is allocated or looped over, and sizes are Python integers, which do not wrap.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -21,15 +21,15 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # one layout; 3 only added big-endian files, which llama.cpp refuses, as we do
+VERSIONS = (2, 3)  # one layout; 3 only added big-endian files, which we and llama.cpp refuse
 CHECKPOINT_ID = "training.checkpoint_id"
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_KEY_BYTES = 65535  # the format's limit
 MAX_NAME_BYTES = 63  # llama.cpp's limit
 MAX_DIMS = 4
-MAX_INDEX_BYTES = 128 << 20  # six times the largest known; bounds time and memory on a hostile file
-# Several times the largest known; each key and tensor takes some 500 bytes of memory, each text about 60.
+MAX_INDEX_BYTES = 128 << 20  # six times the largest known index; bounds time and memory on a bad file
+# Several times the largest known counts; each key and tensor takes some 500 bytes of memory, each text 60.
 MAX_KEYS, MAX_TENSORS, MAX_ITEMS = 1 << 19, 1 << 15, 1 << 21
 BLOCK = 1 << 18  # bytes of strings that are read at once
 
@@ -42,7 +42,7 @@ SHORTER = "the file became shorter while it was read"
 
 
 class GGUFError(FileError):
-    """A GGUF file, read or to be written, is invalid; the message has file, place, expected and found."""
+    """Error of an invalid GGUF file: names the file, the position, what was expected and what was found."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Index:
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self.file, self.path, self.size = file, path, size
         self.at, self.end = 0, min(size, MAX_INDEX_BYTES)
-        self.kind = self.name = ""  # "key" or "tensor", and its name as soon as it is read
+        self.kind = self.name = ""  # "key" or "tensor", and its name after it was read
         self.items = 0  # items of arrays read so far
 
     def fault(self, what: str, at: int | None = None) -> GGUFError:
@@ -106,13 +106,13 @@ class Index:
             raise self.fault(f"expected UTF-8, found byte {found:#04x}", at) from None
 
     def strings(self, count: int) -> list[str]:
-        """Read a vocabulary, block by block: 300 000 calls of `string` would take a second."""
+        """Read a vocabulary, block by block, because 300 000 calls of `string` would take a second."""
         self.need(8 * count)
         out: list[str] = []
         while len(out) < count:
             self.at += unpack_strings(self.file.read(min(self.end - self.at, BLOCK)), count, out)
             self.file.seek(self.at)
-            if len(out) < count:  # longer than what is left of the block, or wrong
+            if len(out) < count:  # longer than the rest of the block, or invalid
                 out.append(self.string())
         return out
 
@@ -154,7 +154,7 @@ class Index:
         return shape
 
     def tensor(self, expected: int) -> TensorInfo:
-        """Read one line of the table; its offset, still relative to the data, must be `expected`."""
+        """Read one line of the table; its offset, still relative to the data, must equal `expected`."""
         name, shape, kind = self.named("tensor", MAX_NAME_BYTES), self.shape(), self.unsigned(4)
         if kind not in GGML_QUANT_SIZES:
             raise self.fault(f"expected a known tensor type, found {kind}", self.at - 4)
@@ -168,9 +168,9 @@ class Index:
 
 
 def unpack_strings(block: bytes, count: int, out: list[str]) -> int:
-    """Add to `out` the strings that begin a block, up to `count` in all; return how many bytes they take.
+    """Add to `out` the strings at the start of a block, up to `count` in all; return the bytes they take.
 
-    It stops before one that the block does not hold in full or that is not UTF-8.
+    Stop before a string that the block does not hold in full or that is not UTF-8.
     """
     at, size = 0, len(block)
     for _ in range(count - len(out)):
@@ -186,7 +186,7 @@ def unpack_strings(block: bytes, count: int, out: list[str]) -> int:
 
 
 def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
-    """Return (keys, tensors) of a file, tensors in its order. GGUFError names the byte of the error."""
+    """Return (keys, tensors) of a file, tensors in file order. GGUFError names the byte of the error."""
     n_tensors, n_keys = _read_header(index)
     metadata: Metadata = {}
     for _ in range(n_keys):
@@ -228,9 +228,9 @@ def _read_header(index: Index) -> tuple[int, int]:
 def _placed(
     index: Index, tensors: dict[str, TensorInfo], alignment: int, whole: bool
 ) -> dict[str, TensorInfo]:
-    """Return the table with places in the file.
+    """Return the table with the positions in the file.
 
-    `whole`: refuse bytes behind the last tensor, which a checkpoint's digests do not cover; others may pad.
+    `whole`: refuse bytes after the last tensor, which a checkpoint's digests do not cover; others may pad.
     """
     start, end = padded(index.at, alignment), index.at
     for name, info in tensors.items():

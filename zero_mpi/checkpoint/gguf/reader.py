@@ -1,7 +1,7 @@
-"""Reader of a GGUF model: it reads the index, and only those bytes of the data that are requested.
+"""Reader of a GGUF model. It reads the index, and only the bytes of the data that are requested.
 
-A model may be split into files NAME-00001-of-0000N.gguf. The first holds the keys, each holds its own tensor
-table; if the first is opened, they act as one model, and the rest of this package does not see the parts.
+A model may be split into files NAME-00001-of-0000N.gguf. The first file holds the keys, each file holds its
+own tensor table. If the first is opened, they act as one model, and other code does not see the parts.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GGUFFile(WeightSource):
     """The index of a GGUF model; the data is read on demand. `path`: the file, or the first of several.
 
     It holds no open file, so it can be sent to other processes that see the same path. `tensors` is in file
-    order, over all parts. `metadata` has no `split.*` keys, which describe the files and not the model:
-    `split` has them. Links in paths are resolved, so that an index opened through a link to the newest
+    order, over all parts. `metadata` has no `split.*` keys, because they describe the files and not the
+    model; `split` has them. Links in paths are resolved, so that an index opened through a link to the newest
     checkpoint does not read another checkpoint's data later.
     """
 
@@ -57,7 +57,7 @@ class GGUFFile(WeightSource):
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
         """Read and check the index of `path`, never the data. Raise UsageError if the index is invalid.
 
-        If the model is split, `path` is its first part; all other parts must exist and fit.
+        If the model is split, `path` is its first part; all other parts must exist and match.
         """
         first = _read_part(path)
         parts = [first, *_other_parts(path, first)]
@@ -82,15 +82,15 @@ class GGUFFile(WeightSource):
 
     @property
     def surplus(self) -> int:
-        """Bytes behind the last tensor, which other programs may leave."""
+        """Bytes after the last tensor, which other programs may leave."""
         alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
-        ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # of each part
+        ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # end of each part
         return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
 
     def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
         """Fill out (n,) with the stored bytes [start, start + n) of a tensor; errors as in `read`."""
         info = self.spec(name)
-        assert 0 <= start <= start + out.size <= info.nbytes, "a range inside the tensor"
+        assert 0 <= start <= start + out.size <= info.nbytes, "the range is inside the tensor"
         self.parts[info.part].bytes_at(info.offset + start, out)
 
     def raw_chunks(self, name: str, size: int) -> Iterator[memoryview]:
@@ -119,7 +119,7 @@ class _Part:
         return GGUFError(f"{self.file.path}: {what}")
 
     def split_number(self, key: str, kind: type[np.integer[Any]], default: int | None = None) -> int:
-        """Return the value of a `split.*` key; its type must be exactly the one that llama.cpp asks for."""
+        """Return the value of a `split.*` key; its type must be exactly the one that llama.cpp requires."""
         value: Any = self.metadata.get(key)
         if value is None and default is not None:
             return default
@@ -147,8 +147,8 @@ def _read_part(path: str | os.PathLike[str]) -> _Part:
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
     """Yield the later parts of a split model, checked against the first; none if it is not split.
 
-    A count of 0 or 1 is not split either: llama.cpp's tools leave the keys behind when they merge parts.
-    A later part states its place, and has no keys of the model.
+    A model with a count of 0 or 1 is not split: llama.cpp's tools leave the keys behind when they merge
+    parts. A later part has its part number, and no keys of the model.
     """
     count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
     if count <= 1 and place == 0:

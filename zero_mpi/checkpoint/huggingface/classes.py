@@ -1,6 +1,6 @@
-"""Default and permitted settings of config.json for each of Hugging Face's classes of rotary models.
+"""Default and permitted settings of config.json for each class of rotary models in Hugging Face.
 
-One row per class. The reader and the writer of a folder both take the differences between classes from here.
+There is one row per class. The reader and the writer of a folder take the class differences from here.
 """
 
 from __future__ import annotations
@@ -69,25 +69,25 @@ class RotaryClass:
     """Defaults and limits of one class."""
 
     name: str
-    tied: bool = False  # this and the next two: defaults of these settings
+    tied: bool = False  # this field and the next two: defaults of the settings
     theta: float = 10000.0
     epsilon: float = 1e-6
-    head_dim: int | None = None  # default of that setting; None: the width over the number of heads
-    kv_heads: bool = True  # the default is the number of heads; false: the setting is required
-    biases: Biases = field(default_factory=dict)  # settings, and projections to which each gives a bias
+    head_dim: int | None = None  # default of that setting; None: width / number of heads
+    kv_heads: bool = True  # default is the number of heads; false: the setting is required
+    biases: Biases = field(default_factory=dict)  # settings, and the projections to which each adds a bias
     biased: frozenset[str] = frozenset()  # projections that always have a bias
-    # GGUF keys of numbers, each with its setting and the setting's default
+    # GGUF keys of numbers, each with its setting and the default of the setting
     numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     # Settings beyond `config.ONLY_ROTARY` that must have these values or be absent
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)  # further settings in a written config.json
-    llama3: bool = False  # rotary frequencies may be scaled as Llama 3's are
-    longrope: bool = False  # or as Phi 3's
-    model_type: str = ""  # the setting of that name, where it is not the architecture's name
-    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))  # setting, its values
+    llama3: bool = False  # rotary frequencies may be scaled as in Llama 3
+    longrope: bool = False  # rotary frequencies may be scaled as in Phi 3
+    model_type: str = ""  # the setting of that name, if it is not the architecture's name
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))  # setting, and its values
     # GGUF keys of whole numbers, each with its setting
     sizes: Mapping[str, str] = field(default_factory=dict)
-    period: int = 0  # every period-th block attends to all positions, others to a window; 0: all to all
+    period: int = 0  # every period-th block attends to all positions, others to a window; 0: all do
 
 
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
@@ -105,7 +105,7 @@ ROTARY_CLASSES = {
         kv_heads=False,
         only=NO_ATTENTION_BIAS
         | {
-            "norm_topk_prob": (True, True),  # its default is false
+            "norm_topk_prob": (True, True),  # the default is false
             "mlp_only_layers": (None, []),
             "decoder_sparse_step": (None, 1),
         },

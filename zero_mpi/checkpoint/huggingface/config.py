@@ -1,7 +1,7 @@
-"""Conversion of config.json of a Hugging Face folder to GGUF keys.
+"""Converts config.json of a Hugging Face folder to GGUF keys.
 
-Every setting that would change the result and is not supported is refused by name: ignoring it would train
-another model. Keys are those that llama.cpp's converter writes.
+Every setting that would change the result and is not supported is refused by name, because ignoring it would
+train another model. Keys are those that llama.cpp's converter writes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SIZES = {  # GGUF key -> name in config.json
     "attention.head_count": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-OPTIONAL = ("expert_shared_feed_forward_length",)  # 0, or absent: none
-SPELLINGS = {"num_experts": "num_local_experts"}  # as transformers 5 writes it
+OPTIONAL = ("expert_shared_feed_forward_length",)  # 0 or absent: no shared expert
+SPELLINGS = {"num_experts": "num_local_experts"}  # name in transformers 5
 GPT2_SIZES = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
@@ -44,7 +44,7 @@ GPT2_SIZES = {
     "vocab_size": "vocab_size",
 }
 
-# Settings that the computation fixes: a configuration must have one of these values, or none.
+# Settings that the computation fixes: a configuration must have one of these values, or not set them.
 ONLY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "is_causal": (None, True)}
 ONLY_ROTARY = ONLY | {"use_bidirectional_attention": (None, False)}
 ONLY_GPT2 = ONLY | {
@@ -55,7 +55,7 @@ ONLY_GPT2 = ONLY | {
 }
 
 
-# Dropout settings of Hugging Face, and their rates where a configuration does not give one.
+# Dropout settings of Hugging Face, and their rates if a configuration does not give them.
 DROPOUTS = {"gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}}
 DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
 
@@ -63,7 +63,7 @@ DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop
 def architecture(settings: Settings) -> str:
     """Return the GGUF name of the architecture."""
     types = {(arch in ROTARY_CLASSES and ROTARY_CLASSES[arch].model_type) or arch: arch for arch in FAMILIES}
-    types |= {"mistral": "llama", "granitemoe": "granitemoe"}  # as llama.cpp's converter has it
+    types |= {"mistral": "llama", "granitemoe": "granitemoe"}  # as in llama.cpp's converter
     found = settings.values.get("model_type")
     if not isinstance(found, str) or found not in types:
         raise settings.fault("model_type", f"one of {', '.join(types)}")
@@ -71,7 +71,7 @@ def architecture(settings: Settings) -> str:
 
 
 def keys_of(arch: str, settings: Settings) -> Metadata:
-    """Return the GGUF keys of a configuration, and one of zero_mpi with the settings of Llama 3's scaling."""
+    """Return the GGUF keys of a configuration, and a zero_mpi key with the settings of Llama 3's scaling."""
     if arch == "gpt2":
         settings.only(ONLY_GPT2)
         own: Metadata = {key: np.uint32(settings.size(name)) for key, name in GPT2_SIZES.items()}
@@ -119,7 +119,7 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
 
 
 def biases_of(arch: str, settings: Settings) -> set[str]:
-    """Return the projections of a block that have a bias; none for gpt2, whose biases are all required."""
+    """Return the projections of a block that have a bias; empty for gpt2, whose biases are all required."""
     if arch == "gpt2":
         return set()
     kind = ROTARY_CLASSES[arch]
@@ -128,7 +128,7 @@ def biases_of(arch: str, settings: Settings) -> set[str]:
 
 
 def all_full(kinds: Any, layers: int) -> bool:
-    """Return whether `kinds` lists full attention for each of `layers` layers (any number)."""
+    """Return whether `kinds` lists full attention for each of `layers` layers (None: any number)."""
     return isinstance(kinds, list) and len(kinds) == layers and set(map(str, kinds)) == {"full_attention"}
 
 
@@ -160,12 +160,12 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
 
 
 def score_width(width: int, heads: int, layers: int, head: int) -> int:
-    """Return the number whose root divides gemma3's scores: with 62 layers it is not a head's width."""
+    """Return the number whose root divides gemma3's scores; with 62 layers it is not the width of a head."""
     return width // heads if layers == 62 else head
 
 
 def refuse_windows(settings: Settings) -> None:
-    """Raise FileError for attention that does not reach back to the first position."""
+    """Raise FileError if attention does not reach back to the first position."""
     kinds = settings.values.get("layer_types")
     if kinds is not None and not all_full(kinds, settings.size("num_hidden_layers")):
         raise settings.fault("layer_types", "full_attention in every layer (only)")

@@ -1,6 +1,6 @@
-"""A Hugging Face folder (config.json and safetensors) as a source of weights, by GGUF's names.
+"""A Hugging Face folder (config.json and safetensors) as a source of weights with GGUF names.
 
-No file is converted beforehand: `read` brings any range of elements into GGUF's order and reads only the
+No file is converted beforehand: `read` converts any range of elements to GGUF's order and reads only the
 bytes that the range needs, so each rank can read its shards of a model that does not fit on one rank.
 """
 
@@ -40,31 +40,31 @@ from zero_mpi.files.open import exists, read_file
 from zero_mpi.nn.low_rank import FIRST, SECOND
 
 CONFIG = "config.json"
-MAX_CONFIG = 1 << 22  # bytes; a hundred times a usual one
+MAX_CONFIG = 1 << 22  # bytes; a hundred times the usual size
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 TWICE = "tensor {}: expected once, found again under another name"
 
 
 @dataclass(frozen=True)
 class HuggingFaceTensor(TensorSpec):
-    """A tensor by GGUF's name and shape, `type` as stored; its name in the folder and its order there.
+    """A tensor with GGUF's name and shape, `type` as stored; its name in the folder and its order there.
 
-    `head`: rows of a head, where rows are in another order.
+    `head`: rows of a head, if the rows are in another order.
     """
 
     source: str
     order: Order = Order.SAME
     head: int = 0
     parts: tuple[tuple[str, int], ...] = ()
-    """Sources of equal runs of elements that make up the tensor, and where they begin."""
+    """Sources of equally long runs of elements that make up the tensor, and where the runs begin."""
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder(WeightSource):
-    """The index of a folder; the data is read on demand. Holds no open file. `path` is the folder.
+    """The index of a folder; the data is read on demand. It holds no open file. `path` is the folder.
 
-    `metadata` has the keys of the architecture but none of the tokenizer, whose files lie in the folder.
-    `constants` are tensors that follow from the configuration: divisors of rotary frequencies.
+    `metadata` has the keys of the architecture but not of the tokenizer, whose files are in the folder.
+    `constants` are tensors computed from the configuration: divisors of rotary frequencies.
     """
 
     path: Path
@@ -92,13 +92,13 @@ class HuggingFaceFolder(WeightSource):
             _check_head(tensors, weights, tied)
             if arch != "gpt2":
                 _check_biases(tensors, biases)
-            constants = rope_factors(arch, settings)  # now that tensors bear out the width of a head
+            constants = rope_factors(arch, settings)  # after the tensors have confirmed the width of a head
         named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
         return cls(folder, metadata, tensors | named, config, weights, constants)
 
     @property
     def dropout(self) -> str:
-        """The kinds of dropout that the configuration asks for, in words; none is computed here."""
+        """The kinds of dropout in the configuration, in words; dropout is not computed here."""
         usual = DROPOUTS.get(architecture(Settings(self.config)), DROPOUTS_ROTARY)
         asked = {name: self.config.get(name, default) for name, default in usual.items()}
         return ", ".join(f"{name} {shown(value)}" for name, value in asked.items() if value)
@@ -138,7 +138,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def open_weights(folder: Path) -> SafetensorsModel:
-    """Open the safetensors of a folder; if there are none, raise FileError, which says what to do."""
+    """Open the safetensors of a folder; if there are none, raise FileError with a remedy."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = any(folder.glob("*.bin"))
         found = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
@@ -166,7 +166,7 @@ def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadat
 
 
 def stacked(of_expert: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
-    """Return the stack of the matrices of all experts, or the only matrix of a shared one."""
+    """Return the stack of the matrices of all experts, or the single matrix of a shared expert."""
     count, first = len(of_expert), next(iter(of_expert.values()))
     if {*of_expert} != {*range(count)} or any(each.shape != first.shape for each in of_expert.values()):
         raise FileError(f"tensor {show(first.name)}: expected equal matrices of experts 0 to {count - 1}")
@@ -192,7 +192,7 @@ def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Meta
 
 
 def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied: bool) -> None:
-    """Drop a tied head equal to the embedding; raise FileError if it differs or an untied one is missing."""
+    """Drop a tied head equal to the embedding; raise FileError if it differs or an untied head is missing."""
     if not tied and HEAD not in tensors:
         raise FileError("lm_head.weight is missing, and tie_word_embeddings is not true")
     if tied and HEAD in tensors and EMBEDDING in tensors:
@@ -208,7 +208,7 @@ def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied:
 
 
 def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
-    """Raise FileError for a bias that the configuration does not name: the computation would ignore it."""
+    """Raise FileError for a bias that the configuration does not set: the computation would ignore it."""
     for name in tensors:
         stem, _, kind = name.rpartition(".")
         part = stem.rpartition(".")[2]
@@ -230,7 +230,7 @@ PASSED_OVER = {
     "qalora_group_size", "revision", "target_modules", "task_type",
 }  # fmt: skip
 NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # the values of an option that is not used
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base as well
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base weights too
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class PeftFolder(WeightSource):
 
 
 def alpha_of(settings: Settings) -> float:
-    """Return alpha: products are scaled by alpha / rank. FileError if LoRA is not the plain product."""
+    """Return alpha: products are scaled by alpha / rank. FileError unless LoRA is the plain product."""
     if settings.values.get("peft_type") != "LORA":
         raise settings.fault("peft_type", "LORA (only)")
     if settings.values.get("init_lora_weights") not in PLAIN_STARTS:

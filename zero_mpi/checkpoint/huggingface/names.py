@@ -1,8 +1,8 @@
-"""Names of tensors, in GGUF and in Hugging Face folders, and the order of elements that goes with them.
+"""Names of tensors in GGUF and in Hugging Face folders, and the order of their elements.
 
-GGUF keeps llama's q and k in interleaved rotary order and all matrices as (out, in); Hugging Face keeps the
-two halves of a head apart, and gpt2's matrices as (in, out). A file does not show a missed conversion:
-shapes may agree, and the model generates nonsense.
+GGUF stores llama's q and k in interleaved rotary order and all matrices as (out, in). Hugging Face stores the
+two halves of a head separately, and gpt2's matrices as (in, out). A file does not show a missed conversion:
+shapes may match, and the model generates nonsense.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
 Read = Callable[[int, int], Floats]
-"""Elements [start, stop) of a stored, flattened tensor."""
+"""Reads elements [start, stop) of a stored, flattened tensor."""
 
 
 def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield the range [start, stop) of rows of `width` elements as (first row, last, first column, last): at
-    most a part of a row, full rows, and a part of a row."""
+    most a part of a row, then full rows, then a part of a row."""
     while start < stop:
         row, column = divmod(start, width)
         whole = (stop - start) // width if column == 0 else 0
@@ -39,13 +39,13 @@ def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, 
 def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> None:
     """Fill `out` with the elements from `start` on of a tensor with rows in GGUF's rotary order.
 
-    `read` gives the tensor with halves; a head has `head` rows of `width` elements.
+    `read` reads the tensor in the order of halves; a head has `head` rows of `width` elements.
     """
     at = 0
     for a, b, c, d in rows_of(start, start + out.size, width):
         block = out[at : at + (b - a) * (d - c)].reshape(b - a, d - c)
         for first in range(a - a % head, b, head):
-            for half in (0, 1):  # the folder has the rows of even place in GGUF first, then the odd ones
+            for half in (0, 1):  # the folder has GGUF's even rows first, then the odd rows
                 row, end = max(a, first), min(b, first + head)
                 row += (row + half) % 2
                 stored = row - row % head + row % 2 * (head // 2) + row % head // 2
@@ -76,14 +76,14 @@ def transposed(read: Read, height: int, width: int, start: int, out: Floats) -> 
 
 
 def halves_of(read: Read, head: int, width: int, heads: int) -> Iterator[Floats]:
-    """Yield a tensor with rows in GGUF's rotary order in the order of halves: head by head, flat."""
+    """Yield a tensor with rows in GGUF's rotary order in the order of halves: head by head, flattened."""
     for number in range(heads):
         rows = read(number * head * width, (number + 1) * head * width).reshape(head // 2, 2, width)
         yield np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
 
 
 def transposes_of(read: Read, height: int, width: int) -> Iterator[Floats]:
-    """Yield the transpose of a matrix (height, width), in bands of its rows, flat."""
+    """Yield the transpose of a matrix (height, width), in bands of its rows, flattened."""
     step, rows = max(1, CHUNK // height), max(1, CHUNK // width)
     for c in range(0, width, step):
         band = np.empty((min(step, width - c), height), np.float32)
@@ -97,14 +97,14 @@ class Order(Enum):
     """Order of elements in the folder, relative to their order in GGUF."""
 
     SAME = "same"
-    HALVES = "halves"  # rows of a head: first those of even place in GGUF, then those of odd place
+    HALVES = "halves"  # rows of a head: first GGUF's even rows, then its odd rows
     TRANSPOSED = "transposed"
-    LESS_ONE = "less one"  # the same order: weights of norms from which 1 is subtracted
+    LESS_ONE = "less one"  # the same order, with 1 subtracted from the weights of norms
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: `prefix` of most names, `blocks` before a block's number, and the tables of names."""
+    """Names of one architecture: `prefix` of most names, `blocks` before a block's number, and tables."""
 
     prefix: str
     blocks: str
@@ -143,7 +143,7 @@ _MOE = replace(_ROTARY, inner=_ROTARY.inner | {"mlp.gate": "ffn_gate_inp"})
 _MIXTRAL = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.gate": "ffn_gate_inp"})
 _GRANITEMOE = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.router.layer": "ffn_gate_inp"})
 GATE_UP, DOWN = ("ffn_gate_exps", "ffn_up_exps"), ("ffn_down_exps",)
-# Matrices that follow each other in one tensor of a folder, for each expert if there are several
+# Matrices that are stored one after the other in one tensor of a folder, for each expert if there are several
 _JOINT = {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}
 _JOINT_GRANITE = {
     "block_sparse_moe.input_linear": GATE_UP,
@@ -160,7 +160,7 @@ MIXTURES = {  # family -> module of experts, tensors of one, joint tensors
     "olmoe": ("mlp", _SINGLE, _JOINT),
     "granitemoe": ("", {}, _JOINT_GRANITE),
 }
-GGUF_NAMES = {"mixtral": "llama"}  # families without an architecture of that name in GGUF
+GGUF_NAMES = {"mixtral": "llama"}  # families with another architecture name in GGUF
 _OLMO2 = replace(
     _ROTARY,
     inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("layernorm")}
@@ -225,7 +225,7 @@ FAMILIES = {
 def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
     """Yield the matrices of experts in a folder's tensor; nothing for another tensor.
 
-    Each has the GGUF name, the number of the expert, the matrix's first element and its shape.
+    Each item has the GGUF name, the number of the expert, the matrix's first element and its shape.
     """
     block = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{,5})\.(.+?)(\.weight)?", name)
     if block is None or arch not in MIXTURES:
@@ -247,7 +247,7 @@ def parts_from(
 ) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
     """Return the folder's tensors for a GGUF tensor of experts: name, shape, and GGUF names in turn.
 
-    A joint tensor comes with the first of its GGUF tensors. None for another tensor.
+    A joint tensor is returned for the first of its GGUF tensors. None for another tensor.
     """
     prefix, _, stem = name.removesuffix(".weight").rpartition(".")
     layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]
@@ -276,7 +276,7 @@ def to_gguf(arch: str, name: str) -> str | None:
 
 
 def from_gguf(arch: str, name: str) -> str:
-    """Return the name in a folder of a GGUF tensor; raise FileError for an unknown one."""
+    """Return the folder's name of a GGUF tensor; raise FileError for an unknown name."""
     family = FAMILIES[arch]
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
@@ -297,7 +297,7 @@ def order_of(arch: str, name: str) -> Order:
 
 
 def place_of(arch: str, name: str) -> tuple[int, int, int]:
-    """Return a sort key of GGUF names in order of computation: embedding, blocks by number, the rest."""
+    """Return a sort key of GGUF names in order of computation: embedding, blocks by number, others."""
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
     if block:

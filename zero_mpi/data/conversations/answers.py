@@ -1,12 +1,12 @@
-"""Finds where the assistant speaks in the text of a conversation: the part that the loss counts.
+"""Finds where the assistant speaks in the text of a conversation. The loss counts these answers.
 
-If a template marks the answers itself, by `{% generation %}`, its marks are taken. Otherwise a turn begins
+If a template marks the answers itself, by `{% generation %}`, its marks are used. Otherwise a turn begins
 where the text of all earlier messages and the generation prompt ends, and it ends with the first end-of-turn
-token after its content. Templates may write a turn differently when more follows (they leave out earlier
-thoughts, or move the system's message). Then the text is rendered a second time with other content for the
-turn, and its content lies where the two texts differ.
+token after its content. Some templates write a turn differently if more messages follow (they leave out
+earlier thoughts, or move the system message). Then the text is rendered a second time with other content
+for the turn, and the content is found where the two texts differ.
 
-Rendering a text for each turn would take quadratic time. So the place of each message is taken from the
+Rendering a text for each turn would take quadratic time. So the position of each message is taken from the
 template's loop over messages, and the generation prompt is rendered once for each role that spoke before an
 answer. Only a template without such a loop is rendered for each turn, with at most `MOST_TURNS` turns.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from zero_mpi.data.conversations.chat_template import ChatTemplate, Message, RenderedText
 from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, common
 
-Span = tuple[int, int]  # start and stop, in letters
+Span = tuple[int, int]  # start and stop, in characters
 Spans = dict[int, Span | None]  # keyed by message number
 Messages = Sequence[Message]
 MOST_TURNS = 64
@@ -38,7 +38,7 @@ class AnswerFinder:
     def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
         """Return the text of a conversation and the places of the answers in it; raises ValueError.
 
-        Turns that the template leaves out are absent. silent: the turns that are not to be learned.
+        Turns that the template leaves out are absent. silent: return the turns that the loss ignores instead.
         """
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
@@ -63,7 +63,7 @@ class AnswerFinder:
             return True
 
     def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-        """Return the template's marks in these turns, by its loop or by order; raises ValueError."""
+        """Return the marks of the template for these turns, by its loop or in order; raises ValueError."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not whole.marked:
             return whole.marked
@@ -79,7 +79,7 @@ class AnswerFinder:
         )
 
     def _by_loop(self, whole: RenderedText, messages: Messages, by_speaker: dict[object, list[int]]) -> Spans:
-        """Return the answer of each turn by the template's loop; none if the loop does not show all turns."""
+        """Return the answer of each turn by the template's loop; empty unless the loop shows every turn."""
         places, spans = segments(whole), Spans()
         turns = {turn for speaking in by_speaker.values() for turn in speaking}
         if not places.keys() >= turns:
@@ -96,7 +96,7 @@ class AnswerFinder:
             for turn in speaking:
                 start, stop = places[turn]
                 if whole.text.startswith(lead, start, stop):
-                    start += size  # less than 0 if an answer includes the text after the message before
+                    start += size  # negative if an answer includes text before its own message
                     spans[turn] = start, self._end_of_turn(whole.text, start, stop)
         if rest := turns - spans.keys():
             other = self._instead(whole, messages, rest)
@@ -134,7 +134,7 @@ class AnswerFinder:
             return None
 
     def _instead(self, whole: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
-        """Render the messages with one letter that the text does not have as the content of these turns."""
+        """Render the messages with a character that the text does not have as the content of these turns."""
         letters = set(whole.text)
         other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
         calls = ("tool_calls", "function_call")
@@ -143,7 +143,7 @@ class AnswerFinder:
         return self.template.render(instead, tools=self._tools)
 
     def _end_of_turn(self, text: str, start: int, at: int) -> int:
-        """Return where the turn from `start` to `at` ends: after the first of the tokens that end it."""
+        """Return where the turn from `start` to `at` ends: after its first end-of-turn token."""
         found = None
         while True:
             while at > start and text[at - 1].isspace():
@@ -154,20 +154,20 @@ class AnswerFinder:
             found, at = at, at - len(end)
 
     def _differing(self, text: str, place: Span, other: str, other_place: Span) -> Span | None:
-        """Return where two texts of a turn differ, including the token that ends a turn after it."""
+        """Return where two texts of a turn differ, including the end-of-turn token that follows."""
         here, instead = text[slice(*place)], other[slice(*other_place)]
         if here == instead:
             return None
         start = common(here, instead)
         stop = place[1] - common(here[start:][::-1], instead[start:][::-1])
-        behind = BLANKS.match(text, stop).end()  # type: ignore[union-attr]  # it always matches
+        behind = BLANKS.match(text, stop).end()  # type: ignore[union-attr]  # BLANKS always matches
         ends = (*self._ends, self._closing)
         end = next((end for end in ends if text.startswith(end, behind)), "")
         return place[0] + start, behind + len(end) if end else stop
 
     @cached_property
     def _closing(self) -> str:
-        """Line that the template writes after an answer, which need not be a token."""
+        """Line that the template writes after an answer; it need not be a token."""
         answer = "\ue000"
         said = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
         try:
@@ -180,7 +180,7 @@ class AnswerFinder:
 def segments(rendered: RenderedText) -> dict[int, Span]:
     """Return the position of each message, from the template's loop; nothing if the loop is not reliable.
 
-    A loop inside a macro, whose text is held back, seems to write all messages in one place.
+    In a loop inside a macro, all messages seem to begin in one place, because the macro's text is held back.
     """
     begins = {place: begin for place, begin in enumerate(rendered.begins) if begin is not None}
     starts = list(begins.values())

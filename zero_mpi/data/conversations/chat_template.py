@@ -1,9 +1,9 @@
 """A model's chat template: it turns messages into the text that Transformers would make.
 
-A template is untrusted code and runs in its own process (`sandbox`). Before the first rendering, trials show
-whether it takes texts or lists of parts as contents, and in which form it takes tool calls. Most templates
-write `arguments | tojson`, which escapes the quotes of a text; others append them to a text, which fails for
-an object.
+A template is untrusted code and runs in its own process (`sandbox`). Before the first rendering, trials find
+out whether the template takes texts or lists of parts as contents, and in which form it takes tool calls.
+Most templates write `arguments | tojson`, which escapes the quotes of a text; other templates append the
+arguments to a text, which fails for an object.
 """
 
 import json
@@ -32,8 +32,8 @@ Message = dict[str, Any]
 TOOL_USE = f"{TEMPLATE}.tool_use"  # for rows with tools
 DAY = "2024-07-26"  # default day of `strftime_now`
 PROGRAM = str(Path(__file__).with_name("sandbox.py"))
-SECONDS = 2.0  # CPU time for all renderings of a conversation; templates of models take milliseconds
-MOST_BYTES = 1 << 20  # bytes of a template; usual ones have some thousands
+SECONDS = 2.0  # CPU time for all renderings of a conversation; most templates take milliseconds
+MOST_BYTES = 1 << 20  # bytes of a template; most have a few thousand
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
 REMEDY = "add --chat-template FILE, such as the chat_template.jinja of a similar model"
 KEY, VALUE = "zq_key", "zq_value"  # a key and a value that no template writes by itself
@@ -55,9 +55,9 @@ NO_INPUTS = TemplateInputs()
 class RenderedText(NamedTuple):
     """Text of a conversation, and places in it.
 
-    marked    (start, stop) of each part that the template itself marks as the assistant's
-    begins    where the text of each message begins; None if no loop of the template shows it
-    before    for each of `prompts`, the text before that message, asking for an answer; None: refused
+    marked    (start, stop) of each segment that the template itself marks as the assistant's
+    begins    where the text of each message begins; None if no loop of the template shows the positions
+    before    for each of `prompts`, the text up to that message with the generation prompt; None if refused
     """
 
     text: str
@@ -67,9 +67,9 @@ class RenderedText(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """Form in which a template takes calls: the content of a message that only calls, and the arguments.
+    """Form in which a template takes tool calls: the content of a message with only calls, and the arguments.
 
-    If it shows arguments both as text and as objects, or as neither, they stay unchanged.
+    If the template prints arguments both as text and as objects, or neither, the arguments stay unchanged.
     """
 
     content: str | None = ""
@@ -77,7 +77,7 @@ class CallForm(NamedTuple):
     objects: bool = True
 
     def fitted(self, message: Message) -> Message:
-        """Return a message whose calls have this form."""
+        """Return a message with its calls in this form."""
         calls, content = list(map(self._call, message["tool_calls"])), message["content"]
         return message | {"tool_calls": calls, "content": self.content if content == "" else content}
 
@@ -100,14 +100,14 @@ class CallForm(NamedTuple):
 
 
 class EndlessTemplate(Exception):
-    """Error of a template that took more time or memory than allowed: the conversation is refused."""
+    """Error of a template that took more time or memory than allowed; the conversation is refused."""
 
 
 class ChatTemplate:
-    """A template with the special tokens that it may name. Raises UsageError for one that does not parse.
+    """Chat template with its special tokens. Raises UsageError for a template that does not parse.
 
-    Its process is restarted after a rendering that took too long. All renderings of a conversation share
-    `SECONDS`; the first also includes the trials.
+    Its process is restarted after a rendering that took too long. All renderings of a conversation together
+    have `SECONDS`; for the first conversation this includes the trials.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
@@ -128,8 +128,8 @@ class ChatTemplate:
     ) -> RenderedText:
         """Return the text of messages; `generation_prompt`: add the text that asks for an answer.
 
-        `prompts`: numbers of messages before which an answer is asked for. Raises ValueError, in one line,
-        for any failure of the template.
+        `prompts`: numbers of messages before which an answer is requested. Raises ValueError with a message
+        in one line for any failure of the template.
         """
         with self.sharing_time():
             fitted = [self._fitted(each) for each in messages]
@@ -137,7 +137,7 @@ class ChatTemplate:
 
     @contextmanager
     def sharing_time(self) -> Iterator[None]:
-        """Let all renderings in the body share `SECONDS`; raises ValueError after that time."""
+        """Let all renderings in the body share `SECONDS`; raises ValueError when the time is used up."""
         if self._is_shared:
             yield
             return
@@ -187,7 +187,7 @@ class ChatTemplate:
         return self._shows(parts_of("\ue000", "\ue001"), "\ue000", "\ue001")
 
     def _shows(self, content: Any, *texts: str) -> bool:
-        """Return whether the template prints these texts of a content, and no list as Python or JSON text."""
+        """Return whether the template prints these texts of a content, and not as a Python or JSON list."""
         found = self._tried([{"role": "user", "content": content}], None)
         as_list = any(f"{q}text{q}: {q}\ue000" in found for q in "'\"")
         return all(text in found for text in texts) and not as_list
@@ -225,7 +225,7 @@ class ChatTemplate:
     def _ask(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of a template's process.
 
-        Raises ValueError for a template that fails, EndlessTemplate for one whose process had to be ended.
+        Raises ValueError if the template fails, EndlessTemplate if its process had to be ended.
         """
         assert process.stdin is not None
         assert process.stdout is not None
@@ -236,7 +236,7 @@ class ChatTemplate:
             size = int.from_bytes(process.stdout.read(8), "little")
             found: dict[str, Any] = marshal.loads(process.stdout.read(size))
         except BaseException as error:
-            status, self._left = ended(process), 0.0  # else its next answer would belong to this request
+            status, self._left = ended(process), 0.0  # otherwise its next answer would belong to this request
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
             late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
@@ -265,7 +265,7 @@ def template_of(
 ) -> ChatTemplate:
     """Return the chat template that came with a tokenizer; raises UsageError if there is none.
 
-    It may name special tokens by their common names, such as bos_token.
+    The template may refer to special tokens by their common names, such as bos_token.
     """
     keys = GGUFKeys(tokenizer.metadata())
     source = keys.text(key)
@@ -278,13 +278,13 @@ def template_of(
 
 
 def asks_day(tokenizer: Tokenizer) -> bool:
-    """Return whether a template of a tokenizer asks for the day."""
+    """Return whether a template of the tokenizer uses the current day."""
     keys = tokenizer.metadata().items()
     return any(key.startswith(TEMPLATE) and "strftime_now" in str(text) for key, text in keys)
 
 
 def read_template(path: str | Path) -> str:
-    """Return the text of a file; raises FileError."""
+    """Return the text of a template file; raises FileError."""
     try:
         return read_file(path, MOST_BYTES, "a chat template").decode()
     except FileError as error:

@@ -1,7 +1,7 @@
-"""Files of conversations: one per line or row, in the common forms, which are recognised by their keys.
+"""Files of conversations: one conversation per line or row, in a common form recognised by its keys.
 
     {"messages": [{"role": "user", "content": "..."}, ...]}
-    {"prompt": "...", "completion": "..."}                               or both as lists of messages
+    {"prompt": "...", "completion": "..."}                               or both are lists of messages
     {"instruction": "...", "input": "...", "output": "..."}              with `system`, if there is one
     {"conversations": [{"from": "human", "value": "..."}, ...]}          with `system`, if there is one
 
@@ -11,8 +11,8 @@ Rows of preferences hold a better and a worse answer to one prompt, or one answe
     {"chosen": "...", "rejected": "..."}                                 the prompt is their common beginning
     {"prompt": "...", "completion": "...", "label": true}                for KTO
 
-Each form may also have `tools`. Other keys of a line are ignored; those of a message are passed to the
-template unchanged. A key with a null value counts as absent, because tables write all keys in each row.
+Each form may also have `tools`. Other keys of a line are ignored; other keys of a message are passed to the
+template unchanged. A key with a null value counts as absent, because tables have all keys in each row.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ T = TypeVar("T")
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message; 0 or false: no loss on it
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message
-CALLERS = ("function_call", "tool_call")  # roles whose content is the JSON text of an assistant's call
-SPEAKERS = {  # roles by their common names, in any case
+CALLERS = ("function_call", "tool_call")  # roles whose content is an assistant's tool call as JSON
+SPEAKERS = {  # roles by their common names, in upper or lower case
     **dict.fromkeys(("human", "user", "prompter"), USER),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "bard", "bing", "model"), ASSISTANT),
     "system": SYSTEM,
@@ -60,7 +60,7 @@ VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts 
 
 
 class BadRows:
-    """Skipped rows in error, counted by reason, with the first row of each reason."""
+    """Counts of skipped invalid rows by reason, with the first row of each reason."""
 
     def __init__(self) -> None:
         self.counts, self._first = Counter[str](), dict[str, str]()
@@ -72,17 +72,17 @@ class BadRows:
         self._first.setdefault(key, f"{shown(str(error))} ({shown(name)}:{number})")
 
     def notes(self) -> list[str]:
-        """Return a line on all reasons; none if there are no bad rows."""
+        """Return one line with all reasons; nothing if there are no bad rows."""
         reasons = "; ".join(f"{count:,} with {self._first[key]}" for key, count in self.counts.items())
         return [f"--skip-bad skipped {self.counts.total():,} rows: {reasons}"] if reasons else []
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a line. name: file and line number; answers: first turn that may be an answer.
+    """Messages of a line. name: file and line number; answers: number of the first turn to learn from.
 
-    A message is a dictionary with `role` and `content`. Only the assistant's turns from number `answers` on
-    that are not `silent` are to be learned. tools: the tools that the template is given.
+    A message is a dictionary with `role` and `content`. The loss counts only assistant turns from number
+    `answers` on that are not `silent`. tools: the tools passed to the template.
     """
 
     name: str
@@ -93,12 +93,12 @@ class Conversation:
 
     @property
     def turns(self) -> list[int]:
-        """Numbers of the messages to be learned."""
+        """Numbers of the messages that the loss counts."""
         answers = range(self.answers, len(self.messages))
         return [n for n in answers if self.messages[n]["role"] == ASSISTANT and n not in self.silent]
 
     def with_system(self, text: str) -> Conversation:
-        """Return the conversation with a system message in front, unless it has one."""
+        """Return the conversation with a system message in front, unless there is one already."""
         if any(message["role"] in (SYSTEM, "developer") for message in self.messages):
             return self
         silent = frozenset(place + 1 for place in self.silent)
@@ -111,7 +111,7 @@ Sides = tuple[Conversation | None, Conversation | None]
 
 
 def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
-    """Return whether all files hold conversations; raises UsageError if only some do, or if unreadable."""
+    """Return whether all files hold conversations; raises UsageError if only some do or one is unreadable."""
     found = [holds_conversations(path) for _, path in files]
     if any(found) and not all(found):
         one, other = (shown(files[found.index(kind)][1]) for kind in (True, False))
@@ -132,7 +132,7 @@ def holds_conversations(
 ) -> bool:
     """Return whether a file holds conversations, by its name and its first keys; raises FileError.
 
-    first, forms: keys of rows of another kind, in lines and in tables
+    first, forms: keys that identify rows of another kind, in lines and in tables
     """
     suffix = row_sources.suffix_of(path)
     if suffix not in (*row_sources.LINES, row_sources.DOCUMENT, *row_sources.TABLES):
@@ -159,8 +159,8 @@ def read_conversations(
 ) -> Iterator[T]:
     """Yield make(conversation) for each conversation of a file, called `name`.
 
-    A row in error, also one for which `make` raises ValueError, goes to `bad`, or becomes a FileError that
-    names the file, the line, what was expected and what was found. `parse`: reads a row of another form.
+    An invalid row, or a row for which `make` raises ValueError, is added to `bad` or becomes a FileError that
+    names the file, the line, what was expected and what was found. `parse`: reads rows of another form.
     """
 
     def one(number: int, value: Any) -> T:
@@ -178,7 +178,7 @@ def read_conversations(
 
 
 def one_conversation(name: str, value: Any) -> Conversation:
-    """Return the conversation of a line; ValueError for anything else."""
+    """Return the conversation of a line; raises ValueError for anything else."""
     value = _row(value, EXPECTED)
     filled = {key for key, each in value.items() if each != []}
     forms = (read for there in (filled, value) for keys, read in FORMS if all(key in there for key in keys))
@@ -196,7 +196,7 @@ def one_conversation(name: str, value: Any) -> Conversation:
 def one_pair(name: str, value: Any, labels: bool) -> Sides:
     """Return the better and the worse conversation of a line; with `labels` one may be missing.
 
-    Only the answers, which follow the prompt, count in them. Raises ValueError for anything else.
+    The loss counts only the answers, which follow the prompt. Raises ValueError for anything else.
     """
     expected = (
         "expected an object with chosen and rejected" + ", or with prompt, completion and label" * labels
@@ -222,7 +222,7 @@ def one_pair(name: str, value: Any, labels: bool) -> Sides:
 
 
 def _prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], list[Message]]:
-    """Return the messages of the prompt, and those of both answers."""
+    """Return the messages of the prompt, of the better answer and of the worse answer."""
     prompt, kinds = value.get("prompt"), {type(value[key]) for key in PAIR}
     if kinds == {list}:
         answers = [_messages(key, value[key]) for key in PAIR]
@@ -246,7 +246,7 @@ def _prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], l
 
 
 def _first_difference(a: Any, b: Any) -> int:
-    """Return the first place where two texts or lists differ; the last common one if none does."""
+    """Return the first index where two texts or lists differ; the last common index if none does."""
     return min(common(a, b), max(0, min(len(a), len(b)) - 1))
 
 
@@ -257,7 +257,7 @@ def common(a: Any, b: Any) -> int:
 
 
 def _row(value: Any, expected: str) -> Message:
-    """Return an object without the keys whose value is null; ValueError for anything else."""
+    """Return an object without the keys that have a null value; raises ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{expected}, found {quoted(value)}")
     result: Message = _without_nulls(value)
@@ -277,7 +277,7 @@ def _keys_of(value: Message) -> str:
 
 
 def _is_trained(message: Message) -> bool:
-    """Return whether no key of an assistant's message takes it out of the loss; ValueError for others."""
+    """Return whether the loss counts an assistant's message, by its keys; ValueError for other values."""
     found = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
     for key, value in found.items():
         if value not in (0, 1):
@@ -287,7 +287,7 @@ def _is_trained(message: Message) -> bool:
 
 
 def _tools(value: Any) -> list[Any] | None:
-    """Return the tools of a line, a list or its JSON text; None if there are none, ValueError for others."""
+    """Return the tools of a line (a list or its JSON text), or None; raises ValueError for other values."""
     found = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
     if found is not None and not isinstance(found, list):
         raise ValueError(f"tools: expected a list, or a JSON text of one, found {quoted(value)}")
@@ -295,7 +295,7 @@ def _tools(value: Any) -> list[Any] | None:
 
 
 def _by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
-    """Return a prompt and its completion; if these are texts, the user's message and the assistant's."""
+    """Return a prompt and its completion; texts become a user message and an assistant message."""
     kinds = {type(value[name]) for name in ("prompt", "completion")}
     if kinds == {list}:
         return _messages("prompt", value["prompt"]), _messages("completion", value["completion"])
@@ -307,7 +307,7 @@ def _by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def _by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
-    """Return messages of Alpaca's form; an input follows the instruction after a blank line."""
+    """Return the messages of Alpaca's form; an input follows the instruction after a blank line."""
     asked = _said(USER, value, "instruction")
     if value.get("input"):
         asked["content"] += "\n\n" + _said(USER, value, "input")["content"]
@@ -315,7 +315,7 @@ def _by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def _by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
-    """Return messages of ShareGPT's form: (no prompt, all messages)."""
+    """Return the messages of ShareGPT's form: (no prompt, all messages)."""
     found = []
     for place, turn in enumerate(_listed("conversations", value["conversations"])):
         where = f"conversations[{place}]"
@@ -359,7 +359,7 @@ def _messages(key: str, value: Any) -> list[Message]:
 
 
 def _message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
-    """Return a message, which may lack content if it calls tools; ValueError, with these names, otherwise."""
+    """Return a message; it may lack content if it calls tools. Raises ValueError with these key names."""
     if not isinstance(value, dict) or "role" not in value:
         raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
     name, content = str(value["role"]).lower(), value.get("content")
@@ -389,7 +389,7 @@ def _message(where: str, value: Any, of_role: str = "role", of_content: str = "c
 
 
 def _calls(where: str, value: Any) -> list[Message]:
-    """Return the calls of a JSON text: one object with name and arguments, or a list; else ValueError."""
+    """Return the tool calls of a JSON text (an object with name and arguments, or a list), or ValueError."""
     try:
         found = parse_json(value) if is_text(value) else value
     except ValueError:

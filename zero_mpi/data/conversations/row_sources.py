@@ -1,6 +1,6 @@
-"""Rows of conversation files as lines of JSON, from any container: lines, a JSON document, a table.
+"""Reads rows of conversation files as lines of JSON, from lines, a JSON document or a table.
 
-Lines and documents may be packed (.gz, .zst). Memory holds one chunk of a file; a document has a size limit.
+Lines and documents may be compressed (.gz, .zst). One chunk of a file is in memory; documents have a limit.
 """
 
 import json
@@ -21,19 +21,19 @@ TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
 COLUMNS |= {"chosen", "rejected", "label"}
 EXTRA_COLUMNS = frozenset(("system", "tools"))
-HEAD = 1 << 16  # bytes within which the first row of a file, which shows its kind, must begin
-ROWS = 64  # rows of a table that are read together
+HEAD = 1 << 16  # bytes within which the first row of a file must begin, to show its kind
+ROWS = 64  # rows of a table that are read at once
 COLUMN = "input_ids"  # column of token ids
 
 
 def pyarrow(what: str = "Arrow files") -> Any:
-    """Return the package pyarrow, which `what` needs. Raises UsageError with the remedy if it is missing."""
+    """Return the package pyarrow, which `what` needs. Raises UsageError with a remedy if it is missing."""
     return import_optional(what, "arrow", "pyarrow", "pyarrow.ipc")[0]
 
 
 @contextmanager
 def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
-    """Open a Parquet file, or columns and batches of an Arrow file; raises FileError for any failure."""
+    """Open a Parquet file, or the columns and batches of an Arrow file; raises FileError for any failure."""
     library, parquet = pyarrow(f"{kind} files"), import_module("pyarrow.parquet")
     with open_file(path, f"a file of {kind}") as raw:
         try:
@@ -46,7 +46,7 @@ def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
 
 
 def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
-    """Return the columns and record batches of a file or a stream; datasets writes streams."""
+    """Return the columns and record batches of an Arrow file or stream; the package datasets writes both."""
     if file.read(6) == b"ARROW1":
         found = library.ipc.open_file(file)
         return found.schema.names, map(found.get_batch, range(found.num_record_batches))
@@ -56,19 +56,19 @@ def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of a file's content, without a compression suffix."""
+    """Return the suffix of a file name without a compression suffix."""
     return (path.with_suffix("") if packing_of(path.name) else path).suffix.lower()
 
 
 def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
-    """Return the first `HEAD` bytes of a file; if need be, with the rest of a cut line, within a limit."""
+    """Return the first `HEAD` bytes of a file; if they are not enough, also the rest of the cut line."""
     with TextStream(path) as stream:
         head = stream.read(HEAD)
         return head if is_enough(head) else head + stream.read(MOST).partition(b"\n")[0]
 
 
 def columns_of(path: Path) -> list[str]:
-    """Return the columns of a table that a conversation may have; none for an Arrow file of tokens."""
+    """Return the columns of a table that a conversation may have; empty for an Arrow file of tokens."""
     is_arrow = suffix_of(path) == ARROW
     with open_table(path, TABLES[suffix_of(path)]) as found:
         names = found[0] if is_arrow else found.schema_arrow.names
@@ -76,7 +76,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
-    """Return the word for a unit of a file (line or row), and all units; FileError for a damaged file."""
+    """Return the name of a file's unit (line or row), and all units; FileError for a damaged file."""
     suffix = suffix_of(path)
     rows = _table(path) if suffix in TABLES else _document(path) if suffix == DOCUMENT else None
     return ("line", TextStream(path).each_line()) if rows is None else ("row", map(_as_json, rows))
@@ -87,7 +87,7 @@ def _table(path: Path) -> Iterator[Any]:
     with open_table(path, TABLES[suffix]) as found:
         arrow = (each.select(columns) for each in found[1]) if suffix == ARROW else None
         for batch in arrow or found.iter_batches(ROWS, columns=columns):
-            batch.validate(full=True)  # an Arrow file's content was not checked before
+            batch.validate(full=True)  # the content of an Arrow file is not checked earlier
             for start in range(0, batch.num_rows, ROWS):
                 yield from batch.slice(start, ROWS).to_pylist()
 

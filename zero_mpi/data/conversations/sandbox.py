@@ -1,15 +1,15 @@
-"""Program that renders a chat template in a process of its own, under limits that the system enforces.
+"""Program that renders a chat template in a separate process, under limits that the system enforces.
 
 A template comes with a model and is untrusted code. Jinja2's sandbox keeps it from the interpreter, but lets
-it loop forever and double a text without limit, also inside a filter or a comparison, where no code of ours
-runs. So the system ends this process once a rendering has used its CPU time, and refuses it memory beyond a
+it loop forever or double a text without limit, even inside a filter or a comparison, where our code does not
+run. So the system ends this process once a rendering has used its CPU time, and refuses it memory beyond a
 limit. A conversation must give the same text whenever and wherever it is read: there is no `random`, and
 `strftime_now` returns a given day.
 
-`chat_template` starts this file as a script, which imports nothing of the package and so starts quickly. It
-reads `marshal` values, each after its length: the template (`source`, `day`), then the variables of each
-rendering, with the numbers of messages (`prompts`) before which the text that asks for an answer is rendered
-too. Each has `seconds` of CPU time; the reply has one value and the seconds that are `left`.
+`chat_template` starts this file as a script. The script imports nothing of the package, so it starts quickly.
+It reads `marshal` values, each after its length: first the template (`source`, `day`), then the variables of
+each rendering with the message numbers (`prompts`) before which the generation prompt is rendered too. Each
+rendering has `seconds` of CPU time; the reply holds one value and the seconds that are `left`.
 """
 
 import json
@@ -28,18 +28,18 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEMORY = 256 << 20  # bytes of this process, which has 20 MiB at its start
-LETTERS, GROWTH = 1 << 20, 2  # limits of a text: letters, and letters per byte of its variables
+MEMORY = 256 << 20  # memory limit of this process in bytes; it uses 20 MiB at its start
+LETTERS, GROWTH = 1 << 20, 2  # limits of a text: characters, and characters per byte of its variables
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # meant for the rank
 
 
 class Marks(Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks the assistant's text in a template."""
+    """Extension `{% generation %} ... {% endgeneration %}`, which marks the assistant's text in templates."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own way)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block as a call, so that the place where its text begins is known."""
+        """Parse the block as a call, so that the start of its text is known."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -54,9 +54,9 @@ class Marks(Extension):
 class Sandbox(ImmutableSandboxedEnvironment):
     """Environment of chat templates, as Transformers sets it up.
 
-    written   letters of a rendering so far
+    written   number of characters rendered so far
     marked    (start, stop) of the text of each `generation` block
-    begins    where the text of each message begins: at the last turn of a loop whose variable is the message
+    begins    where the text of each message begins: at the last turn of a loop over messages
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.begins[self._places[id(value)]] = self.written
 
     def rendered(self, template: Template, variables: dict[str, Any], most: int) -> bytes:
-        """Return the text of a template, of at most `most` letters."""
+        """Return the text of a template, at most `most` characters."""
         self._places = {id(message): place for place, message in enumerate(variables["messages"])}
         self.written, self.marked = 0, list[tuple[int, int]]()
         self.begins: list[int | None] = [None] * len(variables["messages"])
@@ -96,14 +96,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(parts).encode()
 
     def answer(self, template: Template, request: dict[str, Any], most: int) -> dict[str, Any]:
-        """Return a text and the places in it, and the texts that ask for answers; None for a refused one."""
+        """Return a text, the places in it, and the generation prompts; None for a refused prompt."""
         prompts, before = request.pop("prompts"), list[bytes | None]()
         found = {"text": self.rendered(template, request, most), "marked": self.marked, "begins": self.begins}
         for place in prompts:
             part = request | {"messages": request["messages"][:place], "add_generation_prompt": True}
             try:
                 before.append(self.rendered(template, part, most))
-            except Exception:  # the template may refuse this part
+            except Exception:  # the template may refuse a conversation that ends here
                 before.append(None)
         return found | {"before": before}
 

@@ -1,8 +1,8 @@
-"""Conversations as tokens, each marked as a target that the loss counts or not.
+"""Encodes conversations as tokens and marks each token as counted in the loss or not.
 
-The ids are those of the full text. Each token stands for as many bytes as its spelling has, so sums of
-lengths show which tokens overlap an answer. A token across the border of an answer counts, because the model
-has to produce all of it.
+The ids are those of the full text. The number of bytes of each token is known, so cumulative lengths show
+which tokens overlap an answer. A token across the border of an answer counts, because the model has to
+produce all of it.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
 
 Facts = Counter[str]
-"""Counts of one row or many. tokens; counted: tokens in the loss; bos: rows that begin with BOS; turns:
+"""Counts for one row or many. tokens; counted: tokens in the loss; bos: rows that begin with BOS; turns:
 trained segments; silent: answers with weight 0; tools: rows with tools; and the keys of `CAUTIONS`."""
 CAUTIONS = {
     "left_out": "skipped conversations without an answer: {:,}",
@@ -43,7 +43,7 @@ CAUTIONS = {
 
 
 def described(of: Facts) -> str:
-    """Return facts as text, on one row or many."""
+    """Return facts about one row or many as text."""
     bos = f"bos in {of['bos']:,}" if of["conversations"] else "with bos" if of["bos"] else "no bos"
     text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, {bos}, "
     text += f"end of turn in {of['turns'] - of['endless']:,} of {of['turns']:,}"
@@ -52,7 +52,7 @@ def described(of: Facts) -> str:
 
 
 class Totals:
-    """Sums of facts, the largest number of tokens in a row, and a text on the first row."""
+    """Sums of facts, the largest number of tokens in a row, and a description of the first row."""
 
     def __init__(self) -> None:
         self.sums, self.longest, self.first = Facts(), 0, ""
@@ -63,27 +63,27 @@ class Totals:
         self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))
 
     def remarks(self) -> list[str]:
-        """Return notes on the data: totals, and the first row."""
+        """Return notes on the data: one on the totals, one on the first row."""
         total = f"conversations: {self.sums['conversations']:,}, {described(self.sums)}"
         return [total, f"first conversation: {self.first}"]
 
     def cautions(self) -> list[str]:
-        """Return notes on what is left out, or read differently than a row says."""
+        """Return notes on data that are left out or read differently than the file says."""
         return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
 
 
 Files = Iterable[tuple[str, Path]]
 ANSWERS, ALL = "answers", "all"
 LOSSES = (ANSWERS, ALL)
-GROUP = 1 << 20  # letters of conversations that are encoded together
+GROUP = 1 << 20  # characters of conversations that are encoded together
 
 
 class TokenizedConversation(NamedTuple):
     """A conversation as text and as tokens.
 
-    name      file, and line number in it
-    ids       (n,) uint16 or uint32; counted (n,) bool: ids that the loss counts
-    lengths   (n,) int64: bytes of the text that each token stands for
+    name      file name and line number
+    ids       (n,) uint16 or uint32; counted (n,) bool: whether the loss counts each id
+    lengths   (n,) int64: bytes of text of each token
     facts     counts for the user
     """
 
@@ -96,12 +96,12 @@ class TokenizedConversation(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Digest of the text and of what counts in it: it depends on the template and on --loss-on."""
+        """Digest of the text and of its counted tokens: it depends on the template and on --loss-on."""
         return hashlib.sha256(hashlib.sha256(self.text.encode()).digest() + self.counted.tobytes()).digest()
 
 
 class RenderedConversation(NamedTuple):
-    """A conversation as text, and the places of the answers in it."""
+    """A conversation as text, and the positions of the answers in it."""
 
     name: str
     text: str
@@ -110,11 +110,11 @@ class RenderedConversation(NamedTuple):
 
 
 class ConversationReader:
-    """Reads conversations by a tokenizer and the chat template that came with it.
+    """Reader of conversations with a tokenizer and the chat template that came with it.
 
-    loss_on   tokens that count: "answers" of the assistant, or "all"
+    loss_on   tokens that the loss counts: "answers" of the assistant, or "all"
     bos       token that begins each conversation, if the template does not write it
-    inputs    inputs that flags give to templates
+    inputs    template inputs from flags
 
     Raises UsageError if there is no template.
     """
@@ -137,7 +137,7 @@ class ConversationReader:
     def read(self, files: Files, bad: BadRows | None = None) -> Iterator[TokenizedConversation]:
         """Yield the conversations of files in order; raises FileError, naming the line, and UsageError.
 
-        Rows in error go to `bad`, if it is given.
+        Invalid rows are added to `bad`, if it is given.
         """
         read = (read_conversations(name, path, self.render, bad) for name, path in files)
         yield from self._encoded(chain.from_iterable(read))
@@ -167,9 +167,9 @@ class ConversationReader:
     def _marked(
         self, each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
     ) -> TokenizedConversation:
-        """Return a conversation with marks on the tokens (n,) of answers; `lengths`: bytes of each token.
+        """Return a conversation with its (n,) answer tokens marked; `lengths`: bytes of each token.
 
-        A bos in front has length 0. Raises UsageError if the tokens do not stand for all of the text.
+        A bos in front has length 0. Raises UsageError if the tokens do not cover the full text.
         """
         ends, size = np.cumsum(lengths), len(each.text.encode())
         if lengths.sum() != size:
@@ -185,7 +185,7 @@ class ConversationReader:
             ids, lengths = with_bos(ids, self._bos), np.insert(lengths, 0, 0)
             counted = np.insert(counted, 0, self._all)
         turns = np.flatnonzero(counted & ~np.append(False, counted[:-1]))
-        turns = turns[:1] if self._all else turns  # a row is one segment, even with silent turns
+        turns = turns[:1] if self._all else turns  # a row is one segment, even if some turns are silent
         ended = np.add.reduceat(self._is_end[ids] & counted, turns) if turns.size else turns
         bos = int(ids[:1].tolist() == [self._tokenizer.bos])
         each.facts.update({"tokens": len(ids), "counted": int(counted.sum())}, bos=bos, turns=turns.size)
@@ -206,14 +206,14 @@ class ConversationReader:
                 facts["unread"] = int(not finder.reads_tools(conversation, text))
         if not self._all:
             facts["unwritten"] = max(0, len(conversation.turns) - sum(a < b for a, b in spans))
-        if self._all:  # all that is not silent: before, between and after these turns
+        if self._all:  # all text before, between and after the silent turns
             starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), len(text)]
             spans = list(zip(starts, stops, strict=True))
         return RenderedConversation(conversation.name, text, spans, facts)
 
 
 def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:
-    """Convert places counted in letters to places counted in bytes of UTF-8."""
+    """Convert positions counted in characters to positions counted in UTF-8 bytes."""
     if text.isascii():
         return list(spans)
     places = sorted({place for span in spans for place in span})

@@ -1,1 +1,1 @@
-"""Tokenizers: bytes, and byte-level BPE from a GGUF or a tokenizer.json."""
+"""Tokenizers: bytes, byte-level BPE and SentencePiece, from a GGUF or a tokenizer.json."""

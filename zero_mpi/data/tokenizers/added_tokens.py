@@ -1,7 +1,7 @@
 """New tokens for the tokenizer of a model (`--add-tokens FILE`), as user-defined tokens of its GGUF keys.
 
 They are cut out of a text before anything else, as in llama.cpp. They first replace unused `[PADn]` at the
-end of the vocabulary, which grows by the others.
+end of the vocabulary; further tokens extend the vocabulary.
 """
 
 from collections import Counter
@@ -19,13 +19,13 @@ from zero_mpi.files.gguf_keys import ARCHITECTURE, THE_FILE, TOKENS, TYPES, GGUF
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
-MOST_BYTES, MOST_TOKENS, LONGEST = 1 << 22, 1 << 16, 256  # limits of a file, and letters of a token
+MOST_BYTES, MOST_TOKENS, LONGEST = 1 << 22, 1 << 16, 256  # limits of a file, and characters of a token
 SCORES = KEY + "scores"
-LEAST_LIKELY = -1000.0  # score of a token that is cut out of the text before scores count, as in llama.cpp
+LEAST_LIKELY = -1000.0  # score of a token that is cut out before scores are used, as in llama.cpp
 
 
 def read_tokens(path: str | Path) -> list[str]:
-    """Return the tokens of a file: a JSON list, or one on each line; raises UsageError for invalid ones."""
+    """Return the tokens of a file: a JSON list, or one token per line; raises UsageError for invalid ones."""
     place = f"--add-tokens {shown(path)}"
     with prefixed(f"{place}:"):
         raw = read_file(path, MOST_BYTES, "a file of tokens")
@@ -52,7 +52,7 @@ def read_tokens(path: str | Path) -> list[str]:
 
 
 def is_token(text: Any) -> bool:
-    """Return whether a value can be a token: a text that UTF-8 and strings ended by zero can hold."""
+    """Return whether a value can be a token: a text without zeros that UTF-8 can encode."""
     is_text = isinstance(text, str) and 0 < len(text) <= LONGEST and "\0" not in text
     return is_text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
@@ -60,7 +60,7 @@ def is_token(text: Any) -> bool:
 def with_tokens(
     metadata: Mapping[str, Any], tokens: Sequence[str], place: str = THE_FILE
 ) -> tuple[dict[str, Any], int]:
-    """Return a model's keys with new tokens, and the first new id; raises UsageError for existing ones."""
+    """Return a model's keys with new tokens, and the first new id; raises UsageError for existing tokens."""
     keys, tokenizer = GGUFKeys(metadata, place), tokenizer_from_metadata(metadata, place)
     known = keys.texts(TOKENS) or []
     taken = [t for t in tokens if t in known or len(tokenizer.encode(t, special=True)) == 1]

@@ -1,9 +1,9 @@
-"""Byte-level BPE as a model file describes it: the ids are those of llama.cpp.
+"""Byte-level BPE as a model file describes it, with the same ids as llama.cpp.
 
-A GGUF holds the tokens, their types and the merges, and names the splitting into words (`pretokenizers`). The
-`tokenizers` library splits and merges; `gguf_tokenizer` does everything else. A byte that the vocabulary
-lacks gives no id. Long texts go through the library in pieces, on all its threads, and always give the same
-ids.
+A GGUF holds the tokens, their types and the merges, and names the rule that splits text into words
+(`pretokenizers`). The `tokenizers` library splits and merges; `gguf_tokenizer` does everything else. A byte
+that the vocabulary lacks gives no id. Long texts go through the library in pieces, on all its threads, and
+always give the same ids.
 """
 
 import re
@@ -23,10 +23,10 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
-_BATCH = 1 << 20  # characters in progress at once: the results take 150 bytes per character
-# Characters of a text without seams that are encoded together.
+_BATCH = 1 << 20  # characters encoded at once: the results take 150 bytes per character
+# Characters encoded together in a text that has no seams.
 _WINDOW, _OVERLAP = gguf.PIECE, 2 * gguf.LONGEST
-# Between a letter or digit and white space: no regex of the table reaches over this place or looks across it.
+# Between a letter or digit and white space: no regex of the table matches or looks across this place.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
 _SEAM_OF_ASCII = re.compile(_SEAM.pattern, re.ASCII)
 
@@ -34,8 +34,8 @@ _SEAM_OF_ASCII = re.compile(_SEAM.pattern, re.ASCII)
 class BPETokenizer(gguf.GGUFTokenizer):
     """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "gpt2".
 
-    Raises UsageError for keys that do not fit together, an unknown splitting, or a missing library. Like
-    llama.cpp it ignores `add_space_prefix` for this kind.
+    Raises UsageError for inconsistent keys, an unknown splitting rule, or a missing library. Like llama.cpp,
+    it ignores `add_space_prefix` for this kind.
     """
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
@@ -47,7 +47,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
         self.merges = _merges(self._keys, self.ids)
         both = self.ids_in_text().items() if self.rules.cut else ()
         self._normalized = {asked: self.rules.spellings(ids, normalized=True) for asked, ids in both}
-        tokenizers()  # fail now, not when only rank 0 encodes
+        tokenizers()  # raise the error now, on all ranks, and not later on rank 0
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
         return self.rules.spellings(ids, normalized=False) if self.rules.cut else super().spellings(ids)
@@ -64,17 +64,17 @@ class BPETokenizer(gguf.GGUFTokenizer):
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
         if not self.rules.cut:
             return super().encode_with_lengths(documents)
-        texts = [gguf.as_text(data) for data in documents]  # the library knows which bytes became which ids
+        texts = [gguf.as_text(data) for data in documents]  # the library maps ids to bytes
         encodings = self.library.encode_batch(texts, add_special_tokens=False)
         return [self._aligned(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
     def _aligned(self, text: str, encoding: Any) -> tuple[Ids, Lengths]:
-        """Return the library's ids of a text, and the number of its bytes that each stands for."""
+        """Return the library's ids of a text, and the number of bytes of each id."""
         ids = np.array(encoding.ids, np.uint32)
         bytes_at = np.cumsum([0, *(len(letter.encode()) for letter in text)])
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum.accumulate(np.maximum(ends, np.append(begins[1:], len(text))[: len(ends)]))
-        last = np.diff(ends, append=-1) != 0  # last of the tokens that stand for the same letters
+        last = np.diff(ends, append=-1) != 0  # the last token of each group with the same characters
         spelt = np.cumsum(self.widths[ids])
         stops = np.interp(spelt, [0, *spelt[last]], [0, *bytes_at[ends[last]]])
         lengths: Lengths = np.diff(stops.astype(np.int64), prepend=0)
@@ -91,7 +91,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
             if kind in gguf.STANDING:
                 flags = {flag: flag in self.rules.flags.get(token, ()) for flag in FLAGS}
                 added.append(lib.AddedToken(token, special=kind != gguf.USER_DEFINED, **flags))
-        tokenizer.add_tokens(added)  # all at once: each call checks all tokens that were added before
+        tokenizer.add_tokens(added)  # one call, because each call checks all tokens added earlier
         return tokenizer
 
     def ids_of_parts(self, documents: Sequence[gguf.Parts]) -> list[NDArray[np.integer[Any]]]:
@@ -103,7 +103,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
         return [np.concatenate([row([]), *ids]) for ids in by_part]
 
     def _words(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer[Any]]]:
-        """Yield the ids of each text, a limited number of characters at a time."""
+        """Yield the ids of each text; a limited number of characters is encoded at a time."""
         start = 0
         while start < len(texts):
             stop, size = start, 0
@@ -121,18 +121,18 @@ class BPETokenizer(gguf.GGUFTokenizer):
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
     def _window(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        """Return of one text: each id * 2, plus 1 where a word ends; first characters; ends (exclusive)."""
+        """Return for a text: each id * 2, plus 1 where a word ends; first characters; ends (exclusive)."""
         found = self._encoder.encode(texts[0], add_special_tokens=False)
         ends = np.diff(found.word_ids, append=-1) != 0
         return [np.array(found.ids, np.uint32) << 1 | ends, *np.array(found.offsets, np.uint32).T]
 
     def _by_windows(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
-        """Yield the ids of a long text without seams, encoded in windows that overlap.
+        """Yield the ids of a long text without seams, encoded in overlapping windows.
 
-        Merges join the pair of the least rank first, and of equal ones the leftmost. So a row of tokens
+        Merges join the pair of the lowest rank first, and the leftmost of equal pairs. So a row of tokens
         encodes a word if each pair of neighbours, encoded by itself, stays unchanged. A window begins at a
-        token of the previous one. If both have the same tokens and words for a while after that, the first
-        window's tokens up to there and all tokens of the second form such a row; else a larger one is taken.
+        token of the previous one. If both have the same tokens and words for a while after it, the tokens of
+        the first up to there and all tokens of the second form such a row; otherwise a larger window is used.
         """
         start, size, window = 0, _WINDOW, list[NDArray[np.integer[Any]]]()
         while True:
@@ -143,8 +143,8 @@ class BPETokenizer(gguf.GGUFTokenizer):
             end = int(np.searchsorted(stops, size - _OVERLAP // 2, "right"))
             near = np.arange(max(1, int(np.searchsorted(firsts, size - _OVERLAP))), end)
             near = near[firsts[near] == stops[near - 1]]  # no token may begin within a character
-            near = near[np.argsort(ids[near - 1] & 1 == 0, kind="stable")]  # beginnings of words first
-            # Within white space, the following text can move the beginning of a word.
+            near = near[np.argsort(ids[near - 1] & 1 == 0, kind="stable")]  # prefer beginnings of words
+            # Inside white space, the following text can move the beginning of a word.
             seams = (
                 edge for edge in near if not text[(at := start + int(firsts[edge])) - 1 : at + 1].isspace()
             )
@@ -158,15 +158,15 @@ class BPETokenizer(gguf.GGUFTokenizer):
                 size, window = 2 * size, []
 
     def spelling(self, token: str, kind: int) -> bytes:
-        if kind == gguf.NORMAL:  # a character outside the byte alphabet stands for itself
+        if kind == gguf.NORMAL:  # a character outside the byte alphabet is unchanged
             return b"".join([bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in token])
         return token.encode() if kind == gguf.USER_DEFINED else b""
 
     @cached_property
     def _encoder(self) -> Any:
-        """The library's tokenizer for the text between tokens that are spelt out, created at first use.
+        """The library's tokenizer for the text between special tokens, created at first use.
 
-        A byte without a token gets an id above the vocabulary, dropped later: the library would skip the
+        A byte without a token gets an id above the vocabulary, which is dropped later. The library would skip
         byte before it merges, and bytes from both sides of it could become one token.
         """
         lacking = [character for character in byte_characters() if character not in self.ids]
@@ -190,7 +190,7 @@ def build(
         tokenizer = lib.Tokenizer(lib.models.BPE(vocabulary, merges, ignore_merges=words.ignore_merges))
         if normalizer is not None:
             tokenizer.normalizer = normalizer_of(normalizer)
-    except Exception as error:  # the library raises no narrower class
+    except Exception as error:  # the library raises no more specific class
         why = shown(str(error))
         raise UsageError(f"the package tokenizers refuses the model file's tokenizer: {why}") from error
     tokenizer.pre_tokenizer = pre.Sequence([*cuts, bytewise])
@@ -199,7 +199,7 @@ def build(
 
 
 def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the merges as pairs in the order of their rank, without repeated ones."""
+    """Return the merges as pairs in the order of their rank, without repeated pairs."""
     given = list(dict.fromkeys(keys.texts(MERGES) or []))
     pairs = [(left, right) for left, _, right in [merge.partition(" ") for merge in given]]
     for merge, (left, right) in zip(given, pairs, strict=True):
@@ -214,7 +214,7 @@ def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:
-    """Yield a text in pieces of about `PIECE` characters whose ids make up the text's; an id unchanged."""
+    """Yield a text in pieces of about `PIECE` characters that encode to the same ids; an id is unchanged."""
     if isinstance(part, int) or len(part) <= gguf.PIECE:
         yield part
         return

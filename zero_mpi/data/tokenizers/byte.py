@@ -1,12 +1,12 @@
-"""Interface of tokenizers, a reader of texts, and the byte tokenizer: the id of a byte is the byte.
+"""Interface of tokenizers, a reader of texts, and the byte tokenizer, in which a byte is its own id.
 
-In a GGUF the byte tokenizer's vocabulary is a GPT-2 one: byte b is written as the printable character of
-GPT-2's byte-to-unicode map, three special tokens follow, and one merge that never applies, because readers
-require at least one, with its halves and the joined token in the vocabulary.
+In a GGUF, the byte tokenizer's vocabulary is a GPT-2 one: byte b is written as the printable character of
+GPT-2's byte-to-unicode map, followed by three special tokens. Readers require at least one merge, so there is
+one that never applies, with its two halves and the joined token in the vocabulary.
 
-Control tokens that are spelt in text, such as <|im_start|>, are read as characters or as the token: a text
-about models, or an untrusted one, means the characters, and a conversation written by a template the token. A
-flag decides. Without it the characters are taken, and the user gets a note.
+Text may spell control tokens, such as <|im_start|>. They are read as characters or as the token: a text about
+models, or an untrusted text, means the characters; a conversation written by a template means the token. A
+flag decides. Without the flag they are read as characters, and the user gets a note.
 """
 
 from __future__ import annotations
@@ -49,54 +49,54 @@ class Tokenizer(ABC):
     """Tokenizer for training and generation."""
 
     vocab_size: int
-    bos: int | None  # token that begins a text, if there is one
-    add_bos: bool  # whether the model asks for bos in front of a text
-    eos: int | None  # token that ends a text, if there is one
+    bos: int | None  # token that begins a text, or None
+    add_bos: bool  # whether the model expects bos in front of a text
+    eos: int | None  # token that ends a text, or None
     ends: frozenset[int]  # all tokens that end a text
 
     def encode(self, data: bytes | str, *, special: bool = False) -> Ids:
         """Return the ids (n,) of `data`, uint16 or uint32, without bos and eos.
 
-        `special`: control tokens that are spelt in it are read as such; else they are ordinary text.
+        `special`: read control tokens that are spelt in it as tokens; otherwise they are ordinary text.
         """
         return self.encode_batch([data], special=special)[0]
 
     @abstractmethod
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
-        """Return `encode` of each text."""
+        """Return the result of `encode` for each text."""
 
     @abstractmethod
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        """Return each text's ids, control tokens read as such, and the bytes (n,) that each id stands for."""
+        """Return each text's ids, with control tokens read as tokens, and the bytes (n,) of each id."""
 
     @abstractmethod
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
-        """Return how often the texts hold each token that is read as one only with `special`."""
+        """Return how often the texts spell each token that is read as a token only with `special`."""
 
     @abstractmethod
     def encode_prompt(self, text: str) -> Ids:
-        """Return the ids of a text that a model is to continue, with the ids that must stand before it.
+        """Return the ids of a text that a model continues, with the ids that must precede it.
 
         An empty text becomes the token that ends a document, because the next document begins after it.
         """
 
     @abstractmethod
     def decode(self, ids: ArrayLike) -> bytes:
-        """Return the bytes of `ids`, any shape, in C order; tokens that are not text give nothing.
+        """Return the bytes of `ids`, any shape, in C order; tokens that are not text have no bytes.
 
         Raises ValueError for an id outside the vocabulary.
         """
 
     @abstractmethod
     def metadata(self) -> dict[str, object]:
-        """Return the `tokenizer.*` keys of a GGUF, and its name if llama.cpp reads text by the name."""
+        """Return the `tokenizer.*` keys of a GGUF, and the model's name if llama.cpp reads text by it."""
 
 
 class ByteTokenizer(Tokenizer):
-    """Tokenizer of 256 bytes, bos, eos, pad, and the token of the formal merge: 260 ids.
+    """Tokenizer of 256 bytes, bos, eos, pad, and the token of the unused merge: 260 ids.
 
-    It has the chat template that it is given, if any. Text becomes UTF-8; bytes that Python smuggled into a
-    string (a command line that is not UTF-8) are restored.
+    It has a chat template if one is given. Text becomes UTF-8; undecodable bytes that Python stores in a
+    string (from a command line that is not UTF-8) are restored.
     """
 
     bos, eos, pad = 256, 257, 258
@@ -159,7 +159,7 @@ def _raw(data: bytes | str) -> bytes:
 
 
 def _cut(data: bytes | str) -> list[int | str]:
-    """Return ids of the control tokens spelt in `data`, and the bytes between them as one letter each."""
+    """Return ids of the control tokens spelt in `data`, and the bytes between them as one character each."""
     return _SPELLINGS.cut(_raw(data).decode("latin-1"))
 
 
@@ -170,7 +170,7 @@ def _ids(part: int | str) -> NDArray[np.uint16]:
 
 
 def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
-    """Return the id that begins a text by `--bos`, None for none; without a tokenizer there is none.
+    """Return the id that begins a text under `--bos`; None if there is none, or without a tokenizer.
 
     AUTO follows the tokenizer's `add_bos`. Raises UsageError for ALWAYS with a tokenizer that has no bos.
     """
@@ -187,10 +187,10 @@ def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
 
 
 class TextReader:
-    """Encodes texts with their control tokens read as `asked`: PARSE, PLAIN or None (not set).
+    """Reader of texts that treats spelt control tokens as `asked`: PARSE, PLAIN or None (not set).
 
-    None reads as PLAIN and counts the spelt tokens in `spelt`, for `notes`. Text by a template is read with
-    PARSE.
+    None reads as PLAIN and counts the spelt tokens in `spelt`, for `notes`. Text written by a template is
+    read with PARSE.
     """
 
     def __init__(self, tokenizer: Tokenizer, asked: str | None = None) -> None:
@@ -208,7 +208,7 @@ class TextReader:
         return self.tokenizer.encode_batch(texts, special=self.parses)
 
     def notes(self) -> Iterator[str]:
-        """Yield a line on the tokens spelt in the texts so far, if nobody said how to read them."""
+        """Yield a line on the tokens spelt in the texts so far, if no flag says how to read them."""
         if self.spelt:
             found = [f"{shown(token, 60)} {count:,}" for token, count in self.spelt.most_common(3)]
             more = ", ..." if len(self.spelt) > 3 else ""

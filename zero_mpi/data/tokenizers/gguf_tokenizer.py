@@ -1,8 +1,8 @@
 """Base of the tokenizers of GGUF files: tokens, their types, and the rules around the text.
 
-As in llama.cpp, tokens that are spelt out in the text are cut out longest first, before anything
-else; a control token is read only on request, so that a document which mentions one stays text. Each
-kind of tokenizer decides how the text between them becomes ids.
+As in llama.cpp, tokens that are spelt out in the text are cut out before anything else, longest first. A
+control token is recognised only on request, so a document that mentions one stays text. Each kind of
+tokenizer decides how the text between these tokens becomes ids.
 """
 
 import re
@@ -26,12 +26,12 @@ from zero_mpi.files.gguf_keys import THE_FILE, TOKENS, TYPES, GGUFKeys
 Parts = Sequence[int | str]  # parts of a text: ids of tokens in it, and the texts between them
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
-STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # types that are recognised in a text
+STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # types of tokens that are recognised in a text
 KEY = "tokenizer.ggml."
-PIECE = 1 << 16  # characters that are processed as one text
-LONGEST = 1 << 10  # characters of a token; those of models have up to 256
+PIECE = 1 << 16  # characters that are processed together
+LONGEST = 1 << 10  # most characters of a token; tokens of known models have up to 256
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-# Tokens that end a text; they are control tokens whatever the file says (`special_eog_ids` in llama.cpp).
+# Tokens that end a text. They are control tokens whatever the file says (`special_eog_ids` in llama.cpp).
 _ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
     | {"<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>"}
@@ -43,11 +43,11 @@ _ENDS = frozenset(
 class GGUFTokenizer(Tokenizer):
     """Tokenizer of GGUF keys; subclasses implement each kind.
 
-    Raises UsageError for keys that do not fit together. `add_eos_token` is ignored: a prompt is to be
-    continued, and the corpus ends its documents anyway.
+    Raises UsageError for inconsistent keys. `add_eos_token` is ignored, because a prompt is to be continued,
+    and the corpus closes its documents itself.
     """
 
-    usual_ids: ClassVar[Mapping[str, int]] = {}  # special tokens where the file names none
+    usual_ids: ClassVar[Mapping[str, int]] = {}  # ids of special tokens that the file does not name
     usually_adds_bos = False  # whether a prompt begins with bos if the file does not say
     longest: ClassVar = LONGEST
     run_batch = Batches()
@@ -72,19 +72,19 @@ class GGUFTokenizer(Tokenizer):
 
     @abstractmethod
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
-        """Return the ids of each document; an id beyond the vocabulary gives nothing."""
+        """Return the ids of each document; an id outside the vocabulary is dropped later."""
 
     @abstractmethod
     def spelling(self, token: str, kind: int) -> bytes:
         """Return the bytes of a token in a text, by its type; empty for a token that is not text."""
 
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
-        """Return the number of bytes (n,) of a text between tokens that each of its ids stands for."""
+        """Return the number of bytes (n,) of each id in a text between special tokens."""
         result: Lengths = self.widths[ids[ids < self.vocab_size]]
         return result
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
-        """Return `encode` of each text, run on all threads that the process may use.
+        """Return `encode` of each text, computed on all threads that the process may use.
 
         A byte that is not UTF-8 becomes U+FFFD.
         """
@@ -124,7 +124,7 @@ class GGUFTokenizer(Tokenizer):
         return dict(self._metadata)
 
     def special_id(self, name: str) -> int | None:
-        """Return the id of `tokenizer.ggml.NAME_token_id`; without the key this kind's usual one, if any."""
+        """Return the id of `tokenizer.ggml.NAME_token_id`; without this key, this kind's usual id or None."""
         usual = self.usual_ids.get(name, self.vocab_size)
         given = self._keys.token_id(name, self.vocab_size)
         return given if given is not None or usual >= self.vocab_size else usual
@@ -135,7 +135,7 @@ class GGUFTokenizer(Tokenizer):
 
     @cached_property
     def widths(self) -> Lengths:
-        """Bytes (V,) of each token as it is read in a text, control tokens included."""
+        """Bytes (V,) of each token when it is read in a text, control tokens included."""
         both = zip(self.tokens, self.types, strict=True)
         return np.array([len(self.spelling(*each)) or len(each[0].encode()) for each in both], np.int64)
 
@@ -144,7 +144,7 @@ class GGUFTokenizer(Tokenizer):
         return {special: self.spellings(ids) for special, ids in self.ids_in_text().items()}
 
     def ids_in_text(self) -> dict[bool, dict[str, int]]:
-        """Return ids of tokens to look for in a text: with control tokens, or only the user's (False)."""
+        """Return ids of tokens to look for in a text: with control tokens, or only user-defined (False)."""
         kinds = {True: STANDING, False: (USER_DEFINED,)}
         return {
             special: {t: place for t, place in self.ids.items() if self.types[place] in wanted}
@@ -156,13 +156,13 @@ class GGUFTokenizer(Tokenizer):
         return Spellings(ids, self.stripping())
 
     def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
-        """Return a text as ids that stood in it and texts between them; `sizes` gets the ids' bytes."""
+        """Return a text as ids of spelt tokens and texts between them; `sizes` receives the ids' bytes."""
         return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(
         self, parts: Parts, sizes: Iterator[int], ids: Iterator[NDArray[np.integer[Any]]]
     ) -> tuple[Ids, Lengths]:
-        """Return the ids of all parts of a text, and the number of its bytes that each stands for."""
+        """Return the ids of all parts of a text, and the number of bytes of each id."""
         rows: list[NDArray[np.integer[Any]]] = [np.zeros(0, np.uint32)]
         lengths = [np.zeros(0, np.int64)]
         for part, found in zip(parts, ids, strict=False):
@@ -176,7 +176,7 @@ class GGUFTokenizer(Tokenizer):
 
 
 def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
-    """Return the same tokenizer with its long work run by `batches`."""
+    """Return the same tokenizer with its long-running work run by `batches`."""
     same = copy(tokenizer)
     vars(same)["run_batch"] = batches
     return same
@@ -192,7 +192,7 @@ def as_text(data: bytes | str) -> str:
 
 
 def _tokens(keys: GGUFKeys, longest: int) -> list[str]:
-    """Return the tokens in the order of their ids; an empty one is named as llama.cpp names it."""
+    """Return the tokens in the order of their ids; an empty token gets the name that llama.cpp gives it."""
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(keys.texts(TOKENS) or [])]
     if not tokens:
         raise UsageError(f"{keys.place} has no {TOKENS}: expected a vocabulary")

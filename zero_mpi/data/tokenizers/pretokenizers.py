@@ -1,11 +1,11 @@
 r"""Pre-tokenizers: how a byte-level BPE tokenizer cuts text into words before merges, by the name in a GGUF.
 
-`tokenizer.ggml.pre` names regexes that a file does not hold, so its readers must know them. They are applied
-in turn, each within the pieces of the one before; text that no regex matches is a piece too. Names and
+`tokenizer.ggml.pre` names regexes that the file does not contain, so readers must know them. They are applied
+in turn, each within the pieces of the previous one; text that no regex matches is a piece too. Names and
 regexes are from llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that a GGUF gives the
-same ids as there. Some of them only approximate the regexes that the vocabulary was made with (tekken,
-gpt-4o, deepseek): the exact ones are kept as `original` and cut the text of a folder whose tokenizer.json has
-them. With another splitting, text would be read wrong and nobody would notice, so an unknown name is refused.
+same ids as in llama.cpp. Some of them only approximate the regexes that the vocabulary was made with (tekken,
+gpt-4o, deepseek). The exact regexes are kept as `original` and are used for a folder whose tokenizer.json has
+them. Another splitting would give wrong ids without any error, so an unknown name is refused.
 """
 
 # ruff: noqa: RUF001 (classes of letters of many scripts)
@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
-# Letters and digits are those of the library's Unicode: 16 at the time of writing; llama.cpp has 15.1. So
-# some 4400 code points of 2024 are letters here and not there; ids differ where an apostrophe follows
-# one, or if a vocabulary merges its last byte with a neighbour; for deepseek-v3 with new signs too.
+# Letters and digits are defined by the library's Unicode: 16 at the time of writing; llama.cpp has 15.1. So
+# some 4400 code points of 2024 are letters only here. Ids differ where an apostrophe follows one of them,
+# or if a vocabulary merges its last byte with a neighbour; for deepseek-v3 also with new signs.
 
 # GPT-2's encoder.py (Radford et al. 2019).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
-# Llama 3's tokenizer.json ignores case in the first group, which would also take U+017F for an s; llama.cpp
-# spells it out, so it is spelt out here.
+# Llama 3's tokenizer.json ignores case in the first group, so it would also match U+017F as an s; llama.cpp
+# lists both cases, and so does this regex.
 _IGNORING_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _AFTER = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER
-# Qwen 2's tokenizer.json: Llama 3's, one digit at a time.
+# Qwen 2's tokenizer.json: like Llama 3's, but one digit at a time.
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER
 _QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}" + _AFTER.replace(r"\p{L}", r"\p{L}\p{M}")
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
@@ -42,8 +42,8 @@ def _by_case(upper: str, lower: str, contractions: str, digits: str) -> str:
 
 
 _CASES = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASES_OF_ASCII = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"  # like llama.cpp, take "É" for a small letter
-# llama.cpp puts a tab in place of a space outside ASCII if a regex names no category.
+_CASES_OF_ASCII = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"  # like llama.cpp, treat "É" as a small letter too
+# llama.cpp replaces a non-ASCII space by a tab if a regex names no category.
 _LINE_ENDS, _CJK, _CJK_NO_SPACES = r"[\r\n]", "[一-龥ࠀ-一가-퟿]+", r"[一-龥ࠀ-一가-퟿&&\S]+"
 _CASED = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ"
@@ -60,13 +60,13 @@ _DEEPSEEK3 = (
 
 
 class PreTokenizer(NamedTuple):
-    """Regexes of a name, and the settings that llama.cpp ties to it."""
+    """Regexes of a name, and the settings that llama.cpp uses with it."""
 
     regexes: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token becomes that token, despite the merges
     add_bos: bool = False  # default, if the file does not say
     original: tuple[str, ...] = ()  # regexes of tokenizer.json, if llama.cpp's differ
-    passes_letters: bool = False  # non-ASCII letters may match no regex: with spaces, they form a piece
+    passes_letters: bool = False  # non-ASCII letters may match no regex; they form a piece with spaces
 
 
 _DEFAULT = PreTokenizer((_PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
@@ -91,7 +91,7 @@ _CODER = PreTokenizer(
 )
 _V3 = PreTokenizer((_THREE_DIGITS, _KANA, _DEEPSEEK3))
 
-# The first name with certain regexes is given to a tokenizer.json that has these regexes.
+# If several names have the same regexes, a tokenizer.json with these regexes gets the first name.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "gigachat", "trillion"), _PLAIN),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
@@ -112,7 +112,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
-    """Return the entry of `tokenizer.ggml.pre` of the file at `place`; without one "default", as llama.cpp.
+    """Return the entry of `tokenizer.ggml.pre` of the file at `place`; "default" without it, as in llama.cpp.
 
     Raises UsageError for an unknown name.
     """
@@ -125,7 +125,7 @@ def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
 
 
 def name_of(definition: Any, ignore_merges: bool, where: str) -> tuple[str, dict[str, bool]]:
-    """Return the name of a tokenizer.json's `pre_tokenizer`, and its requests that llama.cpp does not follow:
+    """Return the name of a tokenizer.json's `pre_tokenizer`, and its settings that llama.cpp does not follow:
     `original` regexes, `ignore_merges`. Raises UsageError, beginning with `where`, if there is no name.
     """
     steps = definition.get("pretokenizers") if _is(definition, "Sequence") else [definition]
@@ -149,7 +149,7 @@ def _is(definition: Any, kind: str) -> bool:
 
 
 def _regexes(steps: list[Any]) -> tuple[str, ...] | None:
-    """Return the regexes that consecutive pre-tokenizers stand for; None if any is not known here."""
+    """Return the regexes of consecutive pre-tokenizers; None if one of them is unknown."""
     *splits, last = steps or [None]
     if not _is(last, "ByteLevel") or last.get("add_prefix_space", True):
         return None

@@ -1,8 +1,8 @@
 """Loops over the characters of a text that cut it into tokens, compiled if numba is installed.
 
 They follow llama.cpp's rules exactly, which no library on PyPI does: `sentencepiece` adds scores in
-float32, `tokenizers` has no equal ranks and treats a letter with its marks as one, and each of these
-changes ids. Without numba the same functions run in the interpreter: correct, and a hundred times slower.
+float32, `tokenizers` has no equal ranks and treats a letter with its marks as one character; either changes
+ids. Without numba, the same functions run in the interpreter with the same result, a hundred times slower.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def compiled(function: F) -> F:
         return function
     try:
         machine: F = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no folder for its cache
+    except RuntimeError:  # there is no folder for the cache
         machine = numba.njit(nogil=True)(function)
     return machine
 
 
 find = compiled(pair_table.find)
-_PLACE = 32  # bits of a place in a heap key, below the rank
+_PLACE = 32  # bits of an index in a heap key, below the rank
 _MASK = (1 << _PLACE) - 1
 
 
@@ -52,12 +52,12 @@ def merge(
     ranks: NDArray[np.int64],
     space: int,
 ) -> NDArray[np.int64]:
-    """Join neighbours of `symbols` (n,) as long as a pair of them is in the table, in place.
+    """Join adjacent `symbols` (n,) in place as long as a pair of them is in the table.
 
-    A pair has the rank of its joined symbol; the smallest rank is joined first, of equal ranks the leftmost
+    A pair has the rank of its joined symbol. The lowest rank is joined first, and the leftmost of equal ranks
     (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`: symbol that begins a word
-    after any other symbol; no pair crosses that place (FREE: no such symbol). Returns the place of the next
-    symbol for each place (n,); FREE at a symbol that was joined to the one before it.
+    after any other symbol; no pair crosses this position (FREE: no such symbol). Returns the index of the
+    next symbol for each index (n,); FREE at a symbol that was joined to the one before it.
     """
     count = len(symbols)
     before, after = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -81,7 +81,7 @@ def merge_word(
     ranks: NDArray[np.int64],
     chain: tuple[NDArray[np.int64], NDArray[np.int64], int],
 ) -> None:
-    """Apply `merge` to one word. `chain`: links to the symbols before and after each, and the first place."""
+    """Apply `merge` to one word. `chain`: links to the symbols before and after each, and the first index."""
     before, after, start = chain
     heap = [np.int64(0)]
     heap.pop()
@@ -98,7 +98,7 @@ def merge_word(
             continue
         found = find(keys, values, symbols[left], symbols[right])
         if found == FREE or ranks[found] != best >> _PLACE:
-            continue  # one of the two was joined to another in the meantime
+            continue  # one of the two symbols was joined in the meantime
         symbols[left] = found
         beyond = after[right]
         after[left], after[right] = beyond, FREE
@@ -121,10 +121,10 @@ def spell(
     bytewise: NDArray[np.int32],
     vocab: int,
 ) -> NDArray[np.int32]:
-    """Return the ids of merged symbols; a single character without a token gives those of its UTF-8 bytes.
+    """Return the ids of merged symbols; a character without a token gives the ids of its UTF-8 bytes.
 
-    `letters` (n,): code points, or -1 - id of a token that stood in the text. `bytewise` (256,): the token of
-    each byte.
+    `letters` (n,): code points, or -1 - id for a token that was cut out of the text. `bytewise` (256,): the
+    token of each byte.
     """
     ids = np.empty(4 * len(symbols), np.int32)
     count = place = 0
@@ -161,10 +161,10 @@ def likeliest(
 ) -> NDArray[np.int32]:
     """Return the tokens (m,) of letters (n,) with the greatest sum of scores (Viterbi; unigram, Kudo 2018).
 
-    The table leads from a node of a trie and a letter to the next node, `ends` from a node to its token or
-    FREE. `unknown`: the token of a letter without a token, and its score; neighbours become one. Of equal
-    sums the one whose last token is longer wins. A letter may be -1 - id of a token that stood in the text:
-    the letters before it and after it are separate texts.
+    The table maps a node of a trie and a letter to the next node; `ends` maps a node to its token or FREE.
+    `unknown`: the token of a letter without a token, and its score; adjacent unknown letters become one
+    token. Of equal sums, the one with the longer last token wins. A letter may be -1 - id of a token that was
+    cut out of the text: the letters before it and after it are separate texts.
     """
     count = len(letters)
     best, token, origin = (
@@ -197,7 +197,7 @@ def likeliest(
 def backwards(
     letters: NDArray[np.int32], token: NDArray[np.int32], origin: NDArray[np.int64], unknown: int
 ) -> NDArray[np.int32]:
-    """Return the tokens along the best way (n + 1,), followed from its end, in the order of the text."""
+    """Return the tokens along the best path (n + 1,), followed from its end, in the order of the text."""
     ids = np.empty(len(letters), np.int32)
     first, place, in_unknown = len(ids), len(letters), False
     while place > 0:
@@ -216,11 +216,11 @@ def backwards(
 def respell(
     text: NDArray[np.uint8], nodes: NDArray[np.int64], spellings: NDArray[np.uint8], out: NDArray[np.uint8]
 ) -> int:
-    """Write UTF-8 with its longest prefixes replaced, from left to right, as a charsmap says.
+    """Write UTF-8 with its longest prefixes replaced, from left to right, as a charsmap defines.
 
-    Returns the length, which alone is right if `out` is too short; FREE for a map that points outside
-    itself. `nodes`: a double array (Kanda 2018). A node has its letter, whether a prefix ends in it, and the
-    base of its children; a prefix's value is the place of its new spelling in `spellings`, each ended by 0.
+    Returns the length, which is right even if `out` is too short; FREE for a map that points outside itself.
+    `nodes`: a double array (Kanda 2018). A node has its letter, a flag that a prefix ends in it, and the base
+    of its children. The value of a prefix is the offset of its new spelling in `spellings`, each ended by 0.
     """
     place = length = 0
     while place < len(text):
@@ -237,7 +237,7 @@ def respell(
                     return FREE
             place += taken
         else:
-            stop = place + 1  # no prefix begins within a letter
+            stop = place + 1  # no prefix begins inside a character
             while stop < len(text) and text[stop] & 0xC0 == 0x80:
                 stop += 1
             for byte in text[place:stop]:
@@ -250,12 +250,12 @@ def respell(
 
 @compiled
 def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[int, int]:
-    """Return (length of the longest prefix in the map, place of its new spelling); (0, 0) without one."""
+    """Return (length of the longest prefix in the map, offset of its new spelling); (0, 0) if none."""
     taken = spelling = 0
     if len(nodes) == 0:
         return 0, 0
     node: Any = base_of(nodes[0])
-    for place in range(min(len(text), MOST_SPELT)):  # a table may lead back into itself
+    for place in range(min(len(text), MOST_SPELT)):  # a table may contain a loop
         letter = np.int64(text[place])
         node ^= letter
         if node >= len(nodes):
@@ -273,5 +273,5 @@ def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[i
 
 @compiled
 def base_of(node: int) -> int:
-    """Return where the children of a node begin, relative to it."""
+    """Return where the children of a node begin, relative to the node."""
     return node >> 10 << ((node & 0x200) >> 6)

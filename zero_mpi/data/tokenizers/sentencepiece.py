@@ -1,7 +1,7 @@
-"""SentencePiece's tokenizers as model files describe them: merges by score, and the most likely tokens.
+"""SentencePiece tokenizers as model files describe them: merges by score, or the most likely tokens.
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
-those of SentencePiece itself: a space is put before each text that follows a token spelt out in the text,
+those of SentencePiece itself: a space is put before each text that follows a token cut out of the text,
 and sums are in float64. The loops are in `segmentation`, which is compiled when it is imported. If no token
 crosses the beginning of a word, long texts are cut there and processed by all threads.
 """
@@ -24,20 +24,20 @@ from zero_mpi.data.tokenizers.pair_table import BITS, FREE, MOST, MOST_SPELT, Pa
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
 
-SPACE = "▁"  # U+2581, stands for a space
+SPACE = "▁"  # U+2581, represents a space
 SCORES, CHARSMAP, NAME = gguf.KEY + "scores", gguf.KEY + "precompiled_charsmap", "general.name"
-_BATCH = 64  # pieces that all threads take together
+_BATCH = 64  # number of pieces processed together by all threads
 _SEAM = re.compile(f"[^{SPACE}](?={SPACE})")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_UNKNOWN_BELOW = np.float32(10.0)  # distance of the unknown score below the least score of all tokens
+_UNKNOWN_BELOW = np.float32(10.0)  # the unknown score is this much below the lowest score of all tokens
 
 Letters = NDArray[np.int32]
 
 
 class SentencePieceTokenizer(gguf.GGUFTokenizer):
-    """Base of both kinds. Raises UsageError for keys that do not fit together."""
+    """Base class of `MergeTokenizer` and `UnigramTokenizer`. Raises UsageError for inconsistent keys."""
 
-    longest = 512  # SentencePiece trains no longer tokens
+    longest = 512  # SentencePiece makes no longer tokens
     usually_adds_space = False  # default, if the file does not say
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
@@ -50,11 +50,11 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
 
     @abstractmethod
     def prepared(self, text: str) -> str:
-        """Return a text between tokens as it is segmented: spelt and spaced as the kind requires."""
+        """Return a text between special tokens with the spelling and spaces that the kind requires."""
 
     @abstractmethod
     def segment(self, letters: Letters) -> NDArray[np.int32]:
-        """Return the ids (m,) of letters (n,)."""
+        """Return the ids (m,) of code points (n,)."""
 
     def spelling(self, token: str, kind: int) -> bytes:
         if kind == gguf.NORMAL:
@@ -65,14 +65,14 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         return token.encode() if kind == gguf.USER_DEFINED else b""
 
     def ids_of_parts(self, documents: Sequence[gguf.Parts]) -> list[NDArray[np.integer[Any]]]:
-        """Return the ids of each document; all are processed as one text, pieces of which go to threads."""
-        end = self.vocab_size  # put after each document
+        """Return the ids of each document; all documents form one text, pieces of which go to threads."""
+        end = self.vocab_size  # marks the end of each document
         parts = [part for each in documents for part in (*each, end)]
         texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
         letters = np.frombuffer("".join(texts).encode("utf-32-le"), np.int32).copy()
         stood = np.array([part if isinstance(part, int) else FREE for part in parts], np.int32)
         places = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))[stood != FREE] - 1
-        letters[places] = -1 - stood[stood != FREE]  # a token that stood in the text is -1 - its id
+        letters[places] = -1 - stood[stood != FREE]  # a token cut out of the text becomes -1 - its id
         pieces = self._pieces(letters)
         batches = (pieces[first : first + _BATCH] for first in range(0, len(pieces), _BATCH))
         ids = np.concatenate([row for batch in batches for row in self.run_batch(batch, self._segmented)])
@@ -80,7 +80,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
 
     def _pieces(self, letters: Letters) -> list[Letters]:
-        """Return letters in pieces of about `PIECE` that have the ids of the full text."""
+        """Return letters in pieces of about `PIECE` that have the same ids as the full text."""
         begins = letters < 0
         if self.is_cut_at_words:
             begins[1:] |= (letters[1:] == ord(SPACE)) & (letters[:-1] != ord(SPACE))
@@ -101,9 +101,9 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
             return list(pool.map(self.segment, pieces))
 
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
-        """Return the number of bytes (n,) of a text between tokens that each of its ids stands for.
+        """Return the number of bytes (n,) of each id in a text between special tokens.
 
-        The space that was put before it counts 0; a sign for a space in the text itself counts 3.
+        The space that was put before the text has 0 bytes; a U+2581 in the text itself has 3.
         """
         lengths = super().lengths(text, ids)
         lengths[:1] -= int(self.adds_space)
@@ -118,8 +118,8 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
 class MergeTokenizer(SentencePieceTokenizer):
     """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "llama": byte-pair encoding with scores.
 
-    Neighbours become one token, the pair with the greatest score first. A letter without a token is written
-    by the tokens of its bytes, "<0x00>" and so on.
+    Adjacent tokens are joined, the pair with the greatest score first. A letter without a token is written as
+    the tokens of its bytes, "<0x00>" and so on.
     """
 
     usual_ids: ClassVar = {"bos": 1, "eos": 2, "unknown": 0}
@@ -146,17 +146,17 @@ class MergeTokenizer(SentencePieceTokenizer):
 
         of_letter, pairs = self._symbols
         symbols = of_letter[np.maximum(letters, 0)]
-        symbols[letters < 0] = of_letter[-1]  # not in any pair
+        symbols[letters < 0] = of_letter[-1]  # -1 is in no pair
         space = int(of_letter[ord(SPACE)]) if self.is_cut_at_words else FREE
         after = segmentation.merge(symbols, *pairs, self._ranks, space)
         return segmentation.spell(symbols, after, letters, self._bytewise, self.vocab_size)
 
     @cached_property
     def _symbols(self) -> tuple[NDArray[np.int32], PairTable]:
-        """The symbol of each Unicode letter and, last, of a non-letter; and the table of pairs and results.
+        """The symbol of each Unicode code point and, last, of -1; and the table from pairs to joined symbols.
 
-        Symbols are tokens, and letters that are part of a token. Making the table takes a second for a large
-        vocabulary.
+        Symbols are tokens, and letters that are part of a token. Building the table takes a second for a
+        large vocabulary.
         """
         symbols = dict(self.ids)
         for token in self.tokens:
@@ -184,7 +184,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _bytewise(self) -> NDArray[np.int32]:
-        """Token (256,) of each byte: "<0xNN>", the letter itself, or the unknown one; else none."""
+        """Token (256,) of each byte: "<0xNN>", the character itself, or the unknown token; otherwise none."""
         nothing = self.vocab_size if self.unknown is None else self.unknown
         names = [(f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else "") for byte in range(256)]
         found = [next((self.ids[name] for name in both if name in self.ids), nothing) for both in names]
@@ -194,7 +194,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 class UnigramTokenizer(SentencePieceTokenizer):
     """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "t5": the tokens with the greatest score sum.
 
-    Text is first spelt as the file's charsmap says (mostly NFKC). A letter without a token is unknown.
+    Text is first respelt by the file's charsmap (mostly NFKC). A letter without a token is unknown.
     """
 
     usual_ids: ClassVar = {"eos": 1, "unknown": 2, "padding": 0}
@@ -207,7 +207,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         self._unknown = self.unknown
         given = self._keys.octets(CHARSMAP)
         self._nodes, self._spellings = np.zeros(0, np.int64), np.zeros(0, np.uint8)
-        if given:  # the size of a table, the table, and spellings that are each ended by 0
+        if given:  # the size of a table, the table, and spellings that each end with 0
             size = int.from_bytes(given[:4], "little")
             if len(given) < 4 or size % 4 or not 0 < size < len(given) - 4:
                 raise self._keys.fault(CHARSMAP, "the size of a table, the table and spellings")
@@ -218,7 +218,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
                 raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
 
     def prepared(self, text: str) -> str:
-        """Return a text as the charsmap spells it, spaces replaced, removed and added as the file says."""
+        """Return a text respelt by the charsmap, with spaces replaced, removed and added as the file says."""
         text = self._respelt(text)
         if self.removes_spaces:
             return "".join([SPACE + word for word in text.split(" ") if word])
@@ -235,12 +235,12 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """True if words can be cut apart. A space without a token would join unknown letters before it."""
+        """True if words can be encoded separately. An unknown space would merge with unknown letters."""
         return SPACE in self.ids and not any(_SEAM.search(token) for token in self.tokens)
 
     @cached_property
     def _trie(self) -> tuple[PairTable, NDArray[np.int32]]:
-        """The next node by node and letter, and the token by its last node."""
+        """The table that maps a node and a letter to the next node, and the token by its last node."""
         known = (gguf.NORMAL, gguf.USER_DEFINED, gguf.UNUSED)
         kinds = zip(self.ids.items(), self.given_types, strict=True)
         nodes, ends = trie(dict(pair for pair, kind in kinds if kind in known))
@@ -251,7 +251,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _wide_scores(self) -> NDArray[np.float64]:
-        """Scores (V,), 0 for tokens that the user defined: likelier than all others."""
+        """Scores (V,), 0 for user-defined tokens, which makes them more likely than all others."""
         return np.where(np.array(self.given_types) == gguf.USER_DEFINED, 0.0, self.scores.astype(np.float64))
 
     @cached_property
@@ -260,7 +260,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return float((normal.min() if normal.size else np.float32(0)) - _UNKNOWN_BELOW)
 
     def _respelt(self, text: str) -> str:
-        """Return the text as the charsmap spells it."""
+        """Return the text respelt by the charsmap."""
         from zero_mpi.data.tokenizers import segmentation
 
         if not len(self._nodes):
@@ -271,6 +271,6 @@ class UnigramTokenizer(SentencePieceTokenizer):
         while len(out) < (length := segmentation.respell(given, self._nodes, self._spellings, out)) <= most:
             out = np.empty(length, np.uint8)
         if length == FREE or length > most:
-            expected = "a table that points nowhere but into itself and the spellings"
-            raise self._keys.fault(CHARSMAP, f"{expected}, and makes a text 16 times as long at most")
+            expected = "a table that points only into itself and the spellings"
+            raise self._keys.fault(CHARSMAP, f"{expected}, and makes a text at most 16 times as long")
         return out[:length].tobytes().decode(errors="replace")

@@ -1,7 +1,7 @@
 """Finds tokens that are spelt out in a text in one pass, and cuts them out as llama.cpp does.
 
-llama.cpp takes the longest token first and cuts it out everywhere, then the next. So of two tokens that
-overlap the longer one is read, wherever it begins, which a regex from left to right would not do.
+llama.cpp cuts out the longest token everywhere first, then the next longest. So the longer of two overlapping
+tokens is read, wherever it begins; a regex that reads from left to right would not do this.
 """
 
 import re
@@ -14,13 +14,13 @@ from heapq import heapify, heappop, heappush
 from zero_mpi.data.tokenizers.pair_table import BITS, trie
 
 _WHITE = frozenset(" \t\n\v\f\r")  # white space of ASCII
-Span = tuple[int, int, str]  # begin and end of a token, with white space that is left out
+Span = tuple[int, int, str]  # start and end of a token with its dropped white space, and the token
 
 
 class Spellings:
-    """Ids of tokens by their spelling, none of which is empty.
+    """Ids of tokens by their spellings, none of which is empty.
 
-    stripping   tokens after which white space is left out
+    stripping   tokens after which white space is dropped
     """
 
     def __init__(self, ids: Mapping[str, int], stripping: Collection[str] = ()) -> None:
@@ -30,7 +30,7 @@ class Spellings:
     def cut(self, text: str, sizes: list[int] | None = None) -> list[int | str]:
         """Return `text` as ids of the tokens spelt in it and the texts between them; `[text]` without any.
 
-        `sizes` gets the bytes that each id stands for.
+        `sizes` receives the number of bytes of each id.
         """
         parts, at = list[int | str](), 0
         for start, stop, token in self.spans(text):
@@ -43,7 +43,7 @@ class Spellings:
         return [*parts, text[at:]] if at < len(text) or not parts else parts
 
     def spans(self, text: str) -> list[Span]:
-        """Return where the tokens to cut out are spelt, in the order of the text."""
+        """Return the places of the tokens to cut out, in the order of the text."""
         places = defaultdict[int, list[int]](list)
         for start, rank in self.longest(text):
             places[rank].append(start)
@@ -54,7 +54,7 @@ class Spellings:
         nodes, fails, ranks = self._automaton
         node, at, text = 0, 0, text[::-1]
         while at < len(text):
-            if not node:  # no token has begun: continue where one may end
+            if not node:  # not inside a token: continue where a token may end
                 if (found := self._end.search(text, at)) is None:
                     return
                 at = found.start()
@@ -67,7 +67,7 @@ class Spellings:
 
     def _taken(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
         """Yield (start, stop, token) of the tokens to cut out; `places`: the starts of each rank."""
-        taken, ranks = bytearray(len(text) + 1), [*places]  # per letter, and one that stays free
+        taken, ranks = bytearray(len(text) + 1), [*places]  # one per character, and one that stays 0
         heapify(ranks)
         while ranks:
             rank = heappop(ranks)
@@ -98,7 +98,7 @@ class Spellings:
 
     @cached_property
     def _shorter(self) -> list[int]:
-        """Rank of the longest token that each token begins with, not counting itself, or -1."""
+        """Rank of the longest other token that each token begins with, or -1."""
         found, outer = [-1] * len(self.tokens), list[int]()
         for token, rank in sorted((token, rank) for rank, token in enumerate(self.tokens)):
             while outer and not token.startswith(self.tokens[outer[-1]]):
@@ -109,9 +109,9 @@ class Spellings:
 
     @cached_property
     def _automaton(self) -> tuple[dict[int, int], list[int], list[int]]:
-        """Automaton of Aho and Corasick for the reversed tokens: it reads each letter once or twice.
+        """Automaton of Aho and Corasick for the reversed tokens: it reads each character once or twice.
 
-        Nodes of a trie; the node of each node's longest proper suffix; the rank of its longest token, or -1.
+        Returns the nodes of a trie; the node of each node's longest proper suffix; its longest token's rank.
         """
         nodes, ends = trie({token[::-1]: rank for rank, token in enumerate(self.tokens)})
         depths, fails, ranks = ([each] * (len(nodes) + 1) for each in (0, 0, -1))
@@ -128,7 +128,7 @@ class Spellings:
 
     @cached_property
     def _end(self) -> re.Pattern[str]:
-        """Pattern of places where a token may end, in a reversed text, by the token's last two letters."""
+        """Pattern of places where a token may end, in a reversed text, by the token's last two characters."""
         longer = [token for token in self._ids if len(token) > 1]
         alone = {token for token in self._ids if len(token) == 1}
         letters = alone, {token[-1] for token in longer}, {token[-2] for token in longer}

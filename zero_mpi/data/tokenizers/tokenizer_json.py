@@ -1,9 +1,9 @@
 """Converts a Hugging Face tokenizer.json to GGUF keys, and back.
 
-Reading follows llama.cpp's converter: tokens in the order of their ids, `[PADn]` of type "unused" where there
-is none, added tokens as control tokens (if special, or by their look) or the user's, bos, eos and the chat
-template from the files beside it. Rules without a GGUF key that would change ids are `huggingface_rules`,
-which stay with the model; anything these cannot express is refused.
+Reading follows llama.cpp's converter: tokens in the order of their ids; `[PADn]` of type "unused" for a
+missing id; added tokens as control tokens (if special, or by their look) or as user-defined tokens; bos, eos
+and the chat template from the files next to it. Rules that change ids but have no GGUF key are stored with
+the model as `huggingface_rules`; anything that these cannot express is refused.
 """
 
 import json
@@ -26,19 +26,19 @@ from zero_mpi.files.parse import parse_json
 
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
 _WAY_OUT = "use token files for --data (1-D .npy)"
-_MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes of tokenizer.json and of each file beside it
-_MOST_TEMPLATES, _MOST_NAME = 32, 99  # limits of a folder's templates; of letters in a template's name
-_GAP = 1 << 16  # extra ids without a token that a model may have, besides doubling
+_MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes of tokenizer.json and of each file next to it
+_MOST_TEMPLATES, _MOST_NAME = 32, 99  # most templates of a folder; most characters of a template's name
+_GAP = 1 << 16  # ids without a token that a model may have, in addition to doubling
 _SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
 _WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPETokenizer:
-    """Return the tokenizer of a tokenizer.json; beside it, tokenizer_config.json, chat_template.jinja,
-    config.json and generation_config.json are read for the special tokens and the chat template.
+    """Return the tokenizer of a tokenizer.json. The files tokenizer_config.json, chat_template.jinja,
+    config.json and generation_config.json next to it give the special tokens and the chat template.
 
-    `vocab_size`: the model's; if it is larger, unused tokens fill the rest. UsageError unless it is a
-    byte-level BPE.
+    `vocab_size`: the model's; if it is larger, unused tokens fill the difference. Raises UsageError unless
+    the tokenizer is a byte-level BPE.
     """
     path = Path(path)
     content = _read(path, _MOST)
@@ -67,9 +67,9 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
 
 
 def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
-    """Return the content of a tokenizer.json for GGUF keys of a byte-level BPE (also of the byte tokenizer).
+    """Return the content of a tokenizer.json for GGUF keys of a byte-level BPE or the byte tokenizer.
 
-    Raises UsageError as `BPETokenizer` does. Unused `[PADn]` are left out: readers fill the gaps.
+    Raises UsageError as `BPETokenizer` does. Unused `[PADn]` are left out, because readers fill the gaps.
     """
     bpe = BPETokenizer(metadata, place)
     tokenizer, lib = bpe.library, tokenizers()
@@ -110,14 +110,14 @@ def _read(path: Path, most: int) -> dict[str, Any]:
     try:
         content = parse_json(raw)
     except ValueError as error:
-        raise UsageError(f"{path}: expected a JSON object, found no JSON: {error}") from None
+        raise UsageError(f"{path}: expected a JSON object, found invalid JSON: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: expected a JSON object, found {shown(content, 60)}")
     return content
 
 
 def _sibling(path: Path, name: str) -> dict[str, Any]:
-    """Return a JSON file of the same folder; empty if there is none."""
+    """Return a JSON file of the same folder; empty if the file does not exist."""
     file = path.with_name(f"{name}.json")
     return _read(file, _MOST_SIBLING) if os.path.lexists(file) else {}
 
@@ -132,7 +132,7 @@ def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> A
 
 
 def _by_config(path: Path, name: str, *kinds: type) -> Any:
-    """Return a value of tokenizer_config.json, as `_given` does."""
+    """Return a value of tokenizer_config.json, checked by `_given`."""
     return _given(path.with_name("tokenizer_config.json"), _sibling(path, "tokenizer_config"), name, *kinds)
 
 
@@ -142,7 +142,7 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     model: dict[str, Any] = given if isinstance(given, dict) else {}
     kind = model.get("type") or (
         "BPE" if "merges" in model else None
-    )  # files of early versions omit the type
+    )  # early versions of the format omit the type
     if kind != "BPE" or not isinstance(model.get("vocab"), dict):
         raise UsageError(
             f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {quoted(kind)}: "
@@ -159,8 +159,8 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the added tokens. Raises UsageError unless they are objects. As in Transformers, those of
-    tokenizer_config.json are added and replace those of the same text.
+    """Return the added tokens. Raises UsageError unless they are objects. As in Transformers, the tokens of
+    tokenizer_config.json are added and replace tokens with the same text.
     """
     tokens = _given(path, content, "added_tokens", list) or []
     by_id = _by_config(path, "added_tokens_decoder", dict) or {}
@@ -176,7 +176,7 @@ def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
 def _vocabulary(
     path: Path, model: dict[str, Any], added: list[dict[str, Any]], vocab_size: int | None
 ) -> tuple[list[str], list[int]]:
-    """Return tokens and their types in the order of ids, gaps filled."""
+    """Return tokens and their types in the order of ids; gaps are filled with unused tokens."""
     known = _by_id(path, ((place, token) for token, place in model["vocab"].items()))
     extra = _by_id(path, ((token.get("id"), token.get("content")) for token in added))
     following = len(known)
@@ -189,7 +189,7 @@ def _vocabulary(
             )
         following += token not in model["vocab"]
     size = max([*known, *extra, -1]) + 1
-    if size > 2 * len(known) + 1024:  # a vocabulary has few gaps, and gaps must not cost memory
+    if size > 2 * len(known) + 1024:  # a real vocabulary has few gaps; many would waste memory
         raise UsageError(
             f"{path}: expected ids without large gaps, found {len(known)} tokens and the id {size - 1}"
         )
@@ -221,7 +221,7 @@ def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
 
 
 def _is_text(token: Any) -> bool:
-    """Return whether a token can stand in a file: JSON can hold halves of characters."""
+    """Return whether a token can be stored in a file: JSON can hold lone surrogates, UTF-8 cannot."""
     return isinstance(token, str) and not any("\ud800" <= c <= "\udfff" for c in token)
 
 
@@ -232,7 +232,7 @@ def _looks_special(token: str) -> bool:
 
 
 def _merge(path: Path, merge: object) -> str:
-    """Return a merge as text; newer files hold pairs."""
+    """Return a merge as text; newer files store merges as pairs."""
     if isinstance(merge, list) and len(merge) == 2 and all(isinstance(part, str) for part in merge):
         return " ".join(merge)
     if not isinstance(merge, str):
@@ -241,7 +241,7 @@ def _merge(path: Path, merge: object) -> str:
 
 
 def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, object]:
-    """Return keys of special tokens: from tokenizer_config.json, then the model's configurations."""
+    """Return the keys of special tokens: from tokenizer_config.json, then the model's configurations."""
     ids, first = {token["content"]: token["id"] for token in reversed(added)}, None
     post = content.get("post_processor")
     for step in _list(post.get("processors", [post])) if isinstance(post, dict) else []:
@@ -271,7 +271,7 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
 
 
 def _chat_template(path: Path) -> dict[str, object]:
-    """Return the templates that Transformers takes, by name: template files come before configurations."""
+    """Return the templates that Transformers uses, by name: template files override configurations."""
     given = _by_config(path, "chat_template", str, list)
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
