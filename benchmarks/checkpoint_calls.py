@@ -1,11 +1,11 @@
-"""How many calls on files a checkpoint takes, of each rank, on a file system of any kind.
+"""Counts the file calls of each rank for a checkpoint, on any kind of file system.
 
     mpirun -n 8 python benchmarks/checkpoint_calls.py --mb 64 --ranks-per-node 4 --system lustre
 
-A parallel file system pays for calls, locks and writers more than for bytes, and these can be counted where
-there is none: `--system` lets the folder count as being on one, `--ranks-per-node` so many ranks as a node.
-The first save warms up, the second one is counted. `writes` are those of files, each of so many MB; `kernel`
-are all writes that the system saw of the process, its sockets included.
+On a parallel file system calls, locks and writers cost more than bytes, and they can be counted without such
+a file system: `--system` makes the folder count as one, `--ranks-per-node` makes groups of ranks count as
+nodes. The first save warms up, and the second is counted. `writes`: writes to files and their MB; `kernel`:
+all writes of the process that the system has counted, including sockets.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Line = tuple[int, int, dict[str, int], int, int]  # rank, node, calls, bytes, th
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/checkpoint_calls.py",
         description="Count the calls on files that a checkpoint takes.",
@@ -50,7 +50,7 @@ def make_parser() -> Parser:
 
 
 def counted(comm: Comm, saver: Saver) -> list[Line]:
-    """A line for each rank, of the second of two saves. Collective."""
+    """Save twice; return a line with the counts of the second save for each rank. Collective."""
     saver.save(TrainingProgress(1))
     comm.barrier()
     before = kernel_writes()
@@ -64,7 +64,7 @@ def counted(comm: Comm, saver: Saver) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> list[str]:
-    """A row for each rank, and their sum."""
+    """Yield a row for each rank, and their sum."""
     rows = [
         f"{'rank':>5}{'node':>5}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'MB':>9}{'kernel':>8}"
     ]
@@ -78,14 +78,14 @@ def table(lines: Sequence[Line]) -> list[str]:
 
 
 def pretend(system: str, folder: Path) -> None:
-    """Let the folder count as being on a file system of this kind."""
+    """Make the folder count as being on a file system of this kind."""
     mounts = folder / "mountinfo"
     mounts.write_text(f"1 0 0:1 / / rw - {system} server rw\n")
     file_systems.MOUNTS = mounts
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Count, and print the table. Returns the exit status."""
+    """Count and print the table; return the exit status."""
     options = make_parser().parse_args(arguments)
     if not (options.mb > 0 and Path(options.folder).is_dir()):
         raise UsageError("expected --mb above 0 and a folder that is there")

@@ -1,10 +1,10 @@
-"""What gathering and reducing a unit take: our transports, the MPI library's own calls, a copy in memory.
+"""Times gathers and reductions of a unit: our transports, calls of the MPI library, a copy in memory.
 
     mpirun -n 2 python benchmarks/collectives.py [--most-mb 256]
 
-One line a size of the whole buffer, in microseconds: the median, over repeats, of the slowest rank. All start
-together. `copy` is one rank's memcpy of as many bytes, done by all ranks at once. Over shared memory a gather
-copies nothing: what is timed is to say that the own slice is written and to see that all others are.
+Prints one line per buffer size, in microseconds: the median, over repeats, of the slowest rank. All ranks
+start together. `copy` is a memcpy of as many bytes, on all ranks at once. With shared memory a gather copies
+nothing; its time is that of the synchronization of all ranks.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Operation = Callable[[], object]
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/collectives.py",
         description="Time gathers and reductions.",
@@ -45,7 +45,7 @@ def make_parser() -> Parser:
 
 
 def sizes(options: argparse.Namespace) -> Iterator[int]:
-    """Bytes of a buffer, four times as many each time."""
+    """Yield the bytes of a buffer, each four times the previous."""
     size = options.least_kb << 10
     while size <= options.most_mb << 20:
         yield size
@@ -53,7 +53,7 @@ def sizes(options: argparse.Namespace) -> Iterator[int]:
 
 
 def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation]:
-    """The MPI library's blocking calls."""
+    """Return the blocking calls of the MPI library."""
     from mpi4py import MPI
 
     whole, other = (np.ones(partition.length, np.float32) for _ in range(2))
@@ -68,7 +68,7 @@ def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation
 
 
 def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operation]:
-    """Our transport over messages."""
+    """Return the operations of our transport over messages."""
     comm = comms["exact"]
     whole, own = np.ones(partition.length, np.float32), np.zeros(partition.counts[comm.rank], np.float32)
 
@@ -83,7 +83,7 @@ def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operatio
 
 
 def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
-    """Our transport over shared memory; nothing where there is not enough of it."""
+    """Return the operations of our transport over shared memory; none if there is too little of it."""
     from zero_mpi.comm.shared.memory import NoSharedMemory
 
     if comm is None:
@@ -109,7 +109,7 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
 
 
 def measure(comm: Comm, operation: Operation, budget: float) -> float:
-    """Microseconds of an operation that all ranks do together, from repeats for `budget` seconds."""
+    """Return the microseconds of an operation on all ranks, from repeats for `budget` seconds."""
     seconds: list[float] = []
     repeats = FEWEST
     while len(seconds) < repeats:
@@ -125,7 +125,7 @@ def measure(comm: Comm, operation: Operation, budget: float) -> float:
 
 
 def make_comms() -> tuple[dict[str, Comm], Comm | None]:
-    """Over messages, both ways to reduce, and over shared memory if the ranks share a node."""
+    """Return communicators: messages with both reductions, and shared memory if the ranks share a node."""
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.comm.shared.comm import SharedComm
     from zero_mpi.comm.shared.memory import NoSharedMemory
@@ -138,7 +138,7 @@ def make_comms() -> tuple[dict[str, Comm], Comm | None]:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure and print the table."""
     options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     if world.mpi is None:
         raise SystemExit("start it by mpirun: there is nothing to measure in one process")

@@ -1,10 +1,10 @@
-"""Conversations into ids and masks, beside Transformers with `tokenizers` on the same cores.
+"""Times encoding of conversations, compared with Transformers and `tokenizers` on the same cores.
 
     taskset -c 0 python benchmarks/conversations.py MODEL.gguf
 
-Rows of one to six turns, of words drawn with a seed, are written as JSON Lines. Both read the file, render
-each row by the model's own chat template and encode it, in turns; ours also finds which tokens count. `ratio`
-is that of the medians, above 1 where ours is faster. Equal counts of ids say that both did the same work.
+Rows of one to six turns, of random words with a fixed seed, are written as JSON Lines. Both programs take
+turns to read the file, render each row by the model's chat template and encode it; ours also finds the tokens
+that count. `ratio` is the ratio of medians, above 1 if ours is faster. Equal counts of ids show equal work.
 """
 
 import json
@@ -48,7 +48,7 @@ WORDS = [
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="python benchmarks/conversations.py",
         description="Time conversations into ids.",

@@ -1,12 +1,12 @@
-"""Text into ids: each kind of tokenizer that a GGUF may have, beside the `tokenizers` library.
+"""Times tokenizers: each kind that a GGUF file may have, compared with the library `tokenizers`.
 
     taskset -c 0 python benchmarks/encode.py
     python benchmarks/encode.py --lines
 
-The text is the source of Python's library; the vocabularies are learnt from its beginning by the library.
-Both encode it in turns into arrays, whole files or single lines as documents, on the cores that the process
-may use; `ratio` is that of the medians, above 1 where ours is faster. SentencePiece's kinds are made for the
-library as converters of such models make them. Equal counts of ids say that both did the same work.
+The text is the source of Python's library; `tokenizers` learns the vocabularies from its beginning. Both take
+turns to encode the text, with files or single lines as documents, on the cores that the process may use.
+`ratio` is the ratio of medians, above 1 if ours is faster. Tokenizers of SentencePiece are converted for the
+library as usual converters do. Equal counts of ids show that both did the same work.
 """
 
 import json
@@ -30,7 +30,7 @@ SPECIAL = [(UNKNOWN, 2), ("<s>", 3), ("</s>", 3), *((f"<0x{byte:02X}>", 6) for b
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="python benchmarks/encode.py",
         description="Time text into ids.",
@@ -44,7 +44,7 @@ def make_parser() -> Parser:
 
 
 def files(size: int) -> list[str]:
-    """Python's library, up to `size` bytes."""
+    """Return the files of Python's library, up to `size` bytes."""
     found, total = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         text = path.read_text(errors="replace")
@@ -56,14 +56,14 @@ def files(size: int) -> list[str]:
 
 
 def keys_of(model: str, tokens: Sequence[tuple[str, int]], **more: Any) -> dict[str, Any]:
-    """GGUF keys of (token, type) pairs."""
+    """Return the GGUF keys for (token, type) pairs."""
     types = np.array([kind for _, kind in tokens], np.int32)
     names = {"model": model, "tokens": [token for token, _ in tokens], "token_type": types, **more}
     return {f"tokenizer.ggml.{name}": value for name, value in names.items()}
 
 
 def spaced(library: Any) -> Any:
-    """A tokenizer of the library that reads spaces as SentencePiece does."""
+    """Return a tokenizer of the library that reads spaces as SentencePiece does."""
     normalizers = tokenizers.normalizers
     steps = [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
     library.normalizer = normalizers.Sequence(steps)
@@ -71,7 +71,7 @@ def spaced(library: Any) -> Any:
 
 
 def by_merges(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
-    """SentencePiece's merges by score, and the library's."""
+    """Return SentencePiece's merges by score: our tokenizer and the library's."""
     learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
     learnt.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
     learnt.train_from_iterator(text, tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False))
@@ -91,7 +91,7 @@ def by_merges(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
 
 
 def by_likelihood(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
-    """SentencePiece's unigram model, and the library's."""
+    """Return SentencePiece's unigram model: our tokenizer and the library's."""
     learnt = tokenizers.Tokenizer(tokenizers.models.Unigram())
     learnt.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
     trainer = tokenizers.trainers.UnigramTrainer(vocab_size=size, show_progress=False, unk_token=UNKNOWN)
@@ -107,7 +107,7 @@ def by_likelihood(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
 
 
 def by_bytes(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
-    """Byte-level BPE, which the library merges for us too."""
+    """Return byte-level BPE: our tokenizer and the library's, with merges of the library."""
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
     learnt.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -128,14 +128,14 @@ KINDS: dict[str, Callable[[Sequence[str], int], tuple[Tokenizer, Any]]] = {
 
 
 def timed(encode: Callable[[Sequence[str]], Any], documents: Sequence[str]) -> tuple[float, int]:
-    """Seconds, and the number of ids."""
+    """Return the seconds and the number of ids."""
     start = time.perf_counter()
     found = encode(documents)
     return time.perf_counter() - start, sum(map(len, found))
 
 
 def compared(name: str, ours: Tokenizer, library: Any, documents: Sequence[str], rounds: int) -> str:
-    """A line about both: rates, their ratio, and how many ids each has."""
+    """Return a line with both rates, their ratio, and both numbers of ids."""
 
     def by_library(texts: Sequence[str]) -> list[Any]:
         found = library.encode_batch_fast(texts, add_special_tokens=False)

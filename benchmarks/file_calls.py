@@ -14,7 +14,7 @@ BY_HANDLE = ("write", "pwrite", "pwritev", "ftruncate", "fsync", "fdatasync")
 
 
 class FileCalls:
-    """While it is entered, `counts` of each call by the name of its file, and the bytes `written` to each."""
+    """Context that counts each call by file name in `counts`, and the bytes `written` to each file."""
 
     def __init__(self) -> None:
         self.counts, self.written = Counter[tuple[str, str]](), Counter[str]()
@@ -32,7 +32,7 @@ class FileCalls:
             setattr(os, name, real)
 
     def of(self, call: str, file: str = "") -> int:
-        """How often a call was made, for files whose name ends so."""
+        """Return the number of calls for files with names that end in `file`."""
         return sum(
             count for (name, path), count in self.counts.items() if name == call and path.endswith(file)
         )
@@ -57,7 +57,7 @@ class FileCalls:
 
 
 def kernel_writes() -> int:
-    """How many writes the system has seen of this process; 0 where it does not tell."""
+    """Return the number of writes of this process that the system has counted; 0 if unknown."""
     try:
         return int(Path("/proc/self/io").read_text().split("syscw: ")[1].split()[0])
     except OSError:

@@ -1,4 +1,4 @@
-"""How far the losses of a training in bfloat16 are from those in float32, step by step on real text.
+"""Compares the losses of training in bfloat16 and in float32, step by step on real text.
 
     python benchmarks/losses.py --workload W3 W1 --steps 200 --ranks 2
     python benchmarks/losses.py --init MODEL.gguf --steps 40 -- --context 128 --batch-size 4
@@ -27,7 +27,7 @@ BYTES = 256
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def workload_flags(name: str, ranks: int, folder: str) -> list[str]:
-    """The flags of zero_mpi.train that make a workload; text of bytes has the vocabulary of bytes."""
+    """Return the flags of zero_mpi.train for a workload; text of bytes has the vocabulary of bytes."""
     size = WORKLOADS[name]
     named = {"arch": size.arch, "batch-size": size.batch * ranks, "micro-batch": size.batch, **size.flags}
     named["lr"] = LR
@@ -53,7 +53,7 @@ def workload_flags(name: str, ranks: int, folder: str) -> list[str]:
 
 
 def write_words(path: Path, vocabulary: int) -> Path:
-    """A token file of the words of Python's own library, by how often they come; the rarest share a token."""
+    """Write a token file of the words in Python's library, by frequency; the rarest share a token."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     words = re.findall(r"\w+|\s+|.", "".join(source.read_text(errors="replace") for source in sources))
     ids = {word: min(place, vocabulary - 1) for place, (word, _) in enumerate(Counter(words).most_common())}
@@ -62,7 +62,7 @@ def write_words(path: Path, vocabulary: int) -> Path:
 
 
 def train(flags: Sequence[str], ranks: int, out: Path) -> list[dict[str, float]]:
-    """Run a training; returns its metrics, step by step."""
+    """Run a training; return its metrics, step by step."""
     command = [launcher(), "-n", str(ranks), sys.executable, "-m", "zero_mpi.train", "--out", str(out)]
     command += ["--sample", "0", "--save-every", "0", "--keep", "1", *flags]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -72,7 +72,7 @@ def train(flags: Sequence[str], ranks: int, out: Path) -> list[dict[str, float]]
 
 
 def compare(name: str, flags: Sequence[str], ranks: int, folder: str) -> None:
-    """Train in both precisions and print how far they are apart."""
+    """Train in both precisions and print the differences."""
     outs = [(kind, Path(folder, f"{name}-{kind}")) for kind in PRECISIONS]
     runs = [train([*flags, "--precision", kind], ranks, out) for kind, out in outs]
     wide, low = ([line for line in run if "loss" in line] for run in runs)
@@ -86,7 +86,7 @@ def compare(name: str, flags: Sequence[str], ranks: int, folder: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One comparison a workload, or one of a model."""
+    """Run a comparison for each workload, or one for a model."""
     options = make_parser().parse_args(arguments)
     steps = ["--steps", str(options.steps), *options.flags]
     with tempfile.TemporaryDirectory() as folder:

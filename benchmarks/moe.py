@@ -27,7 +27,7 @@ LARGE |= {"experts": 48, "experts_used": 4, "expert_ffn": 768}
 
 
 def tokens(step: int, rank: int) -> np.ndarray:
-    """Random tokens (B, T + 1) of a step."""
+    """Return random tokens (B, T + 1) of a step."""
     return np.random.default_rng([step, rank]).integers(VOCABULARY, size=(BATCH, CONTEXT + 1))
 
 
@@ -59,7 +59,7 @@ def ours(dense: bool, precision: str) -> tuple[int, int, Callable[[int], object]
 
 
 def theirs(precision: str) -> tuple[int, int, Callable[[int], object]]:
-    """Return the same of transformers."""
+    """Return the same for transformers."""
     import torch
     from torch import distributed
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

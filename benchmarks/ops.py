@@ -1,4 +1,4 @@
-"""Each operation beside its reference, and beside what the machine could do at best.
+"""Times each operation, compared with its reference and with the limit of the machine.
 
     python benchmarks/ops.py --repeats 30
 
@@ -43,7 +43,7 @@ class Row:
 
 
 def numbers(*shape: int, seed: int = 0) -> Array:
-    """Random float32 numbers."""
+    """Return random float32 numbers."""
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
@@ -166,7 +166,7 @@ def all_rows() -> list[Row]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes right after another."""
+    """Return the seconds of a call right after another call."""
     call()
     start = time.perf_counter()
     call()
@@ -174,7 +174,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 class Limits:
-    """What the machine can do: products, and bytes."""
+    """Limits of the machine: rate of products, and rate of bytes."""
 
     def __init__(self) -> None:
         self.a, self.b = numbers(SQUARE, SQUARE), numbers(SQUARE, SQUARE, seed=1)
@@ -189,7 +189,7 @@ class Limits:
 
 
 def measure(rows: list[Row], repeats: int) -> None:
-    """Let all take turns."""
+    """Time all rows and limits in turns."""
     limits = Limits()
     for item in rows:
         item.fast(), item.plain()
@@ -201,7 +201,7 @@ def measure(rows: list[Row], repeats: int) -> None:
 
 
 def print_table(rows: list[Row], repeats: int) -> None:
-    """One line an operation."""
+    """Print one line per operation."""
     print(f"{ops.backend()}, numpy {np.__version__}, {platform.machine()}, 1 thread, {repeats} repeats")
     print("| operation | arrays | ms | least ms | reference ms | ratio | limit | share of it |")
     print("|---|---|---|---|---|---|---|---|")
@@ -215,7 +215,7 @@ def print_table(rows: list[Row], repeats: int) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description="Time operations beside their references and limits.")
     parser.add_argument("--repeats", type=int, default=20, help="times that each operation runs")
     parser.add_argument("--only", default="", help="operations whose name contains this")

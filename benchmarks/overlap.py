@@ -1,4 +1,4 @@
-"""How much of FULL_SHARD's communication hides behind computation, between hosts with links of known speed.
+"""Measures how much of FULL_SHARD's communication is hidden, between hosts with links of known speed.
 
     python benchmarks/overlap.py --rate 1gbit none
 
@@ -24,7 +24,7 @@ WAYS = ("step", "at once", "computation", "transfers")
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="python benchmarks/overlap.py",
         description="Time what hides behind computation.",
@@ -38,7 +38,7 @@ def make_parser() -> Parser:
 
 
 def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, object]]:
-    """The result of a job on two hosts, for each rate."""
+    """Return the result of a job on two hosts, for each rate."""
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
     from hosts import hosts, why_no_hosts  # the tests' own
     from jobs import COMPILED
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure and print the results."""
     options, flags = make_parser().parse_known_args(arguments)
     results = measure(options, flags)
     if not options.json:
@@ -69,7 +69,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def print_table(results: Iterator[Mapping[str, object]]) -> None:
-    """For people; times in milliseconds."""
+    """Print the table, with times in milliseconds."""
     titles = " ".join(f"{way:>11}" for way in WAYS)
     print(f"{'rate':10} {titles} {'hidden':>7} {'wait':>7} {'sent MB':>8} {'MB/s':>6}")
     for line in results:

@@ -42,7 +42,7 @@ WAYS = ("step", "at once", "computation", "transfers")
 
 
 class StagedComm(MPIComm):
-    """Transfers as they are, or waited for where they are started, or left out."""
+    """Communicator with normal transfers, transfers that are awaited at once, or none."""
 
     at_once = left_out = False
 
@@ -82,7 +82,7 @@ class StagedComm(MPIComm):
 
 
 class Asleep(Layer):
-    """In a block's place: the same parameters and shapes; sleeps, twice as long on the way back."""
+    """Replacement of a block with the same parameters and shapes; it sleeps, twice as long in backward."""
 
     def __init__(self, block: Layer, seconds: float) -> None:
         self._block, self._seconds = block, seconds
@@ -101,7 +101,7 @@ class Asleep(Layer):
 
 @dataclass
 class Bench:
-    """A model on its ranks, and what its steps took in each way."""
+    """Model on its ranks, and the times of its steps in each way."""
 
     comm: StagedComm
     workload: Workload
@@ -122,7 +122,7 @@ class Bench:
         self.accumulator = GradAccum(self.module, self.comm.size)
 
     def step(self, number: int) -> None:
-        """A whole training step."""
+        """Make a full training step."""
         x, targets = micro_batch(self.workload, self.comm.rank, number % BATCHES)
         tokens = self.comm.size * self.workload.tokens
         self.accumulator.accumulate(x, CrossEntropy(targets, 1.0 / tokens))
@@ -130,14 +130,14 @@ class Bench:
         self.optimizer.step(max_norm=CLIP)
 
     def transfers(self) -> None:
-        """The gathers and reductions of a step, as a rank without a micro-batch takes part in them."""
+        """Run the gathers and reductions of a step, like a rank without a micro-batch."""
         self.module.forward_backward(None, None, 1.0, contributors=self.comm.size)
         self.module.sync_gradients()
         self.module.zero_gradients()
         self.module.drop_gathered()
 
     def round(self, number: int, timed: bool = True) -> None:
-        """Each way once."""
+        """Run each way once."""
         meter = self.comm.meter
         waited, sent = meter.wait_seconds, meter.sent_bytes
         self.time("step", lambda: self.step(number), timed)
@@ -160,7 +160,7 @@ class Bench:
             self.seconds[way].append(time.perf_counter() - begun)
 
     def result(self) -> dict[str, float]:
-        """Milliseconds of each way, and what follows from them."""
+        """Return the milliseconds of each way, and the figures computed from them."""
         assert self.optimizer.skipped == 0, "a step without an update is not the one to be timed"
         ms = {way: 1e3 * median_of_longest(self.comm, values) for way, values in self.seconds.items()}
         computation, transfers = ms["computation"], ms["transfers"]
@@ -173,17 +173,17 @@ class Bench:
 
 
 def sleeping(stage: Stage, seconds: float) -> Stage:
-    """A block asleep; any other stage as it is."""
+    """Return a sleeping block for a block; return any other stage unchanged."""
     return replace(stage, layer=Asleep(stage.layer, seconds)) if stage.scope.startswith("blk.") else stage
 
 
 def median_of_longest(comm: Comm, values: Sequence[float]) -> float:
-    """The median over steps of the longest of all ranks."""
+    """Return the median over steps of the longest time of all ranks."""
     return statistics.median(max(together) for together in zip(*comm.allgather_object(values), strict=True))
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/overlap_step.py",
         description="Time the parts of a step.",
@@ -199,7 +199,7 @@ def make_parser() -> Parser:
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """What this job's steps took."""
+    """Measure the steps of this job and return the result."""
     workload = replace(LLAMA, **{size: getattr(options, size) for size in SIZES})
     asleep = None if options.asleep is None else options.asleep / 1e3
     bench = Bench(StagedComm(), workload, options.prefetch, asleep)
@@ -211,7 +211,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure and print the result."""
     options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     set_threads(Config())
     result = measure(options)

@@ -1,4 +1,4 @@
-"""Our training step beside PyTorch's, run by run in turn: medians and ratios.
+"""Compares our training step with PyTorch's, in alternating runs: medians and ratios.
 
     python benchmarks/peers.py --workload W1 W3 --rounds 5 --torch-python PYTHON
 
@@ -27,7 +27,7 @@ BF16 = " bf16"  # behind the name of a variant
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description="Time training steps beside PyTorch's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def ours(workload: str, strategy: str, precision: str, options: argparse.Namespace) -> list[str]:
-    """The command of one of our runs."""
+    """Return the command of one of our runs."""
     flags = ["--workload", workload, "--strategy", strategy, "--precision", precision]
     return step_command(options.ranks, [*flags, "--steps", str(options.steps)])
 
@@ -51,14 +51,14 @@ def ours(workload: str, strategy: str, precision: str, options: argparse.Namespa
 def theirs(
     workload: str, mode: str, precision: str, ranks: int, threads: int, options: argparse.Namespace
 ) -> list[str]:
-    """The command of one of torch's runs."""
+    """Return the command of one of torch's runs."""
     flags = ["--workload", workload, "--mode", mode, "--ranks", str(ranks), "--threads", str(threads)]
     flags += ["--precision", precision, "--steps", str(options.steps)]
     return [options.torch_python, str(HERE / "torch_step.py"), *flags]
 
 
 def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]:
-    """Name -> command."""
+    """Return name -> command."""
     cores, ranks = len(os.sched_getaffinity(0)), options.ranks
     own, peers = {}, {}
     for precision in options.precision:
@@ -81,7 +81,7 @@ def processor() -> str:
 
 
 def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Every variant's runs."""
+    """Return the results of all variants' runs."""
     commands = variants(workload, options)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     order = random.Random(0)
@@ -94,7 +94,7 @@ def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[s
 
 
 def print_table(workload: str, found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
-    """Medians, and ours over theirs."""
+    """Print medians, and the ratio of ours to theirs."""
     rate = {name: [run["tokens_per_second"] for run in runs] for name, runs in found.items()}
     own = {name: statistics.median(rate[name]) for name in rate if name.startswith("ours full-shard")}
     heads = " ".join(f"{name.removeprefix('ours '):>15}" for name in own)
@@ -109,7 +109,7 @@ def print_table(workload: str, found: dict[str, list[dict[str, float]]], options
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One table a workload."""
+    """Print a table for each workload."""
     options = make_parser().parse_args(arguments)
     for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # hold a BLAS below what the processor has
         os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""Whether `zero-mpi plan` foretells the time of a step: its model beside runs on hosts with slow links.
+"""Compares the step times of `zero-mpi plan` with measured ones, on hosts with slow links.
 
     python benchmarks/plan_check.py [--rate 1gbit] [--hosts 2] [--only W1 ...] [--steps 5]
 
@@ -38,7 +38,7 @@ PRODUCTS = 1.5  # seconds
 
 @dataclass(frozen=True)
 class Line:
-    """A timed job."""
+    """Job to time."""
 
     workload: str
     per_host: int
@@ -51,7 +51,7 @@ class Line:
     width: int | None = None
 
     def sized(self) -> Workload:
-        """The workload, with the batch, the context and the width of the line."""
+        """Return the workload with batch, context and width of the line."""
         workload = WORKLOADS[self.workload]
         changed = {"batch": self.batch, "context": self.context, "width": self.width}
         return replace(workload, **{name: size for name, size in changed.items() if size is not None})
@@ -77,7 +77,7 @@ LINES = [
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description="Hold the plan's time of a step against runs on hosts with slow links.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -94,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def probe(world: World, arguments: Sequence[str]) -> int:
-    """Print what messages take, while all ranks do the same."""
+    """Print the times of messages, while all ranks send."""
     set_threads(Config())  # as a job does: more threads than cores would measure only themselves
     found = rates(world.mpi.COMM_WORLD, int(arguments[0]))
     if world.rank == 0:
@@ -161,7 +161,7 @@ def compare(options: argparse.Namespace) -> Iterator[tuple[Line, dict[str, float
 
 
 def step_flags(line: Line, steps: int) -> list[str]:
-    """The flags of step.py."""
+    """Return the flags of step.py."""
     workload = line.sized()
     flags = ["--workload", line.workload, "--batch", workload.batch, "--context", workload.context]
     flags += ["--width", workload.width]
@@ -171,19 +171,19 @@ def step_flags(line: Line, steps: int) -> list[str]:
 
 
 def predicted(line: Line, hosts: int, found: dict[str, float]) -> StepTime:
-    """The plan of a line, from the probe's numbers."""
+    """Return the plan of a line, from the probe's numbers."""
     return step_time(case_of(line, hosts), machine_of(found))
 
 
 def machine_of(found: dict[str, float]) -> Machine:
-    """The machine that the probe's numbers describe."""
+    """Return the machine with the probe's numbers."""
     between = Link(found["alpha"], found["beta"])
     node = Link(found.get("alpha_node", 0.0), found.get("beta_node", 0.0))
     return Machine(node, between, flops=found["flops"], moves=found.get("moves", ASSUMED.moves))
 
 
 def case_of(line: Line, hosts: int) -> Case:
-    """What is planned of a line."""
+    """Return the case to plan for a line."""
     workload, ranks = line.sized(), hosts * line.per_host
     return Case(
         ARCHITECTURES[workload.arch].from_flags(workload.flags),

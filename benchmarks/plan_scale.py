@@ -1,4 +1,4 @@
-"""Whether `zero-mpi plan` foretells steps, gathers and a save of 64 and 128 ranks on hosts with slow links.
+"""Compares `zero-mpi plan` with measured steps, gathers and saves of 64 and 128 ranks over slow links.
 
     python benchmarks/plan_scale.py [--rate 20mbit] [--hosts 8 16] [--each 8] [--steps 2]
 
@@ -54,7 +54,7 @@ BURST = "32kb"  # that an idle link saves up: little beside a message
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="python benchmarks/plan_scale.py",
         description="Hold the plan against runs of many ranks on hosts with slow links.",
@@ -100,13 +100,13 @@ def job(world: World, arguments: Sequence[str]) -> int:
 
 
 def step_options(strategy: str, options: argparse.Namespace) -> argparse.Namespace:
-    """The flags of step.py."""
+    """Return the flags of step.py."""
     flags = plan_check.step_flags(line_of(strategy, options.each), options.steps)
     return step.make_parser().parse_args(flags)
 
 
 def passes_per_second() -> float:
-    """Bytes a second of this rank in a sum of two arrays into a third."""
+    """Return this rank's bytes per second when it sums two arrays into a third."""
     a, b, c = (np.ones(PASS, np.float32) for _ in range(3))
     begun, moved = time.perf_counter(), 0
     while time.perf_counter() - begun < PASSES:
@@ -116,7 +116,7 @@ def passes_per_second() -> float:
 
 
 def patient_alpha(comm: Comm) -> float:
-    """Seconds of a message between ranks that sleep while they wait, as they do in a save."""
+    """Return the seconds of a message between ranks that sleep while they wait, as in a save."""
     patient, seconds = comm.background(), []
     for _ in range(BARRIERS):
         begun = time.perf_counter()
@@ -127,7 +127,7 @@ def patient_alpha(comm: Comm) -> float:
 
 
 def gathers(variant: step.Run) -> float:
-    """Seconds to gather each unit once, one after the other."""
+    """Return the seconds to gather each unit once, one after the other."""
     seconds = []
     for _ in range(GATHERINGS):
         variant.comm.barrier()
@@ -141,7 +141,7 @@ def gathers(variant: step.Run) -> float:
 
 
 def save(variant: step.Run, repeats: int) -> tuple[float, float]:
-    """Seconds of a checkpoint that rank 0 writes, and bytes a second of a plain write of as many."""
+    """Return the seconds of a checkpoint of rank 0, and bytes per second of a plain write of that size."""
     comm: Comm = variant.comm
     model = ARCHITECTURES[variant.workload.arch].from_flags(variant.workload.flags)
     description = Description(model.arch, model.metadata() | {"tokenizer.ggml.model": "none"}, {}, {})
@@ -183,7 +183,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, float
 
 
 def planned(name: str, hosts: int, each: int, found: dict[str, float]) -> float:
-    """Seconds of a line by the plan."""
+    """Return the planned seconds of a line."""
     machine = machine_of(found)
     case = case_of(line_of(STRATEGIES[0] if name in (GATHERS, SAVE) else name, each), hosts)
     if name == SAVE:
@@ -194,13 +194,13 @@ def planned(name: str, hosts: int, each: int, found: dict[str, float]) -> float:
 
 
 def planned_gathers(case: Case, machine: Machine) -> float:
-    """Seconds of all gathers, one after the other."""
+    """Return the planned seconds of all gathers, one after the other."""
     units = range(len(case.layout.units))
     return sum(gather_seconds(case, machine, unit, case.kept_bytes(unit)) for unit in units)
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure and print the table."""
     options = make_parser().parse_args(arguments)
     ratios = []
     print("| ranks | line | measured ms | plan ms | ratio |")

@@ -1,4 +1,4 @@
-"""The loss that a type costs a fine-tuned model, without and with training for it (--qat).
+"""Measures how much a quantized type raises the loss of a fine-tuned model, without and with --qat.
 
     python benchmarks/qat.py MODEL.gguf
 
@@ -17,7 +17,7 @@ from pydoc_data.topics import topics
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     about = "Measure what a type costs a fine-tuned model, and what --qat wins back."
     parser = argparse.ArgumentParser(prog="python benchmarks/qat.py", description=about)
     parser.add_argument("model", type=Path, help="GGUF to fine-tune")

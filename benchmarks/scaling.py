@@ -1,4 +1,4 @@
-"""How training steps grow with ranks, context, vocabulary and depth: time, traffic and memory.
+"""Measures time, traffic and memory of training steps against ranks, context, vocabulary and depth.
 
     python benchmarks/scaling.py [--sweep ranks context vocabulary layers] [--steps 3]
 
@@ -17,14 +17,14 @@ from step_jobs import run_once, step_command
 
 @dataclass(frozen=True)
 class Line:
-    """A job: how many ranks, and flags of step.py."""
+    """Job: its number of ranks, and flags of step.py."""
 
     ranks: int
     flags: tuple[str, ...]
 
 
 def line(ranks: int, **flags: int | str) -> Line:
-    """A line from its flags."""
+    """Return a line from its flags."""
     return Line(ranks, tuple(text for name, value in flags.items() for text in (f"--{name}", str(value))))
 
 
@@ -41,7 +41,7 @@ SWEEPS = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description="Time training steps of growing sizes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One table a sweep."""
+    """Print a table for each sweep."""
     options = make_parser().parse_args(arguments)
     for name in options.sweep:
         columns = ("ms", "tokens/s", "wait ms", "sent MB", "RSS MB", "PSS of all", "activations")

@@ -1,4 +1,4 @@
-"""How long a training step takes: tokens a second, share of the sgemm peak, waits, bytes sent, memory.
+"""Measures a training step: tokens per second, share of the sgemm peak, waits, bytes sent, memory.
 
     mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard --transport auto
 
@@ -43,7 +43,7 @@ SIZES = ("vocabulary", "layers", "width", "heads", "ffn", "context", "batch")
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/step.py",
         description="Time training steps.",
@@ -71,7 +71,7 @@ def make_parser() -> Parser:
 
 @dataclass
 class Run:
-    """One variant: its name, what a step of it is, and what its steps took."""
+    """Variant: its name, the function for a step, and the costs of its steps."""
 
     name: tuple[str, str, str]
     comm: Comm
@@ -84,7 +84,7 @@ class Run:
     sent: int = 0  # bytes of the last step
 
     def timed_step(self, number: int) -> None:
-        """One step, all ranks at once, with its costs noted."""
+        """Make one step on all ranks at once, and record its costs."""
         self.comm.barrier()
         meter = self.comm.meter
         waited, sent, begun = meter.wait_seconds, meter.sent_bytes, time.perf_counter()
@@ -94,7 +94,7 @@ class Run:
         self.sent = meter.sent_bytes - sent
 
     def step(self, number: int) -> float:
-        """One step; returns the loss."""
+        """Make one step; return the loss."""
         comm, workload = self.comm, self.workload
         tokens, targets = micro_batch(workload, comm.rank, number % BATCHES)
         self.accumulator.accumulate(tokens, CrossEntropy(targets, 1.0 / (comm.size * workload.tokens)))
@@ -104,20 +104,20 @@ class Run:
 
 
 def micro_batch(workload: Workload, rank: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random tokens and targets (batch, context)."""
+    """Return random tokens and targets (batch, context)."""
     shape = (workload.batch, workload.context + 1)
     drawn = np.random.default_rng((rank, number)).integers(workload.vocabulary, size=shape)
     return drawn[:, :-1], drawn[:, 1:]
 
 
 def sized(options: argparse.Namespace) -> Workload:
-    """The workload, with the sizes that the flags change."""
+    """Return the workload with the sizes that the flags change."""
     changed = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     return replace(WORKLOADS[options.workload], **changed)
 
 
 def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
-    """Every variant that the flags name."""
+    """Return the variants in the flags."""
     workload = sized(options)
     model = ARCHITECTURES[workload.arch].from_flags(workload.flags)
     axes = options.transport, options.reduction, options.strategy, options.precision
@@ -155,7 +155,7 @@ def gemm_rate(comm: Comm, repeats: int = 7) -> float:
 
 
 def measure(world: World, options: argparse.Namespace) -> list[dict[str, object]]:
-    """What each variant reached."""
+    """Measure all variants and return their results."""
     runs = list(make_runs(world, options))
     peak = 0.0
     for variant in runs:
@@ -171,23 +171,23 @@ def measure(world: World, options: argparse.Namespace) -> list[dict[str, object]
 
 
 def peak_rss() -> float:
-    """The most memory that this process ever had, in MiB."""
+    """Return the peak memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def pss() -> float:
-    """This process's memory in MiB, shared pages divided by those who share them."""
+    """Return this process's memory in MiB; a shared page is divided by the number of its processes."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(text.partition("Pss:")[2].split()[0]) / 1024
 
 
 def median_of_longest(comm: Comm, values: list[float]) -> float:
-    """The median over steps of the longest of all ranks."""
+    """Return the median over steps of the longest time of all ranks."""
     return statistics.median(max(together) for together in zip(*comm.allgather_object(values), strict=True))
 
 
 def result(variant: Run, peak: float, memory: list[tuple[float, float, float]]) -> dict[str, object]:
-    """One line of the table."""
+    """Return one line of the table."""
     comm, workload = variant.comm, variant.workload
     slowest = median_of_longest(comm, variant.seconds)
     return {
@@ -210,7 +210,7 @@ def result(variant: Run, peak: float, memory: list[tuple[float, float, float]]) 
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure and print the table."""
     options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     set_threads(Config(threads=options.threads))
     if options.bits == portable.PORTABLE:
@@ -225,7 +225,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def print_table(workload: str, results: list[dict[str, object]]) -> None:
-    """For people."""
+    """Print the table."""
     head = results[0]
     print(f"{workload}, {head['ranks']} rank(s), sgemm {head['peak_gflops']:.0f} GFLOP/s per rank")
     names = f"{'strategy':14} {'transport':10} {'reduction':10} {'precision':9} {'bits':8}"

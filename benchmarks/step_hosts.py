@@ -1,4 +1,4 @@
-"""What a step takes and moves over several hosts: messages beside memory that each host's ranks share.
+"""Measures time and traffic of a step over several hosts, with messages and with shared memory.
 
     python benchmarks/step_hosts.py --hosts 2 --each 2 --rate 1gbit -- --workload W1 --batch 2
 
@@ -25,7 +25,7 @@ WARMUP = 1
 
 
 def make_parser() -> Parser:
-    """The command line; what comes after -- goes to step.py."""
+    """Return the parser of the command line; arguments after -- are for step.py."""
     parser = Parser(
         prog="python benchmarks/step_hosts.py",
         description="Time steps over hosts. What comes after -- goes to step.py.",
@@ -42,7 +42,7 @@ def make_parser() -> Parser:
 
 
 def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, object]]:
-    """One result a variant and round."""
+    """Return a result for each variant and round."""
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
     from hosts import hosts, why_no_hosts  # the tests' own
 
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[
 
 
 def job(here: Any, options: argparse.Namespace, steps: int, flags: Sequence[str]) -> tuple[dict, list[int]]:
-    """The result of a job of step.py, and what each host's link sent and received meanwhile."""
+    """Return the result of a job of step.py, and the bytes that each host's link sent and received."""
     from jobs import COMPILED
 
     before = here.traffic()
@@ -75,7 +75,7 @@ def job(here: Any, options: argparse.Namespace, steps: int, flags: Sequence[str]
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure and print the results."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = make_parser().parse_args(arguments[:cut])
     print(f"{options.hosts} hosts x {options.each} ranks, links of {options.rate}; MB of the busiest host")

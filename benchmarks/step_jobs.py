@@ -1,4 +1,4 @@
-"""Starting the jobs whose results a benchmark compares: each prints one JSON object a line."""
+"""Starts the jobs that a benchmark compares; each prints JSON objects, one per line."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def launcher() -> str:
-    """The mpirun beside this python, else that on PATH."""
+    """Return the mpirun in the folder of this python, else that on PATH."""
     beside = Path(sys.executable).parent / "mpirun"
     return str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
 
@@ -22,7 +22,7 @@ def step_command(ranks: int, flags: Sequence[str]) -> list[str]:
 
 
 def run_once(command: Sequence[str]) -> dict[str, float] | None:
-    """What a job printed last; None, and a line on stderr, if it came to no result."""
+    """Return the last result of a job; without a result None, and print a line on stderr."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, stdin=subprocess.DEVNULL)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:  # the status does not tell: torch's processes may abort when they part, after the result

@@ -24,7 +24,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Time training steps of PyTorch.")
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="W1")
     parser.add_argument("--mode", choices=MODES, default="eager")
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def distribute(model: Any, mode: str) -> Any:
-    """The model as the mode has it."""
+    """Return the model wrapped for the mode."""
     import torch
 
     if mode == "compile":
@@ -61,7 +61,7 @@ def distribute(model: Any, mode: str) -> Any:
 
 
 def make_optimizer(model: Any, mode: str) -> Any:
-    """Fused AdamW, its state sharded in mode zero."""
+    """Return fused AdamW, with sharded state in mode zero."""
     import torch
 
     settings = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "fused": True}
@@ -73,7 +73,7 @@ def make_optimizer(model: Any, mode: str) -> Any:
 
 
 def measure(rank: int, options: argparse.Namespace) -> None:
-    """One rank's run; rank 0 prints."""
+    """Run one rank; rank 0 prints the result."""
     import torch
     from torch import distributed
     from torch.nn import functional as F
@@ -111,7 +111,7 @@ def measure(rank: int, options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace, size: Workload, times: list[float], many: bool) -> None:
-    """Median of the slowest rank's times, and the largest memory."""
+    """Return the median of the slowest rank's times, and the largest memory."""
     from torch import distributed
 
     own = (times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
@@ -137,7 +137,7 @@ def report(options: argparse.Namespace, size: Workload, times: list[float], many
 
 
 def free_port() -> int:
-    """A port for the ranks to meet at, on the loopback."""
+    """Return a free port on the loopback device for the ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What a time line costs: training steps with and without, in turns; and what a single span costs.
+"""Measures the cost of a timeline: training steps with and without one, in turns; and of one span.
 
     mpirun -n 2 python benchmarks/trace_cost.py --workload W3 --rounds 20
 
@@ -30,7 +30,7 @@ LOOPS = 20_000
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/trace_cost.py",
         description="Time steps with and without a time line.",
@@ -46,7 +46,7 @@ def make_parser() -> Parser:
 
 
 def variant(world: World, options: Namespace) -> Run:
-    """The run whose steps are timed."""
+    """Return the run with the timed steps."""
     sizes = dict.fromkeys(("vocabulary", "layers", "width", "heads", "ffn", "context", "batch"))
     chosen = {"strategy": [options.strategy], "transport": [options.transport], "reduction": ["exact"]}
     chosen["precision"] = ["fp32"]
@@ -55,7 +55,7 @@ def variant(world: World, options: Namespace) -> Run:
 
 
 def measure(bench: Run, options: Namespace, folder: Path) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of the steps without and with a time line, and spans a step."""
+    """Return the seconds of steps without and with a timeline, and the spans per step."""
     without: list[float] = []
     watched: list[float] = []
     counts: list[float] = []
@@ -76,7 +76,7 @@ def measure(bench: Run, options: Namespace, folder: Path) -> tuple[list[float], 
 
 
 def cost_of_a_span() -> float:
-    """Seconds that a lap takes, with its stamp."""
+    """Return the seconds of a lap with its stamp."""
     recorder = spans.SpanRecorder(device.HOST.stopwatch())
     begun = time.perf_counter()
     for _ in range(LOOPS):
@@ -85,7 +85,7 @@ def cost_of_a_span() -> float:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure and print the costs."""
     options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     set_threads(Config())
     bench = variant(world, options)

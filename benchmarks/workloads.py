@@ -1,4 +1,4 @@
-"""The training workloads that benchmarks share, as sizes, for our models and the peers'.
+"""Sizes of the training workloads that all benchmarks use, for our models and for other libraries.
 
 float32 on CPUs; AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) after clipping the global norm at
 1; random tokens, another micro-batch for each rank and step. The batch is per rank (weak scaling).
@@ -31,12 +31,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """The tokens of a micro-batch."""
+        """Number of tokens of a micro-batch."""
         return self.batch * self.context
 
     @property
     def matrix_elements(self) -> int:
-        """Weights that every token is multiplied with."""
+        """Number of weights that each token is multiplied with."""
         feed_forward = (3 if self.arch == "llama" else 2) * self.width * self.ffn
         return self.layers * (4 * self.width**2 + feed_forward) + self.vocabulary * self.width
 
@@ -54,7 +54,7 @@ class Workload:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The same sizes as flags of zero_mpi.train."""
+        """Return the sizes as flags of zero_mpi.train."""
         chosen = {"kv_heads": self.kv_heads, "tied": self.tied}
         return {name: value for name, value in chosen.items() if value is not None} | {
             "layers": self.layers,
