@@ -18,27 +18,27 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one in each line
 # Lines of Python.
-TOTAL = {"engine": 10012, "package": 52285, "tests": 51085}
+TOTAL = {"engine": 9600, "package": 50946, "tests": 44215}
 ROOMS = {
-    "checkpoint": 4463,
-    "cli": 357,
-    "comm": 4247,
-    "commands": 8180,
-    "compat": 778,
-    "config": 1387,
-    "data": 6058,
-    "device": 794,
-    "environment": 384,
-    "files": 909,
-    "launch": 2088,
-    "models": 1301,
-    "nn": 2472,
-    "ops": 7724,
-    "optim": 730,
-    "plan": 2308,
-    "sharding": 2862,
-    "telemetry": 1340,
-    "train": 3636,
+    "checkpoint": 4359,
+    "cli": 320,
+    "comm": 4126,
+    "commands": 7962,
+    "compat": 777,
+    "config": 1371,
+    "data": 5961,
+    "device": 779,
+    "environment": 378,
+    "files": 905,
+    "launch": 2013,
+    "models": 1256,
+    "nn": 2357,
+    "ops": 7562,
+    "optim": 680,
+    "plan": 2303,
+    "sharding": 2757,
+    "telemetry": 1326,
+    "train": 3487,
 }
 # The files to read to understand a step: full packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
@@ -46,7 +46,7 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # lines of a function
-WORDS = {"pages": 25250, "README.md": 1000}  # as `wc -w` counts them
+WORDS = {"pages": 25132, "README.md": 1000}  # as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),
