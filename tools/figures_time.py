@@ -205,7 +205,7 @@ def no_shard() -> str:
 
 
 def nodes() -> str:
-    """A sum that travels from node to node, and a gather that comes to a node once."""
+    """Draw a sum that travels from node to node, and a gather that each node receives once."""
     ranks, per_node = 6, 2
     partition = Partition(6144, ranks, 1024)
     way = Lanes(ranks, per_node)

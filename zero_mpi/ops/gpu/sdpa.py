@@ -178,7 +178,7 @@ class Sdpa:
                 self.graphs[key] = None
                 self.refusals.append(first_line(error))
                 what = f"{'the gradient of ' if turned else ''}attention of {tuple(arrays[0].shape)}"
-                text = "%s by own kernels, some times slower; cuDNN by frontend %s: %s"
+                text = "%s uses our own kernels, several times slower; cuDNN, frontend %s: %s"
                 logger.warning(text, what, self.cudnn.__version__, self.refusals[-1])
         return self.graphs[key]
 
