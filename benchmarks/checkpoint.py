@@ -207,7 +207,7 @@ def kind_of_disk(folder: Path) -> str:
 
 
 def table(bench: Bench, repeats: int) -> list[str]:
-    """Yield median speed and spread of each variant, and its ratio to the plain variant."""
+    """Return median speed and spread of each variant, and its ratio to the plain variant."""
     parameters = sum(param.size for param in bench.optimizer.module.params.values())
     head = f"{bench.nbytes / MB:.0f} MB of state (a llama of {parameters / 1e6:.1f} M parameters)"
     ranks = f"{bench.comm.size} rank{'s' if bench.comm.size > 1 else ''}"

@@ -64,7 +64,7 @@ def counted(comm: Comm, saver: Saver) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> list[str]:
-    """Yield a row for each rank, and their sum."""
+    """Return a row for each rank, and their sum."""
     rows = [
         f"{'rank':>5}{'node':>5}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'MB':>9}{'kernel':>8}"
     ]

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one call of less than ten minutes, with a report.
+"""Runs all checks that need a GPU, in less than ten minutes, and writes a report.
 
     python3 benchmarks/gpu_check.py --out REPORT --venv /tmp/zero_mpi --torch-python python3
 
@@ -78,7 +78,7 @@ class Check:
     def run(
         self, section: Section, command: Sequence[str], limit: float, env: Mapping[str, str] | None = None
     ) -> Outcome:
-        """Run a program; what it says goes to the log, and to the section if it fails."""
+        """Run a program; write its output to the log, and also to the section if it fails."""
         outcome = run(command, self.ready.env if env is None else env, ROOT, self.left(limit))
         self.log(command, outcome)
         if outcome.status:
@@ -86,7 +86,7 @@ class Check:
         return outcome
 
     def log(self, command: Sequence[str], outcome: Outcome) -> None:
-        """Append all that a program said to the log."""
+        """Append the output of a program to the log."""
         with (self.out / "programs.log").open("a") as file:
             file.write(f"\n$ {shown(command)}\n[status {outcome.status}, {outcome.seconds:.1f} s]\n")
             file.write(f"{outcome.printed}{outcome.errors}")
@@ -275,7 +275,7 @@ def compare(section: Section, what: str, alone: Lines, others: Lines) -> None:
 
 @dataclass
 class Racer:
-    """A program that takes steps: what it told at the start, its steps, and what it told at the end."""
+    """Program that makes steps, with its output at the start, its steps, and its output at the end."""
 
     name: str
     program: Job
@@ -285,14 +285,14 @@ class Racer:
     problem: str = ""
 
     def close(self, check: Check) -> None:
-        """End the program; nothing of it is left."""
+        """End the program and all its processes."""
         self.end, outcome = self.program.close(check.left(20))
         self.problem = outcome.problem
         check.log(self.program.command, outcome)
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate of the median step."""
+        """Tokens per second of the median step."""
         assert self.start is not None
         return 1e3 * self.start["tokens"] / statistics.median(self.ms)
 

@@ -1,4 +1,4 @@
-"""Programs with a limit of time, and the report of what they found.
+"""Programs with a time limit, and the report of their results.
 
 Each program is the head of a session of its own. Past its limit it is ended with all that it started; what it
 printed until then counts. A report is written again after every part, as JSON and as Markdown.
@@ -27,7 +27,7 @@ PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended."""
+    """Exit status and output of a program."""
 
     status: int
     printed: str
@@ -36,12 +36,12 @@ class Outcome:
 
     @property
     def objects(self) -> list[dict[str, Any]]:
-        """The lines that are JSON objects."""
+        """JSON objects in the output, one per line."""
         return [found for line in self.printed.splitlines() if (found := as_object(line)) is not None]
 
     @property
     def problem(self) -> str:
-        """What it said last if it failed, else nothing."""
+        """End of the output if the program failed, else empty."""
         if self.status == 0:
             return ""
         how = "ended after its time" if self.status == TIMED_OUT else f"status {self.status}"
@@ -119,7 +119,7 @@ class Job:
         return outcome
 
     def end(self) -> None:
-        """End it with all that it started, and forget what it said."""
+        """End the program and all processes that it started, and discard its output."""
         self._close_stdin()
         self._kill()
         self._printed.close()
@@ -207,7 +207,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that was to be so is; what was not run is not."""
+        """True if all verdicts are ok; a verdict that was not run is not ok."""
         verdicts = [verdict for section in self.sections for verdict in section.verdicts]
         return all(section.state == PASSED for section in self.sections) and all(v.ok for v in verdicts)
 

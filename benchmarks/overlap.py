@@ -38,7 +38,7 @@ def make_parser() -> Parser:
 
 
 def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Return the result of a job on two hosts, for each rate."""
+    """Yield the result of a job on two hosts, for each rate."""
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
     from hosts import hosts, why_no_hosts  # the tests' own
     from jobs import COMPILED

@@ -117,7 +117,7 @@ def sized(options: argparse.Namespace) -> Workload:
 
 
 def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
-    """Return the variants in the flags."""
+    """Yield the variants in the flags."""
     workload = sized(options)
     model = ARCHITECTURES[workload.arch].from_flags(workload.flags)
     axes = options.transport, options.reduction, options.strategy, options.precision

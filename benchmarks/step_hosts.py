@@ -42,7 +42,7 @@ def make_parser() -> Parser:
 
 
 def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Return a result for each variant and round."""
+    """Yield a result for each variant and round."""
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
     from hosts import hosts, why_no_hosts  # the tests' own
 

@@ -111,7 +111,7 @@ def measure(rank: int, options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace, size: Workload, times: list[float], many: bool) -> None:
-    """Return the median of the slowest rank's times, and the largest memory."""
+    """Print the median of the slowest rank's times, and the largest memory."""
     from torch import distributed
 
     own = (times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Count the lines of the package and of the tests and the words of the pages, and hold them to budgets.
+"""Count the lines of the package and of the tests and the words of the pages, and check their budgets.
 
     python tools/budget.py [ROOT]
 
-Prints the lines of each room of the package and of the tests, and the words of the pages, beside their
+Prints the lines of each folder of the package and of the tests and the words of the pages, with their
 budgets, and the lengths of functions. Exits with status 1 if a budget is exceeded, or if `train` has a flag
-that is not in FLAGS. A budget is a bound: a change that needs more lines or words takes others out first,
-and a new flag is entered in FLAGS by a commit that says why it must be one.
+that is not in FLAGS. A change that exceeds a budget must first remove other lines or words. A commit that
+adds a flag to FLAGS must say why the flag is needed.
 """
 
 import ast
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "zero_mpi"
-FLAGS = "tools/train_flags.txt"  # one in each line
+FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
 TOTAL = {"engine": 9600, "package": 50946, "tests": 44215}
 ROOMS = {
@@ -40,7 +40,7 @@ ROOMS = {
     "telemetry": 1326,
     "train": 3487,
 }
-# The files to read to understand a step: full packages, and of ops and comm these files.
+# The files to read to understand a step: full packages, and these files of ops and comm.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
@@ -60,14 +60,14 @@ def count_lines(places: list[Path]) -> int:
 
 
 def held(what: str, found: int, allowed: int, unit: str) -> Iterator[str]:
-    """Print a count beside its budget, and yield a line if it is exceeded."""
+    """Print a count and its budget, and yield a line if the budget is exceeded."""
     print(f"{what:12} {found:6} {unit}, budget {allowed} ({found - allowed:+})")
     if found > allowed:
         yield f"{what}: {found} {unit}, budget {allowed}: take {unit} out"
 
 
 def check_lines(root: Path) -> Iterator[str]:
-    """Hold the engine, the package, its rooms and the tests to their budgets; a new room needs one."""
+    """Check the budgets of the engine, the package, its folders and the tests; a new folder needs one."""
     package = root / PACKAGE
     places = {"engine": [package / name for name in ENGINE], "package": [package], "tests": [root / "tests"]}
     for what, allowed in TOTAL.items():
@@ -78,7 +78,7 @@ def check_lines(root: Path) -> Iterator[str]:
 
 
 def check_words(root: Path) -> Iterator[str]:
-    """Hold the pages to their budgets."""
+    """Check the budgets of the pages."""
     for what, allowed in WORDS.items():
         paths = [path for pattern in PAGES[what] for path in root.glob(pattern)]
         words = sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
@@ -86,7 +86,7 @@ def check_words(root: Path) -> Iterator[str]:
 
 
 def check_lengths(root: Path) -> Iterator[str]:
-    """Print how long functions are, and yield a line if most are longer than they should be."""
+    """Print the lengths of functions, and yield a line if they exceed the limits."""
     trees = (ast.parse(path.read_text(), filename=str(path)) for path in (root / PACKAGE).rglob("*.py"))
     nodes = [node for tree in trees for node in ast.walk(tree)]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -98,7 +98,7 @@ def check_lengths(root: Path) -> Iterator[str]:
 
 
 def check_flags(root: Path) -> Iterator[str]:
-    """Yield a line for each flag of `train` that the list lacks or has in vain."""
+    """Yield a line for each flag that is in only one of `train` and the list."""
     tree = ast.parse((root / PACKAGE / "config" / "settings.py").read_text())
     config = next(each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == "Config")
     fields = [each.target.id for each in config.body if isinstance(each, ast.AnnAssign)]

@@ -3,8 +3,8 @@
 
     python tools/check_site.py [FOLDER]
 
-Prints what is wrong, a line each, and counts; exits with status 1 if something is. A link that a reader may
-click leads where it likes; what a page loads by itself (scripts, styles, pictures, fonts) lies in the folder.
+Prints a line for each fault, and counts; exits with status 1 if there is a fault. A link may lead to any
+host, but scripts, styles, pictures and fonts that a page loads must be in the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOADED = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)")
 
 
 class Page(HTMLParser):
-    """The links, loads and anchors of a page."""
+    """Parser of a page that collects its links, loads and anchors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Page(HTMLParser):
         self.anchors = {""}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Called by HTMLParser for each element."""
+        """Collect from an element; HTMLParser calls this."""
         given = {name: value or "" for name, value in attrs}
         self.anchors |= {given.get("id", ""), given.get("name", "")}
         if tag == "a" and "href" in given:
@@ -46,19 +46,19 @@ class Page(HTMLParser):
 
 @cache
 def read(path: Path) -> Page:
-    """A page that was read whole."""
+    """Return a page after reading it."""
     page = Page()
     page.feed(path.read_text(encoding="utf-8"))
     return page
 
 
 def is_outside(link: str) -> bool:
-    """Whether a link leads to a host."""
+    """Return True if a link leads to a host."""
     return re.match(r"(\w+:)?//|\w+:", link) is not None
 
 
 def faults_of(path: Path) -> Iterator[str]:
-    """What is wrong with the links and loads of a page."""
+    """Yield the faults of a page's links and loads."""
     page = read(path)
     yield from (f"loads {load}" for load in page.loads if is_outside(load) and not load.startswith("data:"))
     for link in (page.links | page.loads) - {""}:
@@ -73,7 +73,7 @@ def faults_of(path: Path) -> Iterator[str]:
 
 
 def faults(site: Path) -> Iterator[str]:
-    """Everything that is wrong."""
+    """Yield all faults of the site."""
     for path in sorted(site.rglob("*.html")):
         yield from (f"{path.relative_to(site)} {fault}" for fault in faults_of(path.resolve()))
     for path in sorted(site.rglob("*.css")):
@@ -87,7 +87,7 @@ def faults(site: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is wrong and how much was looked at; returns the exit status."""
+    """Print the faults and the counts; return the exit status."""
     site = Path(sys.argv[1]) if len(sys.argv) > 1 else SITE
     found = list(faults(site))
     for fault in found:

@@ -1,4 +1,4 @@
-"""What the reference shows of docstrings: mkdocstrings takes each through `reference.listed` (mkdocs.yml)."""
+"""Extension of mkdocstrings that formats each docstring with `reference.listed` (mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Rows(griffe.Extension):  # type: ignore[misc]
-    """Rows of names and meanings become lists."""
+    """Griffe extension that converts rows of names and meanings to lists."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Called by griffe for each thing that it has read."""
+        """Format the docstring of an object; griffe calls this for each object."""
         from reference import listed
 
         if obj.docstring:

@@ -5,8 +5,8 @@
 
 Nothing is drawn by hand: units, slices, schedules, rounds and bytes come from the layout, the schedule and
 the plan of the runtime, for the model that `zero_mpi.train` trains without flags. The files go to
-docs/images; a test draws them again and compares. What happens in time is in figures_time.py, who imports
-whom in figures_packages.py.
+docs/images; a test draws them again and compares. figures_time.py draws the pictures of schedules and sums,
+figures_packages.py that of imports.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ KINDS = ("parameters", "gradients", "first moment", "second moment")
 
 
 def default_model() -> ModelConfig:
-    """What `zero_mpi.train` trains without flags."""
+    """Return the model that `zero_mpi.train` trains without flags."""
     return model_from_flags(Config(), ByteTokenizer())
 
 
 def case(strategy: str, **others: Any) -> Case:
-    """The default model on four ranks, one micro-batch each."""
+    """Return the case of the default model on four ranks, with one micro-batch per rank."""
     return Case(default_model(), ranks=RANKS, batch_size=2 * RANKS, strategy_name=strategy, **others)
 
 
 def rank_legend(picture: Picture, x: float, y: float, ranks: int = RANKS) -> None:
-    """Which colour is which rank's."""
+    """Draw the legend of the ranks' colours."""
     for rank in range(ranks):
         picture.box(x + 82 * rank, y - 10, 12, 12, f"rank{rank}")
         picture.text(x + 82 * rank + 18, y, f"rank {rank}", "dim")
@@ -56,7 +56,7 @@ def rank_legend(picture: Picture, x: float, y: float, ranks: int = RANKS) -> Non
 
 
 def slices(picture: Picture, partition: Partition, x: float, y: float, scale: float, height: float) -> None:
-    """A flat buffer cut between its owners, each slice in its rank's colour."""
+    """Draw a flat buffer with its slices, each in the colour of its rank."""
     for rank in range(partition.parts):
         part = partition.part(rank)
         if part.start < part.stop:
@@ -65,7 +65,7 @@ def slices(picture: Picture, partition: Partition, x: float, y: float, scale: fl
 
 
 def units() -> str:
-    """Every unit of the model as a bar, cut into slices, and one block from near."""
+    """Draw each unit of the model as a bar with its slices, and one block enlarged."""
     layout = case("full-shard").layout
     picture = Picture(
         WIDTH,
@@ -94,7 +94,7 @@ def units() -> str:
 
 
 def near(picture: Picture, unit: Unit, top: float) -> None:
-    """One unit from near: its parameters above, the slices below."""
+    """Draw one unit enlarged, with its parameters above its slices."""
     picture.text(MARGIN, top, f"{unit.name} from near", "ink bold")
     picture.text(MARGIN + 130, top, "a slice takes no notice of where a parameter ends", "dim")
     scale = (WIDTH - 2 * MARGIN) / unit.length
@@ -124,7 +124,7 @@ def near(picture: Picture, unit: Unit, top: float) -> None:
 
 
 def held(of: Case, kind: str, rank: int) -> list[int]:
-    """The owners whose slices of `kind` a rank keeps from step to step."""
+    """Return the owners of the slices of `kind` that a rank keeps from step to step."""
     strategy = of.strategy
     own = [rank % of.owners]
     whole = list(range(of.owners))
@@ -134,7 +134,7 @@ def held(of: Case, kind: str, rank: int) -> list[int]:
 
 
 def kept() -> str:
-    """What every rank keeps of parameters, gradients and moments under each strategy."""
+    """Draw which parameters, gradients and moments each rank keeps under each strategy."""
     picture = Picture(
         WIDTH,
         "What each rank keeps from step to step",
@@ -167,13 +167,13 @@ def kept() -> str:
 
 
 def state_in_words(memory: Memory) -> str:
-    """Parameters, gradients, moments in MiB."""
+    """Return the MiB of parameters, gradients and moments as text."""
     parts = (memory.parameters, memory.gradients, memory.moments)
     return " + ".join(f"{part / MIB:.1f}" for part in parts)
 
 
 def strip(picture: Picture, owners: int, there: list[int], x: float, y: float) -> None:
-    """A row of cells, one a slice."""
+    """Draw a row of cells, one per slice."""
     width = 140 / owners
     for owner in range(owners):
         kind = f"rank{owner}" if owner in there else "faint"
@@ -184,7 +184,7 @@ def strip(picture: Picture, owners: int, there: list[int], x: float, y: float) -
 
 
 def traffic() -> str:
-    """Bytes inside and between nodes in a step, for each strategy, over both transports."""
+    """Draw the bytes inside and between nodes per step, for each strategy and both transports."""
     picture = Picture(
         WIDTH,
         "What travels in a step",
@@ -223,7 +223,7 @@ def traffic() -> str:
 
 
 def pictures() -> dict[str, Callable[[], str]]:
-    """File name -> who draws it."""
+    """Return file name -> function that draws the picture."""
     import figures_packages
     import figures_time
 
@@ -232,7 +232,7 @@ def pictures() -> dict[str, Callable[[], str]]:
 
 
 def main() -> None:
-    """Write all pictures into the folder of the command line, or where the pages look for them."""
+    """Write all pictures into the folder of the command line, by default docs/images."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in pictures().items():

@@ -1,8 +1,8 @@
-"""Pictures of what happens in time: when units are gathered and reduced, ways of sums, the order of sums.
+"""Draws pictures of a step: when units are gathered and reduced, the routes of sums, the order of sums.
 
-The columns of a schedule are its stages, and what is in them the actions that `ShardedModule` runs;
-the numbers of elements in a box are those of `zero_mpi.plan.traffic`, and micro-batches lie where `Rounds`
-puts them.
+The columns of a schedule are its stages, with the actions that `ShardedModule` runs. The numbers of
+elements in boxes come from `zero_mpi.plan.traffic`, and `Rounds` determines the positions of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOP = 150
 
 @dataclass(frozen=True)
 class Span:
-    """Columns [start, stop) in which something goes on with a unit."""
+    """Columns [start, stop) of an activity of a unit."""
 
     unit: int
     start: float
@@ -41,17 +41,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Story:
-    """What the loops do, by columns: forward stages, backward stages, the update."""
+    """Activities of a step by columns: forward stages, backward stages, the update."""
 
     columns: list[str]
-    coming: list[Span]  # gathers under way
-    there: list[Span]  # units that are whole on the rank
+    coming: list[Span]  # gathers in progress
+    there: list[Span]  # units with full parameters on the rank
     work: list[Span]  # a stage computes with the unit
-    sums: list[Span]  # reductions under way
+    sums: list[Span]  # reductions in progress
 
 
 def story(layout: Layout, names: list[str]) -> Story:
-    """A step of one micro-batch a rank, as `ShardedModule` walks through it."""
+    """Return the activities of a step with one micro-batch per rank, as `ShardedModule` runs them."""
     schedule, stages = layout.schedule, len(names)
     columns = [*by_stage(schedule.forward), *by_stage(schedule.backward)]
     opened, whole, reduced = dict[int, float](), dict[int, float](), dict[int, float]()
@@ -87,9 +87,9 @@ def draw_story(
     after: str = "",
     later: bool = False,
 ) -> str:
-    """The picture of a schedule: a row a unit, a column a stage.
+    """Draw a schedule, with a row per unit and a column per stage.
 
-    `after`: what is gathered once all gradients are summed, or ""; `later`: it may last into the next step.
+    `after`: name of the gather after all sums, or ""; `later`: it may extend into the next step.
     """
     got = story(layout, names)
     picture = Picture(WIDTH, title, about)
@@ -114,7 +114,7 @@ def draw_story(
 
 
 def legend(picture: Picture, gathers: bool, after: str) -> None:
-    """What the marks mean."""
+    """Draw the legend of the marks."""
     x = float(MARGIN)
     marks = [
         ("work", "a stage computes with it"),
@@ -133,7 +133,7 @@ def legend(picture: Picture, gathers: bool, after: str) -> None:
 
 
 def heads(picture: Picture, columns: list[str], stages: int, bottom: float) -> None:
-    """Names of stages above the columns, lines between them."""
+    """Draw the names of stages above the columns, and lines between columns."""
     for at, name in ((0, "forward"), (stages, "backward")):
         picture.text(LEFT + CELL * (at + stages / 2), TOP - 30, name, "ink bold mid")
     for column, name in enumerate(columns):
@@ -145,14 +145,14 @@ def heads(picture: Picture, columns: list[str], stages: int, bottom: float) -> N
 
 
 def place(picture: Picture, span: Span, kind: str) -> None:
-    """A box over a span."""
+    """Draw a box over a span."""
     x, y = LEFT + CELL * span.start, TOP + HIGH * span.unit
     pad = 3 if kind == "there" else 6
     picture.box(x + pad, y + pad, CELL * (span.stop - span.start) - 2 * pad, HIGH - 2 * pad, kind, r=3)
 
 
 def arrow(picture: Picture, span: Span, kind: str, low: bool = False) -> None:
-    """A transfer from its start to where it must be complete."""
+    """Draw a transfer from its start to the point where it must be complete."""
     y = TOP + HIGH * (span.unit + 0.5)
     start, stop = LEFT + CELL * span.start, LEFT + CELL * span.stop
     if start == stop:  # started where it is needed: nothing hides it
@@ -161,14 +161,14 @@ def arrow(picture: Picture, span: Span, kind: str, low: bool = False) -> None:
 
 
 def stage_case(strategy: str, **others: Any) -> tuple[Layout, list[str]]:
-    """The default model's layout under a strategy, and its stages' names."""
+    """Return the layout of the default model under a strategy, and the names of its stages."""
     model = model_from_flags(Config(), ByteTokenizer())
     of = Case(model, ranks=4, batch_size=8, strategy_name=strategy, **others)
     return of.layout, [stage.scope for stage in model.stages()]
 
 
 def full_shard() -> str:
-    """Gathered before each use, dropped after it, twice."""
+    """Draw full-shard: units are gathered before each use and dropped after it."""
     layout, names = stage_case("full-shard")
     about = (
         "A unit is gathered one stage ahead (--prefetch 1), used, and dropped; for backward it comes again."
@@ -177,14 +177,14 @@ def full_shard() -> str:
 
 
 def full_shard_late() -> str:
-    """The same without looking ahead."""
+    """Draw full-shard without prefetch."""
     layout, names = stage_case("full-shard", prefetch=0)
     about = "Without looking ahead every gather is waited for: less memory by one unit, nothing hidden."
     return draw_story("The same with --prefetch 0", about, layout, names, gathers=True)
 
 
 def shard_grad_op() -> str:
-    """Whole parameters, reduced gradients, one gather after the update."""
+    """Draw shard-grad-op: full parameters, reduced gradients, one gather after the update."""
     layout, names = stage_case("shard-grad-op")
     about = (
         "Parameters stay whole. Gradients go to their owners; the update brings the new values to all ranks."
@@ -194,7 +194,7 @@ def shard_grad_op() -> str:
 
 
 def no_shard() -> str:
-    """Buckets instead of scopes, and a gather of the sums."""
+    """Draw no-shard: buckets, and a gather of the sums."""
     layout, names = stage_case("no-shard", bucket_mb=2.0)
     about = "Units are buckets (here --bucket-mb 2), filled from the end of the model, as gradients come."
     after = "exact mode: the sums are gathered"
@@ -205,7 +205,7 @@ def no_shard() -> str:
 
 
 def nodes() -> str:
-    """Draw a sum that travels from node to node, and a gather that each node receives once."""
+    """Draw a sum that passes from node to node, and a gather that reaches each node once."""
     ranks, per_node = 6, 2
     partition = Partition(6144, ranks, 1024)
     way = Lanes(ranks, per_node)
@@ -233,7 +233,7 @@ def nodes() -> str:
 
 
 def side(picture: Picture, x: float, title: str, sent: Array, forward: bool) -> None:
-    """Three nodes in a row, and arrows along the lanes."""
+    """Draw three nodes in a row, and arrows along the lanes."""
     picture.text(x, 100, title, "ink bold")
     for node in range(3):
         left = x + 150 * node

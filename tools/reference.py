@@ -1,4 +1,4 @@
-"""The pages of the reference, as mkdocstrings reads them: which public names each has, from `__all__`.
+"""Makes the pages of the reference for mkdocstrings, with the public names of each package in `__all__`.
 
 Our docstrings list things as "name   what it is", in columns; `listed` makes a list of Markdown of these.
 Nothing is imported: the names stand in the source.
@@ -24,7 +24,7 @@ ROW = re.compile(r"(?P<name>[`\w][^.\s]*(?:,? [^.\s]+){0,4}) {2,}(?P<text>\S.*)"
 
 
 def public_names(package: str) -> list[str]:
-    """What a package offers: its `__all__`."""
+    """Return the names in a package's `__all__`."""
     tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -33,26 +33,26 @@ def public_names(package: str) -> list[str]:
 
 
 def reference_pages() -> dict[str, str]:
-    """Path on the site -> Markdown."""
+    """Return path on the site -> Markdown."""
     found = {path: page(title, package) for path, (title, package) in PAGES.items()}
     wholes = "\n\n".join(f"::: {module}" for module in MORE)
     return found | {"reference/more.md": f"# Reference: to start and to end\n\n{wholes}\n"}
 
 
 def page(title: str, package: str) -> str:
-    """The page of a package: its docstring, then each public name."""
+    """Return the page of a package: its docstring, then each public name."""
     tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
     names = "\n\n".join(f"::: {package}.{name}" for name in public_names(package))
     return f"# {title}\n\n{listed(ast.get_docstring(tree) or '')}\n\n{names}\n"
 
 
 def listed(text: str) -> str:
-    """A docstring in which rows of names and meanings are a list of Markdown."""
+    """Return a docstring with its rows of names and meanings as a Markdown list."""
     return "\n".join(rows(text.splitlines()))
 
 
 def rows(lines: list[str]) -> Iterator[str]:
-    """The lines, a row as an item; what is indented below a row goes on with it."""
+    """Yield the lines, with each row and the indented lines below it as a list item."""
     inside = False
     for line in lines:
         row = ROW.fullmatch(line)

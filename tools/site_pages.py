@@ -32,13 +32,13 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[#)])")
 
 
 def pages() -> dict[str, str]:
-    """Path in the project -> path on the site, for every page that is written by hand."""
+    """Return path in the project -> path on the site, for all pages that are written by hand."""
     own = {f"docs/{path.name}": path.name for path in sorted((ROOT / "docs").glob("*.md"))}
     return own | MOVED
 
 
 def places() -> dict[str, str]:
-    """The same for pages, pictures, and files of the project that a page links."""
+    """Return the same for pages, pictures, and files of the project that a page links."""
     found = pages()
     found |= {f"docs/images/{path.name}": f"images/{path.name}" for path in (ROOT / "docs/images").iterdir()}
     for page in pages():
@@ -48,18 +48,18 @@ def places() -> dict[str, str]:
 
 
 def linked(page: str) -> list[str]:
-    """The paths in the project that a page links."""
+    """Return the paths in the project that a page links."""
     parts = CODE.split((ROOT / page).read_text(encoding="utf-8"))
     return [target(page, link) for part in parts[::2] for link in LINK.findall(part)]
 
 
 def target(page: str, link: str) -> str:
-    """The path in the project that a link of a page means."""
+    """Return the path in the project for a link of a page."""
     return os.path.normpath(Path(page).parent / link)
 
 
 def title(page: str) -> str:
-    """The heading of a page."""
+    """Return the heading of a page."""
     return (ROOT / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
@@ -79,7 +79,7 @@ def with_links_of_the_site(page: str, text: str, places: dict[str, str]) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Called by mkdocs: the pages and files of the site, beside those that docs/ has already."""
+    """Add the pages and files of the site that are not in docs/; mkdocs calls this."""
     from mkdocs.structure.files import File  # is not there where tests read this file
 
     def add(path: str, **how: Any) -> None:
@@ -98,7 +98,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called by mkdocs: a page's text before it becomes HTML.
+    """Return the text of a page before it becomes HTML; mkdocs calls this.
 
     A page without headings leaves the room of their list to its tables.
     """
@@ -110,7 +110,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Called by mkdocs: a page's HTML. Bars in tables, escaped as forges want it, lose their backslash."""
+    """Return a page's HTML, without the backslash before bars in tables; mkdocs calls this."""
     html = re.sub(r"<(t[dh])[ >].*?</\1>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
     return NAME.sub('<code class="name">', html)
 

@@ -3,11 +3,11 @@
 
     python tools/structure.py [ROOT]
 
-The tree is one ordered list of layers, packages and single files (`ORDER`): a layer imports only those that
-stand before it, and no file of a layer leads back to itself. Imports inside functions count, and so does a
-module that is named whole in a string, for it is started or loaded by that; what stands under
-`if TYPE_CHECKING:` is for readers and does not. Tests, tools and examples import only names that exist.
-Prints each violation as `path:line: text` and exits with status 1 if there is one.
+The tree is an ordered list of layers, which are packages or single files (`ORDER`). A layer imports only
+layers before it, and its files have no circular imports. Imports inside functions count, and so does the full
+name of a module in a string, because it starts or loads the module. Imports under `if TYPE_CHECKING:` do not
+count. Tests, tools and examples import only names that exist. Prints each violation as `path:line: text` and
+exits with status 1 if there is one.
 """
 
 import ast
@@ -27,7 +27,7 @@ ORDER = (
     "checkpoint", "config", "plan", "train", "commands", "__main__",
 )  # fmt: skip
 
-# What the order would allow and the design does not: a layer, and those that it may not use.
+# Imports that the order allows but the design does not: a layer, and layers that it must not use.
 NEVER: dict[str, tuple[str, ...]] = {
     "comm": ("ops", "nn"),  # transports carry and add arrays; they know no operation and no layer
     "nn": ("comm",),  # a layer holds no arrays and knows no ranks: that is what lets them be sharded
@@ -36,7 +36,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "sharding": ("models",),
     "optim": ("models", "nn"),
 }
-# The only modules of a layer that another one may use.
+# The only modules of a layer that another layer may use.
 ONLY: dict[tuple[str, str], tuple[str, ...]] = {
     ("sharding", "nn"): ("nn.layer", "nn.linear", "nn.loss", "nn.batch"),
 }
@@ -68,30 +68,30 @@ Violation = tuple[int, str]
 
 
 def matches(module: str, pattern: str) -> bool:
-    """Whether a module's name (without the package) falls under a pattern of the tables."""
+    """Return True if a module's name (without the package) matches a pattern of the tables."""
     if pattern.endswith(".*"):
         return module == pattern[:-2] or module.startswith(pattern[:-1])
     return pattern in ("*", module)
 
 
 def layer_of(module: str) -> str:
-    """The layer that a module lies in: `comm` for `comm.mpi`."""
+    """Return the layer of a module: `comm` for `comm.mpi`."""
     return module.partition(".")[0]
 
 
 def module_name(path: Path, package: Path) -> str:
-    """`nn.layer` for PACKAGE/nn/layer.py, `nn` for its __init__, "" for the package's own."""
+    """Return `nn.layer` for PACKAGE/nn/layer.py, `nn` for its __init__, "" for the package's own."""
     parts = path.relative_to(package).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    """Whether a node is `if TYPE_CHECKING:` or `if typing.TYPE_CHECKING:`."""
+    """Return True if a node is `if TYPE_CHECKING:` or `if typing.TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING:`."""
+    """Yield all nodes except those under `if TYPE_CHECKING:`."""
     for node in ast.iter_child_nodes(tree):
         if is_type_checking(node):
             for other in node.orelse:  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """(line, full dotted name) of everything a file imports."""
+    """Yield (line, full dotted name) of each import of a file."""
     for node in running_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -117,12 +117,12 @@ def imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, str
 
 
 def is_named_whole(value: object, package: Path) -> bool:
-    """Whether a constant of the source is the name of a module."""
+    """Return True if a constant of the source is the name of a module."""
     return isinstance(value, str) and not value.endswith(".") and is_module(value, package)
 
 
 def absolute(node: ast.ImportFrom, path: Path, package: Path) -> str:
-    """The module that `from X import` names, relative ones resolved."""
+    """Return the module in `from X import`, with relative imports resolved."""
     if node.level == 0:
         return node.module or ""
     folder = path.parents[node.level - 1].relative_to(package.parent)
@@ -130,13 +130,13 @@ def absolute(node: ast.ImportFrom, path: Path, package: Path) -> str:
 
 
 def is_module(name: str, package: Path) -> bool:
-    """Whether a dotted name is a module of the package, rather than something defined in one."""
+    """Return True if a dotted name is a module of the package, and not a name inside a module."""
     place = package.parent.joinpath(*name.split("."))
     return name.startswith(f"{PACKAGE}.") and (place.with_suffix(".py").exists() or place.is_dir())
 
 
 def why_not(module: str, target: str) -> str | None:
-    """Why one module may not import another of the package; None if it may."""
+    """Return why a module may not import another of the package; None if it may."""
     layer, other = layer_of(module), layer_of(target)
     if layer == other:
         return None
@@ -171,7 +171,7 @@ def check_imports(tree: ast.AST, path: Path, package: Path) -> Iterator[Violatio
 
 
 def check_circles(package: Path) -> Iterator[tuple[Path, Violation]]:
-    """Files that lead back to themselves by their imports."""
+    """Yield circular imports."""
     arrows: dict[str, dict[str, int]] = {}
     places = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
     for module, path in places.items():
@@ -236,7 +236,7 @@ def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation
 
 @functools.cache
 def names_of(file: Path) -> frozenset[str]:
-    """Every name that a module defines, imports or assigns."""
+    """Return the names that a module defines, imports or assigns."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -265,7 +265,7 @@ def check_names(tree: ast.AST, package: Path) -> Iterator[Violation]:
 
 
 def check_file(path: Path, root: Path) -> Iterator[Violation]:
-    """All violations of one file."""
+    """Yield all violations of one file."""
     text = path.read_text()
     tree = ast.parse(text, filename=str(path))
     folder = path.relative_to(root).parts[0]
@@ -279,7 +279,7 @@ def check_file(path: Path, root: Path) -> Iterator[Violation]:
 
 
 def violations(root: Path) -> list[str]:
-    """Every violation in the tree, as `path:line: text`."""
+    """Return every violation in the tree, as `path:line: text`."""
     files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
     found = [(path, violation) for path in files for violation in sorted(check_file(path, root))]
     found += check_circles(root / PACKAGE)
@@ -287,7 +287,7 @@ def violations(root: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print what is wrong; returns the exit status."""
+    """Print the violations; return the exit status."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
     found = violations(root)
     print("\n".join(found) if found else "structure: clean")

@@ -28,7 +28,7 @@ FONT = "font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue','
 
 
 def style() -> str:
-    """The style sheet: fill and stroke classes of each colour, and their dark values."""
+    """Return the style sheet: fill and stroke classes of each colour, and their dark values."""
 
     def rules(side: int) -> str:
         return "".join(
@@ -43,12 +43,12 @@ def style() -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate, to a tenth of a pixel."""
+    """Return a coordinate as text, to a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 class Picture:
-    """An SVG that grows line by line; `title` and `about` are what a screen reader says."""
+    """SVG picture, made line by line; screen readers read `title` and `about`."""
 
     def __init__(self, width: int, title: str, about: str) -> None:
         self.width, self.title, self.about = width, title, about
@@ -56,7 +56,7 @@ class Picture:
         self.text(MARGIN, 38, title, "ink head")
 
     def box(self, x: float, y: float, w: float, h: float, kind: str, *, edge: str = "", r: float = 2) -> None:
-        """A rectangle; `kind` and `edge` are classes of filling and outline."""
+        """Draw a rectangle; `kind` and `edge` are classes of fill and outline."""
         line = f" l-{edge} thin" if edge else ""
         self.parts.append(
             f'<rect x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}" '
@@ -64,13 +64,13 @@ class Picture:
         )
 
     def line(self, points: Sequence[tuple[float, float]], kind: str, *, dashes: str = "") -> None:
-        """A line through points."""
+        """Draw a line through points."""
         way = " ".join(f"{number(x)},{number(y)}" for x, y in points)
         dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
         self.parts.append(f'<polyline points="{way}" class="line l-{kind}"{dashed}/>')
 
     def arrow(self, start: tuple[float, float], stop: tuple[float, float], kind: str) -> None:
-        """A straight arrow, along one axis."""
+        """Draw a straight arrow, along one axis."""
         (x0, y0), (x1, y1) = start, stop
         length = abs(x1 - x0) + abs(y1 - y0)
         dx, dy = (x1 - x0) / length, (y1 - y0) / length
@@ -85,11 +85,11 @@ class Picture:
         self.parts.append(f'<polygon points="{way}" class="{kind}"/>')
 
     def text(self, x: float, y: float, text: str, kind: str = "ink") -> None:
-        """A line of text whose baseline is at y."""
+        """Draw a line of text with its baseline at y."""
         self.parts.append(f'<text x="{number(x)}" y="{number(y)}" class="{kind}">{escape(text)}</text>')
 
     def done(self, height: float) -> str:
-        """The file."""
+        """Return the text of the file."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {number(height)}" '
             f'width="{self.width}" height="{number(height)}" role="img" aria-labelledby="title about">'

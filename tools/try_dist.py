@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Try what `make dist` built as a stranger would: outside the tree, in an environment of its own.
+"""Test the result of `make dist` like a new user: outside the tree, in a new environment.
 
     PYTHON tools/try_dist.py [FOLDER]
 
@@ -25,13 +25,13 @@ DIST = Path(__file__).resolve().parents[1] / "dist"
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400))
 SIZES = "--layers 2 --dim 32 --heads 2 --context 64 --sample 0 --log-every 1"
 TRAIN = f"mpirun -n 4 python -m zero_mpi.train --steps 20 --data text.txt {SIZES} --out run"
-# What the archive must have beside the package.
+# Files that the archive must have in addition to the package.
 WANTED = ("LICENSE", "README.md", "CHANGELOG.md", "Makefile", "docs/index.md", "docs/images/packages.svg",
           "tests/serial/test_docs.py", "examples/custom_loop.py", "packaging/conda/recipe.yaml")  # fmt: skip
 
 
 def the_one(folder: Path, pattern: str) -> Path:
-    """The only file of a kind."""
+    """Return the only file that matches a pattern."""
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         sys.exit(f"{folder}: expected one {pattern}, found {len(found)}: call `make dist` before")

@@ -91,7 +91,7 @@ class FakeMemory:
         return fake
 
     def _give(self, block: int, nbytes: int) -> None:
-        """Return a block to the pool, after the last view of its fake array is gone."""
+        """Give a block back to the pool, after the last view of its fake array is gone."""
         if block:
             self._free[block] += 1
         else:
