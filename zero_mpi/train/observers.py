@@ -120,7 +120,8 @@ class Evaluation(Observer):
 
     every      steps; 0: only after the last step
     evaluate   function that returns the loss; None without validation data
-    first also evaluate before the first step and record it there: a pretrained model should improve this loss
+    first      also evaluate before the first step and record it there: a pretrained model should improve
+               on this loss
     """
 
     def __init__(

@@ -42,7 +42,7 @@ LEAST_MEMORY = 512 << 20  # bytes per rank; interpreter and libraries take 100 M
 LEAST_LOCKED = 64 << 20  # bytes, for networks with remote memory access, which lock buffers
 SPARE_FILES = 64  # files in addition to one connection per other rank
 PROC = Path("/proc")
-SAMPLES, PAUSE = 4, 0.02  # number of samples, seconds between samples
+SAMPLES, PAUSE = 4, 0.02  # number of samples (the minimum counts), seconds between samples
 SMALL = 256 << 20  # bytes; shared memory below this is small (containers have 64 MiB)
 TRIAL = 1 << 20  # bytes of the test window
 MORE_SHM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
@@ -57,7 +57,7 @@ STAGED = (
 
 
 def versions(where: Ranks) -> list[Row]:
-    """Compare the versions that must be equal on all ranks, and the version of mpi4py, which may differ."""
+    """Compare the versions of all ranks; only the version of mpi4py may differ. Collective."""
     found = where.gather(installation(where.world) | {"mpi4py": installed("mpi4py") or "none"})
     return [version(name, [each.get(name, "none") for each in found]) for name in found[0]]
 

@@ -22,7 +22,7 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.text_streams import each_line, is_text
 
-# Scored parts: the answers; a last word, of which each token must be the most likely; or the full text. For
+# Scored parts: the answers; a last word, right if each of its tokens is the most likely one; the full text.
 # In CORE: the text after the prompts' common beginning, their common ending, or a continuation (last word).
 ANSWERS, LAST, TEXT = "answers", "last", "text"
 DIFFERING, COMMON, GREEDY = CORE = ("differing", "common", "greedy")

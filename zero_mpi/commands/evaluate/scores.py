@@ -69,9 +69,9 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 
     acc                by log-likelihood; for tasks of CORE by log-likelihood per token
     acc_norm           by log-likelihood per letter, without the space in front; acc_bytes: per byte
-    right              number of questions with the right answer preferred; the first of equal answers is
-    preferred counts accuracy           their share of all questions log_likelihoods    nats, of each answer
-    of each question
+    right              number of questions with the right answer preferred; the first of equals is preferred
+    counts accuracy           their share of all questions
+    log_likelihoods    nats, of each answer of each question
     """
     likelihoods = grouped((-losses).tolist(), choices.counts)
     if choices.span == TEXT:
