@@ -42,7 +42,7 @@ def batch_size(windows: int) -> int:
 
 
 def default_text(name: str) -> str:
-    """Return the text of `--help` on a default in the tables above; empty for a setting in none of them."""
+    """Return the text of `--help` on a default in the tables above; empty for all other settings."""
     if name in ANY:
         return f" (default: {ANY[name]}{'' if name == 'warmup' else ', or chosen for the conversations'})"
     if name not in FROM_NOTHING:

@@ -92,7 +92,7 @@ def sweep(place: Path = PLACE) -> None:
 
 
 def is_unused(path: Path) -> bool:
-    """Return True if no process has the file open, according to the kernel; False also if it is unknown.
+    """Return True if no process has the file open, according to the kernel; False if unknown.
 
     The lease is held for a moment. If another process opens the file meanwhile, it waits, and this process
     gets a signal without effect.

@@ -228,7 +228,7 @@ def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | No
 
 
 def put_aside(path: Path, raw: bytes, record: Record) -> None:
-    """Remove a dead job's file, whose content is `raw`; if another job has replaced it, the new one stays."""
+    """Remove a dead job's file, whose content is `raw`; keep the new file of another job."""
     aside = path.with_name(f"{NAME}-{record.token}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
@@ -242,7 +242,7 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
 
 
 class RunLock:
-    """Lock of our folder from `take` to `release`. lost: why it is lost; at_loss: called GRACE s later."""
+    """Lock of our folder from `take` to `release`. lost: reason of a loss; at_loss: called GRACE s later."""
 
     def __init__(self, path: Path, record: Record, handle: int) -> None:
         self._path, self._own_record = path, record

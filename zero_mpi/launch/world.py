@@ -162,7 +162,7 @@ class World:
         return agree.results(self.comm, lambda: self._unless_over(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
-        """Call action() on one rank of each node, then on the others, which use the files of the first."""
+        """Call action() on one rank of each node, then on all other ranks, which use its files."""
         for turn in (True, False):
             if (self.node.rank == 0) == turn:
                 signals.cut_short(action)

@@ -123,7 +123,7 @@ def plan_memory(case: Case) -> Memory:
 
 
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
-    """Return the bytes of a unit that persist between rounds and steps; of shared memory only the slices."""
+    """Return the bytes of a unit that persist between rounds and steps; if shared, only the slices."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None

@@ -187,7 +187,7 @@ def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1
 
 
 def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
-    """Return the seconds to sum a unit's gradient into slices, each sent straight to its owner."""
+    """Return the seconds to sum a unit's gradient into slices, with direct messages to owners."""
     if case.ranks == 1 or case.transport == kinds.SERIAL:
         return 0.0
     partition, mates, itemsize = case.partitions[unit], case.per_node, case.reduce_bytes
@@ -244,7 +244,7 @@ def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
 
 
 def saved_bytes(case: Case) -> int:
-    """Return the bytes of a checkpoint's tensors: weights (trained adapters alone), averages, moments."""
+    """Return the bytes of a checkpoint's tensors: weights (or only adapters), averages, moments."""
     sizes = ((unit, sum(p.size for p in unit.params.values())) for unit in case.layout.units)
     return sum(rank_memory.saved_bytes(case, unit, elements) for unit, elements in sizes)
 

@@ -73,7 +73,7 @@ class Compiled(FakeMemory):
 
 
 class OnGPU(Compiled):
-    """Memory of a GPU. Attention in a low type counts as cuDNN's, unless ZERO_MPI_GPU_ATTENTION is own."""
+    """Memory of a GPU. Attention in a low type is cuDNN's, unless ZERO_MPI_GPU_ATTENTION is own."""
 
     workspace = sizes.WORKSPACE
     skips_unseen = False
