@@ -1,4 +1,4 @@
-"""Files that are small on disk and large when read: sparse ones behind indices, bombs of gzip and zstd."""
+"""Files that are small on disk and large when read: sparse files behind indices, bombs of gzip and zstd."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def member(unit: bytes, size: int) -> bytes:
 
 
 def bombs(random: Random, folder: Path) -> list[str]:
-    """Write up to half a gigabyte of lines, or of one endless line, compressed once or twice."""
+    """Write up to half a gigabyte of lines, or a single line of this size, compressed once or twice."""
     endless = random.random() < 0.6  # an endless line, or zeros, which need not be read to the end
     unit = random.choice(ENDLESS if endless else SHORT)
     many, size = (random.choice([1, 16, 128]), BLOCK) if endless else (1, ROWS)

@@ -1,4 +1,4 @@
-"""Run folders with links, pipes or folders in the place of files, and folders that move during a command.
+"""Run folders with links, pipes or folders instead of files, and folders that move during a command.
 
 The names come from a resumed run when this module is imported. Files in the folder `outside` must stay
 unchanged. A folder moves when the command opens a file in it for the nth time.

@@ -80,7 +80,7 @@ def stored(header: Header | bytes, data: bytes, length: int | None = None) -> by
 
 
 def write(random: Random, folder: Path) -> tuple[Path, dict[str, Any], Header, bytes]:
-    """Write a valid folder; return its path, configuration, header and data."""
+    """Write a valid folder; return its path and its configuration, header and data."""
     config, arrays = tensors(random.choice(list(hf_models.CONFIGS)))
     place = folder / "m"
     place.mkdir()

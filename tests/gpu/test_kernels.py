@@ -81,7 +81,7 @@ def aligned(x: np.ndarray) -> tuple[Any, Any]:
 
 
 def columns(x: np.ndarray) -> tuple[Any, Any]:
-    """Place the array in columns of a wider one, so that only its rows are contiguous."""
+    """Place the array in columns of a wider array, so that only its rows are contiguous."""
     block = np.full((*x.shape[:-1], x.shape[-1] + 5), np.nan if x.dtype.kind not in "iu" else -1).astype(
         x.dtype
     )
@@ -352,7 +352,7 @@ def test_gradients_keep_their_own_type(gpu, kind, other):
 @every_kind
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 97, 500])
 def test_tokens_may_fill_many_runs(gpu, count, kind):
-    """Some tokens begin and end inside a run, some span several."""
+    """Some tokens begin and end inside a run, other tokens span several runs."""
     for vocabulary in (1, 3, 90):
         tokens = ids(vocabulary, count, kind=np.uint16)
         tokens[count // 3 :: 2] = vocabulary - 1

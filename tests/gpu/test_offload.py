@@ -222,7 +222,7 @@ def test_every_event_is_needed(gpu, pieces, monkeypatch, missing, count):
 
 
 def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
-    """While the update of the first chunk is delayed, the next two are still copied."""
+    """While the update of the first chunk is delayed, the next two chunks are still copied."""
     if not is_pretend():
         pytest.skip("a GPU's streams cannot be held up: only the pretend one shows this")
     way = Offload(gpu)
@@ -238,7 +238,7 @@ def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
 
 
 def test_a_snapshot_is_copied_beside_the_work_and_before_the_next_update(gpu, monkeypatch):
-    """The host does not wait, the next update waits for the copies, and buffers are reused."""
+    """The host does not wait; the next update waits for the copies; and buffers are reused."""
     unit, snapshot, copies = Unit("u", {"p": Param((1 << 16,), "zeros")}, 1024, True), Snapshot(), []
     arrays = [gpu.from_host(np.ones(1 << 16, np.float32)) for _ in range(4)]
     rates = {"grad_scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "step": 1}

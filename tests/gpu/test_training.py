@@ -1,4 +1,4 @@
-"""Steps on the GPU are near the host's and have the same bits at any number of ranks."""
+"""Steps on the GPU have results near the host's, and the same bits at any number of ranks."""
 
 import functools
 

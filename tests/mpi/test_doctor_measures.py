@@ -61,7 +61,7 @@ def test_a_folder_that_other_hosts_do_not_see_is_bad(monkeypatch, mpi, ranks_fol
     mpi.barrier()
     assert list(ranks_folder.iterdir()) == []
     mpi.barrier()
-    own = ranks_folder / f"disk-{mpi.rank == mpi.size - 1}"  # the last rank has a disk of its own
+    own = ranks_folder / f"disk-{mpi.rank == mpi.size - 1}"  # the last rank has a separate disk
     own.mkdir(exist_ok=True)
     monkeypatch.chdir(own)
     monkeypatch.setattr(measures, "PATIENCE", 0.2)

@@ -116,7 +116,7 @@ def by_lion(comm, strategy, precision, frozen=()):
         tiny.run_step(module, accum, CONFIG, step, COUNT)
         losses.append(accum.total_loss())
         if strategy.shards_parameters and step == 2:
-            module.prefetch_forward_params()  # the parameters change next
+            module.prefetch_forward_params()  # the parameters change after this prefetch
         optimizers[step % 2].step()
     fresh, (x, _) = tiny.make(SerialComm(), CONFIG, precision=precision), tiny.micro_batch(0, 0, CONFIG)
     fresh.load_state_dict(state := module.state_dict())

@@ -170,7 +170,7 @@ def test_wrong_use_is_refused(kit, case):
     fails(kit.comm, partial(USES[case][0], kit), USES[case][1])
 
 
-FILLED = {  # a way to compute, and one to give parameters values
+FILLED = {  # a way to compute, and a way to give parameters values
     "forward": (lambda m: m.forward(TOKENS), lambda m: m.initialize(0)),
     "both": (
         lambda m: m.forward_backward(TOKENS, TOKENS, 1e-2),

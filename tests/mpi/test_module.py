@@ -102,7 +102,7 @@ def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
     one_round(module, exact.rank)
     handle = module.overlapped_sync_gradients()
     handle.wait()
-    module.sync_gradients()  # a second time is harmless
+    module.sync_gradients()  # a second call has no effect
     assert len(dict(module.gradients())) == len(module.units)
     for unit in module.units:
         for segment in unit.unit.segments(unit.part):
@@ -143,7 +143,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(exact, strategy):
     y = module.forward(x)
     dy = np.zeros_like(y)
     if exact.rank == exact.size - 1:
-        dy[0, 0, 0] = np.inf  # one rank alone
+        dy[0, 0, 0] = np.inf  # on one rank only
     with np.errstate(invalid="ignore", over="ignore"):
         module.backward(dy)
         result = optimizer.step(max_norm=1.0)

@@ -153,7 +153,7 @@ def test_training_has_the_bits_of_one_process(strategy, kind):
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 @pytest.mark.parametrize("micro_batches", [1, 5])
 def test_ranks_that_dawdle_change_nothing(strategy, micro_batches):
-    """With one micro-batch, all nodes but the first only receive."""
+    """With one micro-batch, all nodes except the first only receive data."""
     options = {"micro_batches": micro_batches, "bucket_mb": 0.01}
     expected = restless(SerialComm(), DEEP, strategy, **options)
     for ranks in per_node():

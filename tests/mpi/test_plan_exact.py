@@ -188,13 +188,13 @@ def held_bytes(module, optimizer):
     gradients = sum(unit.gradient.sum.nbytes for unit in units)
     for unit in units:
         full = unit.gradient.whole
-        if full is not None and full.flags.writeable:  # not shared: the slice may be a view of it
+        if full is not None and full.flags.writeable:  # not shared: the slice may be a view of the full array
             gradients += full.nbytes - (
                 unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0
             )
     masters = [one.master for one in kept if one.low is not None]
     copies = Snapshot()
-    adapters = kept != [unit.parameters for unit in units]  # only these are written
+    adapters = kept != [unit.parameters for unit in units]  # only the adapters are written
     taken = [
         *copies.take("model", parameters_of(optimizer, adapters)),
         *copies.take("state", states_of(optimizer)),

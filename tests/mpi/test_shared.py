@@ -1,4 +1,4 @@
-"""Shared memory: no rank reads before the data are written or writes while others read.
+"""Shared memory: no rank reads data before they are written, or writes data while other ranks read them.
 
 Random delays between all operations reveal missing waits. The tests of all transports (bits, collectives,
 checkpoints) also use this transport, through the fixture `exact`.
@@ -160,7 +160,7 @@ def test_nobody_reads_what_a_late_rank_has_not_written(shared, strategy, who):
 @pytest.mark.parametrize("who", [0, -1])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 def test_nobody_writes_what_a_late_rank_still_reads(shared, strategy, who):
-    """One rank is slow in an evaluation while the others already load other parameters."""
+    """One rank is slow in an evaluation while the other ranks already load new parameters."""
     x, _ = tiny.micro_batch(0, 0, CONFIG)
     module = tiny.make(shared, CONFIG, strategy)
     expected = tiny.make(SerialComm(), CONFIG).forward(x, training=False)

@@ -46,7 +46,7 @@ def load(comm, path):
 def traced(comm, path, strategy=FULL_SHARD):
     """Train with a timeline; return its events, the meter's counts, and losses and norms."""
     run = Run(comm, strategy)
-    run.step(STEPS)  # transfers of this step must not count
+    run.step(STEPS)  # transfers before the timeline must not count
     if isinstance(comm, RecordingComm):
         comm.log.clear()
     with tracing(comm, path) as timeline:
@@ -187,7 +187,7 @@ def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path
 
 
 def test_memory_is_bounded(exact, monkeypatch, tmp_path):
-    """Too many spans end the timeline; complete steps stay."""
+    """Too many spans end the timeline, which keeps its complete steps."""
     run, path = Run(exact), tmp_path / "trace.json"
     with tracing(exact, path) as timeline:
         timeline.step(1)

@@ -38,7 +38,7 @@ def gradients(*names):
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_full_shard_gathers_twice_but_the_last_once(mpi, prefetch):
     events, _ = recorded(mpi, tiny.MODELS["llama"], FULL_SHARD, prefetch=prefetch)
-    # The embedding's backward does not look at its weights, so it is not gathered for it.
+    # The backward of the embedding does not read the weights, so they are not gathered for it.
     assert starts(events, "allgather") == parameters(*NAMES, "blk.1", "blk.0")
     assert starts(events, "reduce_scatter") == gradients(*reversed(NAMES))
     assert {event.kind for event in events} == {"allgather", "reduce_scatter", "wait"}

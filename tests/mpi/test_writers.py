@@ -89,7 +89,7 @@ def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, mon
 
 @pytest.mark.world(4)
 def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, monkeypatch):
-    """No write comes after the host's sync."""
+    """No rank writes after the sync of its host."""
     pretend(monkeypatch, ranks_folder, "lustre")
     optimizer, progress = trained(mpi, FULL_SHARD)
     shared, write, sync = (

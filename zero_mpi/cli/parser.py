@@ -55,7 +55,7 @@ REMOVED = {  # flags that 0.1.0 had, and their replacements
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: "; did you mean X?", or nothing if no known name is similar."""
+    """Return the end of an error message: "; did you mean X?", or "" if no known name is similar."""
     names = list(known)
     meant = [name for name in names if wrong in OTHERS.get(name, "").split()]
     longer = sorted((name for name in names if wrong and name.startswith(wrong)), key=len)
@@ -120,7 +120,7 @@ class Help(argparse.HelpFormatter):
         return super()._format_args(action, default_metavar)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Return all names of a flag if they fit in the column, else the first."""
+        """Return all names of a flag if they fit in the column, else the first name."""
         whole = super()._format_action_invocation(action)
         if len(action.option_strings) < 2 or len(whole) <= COLUMN - 4:
             return whole

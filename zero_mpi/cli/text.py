@@ -13,7 +13,7 @@ WIDTH = 110  # columns of the text
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # units per second
 LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # seconds per unit
-FEW = 8  # number of hosts, files or ranks that a message names; it counts all further ones
+FEW = 8  # number of hosts, files or ranks that a message names; it gives the number of further ones
 
 
 def write(lines: Iterable[str], *, keep: str = "") -> None:

@@ -1,1 +1,1 @@
-"""Commands other than `train`: `zero-mpi NAME`, each a package with `command`, or a file."""
+"""Commands `zero-mpi NAME` other than `train`: each is a package with a module `command`, or one module."""

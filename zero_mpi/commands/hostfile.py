@@ -44,7 +44,7 @@ def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
         text = re.sub(r"(^|\s)#.*", "", line).strip()
         if text:
             host = read_host(text, f"{where}:{number}")
-            if first := hosts.get(host.name):  # limited if both lines have a limit
+            if first := hosts.get(host.name):  # the sum has a limit only if both lines have one
                 most = None if first.most is None or host.most is None else first.most + host.most
                 host = HostEntry(host.name, first.slots + host.slots, most)
             hosts[host.name] = host

@@ -48,7 +48,7 @@ MEANING = (
     "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
-MOST_OF_RANK = 4 * spans.MAX_SPANS  # most events; a rank records a quarter, and at most one micro-batch more
+MOST_OF_RANK = 4 * spans.MAX_SPANS  # of events; a rank records a quarter and up to a micro-batch more
 MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100

@@ -97,7 +97,7 @@ def rate_scales(texts: Sequence[str]) -> dict[str, float]:
     found = dict[str, float]()
     for text in texts:
         pattern, _, factor = text.rpartition("=")
-        found.pop(pattern, None)  # of equal patterns the last counts, in its position
+        found.pop(pattern, None)  # if a pattern is repeated, the last one counts, in its position
         try:
             found[pattern] = float(factor)
         except ValueError:
@@ -235,7 +235,7 @@ IDLE = (
 
 
 def is_plain(c: Config) -> bool:
-    """Return whether these settings allow training in float64."""
+    """Return True if these settings allow training in float64."""
     others = [c.offload, c.lora, c.ema, c.optimizer, c.qat]
     return c.device != "cuda" and others == ["none", None, None, "adamw", None]
 
@@ -248,7 +248,7 @@ def without_effect(config: Config, data: DataKind) -> Iterator[str]:
 
 
 def is_given(config: Config, name: str) -> bool:
-    """Return whether a setting differs from its default."""
+    """Return True if a setting differs from its default."""
     return getattr(config, name) not in (FIELDS[name].default, [])
 
 

@@ -11,7 +11,7 @@ from zero_mpi.config.bounds import check
 from zero_mpi.config.settings import ALIASES, FIELDS, LENGTH, Config, default_text, spelled
 from zero_mpi.config.toml import read_toml
 
-METAVARS = {  # metavars of --help; all other flags have N, X, TEXT, or NAME for choices
+METAVARS = {  # metavars of --help; all other flags show N, X, TEXT, or NAME for choices
     "out": "DIR", "resume": "WHAT", "init": "PATH", "data": "PATH", "val_data": "PATH", "freeze": "PATTERN",
     "lr_scale": "W=X", "lora": "R", "lora_alpha": "A", "lora_targets": "W", "lora_init": "FILE",
     "add_tokens": "FILE", "teacher": "FILE", "tokenizer": "WHICH", "control_tokens": "HOW",
@@ -87,13 +87,13 @@ def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
 def given(
     parser: Parser, arguments: Sequence[str], names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the flags of a command line in two parts: those with these names, and all other flags."""
+    """Return the flags of a command line in two parts: flags in `names`, and all other flags."""
     found = vars(parser.parse_args(arguments))
     return {name: found.pop(name) for name in names if name in found}, found
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """Return the configuration of a command line; raises UsageError for invalid settings."""
+    """Return the configuration of a command line; raise UsageError for invalid settings."""
     flags = vars(make_parser(EVERY in arguments).parse_args(arguments))
     path = flags.pop("config", None)
     removed: list[str] = []
@@ -105,6 +105,6 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Join settings of a file and flags. Flags win; --steps replaces epochs of the file, --epochs steps."""
+    """Join settings of a file and flags. Flags win; --steps and --epochs also replace each other."""
     beaten = LENGTH if LENGTH & flags.keys() else set()
     return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)

@@ -167,7 +167,7 @@ def choose_tokenizer(
 def tokenizer_of_ids(
     config: Config, init: WeightSource | None, model: ModelConfig | None
 ) -> Tokenizer | None:
-    """Return the tokenizer of the flags, else that in the folder of the token files; None without either.
+    """Return the tokenizer of the flags, else the tokenizer in the folder of the token files, else None.
 
     Raise UsageError if an id means one token in the flags' tokenizer and another in that of the files.
     """
@@ -349,7 +349,7 @@ SIZES = {  # flag -> attribute of the model
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return flag -> size of a model; without `kv_heads` a model has as many of them as query heads.
+    """Return flag -> size of a model; without `kv_heads` a model has one key/value head per query head.
 
     The flags of experts are None for a model without experts.
     """

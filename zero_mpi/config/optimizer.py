@@ -1,4 +1,4 @@
-"""Optimizers of `--optimizer`: their update rules, and the matrices that must not be sharded for them."""
+"""Optimizers of `--optimizer`: their update rules, and the matrices that they need unsharded."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 
 
 def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the matrices that an optimizer needs unsharded: for Muon, those of blocks."""
+    """Return the names of the matrices that an optimizer needs unsharded: for Muon, all in blocks."""
     if optimizer != MUON:
         return ()
     params = model.params().items()
@@ -70,7 +70,7 @@ def rounding_of(model: ModelConfig, qat: str) -> dict[str, Kind]:
 
 
 def state_count(unit: Unit, qat: str | None = None) -> int:
-    """Return how many float32 values the optimizer keeps per element: its states, and a copy with --qat."""
+    """Return the number of float32 values that the optimizer keeps per element; --qat adds a copy."""
     masters = qat is not None and any(is_matrix(name, param.shape) for name, param in unit.params.items())
     return len((Muon if unit.whole else AdamW).states) + masters
 

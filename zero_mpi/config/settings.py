@@ -1,7 +1,7 @@
 """Flags of `zero_mpi.train`, as one data class: name, default, meaning and group in `--help`.
 
 A TOML file (`--config`) sets the same names; flags on the command line win. A resumed run must keep the
-settings in `fixed`, like the sizes of its model, because with another value it would be a different run.
+settings in `fixed` and the sizes of its model, because with another value it would be a different run.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: the usual 2e-
 CROSS_ENTROPY = "cross-entropy"
 BYTE, FROM_INIT = "byte", "from-init"  # values of --tokenizer that are not paths
 OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_date")
-LENGTH = {"steps", "epochs"}  # two settings of a run's length; a run has one of them
+LENGTH = {"steps", "epochs"}  # the two settings of a run's length; a run has only one
 STEPS: dict[str, Any] = {"steps": 440}  # for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
 EPOCHS, MOST_CONTEXT = 3, 1024  # for conversations
@@ -42,7 +42,7 @@ def batch_size(windows: int) -> int:
 
 
 def default_text(name: str) -> str:
-    """Return the text of `--help` on a default in the tables above; empty for a setting in none of them."""
+    """Return the text of `--help` on a default in the tables above; empty for all other settings."""
     if name in ANY:
         return f" (default: {ANY[name]}{'' if name == 'warmup' else ', or chosen for the conversations'})"
     if name not in FROM_NOTHING:

@@ -58,7 +58,7 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     if kind is float and type(value) is int and abs(value) < LARGEST:
         return float(value)
     if field.name in ("threads", "max_time", "warmup") and type(value) is int and abs(value) < LARGEST:
-        return str(value)  # in the file these may be numbers
+        return str(value)  # in the file such a setting may be a number
     if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise UsageError(f"--config {shown(path)}: {key} = {shown([*value[:9]])}, expected a list of strings")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -87,13 +87,13 @@ def recorded(config: Config) -> Config:
     """Return the settings with absolute paths, so that they can be read from any folder."""
     settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
     if not os.path.isfile(config.chat_template or ""):
-        settings["chat_template"] = config.chat_template  # the name of one of the tokenizer's templates
+        settings["chat_template"] = config.chat_template  # the name of a template of the tokenizer
     settings |= {name: FIELDS[name].default for name in OF_ONE_START}
     return replace(config, **settings)
 
 
 def in_full(value: Any) -> Any:
-    """Return an absolute path, or a list of them; a keyword stays unchanged."""
+    """Return a path or each path of a list as an absolute path; keep a keyword unchanged."""
     if isinstance(value, list):
         return [in_full(item) for item in value]
     return value if value in WORDS else os.path.abspath(value)

@@ -5,8 +5,8 @@ and ends them together; `connect` does the same for a script. `consistency` find
 
 Errors. Rank 0 checks inputs such as files, and all ranks get the result (`World.on_root`, `World.run_on_all`;
 `comm.agree` works over any transport). For bad input rank 0 prints one line and all ranks exit with status 2.
-Any other error is printed with its rank and aborts the job (`ending`). If all ranks fail at once, the job
-ends after the message of the first rank, because the others wait a moment before they print.
+Any other error is printed with the number of its rank and aborts the job (`ending`). If all ranks fail at
+once, the job ends after the message of the first rank, because the others wait a moment before they print.
 
 Hangs. A `Meter` records the name and time of every wait and numbers the collectives. A thread watches it, and
 ranks without progress compare their states (`watchdog`).

@@ -2,7 +2,7 @@
 
 If a rank of a script fails, ends early, or starts a different collective, the other ranks would wait for it
 forever. So `connect` ensures that an uncaught exception ends all ranks, and that a wait which cannot succeed
-or takes many minutes ends the job (`watchdog`). In a single process none of this is installed.
+or takes many minutes ends the job (`watchdog`). In a single process `connect` installs nothing.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class WatchedScript:
         raise SystemExit(status)
 
     def _ended(self) -> None:
-        """Report the end of this process to the other ranks, and wait for them."""
+        """Report the end of this process to the other ranks, and wait for the ends of the other ranks."""
         if os.getpid() != self._process or self.world.mpi.Is_finalized():
             return  # a child process, or a command whose ranks have already ended together
         sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Checks that all ranks have the same package, Python, MPI, NumPy, flags and model files.
 
-Hosts may differ: one has an older environment, another reads a different copy of a file. Then a job would
-hang, or each rank would train differently. So ranks compare these facts, in one short message if all agree.
+Hosts may differ: one host has an older environment, another host has a different copy of a file. Then a job
+would hang, or ranks would train differently. So ranks compare these facts; if all agree, one message is sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero_mpi.launch.world import World
 T = TypeVar("T")
 SAME_FILES = "copy the same files to all hosts, or use a shared file system"
 SAME_FLAGS = "start all ranks with the same flags and variables"
-# Variables of launchers that contain the number of ranks, and variables that contain this rank's number.
+# Variables in which launchers give the number of ranks, and variables with the number of this rank.
 STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")
 
@@ -88,7 +88,7 @@ def own_source() -> str:
 
 
 def source_digest(folder: Path) -> str:
-    """Return a digest of all files of the package; the version alone is the same for many commits."""
+    """Return a digest of all files of the package; many commits have the same version."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(os.fsencode(path.relative_to(folder)) + b"\0")

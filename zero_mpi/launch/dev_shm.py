@@ -3,7 +3,7 @@
 Free space is checked before MPI starts (`check_space`). MPICH crashes without a message if /dev/shm is too
 small for the segment that all ranks of a node share; containers have 64 MiB by default. UCX uses most of that
 segment for messages that MPICH can send without it, so if space is short, UCX is configured to use none. All
-ranks of a node come to the same result, because the segment is made after all have checked.
+ranks of a node come to the same result, because MPI makes the segment after all ranks have checked.
 
 A segment is a file, and it keeps its memory when a job is killed. So a rank removes the file's name as soon
 as all ranks have mapped it (`unname`), and a run starts by removing stale segments (`sweep`), which no
@@ -92,7 +92,7 @@ def sweep(place: Path = PLACE) -> None:
 
 
 def is_unused(path: Path) -> bool:
-    """Return True if no process has the file open, according to the kernel; False also if it is unknown.
+    """Return True if no process has the file open, according to the kernel; False if unknown.
 
     The lease is held for a moment. If another process opens the file meanwhile, it waits, and this process
     gets a signal without effect.
@@ -102,7 +102,7 @@ def is_unused(path: Path) -> bool:
         contextlib.suppress(OSError),
         open(path, "rb", 0, opener=lambda name, _: os.open(name, flags)) as file,
     ):
-        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # instead of SIGIO, which would end this process
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # the default, SIGIO, would end this process
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return True
@@ -110,7 +110,7 @@ def is_unused(path: Path) -> bool:
 
 
 def unname() -> None:
-    """Remove the names of this job's own segments, once all ranks of the node have them mapped."""
+    """Remove the names of this job's own segments, once all ranks of the node have mapped the segments."""
     maps = Path("/proc/self/maps").read_text(errors="replace")
     for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # not opened again by MPICH
         with contextlib.suppress(OSError):  # another rank removed it first

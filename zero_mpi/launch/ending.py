@@ -8,8 +8,8 @@ When Open MPI's mpirun is ended (Ctrl-C, SIGTERM, a closed terminal), its proces
 SIGTERM and SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank that has
 state to save stops that process as soon as SIGTERM arrives (`hold_launcher`), and continues it after all have
 saved, or after a time limit; if the ranks are gone, a separate process continues it. If a rank of the node
-has ended, that is why Open MPI sends SIGTERM, and the launcher is not stopped. A stopped launcher passes on
-no output, so ranks write directly to its destination. Other launchers pass signals on and wait.
+has ended, Open MPI sends SIGTERM because of that rank, and the launcher is not stopped. A stopped launcher
+passes on no output, so ranks write directly to its destination. Other launchers pass signals on and wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_TURNS = 20  # ranks that take turns; all later ranks print with the last of
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # the parents of ranks
-HOLD = 120.0  # most seconds: if the ranks cannot save, the launcher must end the job
+HOLD = 120.0  # most seconds of a stop; after them the launcher may end ranks that cannot save
 POLL = 0.2  # seconds between checks of the ranks of the node
 LATER = 5.0  # seconds after HOLD until the separate process continues the launcher, if no rank has done so
 
@@ -57,8 +57,8 @@ def await_turn(rank: int, stagger: float = STAGGER) -> None:
 def end_surely(end: Callable[[int], object], status: int) -> NoReturn:
     """Call end(status), which ends the job; if a lock or a lost host blocks it, end only this process.
 
-    To exit is not enough: srun does not end the other ranks, and MPICH's mpiexec may return the signal with
-    which it ended a rank instead of this status.
+    An exit of this process alone is not enough: srun does not end the other ranks, and MPICH's mpiexec may
+    return the signal with which it ended a rank instead of this status.
     """
     release_launcher()
     threading.Thread(target=end, args=(status,), daemon=True).start()
@@ -112,7 +112,7 @@ def ranks_below(pid: int) -> set[int]:
 
 
 def release_launcher() -> None:
-    """Continue the launcher if this process has stopped it and it lives; from now on it is not stopped."""
+    """Continue the launcher if this process has stopped it and it still lives; never stop it again."""
     _is_over.set()
     while _held:
         pid, last_resort = _held.pop()

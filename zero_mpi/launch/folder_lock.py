@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # `supervise` reads locks without loading NumPy or MPI
 
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
-POLL = 0.2  # seconds between looks at a file that another job holds
+POLL = 0.2  # seconds between reads of a file that another job holds
 SLOW = 2.0  # seconds: if a read takes longer, the file system hangs, and the holder may wait for it too
 PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine counts as dead
 SETTLE = 5.0  # seconds after which a refused lock counts as held even if the record does not change
@@ -128,7 +128,7 @@ def is_held_here(path: Path) -> bool:
 
 
 def lock(handle: int) -> bool | None:
-    """Return True if the system grants this process the file's lock; None if it has no locks here.
+    """Return True if the system grants this process the file's lock; None if the file system has no locks.
 
     Linux passes a flock on to NFS and Lustre. An fcntl lock would end when any handle of the file is closed.
     """
@@ -228,7 +228,7 @@ def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | No
 
 
 def put_aside(path: Path, raw: bytes, record: Record) -> None:
-    """Remove a dead job's file, whose content is `raw`; if another job has replaced it, the new one stays."""
+    """Remove a dead job's file, whose content is `raw`; keep the new file of another job."""
     aside = path.with_name(f"{NAME}-{record.token}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
@@ -242,7 +242,7 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
 
 
 class RunLock:
-    """Lock of our folder from `take` to `release`. lost: why it is lost; at_loss: called GRACE s later."""
+    """Lock of our folder from `take` to `release`. lost: reason of a loss; at_loss: called GRACE s later."""
 
     def __init__(self, path: Path, record: Record, handle: int) -> None:
         self._path, self._own_record = path, record
@@ -267,7 +267,7 @@ class RunLock:
         with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
             if record is not None and record.token == self._own_record.token:
                 os.unlink(self._path)
-        while self._handles:  # empty at a second call
+        while self._handles:  # the list is empty at a second call
             os.close(self._handles.pop())
 
     @contextlib.contextmanager
@@ -286,7 +286,7 @@ class RunLock:
                 return
 
     def why_lost(self) -> str:
-        """Check the folder now; return why it is no longer ours, or an empty text."""
+        """Check the folder now; return the reason if the job has lost it, else an empty text."""
         for pause in (POLL, 0.0):  # a network file system may be wrong for a moment
             try:
                 if os.path.samestat(os.stat(self._path.parent), self._folder):

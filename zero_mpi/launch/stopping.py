@@ -195,7 +195,7 @@ class StopSignals:
 
     def _give_up(self) -> None:
         """End the job if the ranks reach no agreement after a signal in the preparation."""
-        time.sleep(GRACE)  # before the first step there is nothing to lose
+        time.sleep(GRACE)  # before the first step no result can be lost
         await_turn(environment.launch_rank(), STAGGER)
         if self.phase == PREPARING:
             stopped = Stopped(self.caught, again=self.again)

@@ -2,8 +2,8 @@
 
 Slurm and PBS end a job at its limit with a signal and, seconds later, with SIGKILL: too late to save a large
 model. So rank 0 asks for the end time beforehand. A job's variables show the limit at its start, but a limit
-can be extended later, so squeue or qstat is asked for the time left. A thread calls it, because a busy batch
-system is slow; without an answer nothing changes.
+can be extended later, so squeue or qstat is asked for the time left. A thread runs the command, because a
+busy batch system is slow; without an answer the limit stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_mpi.environment.limits import process_age
 
 INTERVAL = 240.0  # seconds between two queries
 PATIENCE = 30.0  # seconds for an answer
-NOTICE = 30.0  # seconds reserved before a job's end: for the job script, and because the end is inexact
+NOTICE = 30.0  # seconds reserved before a job's end, for the job script and an inexact end
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TimeLimit:
         self._own_end = math.inf if max_time is None else time.monotonic() - process_age() + max_time
         self._job, self._job_end = job, math.inf
         if job is not None:
-            if job.at_start is not None and job.at_start > 0:  # if the limit is already past, it was extended
+            if job.at_start is not None and job.at_start > 0:  # a limit that is already past was extended
                 self._job_end = time.monotonic() + job.at_start
             args = job, interval
             threading.Thread(target=self._keep_asking, args=args, name="zero_mpi batch", daemon=True).start()

@@ -1,17 +1,17 @@
 """Ends a job without progress, and prints the state of each rank.
 
 The main thread names its work (`beat`), and a `Meter` records waits for other ranks and collectives. One
-thread watches these. A second thread ends the job some seconds later if the first does not; it uses no files,
-because files may hang as well.
+thread watches these. A second thread ends the job some seconds later if the first thread fails to; it uses no
+files, because file systems may hang as well.
 
 Ranks without progress exchange their states through small files in a shared folder, because a rank inside the
 MPI library cannot answer messages. A rank that has waited for a while writes its state there (it signs).
-Other waiting ranks that find the folder sign as well, and the first of them reads all states. If two ranks
-have started different collectives with the same number, or a rank has ended before a collective that another
-rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job. Otherwise a
-rank without progress past the limit prints the report for all. A rank that was stopped, or whose host is
-lost, has not signed, so the report names it. Ages are corrected by the file system's clock, since the clocks
-of hosts differ. Each file's name contains its job.
+Other waiting ranks that find the folder sign as well, and the first signed rank reads all states. If two
+ranks have started different collectives with the same number, or a rank has ended before a collective that
+another rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job.
+Otherwise a rank without progress past the limit prints the report for all. A rank that was stopped, or whose
+host is lost, has not signed, so the report names it. The times in the states are corrected by the file
+system's clock, because the clocks of hosts differ. Each file's name contains its job.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SUSPENDED = 2.0  # seconds (at most half the limit): a check this late means a s
 WATCHERS = (__file__, " in _renew")  # " in _renew": threads that renew status.json and the lock
 FOLDER = ".ranks"
 MOST = 1 << 22  # most bytes of a signed file
-STACKS = 4  # most ranks of which stacks are shown
+STACKS = 4  # most ranks whose stacks are shown
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class RankReports:
         return found
 
     def clear(self) -> None:
-        """Remove the folder, also one of another job."""
+        """Remove the folder, even if it belongs to another job."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -294,7 +294,7 @@ class Watchdog:
 
     @property
     def _counts(self) -> bool:
-        """True if time now counts as lack of progress; in a script only waits before its end do."""
+        """True if time now counts as lack of progress; in a script only waits before its end count."""
         return not self.only_waits or (waits() and records.ended is None)
 
     def standing(self, with_stacks: bool = True) -> RankState:
@@ -354,7 +354,7 @@ class Watchdog:
         self._signed, self._pause, self._compares_at = changed, POLL / 2, 0.0
 
     def _speak(self, changed: float, age: float, stuck: Stuck | None = None) -> None:
-        """Print the states of all ranks and end the job, unless another rank does."""
+        """Print the states of all ranks and end the job, unless another rank does so."""
         reports = self._reports
         if reports is None:
             self._end(age)

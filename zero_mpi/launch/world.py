@@ -108,7 +108,7 @@ class World:
         os._exit(status)
 
     def end(self, status: int, reason: str, text: str = "") -> NoReturn:
-        """End all ranks without an agreement, from any thread; print `text` first."""
+        """End all ranks without an agreement, from any thread, after printing `text`."""
         if text:
             say(text)
         self.report_end(status, reason)
@@ -162,7 +162,7 @@ class World:
         return agree.results(self.comm, lambda: self._unless_over(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
-        """Call action() on one rank of each node, then on the others, which use the files of the first."""
+        """Call action() on one rank of each node, then on all other ranks, which use its files."""
         for turn in (True, False):
             if (self.node.rank == 0) == turn:
                 signals.cut_short(action)
@@ -179,7 +179,7 @@ def find_world() -> World:
     Raise UsageError if MPI cannot start.
     """
     dev_shm.check_space()
-    if environment.under_launcher():  # else the other ranks wait in MPI_Init for a rank that has ended
+    if environment.under_launcher():  # the other ranks would wait in MPI_Init for a rank that exits here
         faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
         from zero_mpi.comm.start_mpi import MPI
@@ -275,8 +275,8 @@ def meet(world: World, patience: float) -> bool:
 def finish(world: World, status: int, problem: str = "") -> NoReturn:
     """End this process with the agreed `status`, after all ranks have reached this function.
 
-    A rank that is alone here with a bad status ends the job, as the others would wait for it forever. With
-    a good status it waits without limit, since another rank may still be writing.
+    A rank that gets here alone with a bad status ends the job, as the other ranks would wait for it forever.
+    A rank with a good status waits without limit, because another rank may still be writing.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -298,7 +298,7 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
         meet(world, PATIENCE)  # rank 0 calls its functions first, as a released launcher may end all ranks
     ending.release_launcher()
     for thread in threading.enumerate():
-        if thread.name == "zero_mpi saver":  # of a run that failed; the thread may be inside the MPI library
+        if thread.name == "zero_mpi saver":  # the run failed, and this thread may be inside the MPI library
             thread.join(PATIENCE)
             if thread.is_alive():
                 end_surely(world.kill, status)

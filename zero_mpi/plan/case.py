@@ -143,7 +143,7 @@ class Case:
 
     @property
     def passes_sums(self) -> bool:
-        """True if a sum passes from node to node, and each node adds its part."""
+        """True if sums travel from node to node, and each node adds its gradients."""
         return self.hybrid or (self.transport == kinds.NODES and self.strategy.shards_moments)
 
     @property
@@ -176,7 +176,7 @@ class Case:
 
     @property
     def summed(self) -> int:
-        """Number of log-probabilities per step that ranks sum; 0 without a preference loss."""
+        """Number of log-probabilities that ranks sum per step; 0 without a preference loss."""
         return 0 if self.preference is None else 2 * self.batch_size * (1 + self.preference.learns_prompts)
 
     @property
@@ -200,7 +200,7 @@ class Case:
 
     @property
     def slices(self) -> list[tuple[Unit, int]]:
-        """Each unit with the number of its elements that rank 0 owns."""
+        """Pairs of a unit and the number of its elements that rank 0 owns."""
         return [(unit, part.counts[0]) for unit, part in zip(self.layout.units, self.partitions, strict=True)]
 
     @property

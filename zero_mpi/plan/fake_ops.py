@@ -1,4 +1,4 @@
-"""Operations on fake arrays, which count memory and work of the real operations and compute nothing.
+"""Operations on fake arrays; they count the memory and the work of the real operations but compute nothing.
 
 Each operation takes the same blocks, in the same order, as `ops.cpu` takes from `device.arrays.recycled` or
 `ops.gpu` takes on a GPU; `workspaces` has the differences. An operation that is not defined here takes memory
@@ -169,7 +169,7 @@ def elementwise(x: Array, reads: int) -> Array:
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
-    """Return dx of a norm; `others`: statistics, one per vector; gradients of the vectors; addend of dx."""
+    """Return dx of a norm. others: statistics (one per vector), gradients of the vectors, addend of dx."""
     gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
     dx = elementwise(x, reads=2 + any(array is not None for array in plus))
     x.memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
@@ -214,7 +214,7 @@ def _(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 
 
 def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, axis: int) -> Array:
-    """Return the products of rows with an axis of stacked matrices; a backward adds to its addend."""
+    """Return the products of rows with stacked matrices; a backward adds the products to its addend."""
     x.memory.product(x.shape[0], *w.shape[1:])
     if isinstance(w, PackedStack):
         unpacked = x.memory.take(w.shape[1:], x.dtype)
@@ -322,7 +322,7 @@ def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
 
 @parted.register(FakeArray)
 def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
-    none = tokens.reshape(-1)[:0]  # few tokens of a text are added ones
+    none = tokens.reshape(-1)[:0]  # a text has few added tokens
     return tokens, none, none
 
 

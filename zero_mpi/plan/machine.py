@@ -1,7 +1,7 @@
 """Speeds of a machine: links inside a node and between nodes, and the rates of a rank.
 
-The numbers come from the JSON of `zero-mpi doctor`, from a TOML file or from flags, or are assumed; a report
-names the source.
+The numbers come from the JSON of `zero-mpi doctor`, from a TOML file or from flags; missing numbers are
+assumed, and a report says which.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def assumed(on_gpu: bool, precision: str) -> Machine:
 
 
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
-    """Return machine `base` with the known numbers in place; raise UsageError for an impossible number."""
+    """Return machine `base` with the known numbers put in; raise UsageError for an impossible number."""
     for name, value in numbers.items():
         field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
         if not 0 <= value < math.inf or (not of_link and value == 0):

@@ -69,7 +69,7 @@ def make_plan(case: Case, machine: Machine) -> Plan:
 
 MOST_RANKS = 16384
 LEAST_EFFICIENCY = 0.5
-STAYS = 0.98  # memory per rank no longer falls if this share remains after doubling the ranks
+STAYS = 0.98  # memory stops falling if twice the ranks need at least this share of it per rank
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
 
 
 def limits(case: Case, points: Sequence[Point]) -> list[str]:
-    """Return the limits of scaling, each with the number of ranks from which it holds, in this order."""
+    """Return the limits of scaling in order of the number of ranks from which each limit holds."""
     tests: dict[str, Callable[[Point, Point], bool]] = {
         f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
         "memory per rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
@@ -121,7 +121,7 @@ MOST = 256  # largest micro-batch that is tried
 def largest_micro_batch(case: Case, limit: int) -> int:
     """Return the largest micro-batch that fits into `limit` bytes per rank; 0: none; MOST: or more."""
 
-    def total(rows: int) -> int:  # bytes with the same number of micro-batches
+    def total(rows: int) -> int:  # bytes for `rows` sequences in the same number of micro-batches
         try:
             sized = replace(case, micro_batch=rows, batch_size=rows * case.rounds.micro_batches)
             return plan_memory(sized).total

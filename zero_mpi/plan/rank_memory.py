@@ -1,4 +1,4 @@
-"""Bytes that the largest rank holds, by their purpose; every size comes from the runtime's own layout.
+"""Bytes that the largest rank holds, by purpose; the runtime's own layout code computes all sizes.
 
 Rank 0 is the largest: it owns the longest slice of every unit. The bytes are on its device; host memory of a
 rank with a GPU is listed separately. In addition a process needs memory for its interpreter and libraries
@@ -36,7 +36,7 @@ from zero_mpi.sharding.parameters import NONE, STATE
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
 
-ROUNDS = 2  # from the second round on, every round finds the buffers that it needs
+ROUNDS = 2  # from the second round on, a round allocates no more buffers
 NUMBER = 8  # bytes of a float64 or an int64
 
 
@@ -52,21 +52,21 @@ def titles(kind: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on rank 0. Memory that a node shares in one copy counts by this rank's part of it."""
+    """Bytes on rank 0. Of memory that the ranks of a node share, this rank's part is counted."""
 
     # Kept between rounds and steps: slices, or full parameters where replicated.
     parameters: int = called("parameters")
     masters: int = called("parameters in fp32")  # in low precision, where `parameters` are rounded copies
     gradients: int = called("gradients")
     moments: int = called("moments")  # optimizer states and a moving average
-    rooms: int = called("buffers for moments")  # buffers on the GPU through which they pass
-    gathered: int = called("gathered units")  # full parameters, for a while
-    unpacked: int = called("unpacked blocks")  # unpacked for layers from gathered blocks
+    rooms: int = called("buffers for moments")  # buffers on the GPU, through which offloaded moments pass
+    gathered: int = called("gathered units")  # full parameters while layers use them
+    unpacked: int = called("unpacked blocks")  # float parameters that are unpacked from gathered blocks
     gradient_buffers: int = called("gradient buffers")  # gradients of a micro-batch, before they are reduced
-    activations: int = called("activations")  # arrays that layers keep and make, without the logits
+    activations: int = called("activations")  # arrays that layers keep or allocate, without the logits
     logits: int = called("logits")
     transport: int = called("received shards")  # buffers of a reduction
-    tables: int = called("tables")  # which chunks decay, their sums of squares
+    tables: int = called("tables")  # flags of chunks that decay, sums of squares of chunks
     workspace: int = called("workspace of products")  # scratch memory of the GPU's library
     snapshot: int = called("copies for --async-save")  # while a checkpoint is written
     # `node_shared`: memory that a node's ranks need together; `host`: not on the device (pinned, snapshot).
@@ -79,7 +79,7 @@ class Memory:
 
 
 TITLES = titles(Memory)
-ELSEWHERE = ("node_shared", "host")  # fields that do not belong to one rank, or lie off its device
+ELSEWHERE = ("node_shared", "host")  # memory of all ranks of a node, and memory outside the device
 
 
 def plan_memory(case: Case) -> Memory:
@@ -123,12 +123,12 @@ def plan_memory(case: Case) -> Memory:
 
 
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
-    """Return the bytes of a unit that persist between rounds and steps; of shared memory only the slices."""
+    """Return the bytes of a unit that persist between rounds and steps; if shared, only the slices."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
     states = state_count(unit, case.qat) * (own if unit.whole else updated)
-    # Unless an allreduce sums in place, a slice has its own buffer and is then gathered into the full array.
+    # A slice has a separate buffer and is gathered into the full array, unless an allreduce sums in place.
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_full:
         summed = own
@@ -152,7 +152,7 @@ def saved_bytes(case: Case, unit: Unit, own: int) -> int:
 
 
 def keeps_slices(case: Case) -> bool:
-    """Return whether a rank counts only its slices of parameters."""
+    """Return True if a rank counts only its slices of the parameters."""
     shared = case.shares_full and case.strategy.shards_moments
     return shared or case.strategy.shards_parameters
 
@@ -168,12 +168,12 @@ def node_shared(case: Case) -> int:
     return window_bytes(once, layout.buffers, case.per_node) + RANK_BYTES * case.per_node
 
 
-# Bytes of each rank (interpreter, NumPy, MPI) and of the files that a node's ranks share: without and with
-# compiled operations, and of the compiler while one rank first fills the folder of compiled code.
+# Bytes of each rank (interpreter, NumPy, MPI) and of the files that a node's ranks share, without and with
+# compiled operations; bytes of the compiler while a rank compiles the operations for the first time.
 PLAIN_RANK, PLAIN_FILES = 44 << 20, 22 << 20
 RANK, FILES, COMPILER = 88 << 20, 96 << 20, 64 << 20
 STEP = 1 << 24  # a request is a multiple of this number of bytes
-BYTES_OF_TOKEN = 3  # bytes of text per token, where a token is not a byte
+BYTES_OF_TOKEN = 3  # bytes of text per token, unless a token is a byte
 READING = 2  # extra memory while rank 0 reads the text, in multiples of the tokens
 
 
@@ -249,8 +249,8 @@ def text_of(corpus: Corpus) -> int:
 
 # ------------------------------------------------------------------------------------------- is there enough?
 # A run that exceeds a limit of its node is killed without a message, minutes later: by a control group, by a
-# limit of a process, for lack of free memory. So the plan is compared with them before anything large is
-# allocated. Space in /dev/shm is checked where it is taken (`comm.shared.memory`).
+# limit of a process, for lack of free memory. So the plan is compared with these limits before large arrays
+# are allocated. Space in /dev/shm is checked when it is allocated (`comm.shared.memory`).
 
 REMEDIES = "more nodes, a smaller model or --micro-batch, --recompute or --strategy full-shard"
 ASK = "request more (Slurm: --mem, containers: --memory)"
@@ -258,7 +258,7 @@ ASK = "request more (Slurm: --mem, containers: --memory)"
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """Memory of a host. limits: of all its ranks and of each."""
+    """Memory of a host. limits: limits of all its ranks together, and of each rank."""
 
     name: str
     ranks: int
@@ -279,12 +279,12 @@ def nodes_of(world: World) -> list[NodeInfo]:
 def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, ranks: int) -> str:
     """Return why some node lacks memory for the run, or an empty text."""
     if device.in_use().name != "cpu":
-        return ""  # the planned memory lies on the GPU, which reports itself when it is full
+        return ""  # the planned memory is on the GPU, whose library reports a lack of memory
     least = 4 * BYTES * elements(model) // len(nodes)  # bytes on a node, however it is sharded
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments", least)
-    # As many ranks on each node as the fullest node has.
+    # Assume that each node has as many ranks as the node with the most ranks.
     whole = len(nodes) if ranks % len(nodes) == 0 else 1
     case = make_case(replace(config, device="cpu"), model, ranks, whole)
     case = replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
@@ -318,7 +318,7 @@ def node_problem(node: NodeInfo, model: ModelConfig, arrays: int, text: int, sha
 
 
 def refusal(node: NodeInfo, model: ModelConfig, what: str, needed: int) -> str:
-    """Return one line: what is planned, what is allowed, and the remedy."""
+    """Return a line with the planned memory, the allowed memory, and the remedy."""
     limits = node.limits
     by_group = limits.group_free is not None and limits.group_free <= limits.available
     by = f"its control group has {size(limits.memory)} left of {size(limits.group_memory or 0)}"

@@ -88,7 +88,7 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
 
 
 def base(case: Case) -> str:
-    """Return which parts of a base in blocks are kept, and by which ranks."""
+    """Return text with the size of a base in GGUF blocks, and the number of ranks that hold it."""
     by = "over" if keeps_slices(case) else "on each of"
     return f"{size(case.model.stored_bytes)} in the file's blocks {by} {case.owners} rank(s)"
 
@@ -121,7 +121,7 @@ def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
     """Yield the memory to request from a batch system, and its parts."""
     for name, title in titles(Resident).items():
         sizes = [getattr(node, name) for node in found]
-        if any(sizes) or name != "sample":  # only if one is requested
+        if any(sizes) or name != "sample":  # only if a sample is requested
             yield row(title, map(size, sizes))
     yield row("to request, per node", [gibibytes(node.ask) for node in found])
 

@@ -1,9 +1,8 @@
 """Simulated step without memory or ranks: runs the runtime's module and layers and records events.
 
-`ShardedModule` runs unchanged. Its transport only notes what is started and waited for, and its device
-makes arrays that have shapes and nothing else. The script of a step lists the events on a rank in
-order: segments of computing, starts, waits. The script is the same for any number of ranks, so many cases
-share one.
+`ShardedModule` runs unchanged. Its transport only records starts and waits, and its device makes arrays that
+have shapes but no data. The script of a step lists the events on a rank in order: segments of computing,
+starts, waits. The script is the same for any number of ranks, so many cases share one.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from zero_mpi.sharding.parameters import NONE
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, SUMS, NORM, UPDATE = "gather sums", "sums", "norm", "update"
 TRANSFERS = (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE)
-MOST_ROUNDS = 4  # the rounds between the first two and the last are alike
+MOST_ROUNDS = 4  # all rounds between the second and the last are the same
 KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # memory by device
 RECORD = np.dtype([("ids", "<u4", (1,)), ("logp", "<f4", (1,)), ("rest", "<f4")])  # of a teacher
-STEPS = 2  # the first step finds no buffers, and no transfers of a step before it
+STEPS = 2  # the first step has no buffers and no transfers from a previous step
 
 
 class StepEvent(NamedTuple):
@@ -51,7 +50,7 @@ class StepEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of a simulation. steps: the events of each step; the others: bytes in pools at the end.
+    """Result of a simulation. steps: the events of each step; other fields: bytes in pools at the end.
 
     recycled: as `arrays.recycled_stats` reports it, logits included; small: arrays outside that pool.
     """
@@ -103,7 +102,7 @@ class ScriptedComm(SimulatedComm):
         self.numbers = {unit.name: number for number, unit in enumerate(case.layout.units)}
 
     def shard_group(self) -> ScriptedComm:
-        """Return the ranks of the first node, where each node has all slices."""
+        """Return the ranks of the first node, for strategies in which each node has all slices."""
         return ScriptedComm(self.case, self.script, self.case.owners)
 
     def memory(
@@ -126,7 +125,7 @@ class ScriptedComm(SimulatedComm):
 
 
 class FakeDistilled(Distilled):
-    """Distillation loss on fake arrays; its divergence takes as much memory as the real one."""
+    """Distillation loss on fake arrays; its divergence takes as much memory as the real divergence."""
 
     def divergence(self, z: Any, targets: Any, there: Any, records: Array) -> tuple[Any, Any]:
         return 0.0, ops.cross_entropy(self.cooled(z), targets, 1.0)[1]
@@ -192,8 +191,8 @@ class Simulator:
 
 
 def simulate(case: Case, most_rounds: int = MOST_ROUNDS) -> Simulation:
-    """Return the simulation of a case; more than `most_rounds` rounds are simulated as that many."""
-    ranks = min(case.nodes, 2) * min(case.per_node, 2)  # only these numbers make a difference
+    """Return the simulation of a case; of more rounds than `most_rounds` only that many are simulated."""
+    ranks = min(case.nodes, 2) * min(case.per_node, 2)  # more nodes or ranks give the same events
     return _simulate(
         replace(
             case,

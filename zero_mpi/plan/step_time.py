@@ -2,12 +2,12 @@
 
 The events of a simulated step are played against a clock. Computing advances it. A transfer begins when its
 link is free and completes some time later, whatever the rank does meanwhile; a wait moves the clock to that
-time: that is exposed communication. Inside one node a transfer is a copy by the ranks' own cores, so nothing
-is hidden there, unless GPUs compute. All ranks are taken to be as fast as rank 0.
+time, and the time of the wait is exposed communication. Inside one node a transfer is a copy by the ranks'
+own cores, so nothing is hidden there, unless GPUs compute. All ranks are assumed to be as fast as rank 0.
 
 Collectives follow the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005. Sums that travel from node to node are a pipeline, in which every
-link carries a unit once, and twice where every node wants the sum.
+link carries a unit once, and twice if every node needs the sum.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ MEETINGS = 3  # synchronizations of ranks per saved array of a unit: its values,
 
 
 class Cost(NamedTuple):
-    """Seconds of a transfer: on the busiest link, where transfers queue, and on all other links."""
+    """Seconds of a transfer: on the busiest link, on which transfers queue, and on all other links."""
 
     busy: float
     after: float = 0.0
@@ -45,7 +45,7 @@ class StepTime:
     seconds: float
     computation: float
     communication: float  # seconds of all transfers, one after the other
-    exposed: float  # seconds in which the rank waits for them
+    exposed: float  # seconds in which the rank waits for transfers
     flop: float
 
 
@@ -55,7 +55,7 @@ def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
 
 
 class Player:
-    """Plays events; `time` is the time that they have taken."""
+    """Plays events; `time` is the clock: the seconds of all events so far."""
 
     def __init__(self, case: Case, machine: Machine) -> None:
         self.case, self.machine = case, machine
@@ -118,7 +118,7 @@ class Player:
         self.wait(self.now + seconds)
 
     def update(self, elements: int) -> None:
-        """Play AdamW, which also rounds in low precision; offloaded states come and go meanwhile."""
+        """Play AdamW, with rounding in low precision; offloaded states move to the GPU and back meanwhile."""
         kinds, begun = self.case.precision, self.now
         self.compute(0.0, elements * (UPDATE_PASSES * BYTES + kinds.compute.itemsize * kinds.is_low))
         seconds = self.case.offloaded * BYTES * elements / self.machine.host_link
@@ -160,14 +160,14 @@ def slowest(case: Case, machine: Machine) -> Link:
 
 
 def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> float:
-    """Return the seconds to gather a unit on all its owners; with shared memory nothing travels."""
+    """Return the seconds to gather a unit on all its owners; with shared memory no data are sent."""
     if case.shares_full or case.ranks == 1:
         return 0.0
     partition = case.partitions[unit]
     own, length = itemsize * partition.counts[0], itemsize * partition.length
     if case.hybrid:
         return ring_seconds(case.per_node, machine.node, own, length)
-    if case.shares_gathers and case.strategy.shards_parameters:  # lanes share their node's link
+    if case.shares_gathers and case.strategy.shards_parameters:  # the lanes of a node share its link
         of_node = itemsize * partition.bounds[case.per_node]
         return ring_seconds(case.nodes, machine.between, of_node, length, rings=of_node // own)
     return ring_seconds(case.ranks, slowest(case, machine), own, length)
@@ -187,13 +187,13 @@ def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1
 
 
 def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
-    """Return the seconds to sum a unit's gradient into slices, each sent straight to its owner."""
+    """Return the seconds to sum a unit's gradient into slices, with direct messages to owners."""
     if case.ranks == 1 or case.transport == kinds.SERIAL:
         return 0.0
     partition, mates, itemsize = case.partitions[unit], case.per_node, case.reduce_bytes
     own = partition.counts[0]
     added = own * (case.ranks * itemsize + BYTES) / machine.moves
-    if case.transport == kinds.SHARED:  # the owner reads what the others wrote
+    if case.transport == kinds.SHARED:  # the owner reads what other ranks have written
         return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
     inside = itemsize * own * (mates - 1) * machine.node.beta
     between = itemsize * mates * max(0, partition.length - own * mates) * machine.between.beta
@@ -202,11 +202,11 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
 
 
 def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
-    """Return the cost of passing a unit's sum from node to node in chunks; back too, if all nodes want it.
+    """Return the cost of passing a unit's sum from node to node in chunks, and back if all nodes need it.
 
     A node between two others then sends both ways over its link. Sums are float32; no chunk is longer than
-    the slice of its owner, which has `own` elements. The last chunk has to pass all links, which meanwhile
-    carry other lanes' chunks and the next unit's.
+    the slice of its owner, which has `own` elements. The last chunk passes all links, which carry chunks of
+    other lanes and of the next unit meanwhile.
     """
     link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
     chunk = BYTES * min(chain_chunk(case.nodes), own)
@@ -216,7 +216,7 @@ def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
     back = way if case.nodes > 2 else 0.0  # two nodes send in opposite directions
     if case.hybrid:
         return Cost(way + added + back, 2 * links)
-    return Cost(way + added + back / case.nodes, links)  # sums only return to their owners
+    return Cost(way + added + back / case.nodes, links)  # sums return only to their owners
 
 
 def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
@@ -244,13 +244,13 @@ def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
 
 
 def saved_bytes(case: Case) -> int:
-    """Return the bytes of a checkpoint's tensors: weights (trained adapters alone), averages, moments."""
+    """Return the bytes of a checkpoint's tensors: weights (or only adapters), averages, moments."""
     sizes = ((unit, sum(p.size for p in unit.params.values())) for unit in case.layout.units)
     return sum(rank_memory.saved_bytes(case, unit, elements) for unit, elements in sizes)
 
 
 def writers(case: Case) -> int:
-    """Return how many ranks write, on a file system that serves many nodes."""
+    """Return the number of ranks that write; the file system is assumed to serve many nodes."""
     if case.checkpoint_io == "gather":
         return 1
     nodes = [rank // case.per_node for rank in range(case.ranks)]
@@ -260,9 +260,9 @@ def writers(case: Case) -> int:
 def save_seconds(case: Case, machine: Machine) -> float | None:
     """Return the seconds to write a checkpoint: its bytes by the disk's rate; None for an unknown disk.
 
-    Where rank 0 writes for several nodes, the others' data come over its node's link while it writes.
-    Written data lie in memory at first: the disk begins when the system flushes old pages, or when
-    the last page is there and the file is synced.
+    If rank 0 writes for several nodes, data of other nodes arrive over its node's link while it writes.
+    Written data stay in memory at first: the disk starts when the system flushes old pages, or when the file
+    is complete and is synced.
     """
     if machine.disk is None:
         return None
@@ -270,7 +270,7 @@ def save_seconds(case: Case, machine: Machine) -> float | None:
     machine, nbytes = machine.joining(case.nodes), saved_bytes(case)
     arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
     latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
-    # Bytes that reach rank 0's node: none if writers are on all nodes, or if the node has all slices.
+    # Bytes that reach rank 0's node: 0 if each node has writers, or if rank 0's node has all slices.
     comes = not case.hybrid and case.checkpoint_io == "gather"
     brought = comes * nbytes * (1 - case.per_node / case.ranks) * machine.between.beta
     return max(brought, min(brought, LEFT_IN_MEMORY) + nbytes / rate) + MEETINGS * arrays * latency

@@ -1,9 +1,9 @@
 """Bytes that ranks send to each other in a step, in a node and between nodes, by formulas.
 
-A rank gathers the slices of a unit as often as the schedule's list says (`gathers_of`), and its gradients go
-to the owners once a round. In a round with fewer micro-batches than ranks, a rank without one sends no
-gradients. Ranks also send two short float64 vectors: the losses of the micro-batches and the sums of the
-gradient's squares. Between nodes other formulas hold (`comm.nodes`).
+A rank gathers the slices of a unit as often as in the list of the schedule (`gathers_of`), and sends its
+gradients to the owners once per round. In a round with fewer micro-batches than ranks, a rank without one
+sends no gradients. Ranks also send two short float64 vectors: the losses of the micro-batches and the sums of
+the gradient's squares. Traffic between nodes has its own formulas (`comm.nodes`).
 
 `Meter.sent_bytes` counts the same bytes, whatever route the library chooses. Results are arrays over ranks.
 """
@@ -21,11 +21,11 @@ from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.sharding.actions import Gather
 
 Sent = tuple[Array, Array]  # (inside, between), int64 elements of each rank
-FLAGS = 3  # numbers that `train` adds to the losses: whether to stop, whether a save failed, whether to save
+FLAGS = 3  # numbers that `train` sends with the losses: stop requests, failures of saves, requests to save
 
 
 class Route:
-    """Route by which each slice goes straight to every rank, or to its owner.
+    """Route on which each slice is sent directly to every rank, or to its owner.
 
     Ranks 0 ... ranks - 1, `per_node` of them on each node but the last.
     all_give      ranks without a micro-batch send zeros
@@ -106,7 +106,7 @@ class ByNode(Route):
 
 
 def routes_of(case: Case) -> tuple[Route, Route]:
-    """Return the routes of gathers and of reductions; over NODES, full parameters are gathered straight."""
+    """Return the routes of gathers and of reductions; over NODES, full parameters are gathered directly."""
     if case.hybrid:
         by_node = ByNode(case.ranks, case.per_node, case.shares_full)
         return by_node, by_node
@@ -142,7 +142,7 @@ class Traffic:
 
 
 def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
-    """Return the traffic of a step; `flags` numbers travel with the losses."""
+    """Return the traffic of a step; `flags`: how many numbers are sent with the losses."""
     gathering, reducing = routes_of(case)
     between = case.sum_bytes if reducing.passes_sums else case.reduce_bytes
     widths = np.array([[case.reduce_bytes], [between]])
@@ -157,7 +157,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
         elif unit.trainable:
             if not case.strategy.shards_moments and not case.shares_full:
-                # Each rank updates the full unit, so sums (float32) are gathered, and Muon's directions.
+                # Each rank updates the full unit, so the float32 sums and Muon's directions are gathered.
                 gradients += case.sum_bytes * gathered * (1 + unit.whole)
             for kind, count in kinds.items():
                 gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
@@ -174,7 +174,7 @@ def gathers_of(case: Case) -> Sequence[int]:
     if case.shares_full or not case.strategy.shards_moments:
         return [0] * len(units)
     if not case.strategy.shards_parameters:
-        return [int(unit.trainable) for unit in units]  # once, after the update
+        return [int(unit.trainable) for unit in units]  # gathered once, after the update
     schedule = case.layout.schedule
     passes = [schedule.training, *[schedule.evaluation] * len(case.measured)]
     started = Counter(action.unit for actions in passes for action in actions if isinstance(action, Gather))

@@ -1,7 +1,7 @@
 """Temporary memory of operations, on the CPU and on a GPU.
 
-Each class is a memory, whose methods take what `ops.cpu` or `ops.gpu` takes from its pool, in the same
-order, and release it in the same way. Sizes come from `ops.sizes`, because the planner can import neither
+The methods of each class take the same blocks as `ops.cpu` or `ops.gpu` takes from its pool, in the same
+order, and release them in the same way. Sizes come from `ops.sizes`, because the planner can import neither
 package.
 """
 
@@ -22,7 +22,7 @@ class Compiled(FakeMemory):
     """Memory of the CPU's compiled operations."""
 
     workspace = 0  # bytes
-    skips_unseen = True  # whether attention leaves out keys that a block of rows does not see
+    skips_unseen = True  # True if attention leaves out keys that no row of a block sees
 
     def attention(self, q: Array, k: Array, v: Array, begins: Array | None) -> tuple[Array, tuple[Any, ...]]:
         """Return y and the inputs of backward; begins: the first key that each row sees, or None for all."""
@@ -40,7 +40,7 @@ class Compiled(FakeMemory):
     def attention_backward(
         self, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[Gradients, bool]:
-        """Return dq, dk and dv, and whether the weights are computed again."""
+        """Return dq, dk and dv, and True if the weights are computed again."""
         again, tile = kept[0] is None, low_tile(q, k)
         size = tile or sizes.BLOCK * k.shape[1]
         buffers = [self.take((size,))]
@@ -73,7 +73,7 @@ class Compiled(FakeMemory):
 
 
 class OnGPU(Compiled):
-    """Memory of a GPU. Attention in a low type counts as cuDNN's, unless ZERO_MPI_GPU_ATTENTION is own."""
+    """Memory of a GPU. Attention in a low type is cuDNN's, unless ZERO_MPI_GPU_ATTENTION is own."""
 
     workspace = sizes.WORKSPACE
     skips_unseen = False
@@ -143,5 +143,5 @@ def low_tile(q: Array, k: Array) -> int:
 
 
 def by_cudnn(q: Array, begins: Array | None) -> bool:
-    """Return whether cuDNN computes attention: in a low type, where rows see all keys before them."""
+    """Return True if cuDNN computes attention: in a low type, if each row sees all earlier keys."""
     return q.itemsize == 2 and begins is None and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"

@@ -24,7 +24,7 @@ class Counter:
     last: int = 0
 
     def used(self) -> float:
-        """Return the joules used since the last call; raise OSError or ValueError if it is unreadable."""
+        """Return the joules used since the last call; raise OSError or ValueError for a bad file."""
         now = int(self.path.read_text().split()[0])
         since, self.last = now - self.last, now
         return (since + self.most if since < 0 else since) * self.joules

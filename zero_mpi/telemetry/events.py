@@ -80,7 +80,7 @@ class Events(logging.Handler):
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line in one write; a line that a crash cut off stays separate. Raise OSError.
+    """Append a line in one write; keep it apart from a line that a crash cut off. Raise OSError.
 
     `open_in_place` refuses a pipe: without a reader it would take some lines, then block forever.
     """

@@ -16,7 +16,7 @@ DEBUG, INFO, WARNING, ERROR = "debug", "info", "warning", "error"
 WORDS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 logger = logging.getLogger("zero_mpi")
-logger.addHandler(logging.NullHandler())  # else Python prints warnings of a library to stderr
+logger.addHandler(logging.NullHandler())  # without a handler Python prints a library's warnings to stderr
 debug, info, warning = logger.debug, logger.info, logger.warning
 
 
@@ -63,7 +63,7 @@ def install(rank: int, size: int, level: str = INFO) -> Lines:
     handler = Lines(rank, size, level)
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if level == DEBUG else logging.INFO)
-    logger.propagate = False  # handlers of the root logger would print everything twice
+    logger.propagate = False  # handlers of the root logger would print all lines twice
     return handler
 
 

@@ -2,7 +2,7 @@
 
 It also writes the hash chain over records and checkpoints (`telemetry.proof`). Floats have full precision, so
 two exact runs have the same text. A record is written in full or not at all. After a failure no more records
-are written, and `problem` has the reason, so that all ranks end.
+are written; `problem` has the reason, and all ranks then end.
 """
 
 import json

@@ -108,7 +108,7 @@ class Status:
 
 
 def overwrite(path: Path, text: bytes) -> None:
-    """Overwrite a file in place, in one write within its disk block, for a full disk. Raise OSError.
+    """Overwrite a file in place, in one write, which works even on a full disk. Raise OSError.
 
     The file is not truncated first, so after a failed write it has the old text. Blanks may pad the new text.
     """

@@ -73,7 +73,7 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 class Guarded:
     """Tracker whose failures, such as server errors, are logged once and do not end the run.
 
-    `begin` makes the tracker before the first step; an exception of it becomes a JobError.
+    `begin` makes the tracker before the first step; an exception in `begin` becomes a JobError.
     """
 
     def __init__(self, flag: str, begin: Callable[[], Tracker]) -> None:

@@ -58,7 +58,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     log.install(world.rank, world.size, config.log_level)
     watchdog, outcome = stand_guard(world, config)
     session = build(world, resolve(world, config))
-    outcome.status.steps = session.config.steps  # with --epochs it is known only now
+    outcome.status.steps = session.config.steps  # with --epochs the number is known only now
     outcome.at(session.progress.step)
     if is_over(session):
         world.on_root(lambda: say_over(session))
@@ -134,7 +134,7 @@ def existing(path: Path) -> Path:
 
 
 def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
-    """Return the case to plan for these ranks, and why it has another transport than asked. Collective."""
+    """Return the case to plan for these ranks, and why its transport is not the requested one. Collective."""
     nodes, problem = 1, ""
     if world.size > 1:
         from zero_mpi.comm.topology import find_topology, node_communicator
@@ -201,7 +201,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
 
 
 def transport(wanted: str, case: Case, why: str) -> str:
-    """Return a text with the transport, and whether --transport auto chose it."""
+    """Return the transport as text, with a note if --transport auto chose it."""
     kind = case.transport
     text = kind.text
     if kind.on_gpu:

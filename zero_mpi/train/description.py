@@ -136,7 +136,7 @@ def as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# Groups of settings, all of which affect bits.
+# Groups of settings that affect bits.
 GROUPS = ("model", "adapter", "data", "batch", "optimizer", "loss")
 EVALUATIONS = ("eval_every", "eval_windows", "patience")
 OTHERS = ("steps", "seed", "reduction", "precision", "reduce_dtype", "bits", *EVALUATIONS)
@@ -173,7 +173,7 @@ def identity(
 
 Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"
-EXPLAINING = ("BLAS", "code for", "processor")  # facts that are compared only if the trial differs
+EXPLAINING = ("BLAS", "code for", "processor")  # facts that explain a different trial
 REMEDY = "use the same --threads N and CPU type (or --bits portable) on all ranks, or --reduction fast"
 
 
@@ -229,7 +229,7 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
 
 
 def names(ours: Machine, usual: Machine) -> tuple[str, str]:
-    """Return a text for each of two machines: the facts that differ, or else the trial."""
+    """Return a text for each of two machines: the facts that differ, or the trials if no fact differs."""
     keys = [key for key in ours if key != TRIAL and ours[key] != usual.get(key)] or [TRIAL]
     here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (ours, usual))
     return here, there
@@ -255,7 +255,7 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
         yield f"{what} was made with {made}: the last bits of results may change"
 
 
-VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # all others may differ, or their effects are compared
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or their effects are compared
 
 
 def settings(config: Config) -> dict[str, str]:

@@ -52,7 +52,7 @@ class StepLoss:
 class Objective:
     """Cross-entropy of the targets that count in the loss; base class of the other objectives.
 
-    keeps: True if it needs numbers computed from the initial model, which `keep` returns and `use` sets
+    keeps: True if it needs numbers from the initial model; `keep` returns these numbers and `use` sets them
     """
 
     keeps = False
@@ -95,13 +95,13 @@ def as_input(batch: Batch) -> Array | Packed:
 
 
 class PairStep(StepLoss):
-    """Pairs of a step or of an evaluation. batches: numbers of the windows in each micro-batch.
+    """Pairs of a step or of an evaluation. batches: indices of the windows in each micro-batch.
 
-    Sums are a table (S, K) in the order of the data: for each sequence the log-probability of its answer,
-    and for ORPO also of all its other tokens. A rank fills the rows of its micro-batches. The sum over
-    ranks is the same for any number of ranks, and all figures are computed from it.
+    Sums are a table (S, K) in the order of the data: for each sequence the log-probability of its answer, and
+    for ORPO also that of all other tokens. A rank fills the rows of its micro-batches. The sum over ranks is
+    the same for any number of ranks, and all figures are computed from it.
 
-    reference   (S,) sums of the answers under the reference model; zeros without one
+    reference   (S,) sums of the answers under the reference model; zeros without a reference model
     kl          KTO's estimate of the divergence from the reference
     """
 
@@ -153,7 +153,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the contribution of sequences to the step's loss, and its derivatives by their sums."""
+        """Return the contribution of sequences to the step's loss, and the derivatives by the sums."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -189,7 +189,7 @@ class PreferenceObjective(Objective):
     """Objective of a preference loss.
 
     The reference is the model at the start of the run. If adapters start at zero, it is the model without
-    adapters (`adapted`); else its sums are computed once, for all data.
+    adapters (`adapted`); else the sums of the reference are computed once, for all data.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class DistillObjective(Objective):
 
 
 def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise UsageError unless the teacher's predictions are of the tokens of this data."""
+    """Raise UsageError unless the teacher's predictions are for the tokens of this data."""
     found = open_teacher(path)
     made = {"data": corpus.sha256, "tokenizer": fingerprint(tokenizer), "vocabulary": model.vocab_size}
     has = {"data": found.data, "tokenizer": found.tokenizer, "vocabulary": found.vocab}

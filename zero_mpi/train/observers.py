@@ -1,7 +1,7 @@
 """Observers: actions at the start and the end of each step, called in the order of a list.
 
-All ranks call their observers at the same points, so an observer may start collectives. Its figures
-go into the record of the step, a line of metrics.jsonl.
+All ranks call their observers at the same points, so an observer may start collectives. The observer's
+figures go into the record of the step, a line of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class Evaluation(Observer):
 
     every      steps; 0: only after the last step
     evaluate   function that returns the loss; None without validation data
-    first      also evaluate before the first step, into that step's record: for a pretrained model, this
-               is the loss to improve on
+    first      also evaluate before the first step and record it there: a pretrained model should improve
+               on this loss
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class RankReport(NamedTuple):
     memory: int  # bytes in use now
     seconds: float | None  # of computing, per micro-batch; None: without micro-batches, or on a GPU
     waited: float  # seconds of waits for other ranks
-    joules: float | None  # of the host, on one of its ranks; None: another rank, or no counter
+    joules: float | None  # energy of the host, on one rank of the host; None: another rank, or no counter
 
 
 class RankFigures(Observer):
@@ -241,7 +241,7 @@ class RankFigures(Observer):
     All ranks wait for the slowest rank, so step times do not show which rank it is. So each rank measures
     its own seconds: the time of its micro-batches minus its waits for other ranks.
 
-    pace   context around each micro-batch, which measures it
+    pace   context manager that times each micro-batch
     say    function that gets a text naming the slow ranks, "" if there are none
     """
 
@@ -283,7 +283,7 @@ class RankFigures(Observer):
             self._joules, self._hosts = self._joules + sum(joules), len(joules)
 
     def close(self, tokens: int) -> None:
-        """Log the energy that the job used, if hosts measure it; `tokens`: number of trained tokens."""
+        """Log the job's energy, if hosts measure energy; `tokens`: number of trained tokens."""
         if self._hosts and tokens:
             hosts, each = plural(self._hosts, "host"), self._joules / tokens
             log.info("energy: %.4g kJ of %s, %.3g J per token", self._joules / 1e3, hosts, each)

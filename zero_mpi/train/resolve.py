@@ -1,8 +1,7 @@
 """Resolves a run: checks its flags, the files that they name, and the machine.
 
 Nothing is written, and only the text needs much memory. `setup.build` makes a run from the result,
-and `--dry-run` describes it. Folders and text are read by rank 0 alone; an error is raised on all
-ranks.
+and `--dry-run` describes it. Only rank 0 reads folders and text; an error is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     """Return the specification of a configuration's run; raise UsageError on all ranks. Collective.
 
     If `cached` is false, text is encoded again even if an earlier result is stored. `begun`: fingerprint
-    of the tokenizer with which the run began, for a run without a checkpoint that has it.
+    of the tokenizer with which the run began, needed if no checkpoint stores it.
 
     One agreement covers everything that each rank reads itself. Other agreements are separate because the
     next action needs their results: ranks with different flags would diverge, all ranks read a checkpoint
@@ -97,7 +96,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
         begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
     read = partial(read_inputs, config, checkpoint, number, begun)
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
-    spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # all ranks have read the same model
+    spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # the ranks agree on the model
     notes += spec.notes
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
@@ -120,7 +119,7 @@ def read_inputs(
 ) -> tuple[RunSpec, Facts]:
     """Return the inputs that this rank reads itself, and facts that all ranks must share; raise UsageError.
 
-    `number`: index of the rank on its node, if the launcher does not set it. `begun`: as in `resolve`.
+    `number`: index of the rank on its node, used if the launcher does not set it. `begun`: see `resolve`.
     """
     config = resume.as_begun(config, checkpoint)
     unsaid = frozenset(config.unsaid)
@@ -183,7 +182,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
         if config.patience is not None and not held_out:
             raise UsageError(f"--patience {config.patience}: there is too little data for a validation set")
         keys = {}
-        if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # token files
+        if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # the data are token files
             keys = inputs.carried_keys(spec.init, spec.model)
         if spec.checkpoint is not None:
             resume.check_resume(
@@ -300,5 +299,5 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
 
 
 def announce(text: str) -> None:
-    """Print a line about a part of the start that takes a while, before it begins."""
+    """Print a line before a slow part of the start begins."""
     log.info("%s", text)

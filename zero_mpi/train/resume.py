@@ -1,8 +1,8 @@
 """Chooses the checkpoint that a run resumes from, and checks that it belongs to the run.
 
 `--resume auto` takes the newest checkpoint with valid files, and reports skipped checkpoints with the reason.
-A checkpoint of another run (another model, corpus, or value of a `fixed` flag) is not skipped but an error,
-because the user wants neither an older checkpoint nor a start from the beginning.
+A checkpoint of another run (another model, corpus, or value of a `fixed` flag) is an error and is not
+skipped, because the user wants neither an older checkpoint nor a new start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.description import changes
 
 CORPUS = "the training data (--data, --val-data, --chat-template and its flags; sha256)"
-JUMP = 1.2  # ratio of the next rate to the planned rate that gives a warning
+JUMP = 1.2  # warn if the next rate is this many times the planned rate, or the reverse
 # Values of settings that are missing in older checkpoints.
 SINCE: dict[str, Any] = {
     "control_tokens": PLAIN,
@@ -69,7 +69,7 @@ class ResumePoint:
 def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
     """Return the checkpoint to resume from on all ranks, or None; raise UsageError. Collective.
 
-    Skipped checkpoints are added to `notes`. Rank 0 lists the folders. The ranks check parts of a
+    Skipped checkpoints are added to `notes`. Rank 0 lists the folders. Each rank checks a part of a
     checkpoint's bytes, so all ranks must agree on each checkpoint that is tried.
     """
     faults: list[str] = []
@@ -114,7 +114,7 @@ def open_checked(folder: Path, world: World) -> ResumePoint:
 
 
 def as_begun(config: Config, point: ResumePoint | None) -> Config:
-    """Return the configuration; settings that no flag gives have the values of the checkpoint.
+    """Return the configuration; settings without a flag get the values of the checkpoint.
 
     Defaults may change with the version, or depend on data. Raise UsageError for an unknown setting.
     """
@@ -140,7 +140,7 @@ def check_resume(point: ResumePoint, description: Description) -> None:
 
 
 def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokenizer | None:
-    """Return the tokenizer with which the run began: 0.1.0 ignored rules of Hugging Face folders."""
+    """Return the run's original tokenizer: version 0.1.0 ignored some rules of Hugging Face folders."""
     if tokenizer is None or begun is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})

@@ -62,7 +62,7 @@ class Saving(Observer):
         return self._every > 0 and step % self._every == 0
 
     def clock_says_so(self) -> bool:
-        """Return True if a save is due by this rank's clock; always False with --save-every."""
+        """Return True if a save is due according to this rank's clock; always False with --save-every."""
         pause = max(SAVE_SECONDS, SAVE_PAUSE * self.saver.longest)
         return time.monotonic() - self._saved_at >= pause
 
@@ -183,7 +183,7 @@ def point_best(session: Session) -> None:
 
 
 def is_there(out: Path, best: Best) -> bool:
-    """Return True if the run folder has the best checkpoint, and not another one of the same step."""
+    """Return True if the run folder has the best checkpoint, not a different checkpoint of the same step."""
     try:
         state = GGUFFile.open(folders.step_folder(out, best.step) / folders.OPTIMIZER)
         return best.step > 0 and read_best(keys_of(state)) == replace(best, since=0)

@@ -45,7 +45,7 @@ from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObje
 from zero_mpi.train.resolve import RunSpec, make_loaders
 
 SIDES = ("parts", "held_out")
-KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file with the numbers that an objective keeps; most bytes of it
+KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file with an objective's numbers; its maximum size in bytes
 NOT_SHARED = (
     "without shared memory the ranks of a node exchange messages, which is slower; enlarge /dev/shm "
     "(containers: --shm-size)"
@@ -57,7 +57,7 @@ NOT_SHARED = (
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Chosen transport. why: reason for the choice; fast: the library may compute sums."""
+    """Chosen transport. why: reason for the choice; fast: True if the library may compute sums."""
 
     comm: Comm
     why: str = ""
@@ -165,7 +165,7 @@ def described(ids: Any) -> TokenSpans | tuple[str, int]:
 
 
 def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
-    """Return why ranks cannot read the files themselves, on all ranks; "" if they can. Collective."""
+    """Return on all ranks why ranks cannot read the files themselves; "" if they can. Collective."""
     views = comm.allgather_object((platform.node(), inspected(in_files)))
     rank = next((rank for rank, (_, seen) in enumerate(views) if seen != views[0][1]), None)
     if rank is None:
@@ -322,7 +322,7 @@ def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
 
 
 def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> None:
-    """Set the objective's numbers of the initial model, from a file in OUT, or computed now.
+    """Set the objective's numbers of the initial model; read them from a file in OUT, or compute them.
 
     The file begins with a digest over its numbers and over the run's inputs. Raise UsageError. Collective.
     """

@@ -60,7 +60,7 @@ class Steps:
         return stop
 
     def rounds(self, number: int) -> None:
-        """Compute forward and backward of a step's micro-batches, each on its rank."""
+        """Compute forward and backward of this rank's micro-batches, in rounds."""
         self.losses = self.session.objective.step(number)
         for micro_batch in self.accumulator:
             if micro_batch is None:
@@ -87,7 +87,7 @@ class Steps:
         return False
 
     def after_a_step(self) -> TrainingProgress:
-        """Return the counters of the run after the optimizer step."""
+        """Return the run's counters as they are after the optimizer step."""
         loader, optimizer = self.session.loader, self.session.optimizer
         scale = self.session.module.loss_scale
         return replace(

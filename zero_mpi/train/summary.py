@@ -43,7 +43,7 @@ SHOWN = 3  # number of kinds of memory that are named
 
 @dataclass(frozen=True)
 class Start:
-    """Session and facts of a job at its start; 0, None or "" means not known."""
+    """Session and facts of a job at its start; 0, None or "" mean that a value is not known."""
 
     session: Session
     hosts: Sequence[tuple[str, int]]  # (name, ranks) in the order of first ranks
@@ -51,7 +51,7 @@ class Start:
     memory: Memory | None = None  # planned memory of the largest rank
     flop: float = 0.0  # FLOP of the products of a step
     ask: int = 0  # bytes of host memory to request per node
-    base: str = ""  # memory of a base in blocks, as text
+    base: str = ""  # memory of a quantized base model, as text
 
     @property
     def ranks(self) -> int:
@@ -251,9 +251,9 @@ class Outcome:
 
 # ------------------------------------------------------------------------------------------- utilization
 # Model FLOPs utilization (MFU) is the share of the machine's peak that a run reaches. The peak is measured at
-# the start of a run, as the speed of matmuls on all ranks at once. The work of a step is that of the products
-# in forward and backward, counted by the planner. Recomputation to save memory does not count
-# (Chowdhery et al., "PaLM", 2022, appendix B).
+# the start of a run, as the speed of matmuls on all ranks at once. The work of a step is its products in
+# forward and backward, as the planner counts them. Recomputation to save memory does not count (Chowdhery et
+# al., "PaLM", 2022, appendix B).
 
 SECONDS = 0.04  # seconds of timed products, after a product that starts threads or compiles
 LONG = 2e-3  # seconds of a large enough product; a smaller matrix is too fast to time
@@ -302,7 +302,7 @@ def matrix(edge: int, dtype: Any) -> Array:
 
 
 class Once(Compiled):
-    """Fake operations without recomputation in backward."""
+    """Fake operations that recompute nothing in backward."""
 
     def attention_backward(
         self, dy: Array, q: Array, k: Array, v: Array, kept: Any

@@ -60,7 +60,7 @@ def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_
 
 
 def likeliest(logits: Array, top_k: int) -> Any:
-    """Return the ids of the `top_k` largest logits, in order of ids; 0: all ids."""
+    """Return the ids of the `top_k` largest logits, sorted by id; 0: all ids."""
     if not 0 < top_k < logits.size:
         return np.arange(logits.size)
     least = np.partition(logits, -top_k)[-top_k]

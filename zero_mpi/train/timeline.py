@@ -3,7 +3,7 @@
 Clocks: all ranks of a host read the same clock. The offsets of other hosts' clocks are measured when
 recording starts and when it ends, and times between are corrected for an even drift. Recording changes no
 bit and no order of collectives; collectives of this module run before the first recorded step and after the
-last. Each rank makes its own part of the text and sends it in chunks, so rank 0 needs memory for one
+last. Each rank makes its own part of the text and sends it in chunks, so rank 0 needs memory for only one
 chunk.
 
 The file is in the Trace Event Format of the Chromium project, which Perfetto and chrome://tracing read. A
@@ -41,7 +41,7 @@ from zero_mpi.telemetry.log import Caution, log_note
 from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
 
 CHUNK = 4 << 20  # bytes of text that are sent at once
-AFTER = 2  # default number of steps before the recorded steps, for warm-up
+AFTER = 2  # default number of warm-up steps before the recorded steps
 COUNT = 3  # recorded steps by default
 GATHERS, REDUCTIONS, OTHERS = "gathers", "reductions", "other transfers"
 KINDS = {"allgather": GATHERS, "reduce_scatter": REDUCTIONS, "allreduce": REDUCTIONS}
@@ -123,7 +123,7 @@ class Timeline:
                 self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
             except OSError as error:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
-        for _ in parts:  # on all other ranks, and on rank 0 after an error
+        for _ in parts:  # ranks other than 0, and rank 0 after an error, send their chunks
             pass
         result: str = comm.broadcast_object(problem)
         return result
@@ -256,7 +256,7 @@ def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
 
 
 def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
-    """Return kind and place of an event: data and unit from a transfer's label, else the scope."""
+    """Return kind and place of an event: for a transfer the data and unit in its label, else the scope."""
     first, _, rest = label.partition(" ")
     unit = {"what": first, "unit": rest} if first in TRAVELS and rest else {"unit": label} if label else {}
     found = {"kind": kind, **unit, "step": step}

@@ -1,7 +1,7 @@
 """Command `doctor`: its flags, the list of checks, the table and the JSON file.
 
-Rows are printed as soon as they are ready, so if a check hangs, the row before it is the last; a watchdog
-then ends the job. All ranks have all rows, so they agree on the exit status.
+Rows are printed as soon as they are ready, so if a check hangs, the last printed row is that of the check
+before. A watchdog then ends the job. All ranks have all rows, so they agree on the exit status.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
     if not 2**-10 <= options.max_mb < math.inf:
         raise UsageError(f"--max-mb {options.max_mb:g}: expected at least 1 KiB, {2**-10:g}")
     if not 0 <= options.timeout < math.inf:
-        raise UsageError(f"--timeout {options.timeout:g}: expected seconds, or 0 for any")
+        raise UsageError(f"--timeout {options.timeout:g}: expected seconds, or 0 for no limit")
     return options
 
 

@@ -1,11 +1,10 @@
 """Checks of the hosts: versions, launcher, cores and threads, load, limits, shared memory, CUDA devices.
 
-The launcher of a different MPI starts N jobs of one rank instead of one job of N ranks; no other check shows
-this. Common mistakes with cores are more ranks than cores, ranks bound to fewer cores than they have threads,
-and several ranks bound to one core while other cores are idle.
-Without shared memory a run uses messages, which is slower and gives the same bits.
-Some MPI libraries claim to support the memory of CUDA devices and then crash. So this is tested by a transfer
-in a separate process (`comm.gpu.probe`).
+The launcher of a different MPI starts N jobs of one rank instead of one job of N ranks; only the check of the
+launcher detects this. Common mistakes with cores are more ranks than cores, ranks bound to fewer cores than
+they have threads, and several ranks bound to one core while other cores are idle. Without shared memory a run
+uses messages, which is slower and gives the same bits. Some MPI libraries claim to support the memory of CUDA
+devices and then crash. So this is tested by a transfer in a separate process (`comm.gpu.probe`).
 """
 
 import contextlib
@@ -43,7 +42,7 @@ LEAST_MEMORY = 512 << 20  # bytes per rank; interpreter and libraries take 100 M
 LEAST_LOCKED = 64 << 20  # bytes, for networks with remote memory access, which lock buffers
 SPARE_FILES = 64  # files in addition to one connection per other rank
 PROC = Path("/proc")
-SAMPLES, PAUSE = 4, 0.02  # number of samples, seconds between; the minimum ignores short threads
+SAMPLES, PAUSE = 4, 0.02  # number of samples (the minimum counts), seconds between samples
 SMALL = 256 << 20  # bytes; shared memory below this is small (containers have 64 MiB)
 TRIAL = 1 << 20  # bytes of the test window
 MORE_SHM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
@@ -58,7 +57,7 @@ STAGED = (
 
 
 def versions(where: Ranks) -> list[Row]:
-    """Compare the versions that must be equal in a job, and that of mpi4py, which may differ. Collective."""
+    """Compare the versions of all ranks; only the version of mpi4py may differ. Collective."""
     found = where.gather(installation(where.world) | {"mpi4py": installed("mpi4py") or "none"})
     return [version(name, [each.get(name, "none") for each in found]) for name in found[0]]
 
@@ -132,7 +131,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """Ranks of a host. usable: number of cores that the CPU quota permits."""
+    """Ranks of a host and their placements. usable: number of cores that the CPU quota permits."""
 
     name: str
     ranks: tuple[int, ...]
@@ -320,7 +319,7 @@ def try_window(where: Ranks) -> str:
 
 
 def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row]:
-    """Return two rows; found, problems: free bytes of each host, and the problem in its test."""
+    """Return two rows. found: free bytes of each host; problems: problem in the test of each host, or ""."""
     hosts = zip(found, map(len, where.nodes), where.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
     value = f"{short_size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
@@ -339,7 +338,7 @@ def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row
 
 @dataclass(frozen=True)
 class Devices:
-    """CUDA devices of a host. error: why the driver shows none; mpi: result of the test transfer."""
+    """CUDA devices of a host. error: reason for finding none; mpi: result of the test transfer."""
 
     names: tuple[str, ...] = ()
     driver: str = ""
@@ -355,7 +354,7 @@ def cuda(where: Ranks) -> list[Row]:
 
 
 def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER) -> Devices:
-    """Return the devices of this host; without a driver no process is started."""
+    """Return the devices of this host; start no process if there is no driver."""
     if not any(map(os.path.exists, driver)):
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")

@@ -1,7 +1,7 @@
 """Measurements of the doctor: the run folder, products on each rank, messages between ranks.
 
 Rank 0 saves small files in the run folder like a checkpoint, and every host checks that it sees them.
-Products are measured with the operation of a model, on all ranks at once. Messages, a small and a large one,
+Products are measured with the matmul of the models, on all ranks at once. Messages, a small and a large one,
 pass around rings of ranks, all rings at once: a ring per node, and a ring for each index of ranks over all
 nodes. A time is the median over repeats, each with the time of the slowest rank.
 """
@@ -51,11 +51,11 @@ NAME_IT = (
 
 @dataclass
 class Trial:
-    """Results on rank 0. problem: why saving fails; folder: test folder; made: new folders to remove."""
+    """Results of rank 0. problem: reason why saving fails; folder: test folder; made: folders to remove."""
 
     system: FileSystem = UNKNOWN
     free: int = 0
-    written: int = 0  # bytes flushed to disk; less than TRIAL if it took too long
+    written: int = 0  # bytes flushed to disk; less than TRIAL if writing took too long
     synced: float = 0.0  # seconds until `written` bytes were on disk
     problem: str = ""
     folder: Path | None = None
@@ -174,7 +174,7 @@ def products(where: Ranks) -> Iterator[Row]:
 
 
 def rate_rows(rates: list[float], where: Ranks) -> Iterator[Row]:
-    """Yield rows on rates and on slow hosts; of two hosts the faster one is the median."""
+    """Yield rows on rates and on slow hosts; with two hosts, the faster host's rate is the median."""
     spread = " to ".join(dict.fromkeys((gigaflops(min(rates)), gigaflops(max(rates)))))
     total = f"{gigaflops(sum(rates))} in total (fp32 matmuls, all ranks at once)"
     yield Row("speed", f"{spread} GFLOP/s per rank, {total}")
@@ -213,7 +213,7 @@ def low_precision(where: Ranks) -> Iterator[Row]:
 
 
 def across(where: Ranks) -> tuple[list[int], int]:
-    """Return the ranks with this rank's index on each node (none if a node lacks it), and number of rings."""
+    """Return the ranks with this rank's index on their node, () if a node has fewer, and number of rings."""
     sharing = min(map(len, where.nodes))
     return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 

@@ -22,8 +22,8 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.text_streams import each_line, is_text
 
-# Scored parts: the answers; a last word, of which each token must be the most likely; or the full text. For
-# CORE: all after the common beginning of the prompts, their common ending, or a continuation as a last word.
+# Scored parts: the answers; a last word, right if each of its tokens is the most likely one; the full text.
+# In CORE: the text after the prompts' common beginning, their common ending, or a continuation (last word).
 ANSWERS, LAST, TEXT = "answers", "last", "text"
 DIFFERING, COMMON, GREEDY = CORE = ("differing", "common", "greedy")
 MANY = {"choices", "context_options", "endings"}  # fields with several texts
@@ -33,7 +33,7 @@ BY_NAME = "lambada"  # files with this in their name have texts with a last word
 
 
 class Question(NamedTuple):
-    """Question: answers, contexts before them (one for all or one for each), number of the right answer.
+    """Question: answers, their contexts (one for all answers or one each), index of the right answer.
 
     `front` comes before the context, also before solved questions.
     """
@@ -71,7 +71,7 @@ def lettered(question: str, answers: Sequence[str], right: int, front: str = "")
 
 
 def mmlu(v: Any) -> Question:
-    """Return the question of a line of MMLU, after its subject."""
+    """Return the question of a line of MMLU, with its subject in front."""
     front = ABOUT + v["subject"].replace("_", " ") + ".\n\n" if "subject" in v else ""
     return lettered(v["question"].strip(), v["choices"], v["answer"], front)
 
@@ -122,7 +122,7 @@ FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function;
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of AI2's files, with its nested answers as the fields of the published data sets."""
+    """Return a line of AI2's files with its nested answers as flat fields, as in the published data sets."""
     inside = value.get("question")
     if not isinstance(inside, dict) or not isinstance(inside.get("choices"), list):
         return value
@@ -138,7 +138,7 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
     """Return the question of a line in a published form, else None; raise ValueError for invalid fields.
 
-    `name`: name of the file, if the fields fit several forms; `delimiter`: text before an answer of CORE.
+    `name`: the file's name, for fields that fit several forms; `delimiter`: text before an answer of CORE.
     """
     has = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
     fields = next((each for each in FORMS if has.issuperset(each.split())), None)
@@ -160,7 +160,7 @@ def published(line: int, value: dict[str, Any], name: str = "", delimiter: str =
 
 
 def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
-    """Return the questions, each after `shots` solved ones of the file, chosen at random as CORE does."""
+    """Return the questions, each after `shots` random solved questions of the file, as in CORE."""
     if not 0 <= shots < max(1, len(questions)):
         raise UsageError(f"--shots {shots}: expected fewer than the {len(questions)} questions of the file")
     order, found = [*range(len(questions))], [*questions]
@@ -175,7 +175,7 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
 
 
 Ids = NDArray[np.int64]
-MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # per question; all answers with their questions
+MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # answers per question; letters of a question and its answers
 QUESTION = ("question", "context")  # names of the field before an answer
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
@@ -190,7 +190,7 @@ class EncodedChoices:
     counts: list[int] = field(default_factory=list)  # number of sequences of each question
     right: list[int] = field(default_factory=list)  # number of the right answer of each question
     answers: list[str] = field(default_factory=list)  # all answers; empty for further windows of a text
-    span: str = ANSWERS  # the scored part, as above
+    span: str = ANSWERS  # the scored part, one of the names above
     cut: int = 0  # number of sequences that were cut at the beginning to fit the context
 
     @property
@@ -281,7 +281,7 @@ def encode_choices(
 def rows_of(
     each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
 ) -> Iterator[tuple[Ids, int]]:
-    """Yield for each answer its ids, after `first` (or `edge` if needed), and the first scored place."""
+    """Yield each answer's ids, after `first` (or `edge` if needed), and the index of the first scored id."""
     texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
     texts += [text.rstrip() for text in each.contexts]
     every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
@@ -291,7 +291,7 @@ def rows_of(
     last = in_common([ids[::-1] for ids in rows]) if each.span == COMMON else 0
     for ids, question in zip(rows, cycle(alone), strict=False):
         start = same or (len(ids) - last if last else in_common([ids, question]))
-        if each.span == TEXT:  # each token is scored once, the first after `edge`
+        if each.span == TEXT:  # each token is scored once; the first token follows `edge`
             ids = np.append(edge, ids).astype(np.int64)
             for place in range(1, len(ids), context):
                 end = min(place + context, len(ids))

@@ -49,7 +49,7 @@ from zero_mpi.train.setup import share_corpus
 class EvaluationData:
     """Data of an evaluation: text and questions."""
 
-    windows: measuring.WindowSet | None  # windows over the text, if there is one
+    windows: measuring.WindowSet | None  # windows over the text; None without a text
     text: dict[str, Any]  # facts about the text, for --json
     tokens: np.ndarray[Any, Any]  # number of tokens of each window
     answers: list[measuring.AnswerSet]  # answers of the questions; twice if --top-k-out needs them
@@ -202,7 +202,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
 
 
 def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: list[Array]) -> Figures:
-    """Return the figures of one model; `losses`: those of windows, then those of answers."""
+    """Return the figures of one model; `losses`: of the windows, then of the answers."""
     found: Figures = {
         "model": subject.title,
         "arch": subject.model.arch,

@@ -1,4 +1,4 @@
-"""Evaluation of a model over sequences: parameters are sharded over all ranks, which all get the losses."""
+"""Evaluation of a model over sequences: parameters are sharded over all ranks; each rank gets all losses."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def opened_module(
     comm = choose_transport(world, replace(config, init=subject.path), subject.model, notes).comm
     for note in notes if world.rank == 0 else ():
         log.log_note(note)
-    layout = layout_config(config, subject.model)  # all frozen: no gradient buffers
+    layout = layout_config(config, subject.model)  # frozen parameters need no gradient buffers
     module = ShardedModule(subject.model.stages(), comm, layout)
     read = finite(subject.source.read, subject.source.path)
     world.run_on_all(partial(module.load_slices, read))
     yield module
-    del module  # must be freed before its memory
+    del module  # the module must be freed before its memory
     comm.close()
 
 
@@ -302,7 +302,7 @@ class Importance:
         self._seen.add(name)
 
     def end_round(self, contributors: int) -> None:
-        """Add the sums of all ranks in a round. Collective."""
+        """Add the sums of all ranks of a round to the totals. Collective."""
         arguments = self._full, self._own, self._partition
         self._comm.reduce_scatter(*arguments, contributors=contributors, accumulate=True).wait()
         self._full.fill(0)
@@ -318,7 +318,7 @@ class Importance:
 # `--top-k-out`: a rank writes the records of its micro-batches at fixed offsets, so the file does not depend
 # on the number of ranks, and a restarted job skips the micro-batches whose records exist.
 
-LEAST = 1e-12  # least mass of all other ids
+LEAST = 1e-12  # least probability of all other ids together
 
 
 class TopK(HeadLoss):

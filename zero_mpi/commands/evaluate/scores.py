@@ -69,7 +69,7 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 
     acc                by log-likelihood; for tasks of CORE by log-likelihood per token
     acc_norm           by log-likelihood per letter, without the space in front; acc_bytes: per byte
-    right              number of questions with the right answer preferred; of equal answers the first counts
+    right              number of questions with the right answer preferred; the first of equals is preferred
     counts accuracy           their share of all questions
     log_likelihoods    nats, of each answer of each question
     """
@@ -137,7 +137,7 @@ TITLES = {"log_likelihood": "log-likelihood", "per_token": "per token", "per_byt
 
 
 def lines(figures: Figures) -> Iterator[str]:
-    """Yield all lines of output, which have only values that --json writes too."""
+    """Yield all lines of output; every value in them is also in the --json file."""
     names = [shown(model["model"], 40) for model in figures["models"]]
     rows = figures["models"] + ([figures[DIFFERENCE]] if DIFFERENCE in figures else [])
     names += [DIFFERENCE] * (len(rows) - len(names))

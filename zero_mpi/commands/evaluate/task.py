@@ -30,7 +30,7 @@ from zero_mpi.train.description import settings, what_was_read
 from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.resume import settled_bos
 
-MOST_CONTEXT = 2048  # most tokens of a window by default, as attention takes time by their square
+MOST_CONTEXT = 2048  # default limit; attention's time grows with the square of a window's tokens
 SETTINGS = {  # settings of training that an evaluation has, with a help text if the meaning differs
     "data": "text, token files or conversations (.jsonl)",
     "tokenizer": "byte, from-init (the model's, default) or a tokenizer file",
@@ -194,7 +194,7 @@ class Opened:
 def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
     """Return the inputs that this rank reads itself, and facts that all ranks must share; raise UsageError.
 
-    `number`: index of the rank on its node, if the launcher does not set it.
+    `number`: index of the rank on its node, used if the launcher does not set it.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")

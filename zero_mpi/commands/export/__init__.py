@@ -1,1 +1,1 @@
-"""`zero-mpi export`: a model in another type or format."""
+"""`zero-mpi export`: converts a model to another type or format."""

@@ -89,9 +89,9 @@ def make_parser() -> Parser:
 class Export:
     """An export in progress.
 
-    place    where the result is written before it gets its name
+    place    temporary path of the result, until it gets its name
     kinds    type of each tensor
-    files    files of a GGUF, which ranks fill together; none of a folder
+    files    files of a GGUF, which all ranks fill together; empty for a folder
     """
 
     target: Path
@@ -129,7 +129,7 @@ class Export:
             fill(self.files, self.paths, self.encoder, rank, size)
 
     def publish(self) -> None:
-        """Give the result its name; of several files the first one last: with it the model is complete."""
+        """Rename the result to its final name; the first of several files comes last and completes it."""
         place, target = self.place, self.target
         if len(self.files) > 1:
             for path, result in reversed([*zip(self.paths, self.results, strict=True)]):
@@ -240,7 +240,7 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
 
 
 def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
-    """Return the adapter that is exported alone, with --base; raises UsageError if it does not fit."""
+    """Return the adapter that --base exports alone; raise UsageError if the base or the flags do not fit."""
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
@@ -257,7 +257,7 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
 
 
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
-    """Return the source; raises UsageError unless it is a model that the target's format can hold."""
+    """Return the source; raise UsageError unless it is a model that the target's format can hold."""
     source = open_merged(path, adapter)
     architecture = keys_of(source).architecture
     if architecture is None or architecture == "zero_mpi":
@@ -272,7 +272,7 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 
 
 def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
-    """Return the types of the file's tensors; raises UsageError where they need a library or a matrix."""
+    """Return the types of the file's tensors; raise UsageError if they lack a library or matrix."""
     wanted, matrix = options.type, options.imatrix
     by_ggml = wanted in mixes.MIXES or matrix is not None
     if by_ggml:
@@ -293,7 +293,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
-    """Return the source's keys that still hold, and the tokenizer's if the source is a folder."""
+    """Return the source's keys that stay true, and the tokenizer's keys if the source is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
     keys["general.file_type"] = np.uint32(mixes.file_type(wanted))
     if wanted in mixes.MIXES or wanted.startswith("q"):
@@ -314,7 +314,7 @@ def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: 
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder, if it is there."""
+    """Remove a file or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -322,7 +322,7 @@ def remove(path: Path) -> None:
 
 
 def summary(export: Export) -> str:
-    """Return file, type, size, tensors by type; and matrices of another type than the wanted one, and why."""
+    """Return a line: file, type, size, tensors by type, and matrices without the requested type, and why."""
     target, wanted, kinds = export.results[0], export.wanted, export.kinds
     files = [target, *target.iterdir()] if target.is_dir() else export.results
     size = sum(file.stat().st_size for file in files if file.is_file())

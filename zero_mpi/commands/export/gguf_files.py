@@ -87,11 +87,11 @@ AT_ONCE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
 
 @dataclass(frozen=True)
 class Encoder:
-    """The types of a source's tensors in a file, and how blocks are made.
+    """Encoder of a source's tensors: chooses the type of each tensor and makes its blocks.
 
     by_ggml      by ggml's quantizers; otherwise by the package gguf, which has the 8-bit and the oldest types
     importance   weights of columns by tensor, (matrices, width)
-    masters      state of a checkpoint whose parameters are rounded already: blocks are made of its masters
+    masters      training state of a checkpoint with rounded parameters: blocks are made from its masters
     """
 
     source: WeightSource
@@ -152,12 +152,12 @@ def too_large(what: str, values: Floats, kind: GGMLQuantizationType) -> FileErro
 
 
 def encoded_pieces(what: str, chunks: Iterable[Floats], kind: GGMLQuantizationType) -> Iterator[memoryview]:
-    """Yield flat pieces, of whole blocks, in a type. FileError for values not finite or too large for it."""
+    """Yield flat pieces of full blocks in a type; raise FileError for values not finite or too large."""
     for chunk in chunks:
         check_finite(what, chunk)
         for at in range(0, max(chunk.size, 1), AT_ONCE):
             try:
-                with np.errstate(over="raise"):  # not infinity in the place of a large number
+                with np.errstate(over="raise"):  # overflow raises instead of storing infinity
                     yield quantize(chunk[None, at : at + AT_ONCE], kind).data
             except FloatingPointError:
                 raise too_large(what, chunk, kind) from None

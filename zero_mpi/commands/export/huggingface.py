@@ -1,4 +1,4 @@
-"""Export to Hugging Face: a model by GGUF's names as the content of a Hugging Face folder.
+"""Export to Hugging Face: converts a model with GGUF's names to the content of a Hugging Face folder.
 
 `config_json` writes the keys as Hugging Face's settings, `outgoing` names the tensors and gives each as a
 stream of pieces in the element order of that format. Models that the settings cannot describe are refused.
@@ -64,7 +64,7 @@ def turn_end(tokenizer: GGUFTokenizer) -> int | None:
     """Return the token by which the chat template ends an answer; None if it does not end one by a token."""
     try:
         text = template_of(tokenizer).render(MESSAGES).text
-    except (UsageError, ValueError):  # there is none, or it refuses such a conversation
+    except (UsageError, ValueError):  # there is no template, or it refuses such a conversation
         return None
     kinds, behind = (CONTROL, USER_DEFINED), text.rpartition(ANSWER)[2].lstrip()
     found = [token for token in tokenizer.tokens if behind.startswith(token)]
@@ -93,7 +93,7 @@ class Outgoing:
     runs: tuple[tuple[str, int, int], ...] = ()
 
     def pieces(self) -> Iterator[Floats]:
-        """Yield its elements in the folder's order, flat, in pieces."""
+        """Yield the tensor's elements in flat pieces, in the folder's order."""
         read = partial(self.source.read, self.spec.name)
         rows = self.spec.shape[0]
         if self.order == hf_names.Order.HALVES:
@@ -135,7 +135,7 @@ class Keys:
 
 
 def plain(value: Any) -> Any:
-    """Return a number as JSON has it: a float32 by its shortest text, so that it reads back the same."""
+    """Return a number as JSON has it: a float32 as the shortest text that reads back the same."""
     if isinstance(value, np.floating):
         return float(str(value))
     return value.item() if isinstance(value, np.generic) else value
@@ -298,10 +298,10 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
 
 
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
-    """Return the setting whose divisors `rope_freqs.weight` holds, None without one.
+    """Return the setting that gives the divisors in `rope_freqs.weight`; None without that tensor.
 
-    The model's own setting is tried first. Otherwise factor and former context are searched: all other
-    numbers are the same in every Llama 3. FileError for other divisors.
+    The model's own setting is tried first. If it does not fit, factor and original context length are
+    searched; every Llama 3 has the same other numbers. Raise FileError for other divisors.
     """
     if rope.ROPE_FREQS not in source.tensors:
         return None
@@ -374,7 +374,7 @@ def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationTy
 
 
 def write_tokenizer(source: WeightSource, folder: Path) -> None:
-    """Write the tokenizer's files, from a folder or from keys; none where there is no tokenizer."""
+    """Write the tokenizer's files, from a folder or from keys; write nothing if there is no tokenizer."""
     keys = GGUFKeys(source.metadata, str(source.path))
     if keys.tokenizer == "gpt2":
         write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
@@ -412,7 +412,7 @@ def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> 
 
 
 def layer_of(arch: str, weight: str) -> str:
-    """Return the path of a layer in the model of transformers, by the name of its weight in GGUF."""
+    """Return the path of a layer in the model class of transformers, for the GGUF name of its weight."""
     return hf_names.from_gguf(arch, weight).removesuffix(".weight")
 
 

@@ -64,7 +64,7 @@ class Speaker:
         return {name: getattr(self.options, name) for name in DRAW}
 
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
-        """Return the continuation of a prompt's ids; `say` gets it piece by piece as it comes."""
+        """Return the continuation of a prompt's ids; call `say` with each new piece of it."""
         pieces = list[bytes]()
         for token in self.model.generate(prompt, self.options.tokens, **self.draw):
             if token in self.tokenizer.ends:
@@ -317,7 +317,7 @@ MARK = b"> "  # before each line that a person types
 
 
 def prompts(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the prompts of the flags in order, at least one. Raises UsageError for a file without prompts.
+    """Yield the prompts of the flags in order, at least one. Raise UsageError for a file without prompts.
 
     With `--chat` and neither flag, the prompts are the lines of standard input, as they are typed.
     """
@@ -335,14 +335,14 @@ def prompts(options: argparse.Namespace) -> Iterator[str]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Return the lines of a file, without their ends."""
+    """Return the lines of a file without line endings."""
     with prefixed("--prompts"):
         text = read_file(path, expected="a file of prompts, one in each line")
     return [line.decode("utf-8", "surrogateescape").rstrip("\r") for line in text.split(b"\n")]
 
 
 def typed() -> Iterator[str]:
-    """Yield the lines of standard input, each as soon as it is there, with a mark where a person types."""
+    """Yield each line of standard input as soon as it is there; print a mark before it if a person types."""
     while True:
         if sys.stdin.isatty() and sys.stdout.isatty():
             sys.stdout.buffer.write(MARK)

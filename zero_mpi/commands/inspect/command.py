@@ -57,7 +57,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         if options.other is None:
             found = examine(path, keys=options.keys, tensors=options.tensors)
         else:
-            from zero_mpi.commands.inspect.compare import compare_paths  # imports what `verify` needs
+            from zero_mpi.commands.inspect.compare import compare_paths  # slow imports
 
             found = compare_paths(path, Path(options.other))
     except OSError as error:  # the folder may not be readable

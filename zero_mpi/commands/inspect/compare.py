@@ -59,7 +59,7 @@ def compare(first: Path, second: Path) -> Report:
 
 
 def tensors_of(subject: Subject) -> dict[tuple[str, str], Stored]:
-    """Return (role, name) -> tensor of a subject."""
+    """Return a subject's tensors by (role, name)."""
     parts = subject.parts.items()
     return {(role, name): (part, spec) for role, part in parts for name, spec in part.tensors.items()}
 
@@ -109,7 +109,7 @@ def difference(ours: Stored, theirs: Stored) -> Report:
 
 
 def first_of(start: int, block: int, before: int, spec: TensorSpec, values: tuple[Any, Any]) -> Report:
-    """Return the first differing element, in a block that differs, `start` elements into a piece."""
+    """Return the first differing element of a block that differs; the block begins at element `start`."""
     shown = None
     if values[0] is not None:
         pair = [value[start : start + block] for value in values]

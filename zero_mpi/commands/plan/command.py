@@ -137,7 +137,7 @@ def read(arguments: Sequence[str]) -> Question:
 
 
 def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
-    """Return the machine file's content, ranks and nodes; nodes from a file are the fewest that suffice."""
+    """Return the machine file's content, ranks and nodes; of the nodes in a file take as few as suffice."""
     described = None
     if "machine" in own:
         for name in ("doctor", "alpha", "beta"):

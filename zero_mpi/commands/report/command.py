@@ -106,7 +106,7 @@ main = partial(launch, "report", command, alone=True)
 
 def page(runs: Sequence[Run], now: datetime) -> str:
     """Return the page as text; raise UsageError if Plotly is not installed."""
-    from jinja2 import Environment, StrictUndefined  # slow, and --help does not need it
+    from jinja2 import Environment, StrictUndefined  # slow to import, and --help does not need it
     from markupsafe import Markup
 
     def visible(value: object) -> object:

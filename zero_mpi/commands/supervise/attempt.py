@@ -6,7 +6,7 @@ run has written its last state, or long after the last change in the run folder,
 group is killed. If this process is killed, the kernel signals the launcher.
 
 The run's status.json takes precedence over the launcher's exit status: launchers return 0 after a lost host,
-and Open MPI's returns 1 when it was asked to stop and the run has saved. If a failure repeats at the same
+and Open MPI's returns 1 although the run has saved and stopped as requested. If a failure repeats at the same
 step, on the same hosts and without a new checkpoint, the run is not started again.
 """
 

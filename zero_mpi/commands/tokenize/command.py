@@ -190,7 +190,7 @@ def inspect_files(
     def inspect_here(progress: work.ProgressSum) -> None:
         for number in work.dealt(sizes, world.size)[world.rank]:
             if not progress.beat():
-                return  # another rank raises
+                return  # another rank raises the error
             weights = work.TEXT_FORMATS[files[number].format].weights(files[number], reading)
             if weights is not None:
                 found[number] = digest_of(files[number], progress), weights
@@ -277,7 +277,7 @@ def warn(notes: Iterable[str]) -> None:
 
 
 def train_on(encoding: work.Encoding) -> str:
-    """Return the advice how to train on the folder."""
+    """Return a hint with the command that trains on the folder."""
     return f"train on it with mpirun -n 8 python -m zero_mpi.train --data {shown(encoding.out)}"
 
 

@@ -46,8 +46,8 @@ FLAG = "TEXT"  # name of the inputs in messages
 ROWS = 256  # rows of Parquet that are read together
 DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked text: per byte of the file; limit for small files
 FRACTION, SMALLEST, LARGEST = 256, 1 << 20, 1 << 28  # a part has 1 / FRACTION of all bytes, within limits
-EVERY, PAUSE = 0.1, 0.01  # seconds between sums; between checks of a finished rank
-WATCHED, LOGGED = 5.0, 60.0  # seconds between lines: on a terminal, in a log
+EVERY, PAUSE = 0.1, 0.01  # seconds between sums; seconds between checks of a rank that is done
+WATCHED, LOGGED = 5.0, 60.0  # seconds between progress lines: on a terminal, in a log
 
 # --------------------------------------------------------------------------------------------- formats
 
@@ -60,7 +60,7 @@ class InputFile:
     path: Path
     format: str
     size: int  # bytes when the file was inspected
-    changed_at: int  # time of its last change then, in nanoseconds
+    changed_at: int  # time of its last change before the inspection, in nanoseconds
 
 
 def check_unchanged(file: InputFile) -> None:

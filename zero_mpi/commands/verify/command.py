@@ -379,7 +379,7 @@ def compute(
         say(world, f"{segment.text}: the same bits, {elapsed(time.monotonic() - begun)}")
     if session is not None:
         comm = session.comm
-        del session, steps  # must be freed before their memory
+        del session, steps  # both must be freed before their memory
         comm.close()
 
 

@@ -159,7 +159,7 @@ class History:
 
 
 def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
-    """Return (start, last) of the steps after `first`, up to `last`, that are in none of these segments."""
+    """Return (start, last) of each run of steps after `first`, up to `last`, that no segment contains."""
     found, reached = [], first
     for segment in [*segments, Segment(last, last, False, 0)]:
         if segment.start > reached:
