@@ -121,7 +121,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
     def _window(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        """Return for a text: each id * 2, plus 1 where a word ends; first characters; ends (exclusive)."""
+        """Return for each id: id * 2, plus 1 where a word ends; its first character; its end (exclusive)."""
         found = self._encoder.encode(texts[0], add_special_tokens=False)
         ends = np.diff(found.word_ids, append=-1) != 0
         return [np.array(found.ids, np.uint32) << 1 | ends, *np.array(found.offsets, np.uint32).T]
