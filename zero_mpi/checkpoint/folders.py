@@ -1,12 +1,12 @@
-"""The layout of the checkpoint folder, and publishing: a new checkpoint appears complete and durable, or not.
+"""Layout of checkpoint folders. A new checkpoint appears under its name complete and on disk, or not at all.
 
     OUT/step-00000100/model.gguf, optimizer.gguf      OUT/latest -> step-00000100, OUT/best -> step-00000060
 
-and ema.gguf if a run keeps a moving average.
+If a run keeps a moving average, the folder of a step also has ema.gguf.
 
-A checkpoint is written into a temporary folder next to its target; files and folder are fsynced, then one
-rename makes it visible, and another rename replaces `latest`. The checkpoint that `latest` names is complete
-even if the process is killed at any moment. One rank calls these functions.
+A checkpoint is written into a temporary folder next to its target. Files and folder are fsynced, then a
+rename makes the checkpoint visible, and a second rename replaces `latest`. So the checkpoint that `latest`
+names is complete even if the process is killed at any moment. Only one rank calls these functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AT_FDCWD, EXCHANGE = -100, 2  # constants of Linux's renameat2
 
 
 def weights_in(folder: Path) -> Path:
-    """Return the path of a checkpoint's weights: the adapter if there is one, otherwise the model."""
+    """Return the path of the weights in a checkpoint: the adapter file if it exists, otherwise the model."""
     adapter = folder / ADAPTER
     return adapter if exists(adapter) else folder / MODEL
 
@@ -46,13 +46,13 @@ def partial_folder(final: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder as far as possible. `shutil.rmtree` would wait forever if the path is a pipe."""
+    """Remove as much of a folder as possible. `shutil.rmtree` would wait forever if the path is a pipe."""
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(final: Path) -> Path:
-    """Make an empty temporary folder for the checkpoint `final`; remove the folder of an earlier attempt."""
+    """Make an empty temporary folder for the checkpoint `final`; remove the one of an earlier attempt."""
     folder = partial_folder(final)
     remove_tree(folder)
     folder.mkdir()
@@ -60,10 +60,10 @@ def begin(final: Path) -> Path:
 
 
 def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False) -> Path:
-    """Rename a complete temporary folder, point `latest` to it, and remove all but the newest `keep`.
+    """Rename a complete temporary folder, set `latest` to it, and remove all but the newest `keep`.
 
     A checkpoint of the same step is replaced. `keep` 0 keeps all. Nothing is removed before the new
-    checkpoint and the link to it are on disk. `is_best`: `best` is pointed to it as well.
+    checkpoint and the link are on disk. If `is_best`, the link `best` is set to this checkpoint too.
     """
     final = step_folder(out, step)
     put(folder, final)
@@ -75,7 +75,7 @@ def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False
 
 
 def put(folder: Path, final: Path) -> None:
-    """Rename a complete folder to `final`, replacing a folder of that name, and fsync the rename."""
+    """Rename a complete folder to `final`, replace a folder of that name, and flush the rename to disk."""
     sync_folder(folder)
     if final.exists():
         replace_folder(folder, final)
@@ -85,12 +85,12 @@ def put(folder: Path, final: Path) -> None:
 
 
 def moved_aside(final: Path) -> Path:
-    """Return the name under which the old checkpoint `final` is kept until the new one has replaced it."""
+    """Return the name that the old checkpoint `final` has until the new checkpoint has replaced it."""
     return final.with_name(f".{final.name}.old")
 
 
 def replace_folder(folder: Path, final: Path) -> None:
-    """Replace `final` by `folder`; at every moment one of the two exists under a known name."""
+    """Replace the folder `final` by `folder`; at every moment the old or the new one has a known name."""
     if exchange(folder, final):
         return  # `folder` now names the old checkpoint; `clean` removes it
     old = moved_aside(final)
@@ -104,7 +104,7 @@ def replace_folder(folder: Path, final: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders in one step; return False if this is not supported."""
+    """Exchange the names of two folders atomically; return False if the system does not support this."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -117,7 +117,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def point_best(out: Path, step: int) -> None:
-    """Point OUT/best to the checkpoint of `step`; step 0 has no checkpoint, so the link is removed."""
+    """Set the link OUT/best to the checkpoint of `step`; for step 0, which has none, remove the link."""
     name = step_folder(out, step).name if step else ""
     if name and named(out, BEST) != name:
         point(out, BEST, name)
@@ -131,22 +131,22 @@ def named(out: Path, link: str) -> str:
 
 
 def point(out: Path, which: str, name: str) -> None:
-    """Replace the symbolic link OUT/latest or OUT/best in one step."""
+    """Replace the symbolic link OUT/latest or OUT/best atomically."""
     link = out / f".{which}.partial"
     link.unlink(missing_ok=True)
     try:
         link.symlink_to(name)
     except OSError as error:
-        error.filename = str(link)  # the system's error names the target of the link
+        error.filename = str(link)  # the system's error has the link's target as its file name
         raise
     link.replace(out / which)
     sync_folder(out)
 
 
 def remove_old(out: Path, step: int, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `step`, and the best one; 0 keeps all.
+    """Remove checkpoints up to `step`, except for the newest `keep` and the best one; `keep` 0 keeps all.
 
-    Later checkpoints stay, because they belong to a run that was restarted or resumed from an earlier step.
+    Checkpoints of later steps stay: they belong to a run that was restarted or resumed from an earlier step.
     """
     so_far = [folder for number, folder in steps(out) if number <= step]
     for folder in so_far[:-keep] if keep else []:
@@ -155,7 +155,7 @@ def remove_old(out: Path, step: int, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Rename a checkpoint, then remove it, so that a half-removed folder is not taken for a checkpoint."""
+    """Rename a checkpoint and then remove it, so that a half-removed folder never looks like a checkpoint."""
     old = moved_aside(folder)
     remove_tree(old)
     folder.rename(old)
@@ -163,7 +163,7 @@ def remove(folder: Path) -> None:
 
 
 def entries(out: Path) -> list[Path]:
-    """Return the entries of a run's folder; empty if the folder is missing or is being moved."""
+    """Return the entries of a run's folder; empty if the folder is missing or is being renamed."""
     try:
         return list(out.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -171,9 +171,9 @@ def entries(out: Path) -> list[Path]:
 
 
 def clean(out: Path) -> None:
-    """Remove what interrupted saves and removals left behind.
+    """Remove the files that interrupted saves and removals left in OUT.
 
-    A checkpoint that was moved aside for a new one gets its name back if the new one never replaced it.
+    If a checkpoint was renamed for a replacement that never came, it gets its name back.
     """
     for entry in entries(out):
         if not LEFT_BEHIND.fullmatch(entry.name):
@@ -197,10 +197,10 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 
 
 def candidates(out: Path) -> list[Path]:
-    """Return the folders to resume from, the best first: `latest`, then older ones, newest first.
+    """Return the checkpoints to resume from in order of preference: `latest`, then older ones, newest first.
 
-    A later step written after `latest` precedes it, because its job ended before it replaced the link. Other
-    later steps belong to an abandoned run. Without a valid link the highest step comes first.
+    A later step that was written after `latest` comes before it: that job ended before it could set the link.
+    All other later steps belong to an abandoned run. Without a valid link, the highest step comes first.
     """
     link, found = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
@@ -215,7 +215,7 @@ def candidates(out: Path) -> list[Path]:
 
 
 def written_at(folder: Path) -> int:
-    """Return the time at which a checkpoint's last file was written, in ns; 0 if there is no file."""
+    """Return the time in ns at which a checkpoint's last file was written; 0 if it has no file."""
     try:
         return (folder / OPTIMIZER).stat().st_mtime_ns
     except OSError:
@@ -223,7 +223,7 @@ def written_at(folder: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk. Raise OSError with the folder's name."""
+    """Flush a folder's entries to disk. An OSError has the folder's name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with naming(folder):

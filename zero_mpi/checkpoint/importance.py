@@ -26,8 +26,8 @@ ENDS = SUMS, COUNTS = ".in_sum2", ".counts"
 def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Floats]:
     """Return the mean square of each column, (M, in), for the model's matrices that the file has.
 
-    shapes: shapes of the model's tensors. An expert that no token chose has ones. Raises FileError for
-    another kind of file, other sizes or numbers that are not finite.
+    shapes: shapes of the model's tensors. An expert that no token used gets ones. Raises FileError for
+    another kind of file, unexpected sizes, or numbers that are not finite.
     """
     file = GGUFFile.open(path)
     if (said := GGUFKeys(file.metadata, str(file.path)).text("general.type")) != "imatrix":
@@ -54,7 +54,7 @@ def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int
 def write_importance(
     path: Path, totals: Mapping[str, tuple[Floats, Floats]], texts: list[str], chunks: int, context: int
 ) -> None:
-    """Write the sums (M, in) and counts (M, 1) of each matrix, over `chunks` windows of `context` tokens."""
+    """Write the sums (M, in) and counts (M, 1) of each matrix, from `chunks` windows of `context` tokens."""
     tensors = {name + end: x for name, both in totals.items() for end, x in zip(ENDS, both, strict=True)}
     keys = {"general.type": "imatrix", "imatrix.datasets": texts, "imatrix.chunk_count": np.uint32(chunks)}
     keys["imatrix.chunk_size"] = np.uint32(context)

@@ -1,8 +1,8 @@
-"""Types of a model's tensors in a quantized file: one type for all matrices, or a mix of llama.cpp.
+"""Types of a model's tensors in a quantized file: one type for all matrices, or one of llama.cpp's mixes.
 
-Vectors, norms and tables by position stay float32. In a file of one type, a matrix whose rows do not fill
-blocks becomes F16, and embedding and head have 8 bits if matrices have 4 or 5: every token passes through
-them, and small models lose most there. `MIXES` is the table of llama.cpp's src/llama-quant.cpp.
+Vectors, norms and position embeddings stay float32. In a file of one type, a matrix whose row length is no
+multiple of the block becomes F16, and embedding and head get 8 bits if matrices have 4 or 5: every token
+passes through these two, and small models lose most there. `MIXES` is the table in src/llama-quant.cpp.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from gguf.constants import GGMLQuantizationType as Kind
 from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
 from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
 
-FILE_TYPES = {  # types that all matrices may have, and their numbers in the key general.file_type
+FILE_TYPES = {  # types that a file's matrices may have, and their numbers in the key general.file_type
     "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9,
 }  # fmt: skip
 COARSE = tuple(Kind[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
-ENDS = (EMBEDDING, HEAD)  # a tied model has only the embedding
+ENDS = (EMBEDDING, HEAD)  # a tied model has no separate head
 PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
 KEPT = ["position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short"]
 KEPT += ["ffn_gate_inp"]
 
-# Name, general.file_type, type of matrices; then parts with another type, TYPE:CONDITION if only some have
-# it. Conditions: `conditions`. v: attn_v and attn_qkv, head: output.weight or the tied embedding (Q6_K).
+# Columns: name, general.file_type, type of most matrices; then exceptions PART=TYPE, or PART=TYPE:CONDITION.
+# `conditions` lists the conditions. v: attn_v and attn_qkv; head: output.weight or the tied embedding (Q6_K).
 TABLE = """
 q2_k    10 Q2_K    v=Q4_K:shared,Q3_K down=Q3_K o=Q3_K
 q2_k_s  21 Q2_K    v=Q4_K:shared down=Q4_K:eighth
@@ -62,7 +62,7 @@ PARTS = (  # part of a tensor's name -> part of the table; the first match is us
     ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
     ("ffn_down", "down"),
 )  # fmt: skip
-EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # other attn_output for 8 experts
+EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # attn_output differs for 8 experts
 WEIGHTED = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
 FALLBACK = {
     **dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0), Kind.Q4_0),
@@ -74,7 +74,7 @@ FALLBACK = {
 
 
 class Mix(NamedTuple):
-    """Line of the table. rules: part -> (type, condition) pairs; the first that applies is used."""
+    """Row of the table. rules: part -> (type, condition) pairs; the first pair that applies is used."""
 
     number: int
     base: Kind
@@ -82,7 +82,7 @@ class Mix(NamedTuple):
 
 
 def parsed(number: str, base: str, *parts: str) -> Mix:
-    """Return the mix of a line's words."""
+    """Return the Mix of one row of the table, given as its words."""
     rules = {}
     for part, _, choices in (each.partition("=") for each in parts):
         pairs = (choice.partition(":") for choice in choices.split(","))
@@ -101,7 +101,7 @@ TRAINED_FOR = [  # types that training may round to in each step
 def conditions(i: int, n: int, sharing: int, experts: int, weighted: bool) -> set[str]:
     """Return the conditions of the table that hold for block `i` of `n`.
 
-    sharing: query heads for each head of k and v; weighted: an importance matrix is given
+    sharing: query heads per head of k and v; weighted: whether an importance matrix is given
     """
     more, eighth = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2, i < n // 8
     met = {"shared": sharing >= 4, "shared4": sharing >= 4 or experts >= 4, "first2": i < 2, "first4": i < 4}
@@ -111,12 +111,12 @@ def conditions(i: int, n: int, sharing: int, experts: int, weighted: bool) -> se
 
 
 def known_type(name: str) -> str:
-    """Return the name in FILE_TYPES or MIXES for a name or its alias."""
+    """Return the key in FILE_TYPES or MIXES of a type that is given by name or by alias."""
     return ALIASES.get(name, name)
 
 
 def file_type(wanted: str) -> int:
-    """Return the number of a type in the key general.file_type."""
+    """Return the value of the key general.file_type for a type."""
     return FILE_TYPES[wanted] if wanted in FILE_TYPES else MIXES[wanted].number
 
 
@@ -136,10 +136,10 @@ def types_of(
     weighted: bool = False,
     fine_ends: bool = False,
 ) -> dict[str, Kind]:
-    """Return the type of each tensor in a file of the type `wanted`.
+    """Return the type of each tensor in a file that is quantized to the type or mix `wanted`.
 
-    keys: the model's; pure: all matrices have one type; weighted: an importance matrix is given; fine_ends:
-    embedding and head have at least 8 bits
+    keys: the model's GGUF keys; pure: all matrices get one type; weighted: an importance matrix is given;
+    fine_ends: embedding and head get at least 8 bits
     """
     mix = None if pure else MIXES.get(wanted)
     matrices = {name: shape for name, shape in shapes.items() if is_matrix(name, shape)}
@@ -152,7 +152,7 @@ def types_of(
 
 
 def fitting(kind: Kind, width: int) -> Kind:
-    """Return the type, or the next type whose blocks fill rows of `width`."""
+    """Return `kind`, or the first fallback type whose block length divides `width`."""
     for choice in (kind, FALLBACK.get(kind, Kind.F16)):
         if width % GGML_QUANT_SIZES[choice][0] == 0:
             return choice
@@ -162,7 +162,7 @@ def fitting(kind: Kind, width: int) -> Kind:
 def mixed(
     metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], wanted: str, weighted: bool
 ) -> dict[str, Kind]:
-    """Return the type that a mix gives each matrix; its rows may not fill the blocks of that type."""
+    """Return the type that a mix assigns to each matrix, even if rows do not fill that type's blocks."""
     keys, mix = GGUFKeys(metadata), MIXES[wanted]
     arch = keys.text("general.architecture") or ""
 
@@ -196,7 +196,7 @@ def mixed(
 
 
 def part_of(name: str, names: Mapping[str, Any]) -> str:
-    """Return the part of the table that a tensor belongs to."""
+    """Return the part of the table (such as v or down) that a tensor belongs to."""
     if name == HEAD or (name == EMBEDDING and HEAD not in names):
         return "head"
     if name == EMBEDDING:
@@ -205,11 +205,11 @@ def part_of(name: str, names: Mapping[str, Any]) -> str:
 
 
 def block_of(name: str) -> int:
-    """Return the number of the block that a tensor belongs to, 0 if it belongs to none."""
+    """Return the number of the transformer block that a tensor belongs to; 0 outside the blocks."""
     found = re.match(r"blk\.(\d+)\.", name)
     return int(found[1]) if found else 0
 
 
 def needs_weights(name: str, kind: Kind, wanted: str) -> bool:
-    """Return whether llama.cpp requires an importance matrix to make this tensor of a mix."""
+    """Return whether llama.cpp quantizes this tensor of a mix only with an importance matrix."""
     return name not in ENDS and (kind in WEIGHTED or (wanted == "q2_k_s" and kind == Kind.Q2_K))

@@ -1,10 +1,10 @@
 """Writes the files of a checkpoint from all ranks, in chunks.
 
-Slices are sent chunk by chunk to the ranks that write (`Writers`); a rank that writes only its own slices
-does not copy them. While a thread writes one chunk, the next is hashed and sent. So a writer needs buffers
-for two chunks of at most half a unit each. The headers hold the digests of all tensors. Their length is known
-before their values, so rank 0 writes them last. Then each host syncs the data that it wrote. A failure of any
-rank is raised on all ranks, at the end.
+Slices are sent in chunks to the ranks that write (`Writers`). A rank that writes only its own slices does not
+copy them. While a thread writes one chunk, the next chunk is hashed and sent. So a writer needs buffers for
+two chunks of at most half a unit each. The headers hold the digests of all tensors. Since the length of a
+header does not depend on the digests, rank 0 writes the headers last. Then each host syncs the data that it
+wrote. If any rank fails, all ranks raise the error at the end.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from zero_mpi.files.open import open_in_place
 
 @dataclass(frozen=True)
 class Writers:
-    """All ranks of `comm`, with the node and the writing rank of each; and this rank's `group`.
+    """For each rank of `comm`, its node and the rank that writes its slices; and this rank's `group`.
 
-    A group consists of ranks of one node, and its first rank writes for all. The number of writers suits the
-    file system (`files.file_systems`). Only the host that wrote data can sync it, and all its processes share
-    its cache, so one of its writers syncs each file once, after all have written.
+    A group consists of ranks of one node; its first rank writes for all of them. The number of writers suits
+    the file system (`files.file_systems`). Only the host that wrote data can sync it, and the processes of a
+    host share its cache. So one writer of each host syncs each file once, after all ranks have written.
     """
 
     comm: Comm
@@ -70,7 +70,7 @@ class Writers:
 
 
 def rank_0_of(comm: Comm) -> Writers:
-    """Return Writers with rank 0 as the only writer; all ranks send it their slices."""
+    """Return Writers in which rank 0 is the only writer and receives the slices of all ranks."""
     return Writers(comm, comm, (0,) * comm.size, (0,) * comm.size)
 
 
@@ -85,10 +85,10 @@ def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
 
 
 def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None) -> tuple[int, ...]:
-    """Return, for each rank, the rank that writes its slices: the first of its group. `nodes`: node of each.
+    """Return the writing rank of each rank: the first of its group. `nodes`: the node of each rank.
 
-    `a_node`: the most writers per node; None: the number that suits the file system. If hosts may not write
-    one file at the same time, rank 0 writes for all, even if `a_node` is given.
+    `a_node`: maximum number of writers per node; None: the number that suits the file system. If hosts must
+    not write one file at the same time, rank 0 writes for all, even if `a_node` is given.
     """
     several = len(set(nodes)) > 1
     if several and not found.hosts and (found.known or a_node is None):
@@ -110,11 +110,11 @@ class JoinedSlices(Partition):
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """The start of each slice in the joined buffer, and the end of the last slice."""
+        """The start of each slice in the joined buffer, and then the end of the last slice."""
         return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
 
     def segments(self, chunk: Chunk) -> list[tuple[int, slice]]:
-        """Return the segments of a chunk: (start in the unit's buffer, part of the chunk) of each slice."""
+        """Return (start in the unit's buffer, range of the chunk) for each slice that overlaps a chunk."""
         found, at = list[tuple[int, slice]](), 0
         for number, part in enumerate(self.slices):
             inside = chunk.of_slice(self, number)
@@ -125,17 +125,17 @@ class JoinedSlices(Partition):
 
 
 def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
-    """Return the joined slices of some ranks, which are in ascending order."""
+    """Return the joined slices of some ranks, given in ascending order."""
     slices = tuple(partition.part(rank) for rank in ranks)
     return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
 
 
 CHUNK_ELEMENTS = 1 << 21  # elements of a chunk: 8 MiB, efficient for a disk and little memory
-BLANK = "0" * 64  # placeholder of a digest
+BLANK = "0" * 64  # placeholder of a digest in a header
 READ_AT_ONCE = 1 << 22  # bytes read at a time
-DISK_BYTES = 16 << 20  # bytes after which the system is asked to write to disk, before close
-MOST_BUFFERS = 1024  # buffers that the system accepts in one call
-PADDING = 64  # most zero bytes between two tensors that are written in one call
+DISK_BYTES = 16 << 20  # after this many bytes the system is asked to write them to disk
+MOST_BUFFERS = 1024  # most buffers that the system accepts in one call
+PADDING = 64  # two tensors with at most so many zero bytes between them are written in one call
 
 Digests = dict[str, str]
 
@@ -148,7 +148,7 @@ class Content:
     architecture: str
     tensors: Sequence[Announced]
     contributions: Sequence[Contribution]
-    constants: Mapping[str, Array] = field(default_factory=dict)  # all ranks have them, rank 0 writes them
+    constants: Mapping[str, Array] = field(default_factory=dict)  # the same on all ranks; rank 0 writes them
 
 
 Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
@@ -156,17 +156,17 @@ Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
 
 
 class OutputFile:
-    """A file open for writing, `new` or made by another rank.
+    """A file that is open for writing: `new`, or created by another rank.
 
-    It uses system calls and not MPI-IO. A file is synced once per host, but MPI's Sync does it once per rank;
-    adjacent data is written in one call; and errors are the system's own, with the file's name. The ranges of
-    different ranks do not overlap.
+    It uses system calls instead of MPI-IO, because MPI's Sync flushes a file once per rank and not once per
+    host. Adjacent data is written in one call, and errors are the system's, with the file's name. The ranges
+    that different ranks write do not overlap.
     """
 
     def __init__(self, path: Path, new: bool = True) -> None:
         self.path = path
         self._handle = open_in_place(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC) * new)
-        self._since = 0  # bytes written since the system was last asked to write to disk
+        self._since = 0  # bytes written since the last request to write to disk
 
     def resize(self, nbytes: int) -> None:
         """Set the file's length; bytes that no rank writes are zeros."""
@@ -186,9 +186,9 @@ class OutputFile:
                     left[0] = left[0][written:]
         self._since += offset - first
         if self._since >= DISK_BYTES:
-            # The advice that the file's bytes are not needed any more makes the system write them to disk
-            # now, while other work goes on, and not only at the end. Bytes that are not on disk yet stay in
-            # memory. A file system may refuse the advice.
+            # We tell the system that it need not cache these bytes any more. So it writes them to disk now,
+            # while other work continues, and not only at the end. Bytes that are not on disk yet stay in the
+            # cache. A file system may reject this advice.
             self._since = 0
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -212,7 +212,7 @@ class OutputFile:
 
 
 class Output:
-    """One file being written, on one rank; after its first error, `problem`, it only joins collectives."""
+    """One file that this rank writes. After its first error (`problem`) it only joins collectives."""
 
     def __init__(self, writers: Writers, content: Content, keys: Mapping[str, Any]) -> None:
         self.writers, self.comm, self.content = writers, writers.comm, content
@@ -224,7 +224,7 @@ class Output:
             self.attempt(self._open)
 
     def open(self) -> None:
-        """Open the file that rank 0 has created, if this rank writes too."""
+        """Open the file that rank 0 has created, if this rank writes to it."""
         if self.writers.writes and self.comm.rank != 0:
             self.attempt(self._open)
 
@@ -234,7 +234,7 @@ class Output:
             self._file.resize(self._nbytes)
 
     def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Call action(*arguments), unless an earlier call failed; store an OSError as `problem`."""
+        """Call action(*arguments) unless an earlier call failed. An OSError is stored as `problem`."""
         if self.problem is None:
             try:
                 action(*arguments)
@@ -242,7 +242,7 @@ class Output:
                 self.problem = error
 
     def write(self, runs: Iterable[Run]) -> None:
-        """Write runs of tensors; runs that are adjacent in the file are written in one call."""
+        """Write runs of tensors. Runs that are adjacent in the file are written in one call."""
         start, end, parts = 0, 0, list[Array | bytes]()
         for name, first, values in runs:
             offset = self._offsets[name] + first * values.itemsize
@@ -260,13 +260,13 @@ class Output:
             self.attempt(self._file.write_at, offset, *data)
 
     def stamp(self, keys: Mapping[str, Any]) -> None:
-        """Write the header with its final keys; its length must be unchanged."""
+        """Write the header with its final keys. Its length must not have changed."""
         header, _, _ = pack_file(self.content.architecture, dict(keys), self.content.tensors)
         assert len(header) == self._header_bytes, "the length of the header changed"
         self.put(0, header)
 
     def close(self, durable: bool) -> None:
-        """Close the file; if `durable`, one rank of each host that wrote syncs it first."""
+        """Close the file. If `durable`, one writing rank of each host syncs it first."""
         if self._file is not None:
             try:
                 self._file.close(durable and self.writers.syncs)
@@ -274,7 +274,7 @@ class Output:
                 self.problem = self.problem or error
 
     def read_digest(self, name: str, nbytes: int) -> str:
-        """Return the digest of a tensor as stored in the file."""
+        """Read a tensor's bytes from the file and return their digest."""
         with self.content.path.open("rb") as file:
             file.seek(self._offsets[name])
             sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
@@ -282,7 +282,7 @@ class Output:
 
 
 class ChunkPipeline:
-    """Pipeline of a file's chunks: a thread writes one while the next is gathered and hashed."""
+    """Writes a file in chunks: a thread writes one chunk while the next is gathered and hashed."""
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread
@@ -290,7 +290,7 @@ class ChunkPipeline:
         self._buffers = [empty(0), empty(0)]
 
     def send(self, given: Contribution) -> list[tuple[str, bytes]]:
-        """Write one contribution of all ranks to the file. Return the digests of this rank's pieces."""
+        """Write one contribution of all ranks to the file. Return the digests of the pieces on this rank."""
         digests: list[tuple[str, bytes]] = []
         group, share = self.writers.group, share_of(given.partition, self.writers.ranks)
         begins = given.partition.bounds[self.writers.comm.rank]
@@ -310,12 +310,12 @@ class ChunkPipeline:
         return digests
 
     def _length(self, given: Contribution) -> int:
-        """Return the number of elements in a chunk: at most half a unit, without cutting a digest's piece."""
+        """Return the elements per chunk: at most half a unit, and a multiple of a digest's piece."""
         quantum = PIECE_BYTES // int(given.values.itemsize)
         return min(CHUNK_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
     def _buffer(self, given: Contribution) -> Array:
-        """Return a buffer for a chunk that the write in progress does not use."""
+        """Return a buffer for a chunk. The write in progress does not use this buffer."""
         self._buffers.reverse()
         if self._buffers[0].size < self._length(given) or self._buffers[0].dtype != given.values.dtype:
             self._buffers[0] = empty(self._length(given), given.values.dtype)

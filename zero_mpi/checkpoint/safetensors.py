@@ -1,8 +1,8 @@
-"""The safetensors format: 8 bytes with the length of a JSON header, the header, then the tensors.
+"""The safetensors format: the length of a JSON header in 8 bytes, the header, and then the tensors.
 
-Like a GGUF file it is untrusted input. The header's length is bounded, every dtype, shape and offset is
-compared with the file's size, and tensors must fill the data without gap or overlap, as the format requires.
-A model may be one file, or several with an index that names the file of each tensor.
+The file is untrusted input. The header's length is limited, every dtype, shape and offset is compared with
+the file's size, and tensors must fill the data without gap or overlap, as the format requires. A model is one
+file, or several files with an index that names the file of each tensor.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -25,7 +25,7 @@ from zero_mpi.files.open import open_file, read_file
 from zero_mpi.files.parse import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 32 << 20  # bytes; thousands of times the usual size; bounds time and memory
+MAX_HEADER = 32 << 20  # bytes; thousands of times the usual size; limits time and memory
 MAX_VALUES = 1 << 20  # values in a header or an index: enough for 100,000 tensors
 MAX_DIMS = 64  # NumPy's own limit
 METADATA = "__metadata__"
@@ -39,7 +39,7 @@ WEIGHTS = {name: GGMLQuantizationType[name] for name in ("F32", "F16", "BF16")}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its dtype by the format's name, shape, and position in the file (bytes)."""
+    """One tensor: dtype as the format spells it, shape, and position in the file (bytes)."""
 
     name: str
     dtype: str
@@ -51,14 +51,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class SafetensorsModel(Readable):
-    """The index of one or several files; the data is read on demand. It holds no open file."""
+    """The index of one or several files; the data is read on demand. No file stays open."""
 
     parts: tuple[StoredFile, ...]
     tensors: dict[str, Entry]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> SafetensorsModel:
-        """Read and check the header of one file, never the data. Raise UsageError if it is invalid."""
+        """Read and check the header of one file, but no data. Raise UsageError if it is invalid."""
         with open_file(path, "a safetensors file") as file:
             stored = StoredFile(Path(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size)
             first = bytes(stored.take(file, 0, min(8, stored.nbytes)))
@@ -105,7 +105,7 @@ class SafetensorsModel(Readable):
         self.parts[entry.part].values(entry.offset, spec, start, out)
 
     def spec(self, name: str) -> TensorSpec:
-        """Return a tensor's shape and type of weights; FileError for a dtype other than F32, F16 and BF16.
+        """Return shape and type of a tensor of weights; FileError for a dtype other than F32, F16, BF16.
 
         F64 is refused too, because float32 cannot hold the same numbers.
         """
@@ -116,13 +116,13 @@ class SafetensorsModel(Readable):
         return TensorSpec(name, entry.shape, WEIGHTS[entry.dtype])
 
     def raw_chunks(self, name: str, size: int) -> Iterator[memoryview]:
-        """Yield the stored bytes of a tensor in chunks of `size` bytes, the last one shorter."""
+        """Yield the stored bytes of a tensor in chunks of `size` bytes; the last chunk may be shorter."""
         entry = self.tensors[name]
         return self.parts[entry.part].chunks(entry.offset, entry.nbytes, size)
 
 
 def json_object(path: Path, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in `raw`. FileError for another value, a repeated name or invalid UTF-8."""
+    """Return the JSON object in `raw`. FileError for other values, a repeated name or invalid UTF-8."""
     try:
         value = parse_json(raw, unique=True, most_values=MAX_VALUES)
     except ValueError as error:
@@ -175,7 +175,7 @@ def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) ->
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Return tensor -> file name of an index; all files must be in the folder of the index."""
+    """Return tensor -> file name from an index. All files must be in the folder of the index."""
     where = json_object(path, read_file(path, MAX_HEADER, "an index")).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise FileError(f"{path}: expected a weight_map from tensors to files")
@@ -186,7 +186,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def pack_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Return the header of a file with these tensors, with its length: (name, dtype, shape), without gaps."""
+    """Return header and length prefix of a file with these (name, dtype, shape) tensors, without gaps."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires this
     end = 0
     for name, dtype, shape in tensors:

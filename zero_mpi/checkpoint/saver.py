@@ -1,7 +1,7 @@
-"""Saves the checkpoints of a run, one at a time, either immediately or in a thread while training continues.
+"""Saves the checkpoints of a run, one at a time, at once or in a thread while training continues.
 
-In the background, each rank keeps a copy of its slices until they are written. A failure is raised on all
-ranks: by `save` itself, or by the next `wait`, which the caller must call once `failed` is true.
+In the background, each rank keeps a copy of its slices until they are written. If a save fails, all ranks
+raise the error: in `save`, or in the next `wait`, which the caller must call once `failed` is true.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from zero_mpi.sharding.precision import FP64
 from zero_mpi.sharding.unit import BlockUnit
 from zero_mpi.telemetry import spans
 
-Parts = dict[str, list[Contribution]]  # contributions by the role of the file
+Parts = dict[str, list[Contribution]]  # each file's contributions, by the file's role
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint; only rank 0 has its id and digest."""
+    """A complete checkpoint. Only rank 0 knows its id and digest."""
 
     folder: Path
     step: int
@@ -78,10 +78,10 @@ class Saved:
 
 
 class Saver:
-    """Writer of OUT/step-NNNNNNNN that points OUT/latest to it. Collective methods say so.
+    """Writes checkpoints to OUT/step-NNNNNNNN and sets the link OUT/latest. Collective methods say so.
 
     keep         number of checkpoints to keep, in addition to the best one; 0: all
-    parallel     several ranks write: as many as suit the file system, or `writers_per_node` of each node if
+    parallel     several ranks write: as many as suit the file system, or `writers_per_node` on each node if
                  given; otherwise the other ranks send their slices to rank 0, which writes
     background   `save` returns immediately, and at most one checkpoint is being written
     tick         called with a description of the current work, for a watchdog
@@ -113,7 +113,7 @@ class Saver:
         self._finished: list[Saved] = []
 
     def save(self, progress: TrainingProgress) -> None:
-        """Save the current state. Collective; JobError on all ranks if this or the previous save failed."""
+        """Save the current state. Collective. Raise JobError on all ranks if this or the last save failed."""
         self.wait()
         parts = parts_of(self.optimizer, self.description)
         if not self.background:
@@ -132,7 +132,7 @@ class Saver:
         return self._error is not None
 
     def wait(self) -> None:
-        """Wait until no save is in progress. Collective; raise its error on all ranks."""
+        """Wait until no save is in progress. Collective. If the save failed, raise its error on all ranks."""
         if self._thread is not None:
             with spans.during(spans.CHECKPOINT, "wait for the background save"):
                 self._thread.join()
@@ -142,7 +142,7 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait, and close the transport. Collective."""
+        """Wait for the save in progress, and close the transport. Collective."""
         self.wait()
         self.writers.close()
         self.comm.close()
@@ -185,7 +185,7 @@ class Saver:
 
 
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
-    """Return this rank's contributions to each file of a checkpoint as views, in the files' order."""
+    """Return this rank's contributions to each file of a checkpoint, as views, in the order of the files."""
     trained = description.is_adapter
     average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.ema is not None else {}
     return {MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
@@ -200,9 +200,9 @@ def write_files(
     *,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Write all files into `folder`: all ranks' slices, and `said`: progress and description. Collective.
+    """Write all files into `folder`: the slices of all ranks, and the data in `said`. Collective.
 
-    Return the keys of the state, on rank 0. Raise JobError on all ranks if a write fails.
+    On rank 0, return the keys of the state. Raise JobError on all ranks if a write fails.
     """
     progress, description = said
     names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
@@ -224,7 +224,7 @@ def write_files(
 
 
 def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str | None] = str) -> None:
-    """Call action() on rank 0; raise JobError on all ranks if the system or prepare() refuses. Collective."""
+    """Call action() on rank 0. JobError on all ranks if it fails or prepare() gives a reason. Collective."""
     problem = None
     if comm.rank == 0:
         try:
@@ -241,14 +241,14 @@ FOLDER = str | os.PathLike[str]
 
 
 def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> Path:
-    """Write parameters, moments and counts of steps into `folder`, for `load`. Collective.
+    """Write parameters, moments and step counts into `folder`, which `load` can read. Collective.
 
-    The folder is written next to its target and renamed, so it is always complete or unchanged. It must be
-    new, or one that `save` wrote, which is replaced. It holds `model.gguf`, `optimizer.gguf` and, if the
-    optimizer keeps an average, `ema.gguf`, float32. Gradients are not saved, so call it between steps.
-    Returns the folder's path.
+    The data is written next to its target and renamed, so the target is always complete or unchanged. It must
+    be a new folder, or a folder that `save` wrote, which is replaced. It gets `model.gguf`, `optimizer.gguf`
+    and, if the optimizer keeps an average, `ema.gguf` in float32. Gradients are not saved, so call it between
+    steps. Returns the folder's path.
 
-    Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;
+    Raises on all ranks: ValueError for a module or optimizer of another class, or of different modules;
     UsageError for a folder with other files, for names and shapes that GGUF does not accept (names of up to
     33 bytes, up to 4 dimensions) and if ranks differ; JobError if the system refuses to write.
     """
@@ -282,7 +282,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
 
 def begin(final: Path) -> None:
-    """Make the temporary folder of `save`; restore the name of a checkpoint that was never replaced."""
+    """Make the temporary folder of `save`. If a checkpoint was moved aside and not replaced, move it back."""
     aside = folders.moved_aside(final)
     if aside.exists() and not final.exists():
         aside.rename(final)
@@ -293,7 +293,7 @@ def begin(final: Path) -> None:
 def resolve(
     folder: Any, module: ShardedModule, optimizer: Any, description: Description
 ) -> tuple[str, Facts]:
-    """Return the folder with links resolved, and facts that must be equal on all ranks; else ValueError."""
+    """Return the folder with links resolved, and facts that all ranks must share; ValueError if invalid."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)
@@ -318,14 +318,14 @@ def check_place(final: Path) -> None:
 
 
 def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> int:
-    """Fill parameters, moments and counts of steps from files of `save`. Return the steps. Collective.
+    """Fill parameters, moments and step counts from files of `save`. Return the step count. Collective.
 
-    Each rank reads its own slices, at any number of ranks and under any strategy. A run continues with the
-    same bits as an uninterrupted one. Rates and decay are those of `optimizer`. Accumulated gradients are
-    dropped. The steps are all calls of `ShardedAdamW.step`, including skipped ones.
+    Each rank reads its own slices, so the number of ranks and the strategy may differ from the saved run's. A
+    run continues with the same bits as an uninterrupted run. Learning rates and weight decay are those of
+    `optimizer`. Accumulated gradients are dropped. The count includes skipped steps of `ShardedAdamW.step`.
 
     Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;
-    UsageError for files that are damaged, do not match, or hold other names or shapes than the module, before
+    UsageError if files are damaged or do not match, or their names or shapes differ from the module's, before
     anything is filled; and UsageError for values that are not finite, possibly after some were filled.
     """
     instance("load: module", module, ShardedModule, "a ShardedModule")

@@ -1,13 +1,13 @@
 """Checks that the files of a checkpoint are unchanged and belong together.
 
-All files hold the same id, a hash of all keys of all files, and the digests of their own tensors;
-optimizer.gguf also holds the digests of the other files. So a single changed bit, or a mix of files from two
-checkpoints, is detected.
+Every file holds the id of the checkpoint, which is a hash of all keys of all files, and the digests of its
+tensors. optimizer.gguf also holds the digests of the other files. So a single changed bit is detected, and so
+is a mix of files from two checkpoints.
 
-A tensor's digest is the sha256 over the XXH3 hashes (128 bits) of its pieces of 4096 bytes, in order. 4096
-bytes are 1024 float32 elements, and slices end at multiples of 1024. So each rank hashes the pieces of its
-slice and no rank needs the full tensor. XXH3 detects errors of disks and memory at memory speed; sha256
-alone would be slower than a good disk. Neither protects against somebody who changes a file and its digests.
+A tensor's digest is the sha256 of the 128-bit XXH3 hashes of its pieces of 4096 bytes, in order. 4096 bytes
+are 1024 float32 elements, and slices end at multiples of 1024. So each rank hashes the pieces of its slice,
+and no rank needs the full tensor. XXH3 hashes at memory speed and detects errors of disks and memory; sha256
+of all bytes would be slower than a good disk. None of this protects against deliberate changes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from zero_mpi.checkpoint.weights import WeightSource, keys_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 
-PIECE_BYTES = 4096  # bytes
+PIECE_BYTES = 4096  # size of a piece
 
-Data = Any  # a C-contiguous array, bytes or a memoryview; Python 3.11 has no name for buffers
+Data = Any  # a C-contiguous array, bytes or a memoryview; Python 3.11 has no type for it
 
 
 def piece_digests(data: Data) -> bytes:
@@ -40,7 +40,7 @@ def piece_digests(data: Data) -> bytes:
 
 
 def digest_of_pieces(chunks: Iterable[bytes]) -> str:
-    """Return a tensor's digest (hex) from its pieces' digests in order, split into any number of parts."""
+    """Return a tensor's digest (hex) from its pieces' digests in order; `chunks` may split them anywhere."""
     total = hashlib.sha256()
     for part in chunks:
         total.update(part)
@@ -53,13 +53,13 @@ def digest(data: Data) -> str:
 
 
 def digest_of_state(digests: Mapping[str, str]) -> str:
-    """Return one digest of many tensors: over the lines "digest name", sorted by name."""
+    """Return one digest of many tensors: the hash of the lines "digest name", sorted by name."""
     lines = "".join(f"{value} {name}\n" for name, value in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def as_lines(digests: Mapping[str, str]) -> list[str]:
-    """Return digests as a GGUF stores them: strings "digest name"."""
+    """Return digests in the form of a GGUF key: strings "digest name"."""
     return [f"{value} {name}" for name, value in digests.items()]
 
 
@@ -72,7 +72,7 @@ def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
 FORMAT_VERSION = 2
 ID, STATE_DIGEST = CHECKPOINT_ID, "training.state_digest"
 TENSOR_DIGESTS = "training.tensor_digests"
-MODEL, AVERAGE = "model", "ema"  # roles of files besides optimizer.gguf
+MODEL, AVERAGE = "model", "ema"  # roles of the files other than optimizer.gguf
 DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # keys of their digests
 READ_AT_ONCE = 1 << 22  # bytes digested at a time
 
@@ -87,7 +87,7 @@ class CheckpointFiles:
 
     @property
     def weights(self) -> dict[str, WeightSource]:
-        """The files whose digests are in the optimizer's state, by role."""
+        """The files, by role, whose digests optimizer.gguf holds."""
         found = {MODEL: self.model}
         return found if self.average is None else {**found, AVERAGE: self.average}
 
@@ -101,7 +101,7 @@ def open_checkpoint(folder: Path) -> CheckpointFiles:
 
 
 def average_of(state: GGUFFile) -> GGUFFile | None:
-    """Open the index of the average, if the state has its digests."""
+    """Open the index of the average, if the optimizer's state has digests of an average."""
     return GGUFFile.open(state.path.parent / folders.AVERAGE) if DIGESTS[AVERAGE] in state.metadata else None
 
 
@@ -133,7 +133,7 @@ def check_files(files: CheckpointFiles) -> None:
 
 
 def signature(*files: Mapping[str, Any]) -> str:
-    """Return the id of a checkpoint: a hash of all other keys of all files, digests of tensors included."""
+    """Return a checkpoint's id: a hash of all other keys of all files, including digests of tensors."""
     total = hashlib.sha256()
     for keys in files:
         for key in sorted(keys.keys() - {ID, ARCHITECTURE_KEY}):
@@ -142,7 +142,7 @@ def signature(*files: Mapping[str, Any]) -> str:
 
 
 def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
-    """Return one digest of all tensors of all files, by role; averages have the names of model tensors."""
+    """Return one digest of all tensors in all files. The role distinguishes averages from model tensors."""
     return digest_of_state(
         {
             f"{role}.{name}" if role == AVERAGE else name: digest
@@ -155,9 +155,9 @@ def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
 def check_digests(
     files: CheckpointFiles, rank: int = 0, ranks: int = 1, beat: Callable[[], object] = lambda: None
 ) -> None:
-    """Raise UsageError unless the files hold unchanged tensors; this rank checks its part of them.
+    """Raise UsageError if a tensor was changed; this rank checks only some of the tensors.
 
-    All `ranks` together check every tensor once; `beat` is called before each tensor.
+    All `ranks` together check every tensor once. `beat` is called before each tensor.
     """
     keys = keys_of(files.state)
     recorded = [(file, from_lines(keys.texts(DIGESTS[role]))) for role, file in files.weights.items()]

@@ -1,8 +1,8 @@
 """The files of a training state, the same for any number of ranks: keys, tensors, slices, and reading.
 
-`model.gguf` holds only the model, so llama.cpp opens it without conversion, and so does `ema.gguf`, which
-a run with a moving average writes. `optimizer.gguf` holds the optimizer states of each tensor in full
-shape and the run's progress. `checkpoint.sound` describes how the files are checked against each other.
+`model.gguf` holds only the model, so llama.cpp opens it without conversion. So does `ema.gguf`, which exists
+if the run keeps a moving average. `optimizer.gguf` holds the optimizer states of each tensor in full shape
+and the run's progress. `checkpoint.sound` describes how the files are checked against each other.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from zero_mpi.sharding.parameters import ReadBytes
 from zero_mpi.sharding.precision import FLOAT32, FP64
 from zero_mpi.sharding.unit import Unit
 
-MASTER = "optimizer.master."  # prefix of float64 parameters, which the model's file has in float32
+MASTER = "optimizer.master."  # prefix of float64 parameters, which model.gguf holds in float32
 Run = tuple[str, int, Array]  # name of a tensor, index of the first element, the elements
 LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration", "evaluations_since"))
 
@@ -60,10 +60,10 @@ class Best:
 
     loss: float = math.inf  # nats per token; infinite before the first evaluation
     step: int = 0  # steps done when this loss was measured; 0: not measured yet
-    since: int = 0  # number of evaluations since then
+    since: int = 0  # number of evaluations since this loss was measured
 
     def after(self, step: int, loss: float) -> Best:
-        """Return the best loss after the evaluation of `step` gave `loss`; NaN is never better."""
+        """Return the best loss so far, given `loss` of the evaluation after `step`; NaN is never better."""
         return Best(loss, step) if loss < self.loss else replace(self, since=self.since + 1)
 
     def is_of(self, step: int) -> bool:
@@ -75,13 +75,13 @@ class Best:
         return patience is not None and self.since >= patience
 
     def keys(self) -> dict[str, Any]:
-        """Return the keys of this object in a checkpoint; empty if there was no evaluation."""
+        """Return these values as keys of a checkpoint; no keys if there was no evaluation."""
         loss = {LOSS: np.float64(self.loss)} if self.step else {}
         return {} if self == Best() else {**loss, STEP: np.uint64(self.step), SINCE: np.uint64(self.since)}
 
 
 def read_best(keys: GGUFKeys) -> Best:
-    """Return the Best from the keys of a checkpoint; raise FileError for invalid values."""
+    """Return Best as stored in the keys of a checkpoint; raise FileError for invalid values."""
     loss = keys.number(LOSS)
     return Best(math.inf if loss is None else loss, keys.integer(STEP) or 0, keys.integer(SINCE) or 0)
 
@@ -92,14 +92,14 @@ MOST_SETTINGS = 1 << 20  # limit in characters of the JSON text in a key
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a run: steps done, tokens and samples seen, and steps skipped for a non-finite norm."""
+    """Progress of a run. `skipped` counts the steps whose gradient norm was not finite."""
 
     step: int = 0
     tokens: int = 0
     skipped: int = 0
     updates: int = 0
     samples: int = 0
-    scale_exponent: int | None = None  # exponent of the loss scale (`sharding.precision`), if any
+    scale_exponent: int | None = None  # exponent of the loss scale (`sharding.precision`); None: no scale
     scale_steps: int = 0
     best: Best = field(default_factory=Best)
 
@@ -121,10 +121,10 @@ class Description:
     architecture: str
     model: Mapping[str, Any]  # the GGUF keys of architecture and tokenizer
     settings: Mapping[str, Any]  # values that must not change on resume
-    machine: Mapping[str, Any]  # values that change the last bits (threads, library versions)
+    machine: Mapping[str, Any]  # values that may change the last bits (threads, library versions)
     plan: Mapping[str, Any] = field(default_factory=dict)  # values that change the rest of the run (rates)
     constants: Mapping[str, Array] = field(default_factory=dict)  # tensors of the model that are not trained
-    weights: str = folders.MODEL  # the file of the model, or of the adapters
+    weights: str = folders.MODEL  # file name of the model, or of the adapters
 
     @property
     def is_adapter(self) -> bool:
@@ -134,7 +134,7 @@ class Description:
 
 # ------------------------------------------------------------------------------------------------- keys
 
-STATE = "optimizer"  # the role of optimizer.gguf among the files
+STATE = "optimizer"  # the role of optimizer.gguf
 
 
 def stamp(
@@ -143,7 +143,7 @@ def stamp(
     digests: Mapping[str, Mapping[str, str]],
     optimizer: str = "adamw",
 ) -> dict[str, dict[str, Any]]:
-    """Return the keys of each file by role, given the digests of its tensors; `optimizer` is the last."""
+    """Return the keys of each file by role, given its tensors' digests. The last role is `optimizer`."""
     shared = {
         STATE_DIGEST: digest_of_files(digests),
         "training.iteration_count": np.uint64(progress.step),
@@ -166,14 +166,14 @@ def stamp(
 
 
 def model_tensors(optimizer: ShardedOptimizer, description: Description) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (name, shape) of the tensors of the weights file, in the file's order."""
+    """Return (name, shape) of the tensors in the weights file, in the file's order."""
     module, all_of = optimizer.module, not description.is_adapter
     kept = [(name, p.shape) for name, p in module.params.items() if all_of or module.is_trainable(name)]
     return kept + [(name, array.shape) for name, array in description.constants.items()]
 
 
 def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...], GGMLQuantizationType]]:
-    """Return (name, shape, type) of the tensors of optimizer.gguf in the file's order."""
+    """Return (name, shape, type) of the tensors in optimizer.gguf, in the file's order."""
     params, having = optimizer.module.params, dict[str, set[str]]()
     wide = optimizer.module.precision is FP64
     kind = GGMLQuantizationType.F64 if wide else GGMLQuantizationType.F32
@@ -193,20 +193,20 @@ def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...
 
 @dataclass(frozen=True)
 class Contribution:
-    """A rank's slice of one unit's values; in the file, a tensor is named `prefix` + its parameter's name."""
+    """One rank's slice of a unit's values. A tensor's name in the file is `prefix` + the parameter's name."""
 
     prefix: str
     unit: Unit
     partition: Partition
     values: Array
-    names: frozenset[str] | None = None  # the parameters that have this value; None: all
+    names: frozenset[str] | None = None  # names of the parameters that have this value; None: all
 
     def on_host(self, inside: slice) -> Array:
-        """Return a part of this rank's slice in host memory: a view, or a copy from the GPU."""
+        """Return a range of this rank's slice in host memory: a view, or a copy from the GPU."""
         return device.in_use().to_host(self.values[inside])
 
     def runs(self, start: int, values: Array) -> Iterator[Run]:
-        """Yield the elements of the unit's buffer from `start` on as runs of its tensors, without gaps."""
+        """Split `values`, the unit's buffer from `start` on, into runs of single tensors without gaps."""
         for segment in self.unit.segments(slice(start, start + values.size)):
             if self.names is not None and segment.name not in self.names:
                 continue
@@ -214,16 +214,16 @@ class Contribution:
 
     @property
     def by_pieces(self) -> bool:
-        """True if slices begin and end at the borders of a digest's pieces."""
+        """True if all slices begin and end at borders of the pieces over which digests are computed."""
         return bool(self.unit.quantum * self.values.itemsize % PIECE_BYTES == 0)
 
     def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
-        """Return (tensor, digests of its pieces) of the elements of the unit's buffer from `start` on."""
+        """Return (tensor, digests of its pieces) for `values`, the unit's buffer from `start` on."""
         return [(name, piece_digests(run)) for name, _, run in self.runs(start, values)]
 
 
 def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
-    """Return views of the slices of all parameters, or of the `trained` ones. Waits for pending gathers."""
+    """Return views of the slices of all or only the `trained` parameters. Waits for pending gathers."""
     units = optimizer.units if trained else optimizer.module.units
     for unit in units:
         unit.wait_gather()
@@ -232,13 +232,13 @@ def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Co
 
 
 def masters(comm: Comm, prefix: str, units: Iterable[ShardedUnit]) -> list[Contribution]:
-    """Return views of the slices of the updated parameters, float32 or float64."""
+    """Return views of the slices of the parameters that the optimizer updates, float32 or float64."""
     held = [(unit, unit.parameters.master, unit.parameters.master_part) for unit in units]
     return [contribution(comm, prefix, *each) for each in held]
 
 
 def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
-    """Return views of the slices of the averages and, unless `trained`, of the frozen parameters."""
+    """Return views of the slices of averages and, unless `trained`, of frozen parameters."""
     comm, values = optimizer.module.comm, optimizer.averages()
     frozen = [] if trained else [unit for unit in optimizer.module.units if not unit.unit.trainable]
     for unit in frozen:
@@ -248,7 +248,7 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
 
 
 def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
-    """Return views of the slices of float64 masters, if any, then of each optimizer state."""
+    """Return views of the slices of float64 masters, if there are any, and then of each optimizer state."""
     wide = optimizer.module.units if optimizer.module.precision is FP64 else []
     return masters(optimizer.module.comm, MASTER, wide) + [
         replace(contribution(optimizer.module.comm, f"optimizer.{state}.", unit, values, part), names=names)
@@ -258,7 +258,7 @@ def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
 
 
 def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part: slice) -> Contribution:
-    """Return this rank's slice of `values`, which hold `part` of the unit: its slice, or the full unit.
+    """Return this rank's slice of `values`; they hold `part` of the unit: the slice, or the full unit.
 
     If every node has all slices, the ranks of the first node contribute them.
     """
@@ -270,14 +270,14 @@ def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part
 
 
 class Snapshot:
-    """Copies of contributions, so that training can continue; the buffers are reused."""
+    """Copies of contributions, so that training can continue during a save. The buffers are reused."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str, str], Array] = {}
-        self.complete: Any = Done()  # event after the last copies
+        self.complete: Any = Done()  # event that follows the last copies on the device
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
-        """Return copies of the contributions to one file; the values are valid once `complete` is done."""
+        """Return copies of the contributions to one file. The values are valid when `complete` is done."""
         given = list(contributions)
         copies = [replace(each, values=self._buffer(role, each)) for each in given]
         pairs = [(copy.values, each.values) for copy, each in zip(copies, given, strict=True)]
@@ -309,7 +309,7 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     raw = keys_of(state).text(key) or ""
     try:
         value = json.loads(raw if len(raw) <= MOST_SETTINGS else "")
-        json.dumps(value)  # raises for a value that is nested too deeply
+        json.dumps(value)  # raises RecursionError for a value that is nested too deeply
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{state.path}: the key {key} is missing or broken") from error
     if not isinstance(value, dict):
@@ -367,7 +367,7 @@ def finite(read: Read, path: Path) -> Read:
 
 
 def read_state(file: GGUFFile, name: str, start: int, stop: int) -> Array:
-    """Return elements [start, stop) of a state, in float64 if the file has float64."""
+    """Return elements [start, stop) of an optimizer state; float64 if the file has float64."""
     if file.tensors[name].type != GGMLQuantizationType.F64:
         return file.read(name, start, stop)
     out = np.empty(stop - start)
@@ -376,9 +376,9 @@ def read_state(file: GGUFFile, name: str, start: int, stop: int) -> Array:
 
 
 def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
-    """Fill parameters and moments from a checkpoint, each rank its own slices. Return the run's progress.
+    """Fill this rank's slices of parameters and moments from a checkpoint. Return the run's progress.
 
-    Raise UsageError if the files are damaged. This is not collective, but every rank must call it.
+    Raise UsageError if the files are damaged. The call is not collective, but every rank must make it.
     """
     check_tensors(files, optimizer)
     model, state = files.model, files.state
@@ -403,7 +403,7 @@ def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingP
 
 
 def finite_blocks(file: GGUFFile) -> ReadBytes:
-    """Return a read(name, start, out) of stored bytes that raises UsageError for values not finite."""
+    """Return a read(name, start, out) of stored bytes that raises UsageError if a value is not finite."""
     values = finite(file.read, file.path)
 
     def read(name: str, start: int, out: Array) -> None:

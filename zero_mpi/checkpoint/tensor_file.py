@@ -1,9 +1,9 @@
-"""Files that hold tensors: opened with checks, read in ranges, decoded to float32.
+"""Files of tensors, which are checked when opened, read in ranges, and decoded to float32.
 
-This module is shared by all formats. A file is untrusted and may change: only a regular file is opened, its
-length is compared with the length at opening, and a short read is an error that names the file. Files are not
-mapped into memory, because a file that shrinks under a mapping kills the process with a signal. float32 is
-read directly into the result; other types pass through a buffer of bounded size.
+All formats share this module. A file is untrusted and may change: only a regular file is opened, its length
+is compared with the length at the first opening, and a short read raises an error that names the file. Files
+are not memory-mapped, because a file that shrinks while mapped kills the process with a signal. float32 is
+read directly into the result; other types pass through a buffer of limited size.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from zero_mpi.files.foreign import show
 from zero_mpi.files.open import fill, open_file, refusing
 
 Metadata = dict[str, Any]
-"""Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the
+"""Keys in file order. A value has exactly the type in the file: `str`, `bool`, a NumPy scalar of the
 key's width, a 1-D read-only array of such scalars or of bool, or `list[str]`."""
 
 Floats = npt.NDArray[np.float32]
-CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small for any tensor
+CHUNK = 1 << 20  # elements decoded at once, so that temporaries stay small for any tensor
 NATIVE = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
@@ -56,14 +56,14 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Size of the tensor in bytes, as stored."""
         block, width = GGML_QUANT_SIZES[self.type]
         return int(self.size // block * width)
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was when its index was read; it is not kept open. `path` has its links resolved."""
+    """A file as it was when its index was read. It is not kept open. Links in `path` are resolved."""
 
     path: Path
     nbytes: int
@@ -81,30 +81,30 @@ class StoredFile:
             raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
 
     def fill(self, file: FileIO, offset: int, out: memoryview) -> None:
-        """Fill `out` (bytes) from `offset` on."""
+        """Fill `out` (bytes) with the file's bytes from `offset` on."""
         with refusing("", self.path, "cannot be read"):
             self.expect(len(out), fill(file.fileno(), out, offset))
 
     def take(self, file: FileIO, offset: int, count: int) -> npt.NDArray[np.uint8]:
-        """Return `count` bytes from `offset` on."""
+        """Return `count` bytes of the file from `offset` on."""
         raw = np.empty(count, np.uint8)
         self.fill(file, offset, raw.data)
         return raw
 
     def chunks(self, offset: int, count: int, size: int) -> Iterator[memoryview]:
-        """Yield `count` bytes from `offset` on, in chunks of `size`, the last one shorter."""
+        """Yield `count` bytes from `offset` on in chunks of `size` bytes; the last chunk may be shorter."""
         with self.opened() as file:
             for at in range(0, count, size):
                 yield self.take(file, offset + at, min(size, count - at)).data
 
     def bytes_at(self, offset: int, out: npt.NDArray[np.uint8]) -> None:
-        """Fill `out` (1-D) from byte `offset` on."""
+        """Open the file and fill `out` (1-D) with its bytes from `offset` on."""
         with self.opened() as file:
             if out.size:
                 self.fill(file, offset, out.data)
 
     def values(self, offset: int, spec: TensorSpec, start: int, out: Floats) -> None:
-        """Fill `out` (1-D) with elements of the tensor at byte `offset`, from element `start` on."""
+        """Fill `out` (1-D) from element `start` of the tensor whose data begins at byte `offset`."""
         if spec.type == GGMLQuantizationType.F32:
             self.bytes_at(offset + 4 * start, out.view(np.uint8))
             return
@@ -112,7 +112,7 @@ class StoredFile:
         with self.opened() as file:
             for at in range(0, out.size, CHUNK):
                 here = out[at : at + CHUNK]
-                # Blocks at the borders of the range are read in full.
+                # A block that the range cuts is read in full.
                 first, last = (start + at) // block, -(-(start + at + here.size) // block)
                 raw = self.take(file, offset + first * width, (last - first) * width)
                 try:
@@ -124,10 +124,10 @@ class StoredFile:
 
 
 def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.floating]:
-    """Decode full blocks (bytes,) to (elements,) of a floating type that casts to float32 without loss.
+    """Decode full blocks (bytes,) to elements (elements,) of a dtype that float32 can represent exactly.
 
-    Raise NotImplementedError for a type without weights. A corrupt scale may be infinite; the values show
-    this, so NumPy's warnings are suppressed.
+    Raise NotImplementedError for a type that holds no weights. A corrupt scale may be infinite. NumPy's
+    warnings are suppressed, because the values show it.
     """
     if kind in NATIVE:
         return raw.view(NATIVE[kind])
@@ -137,20 +137,20 @@ def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArra
 
 
 class Readable(ABC):
-    """Tensors that are read as float32, in ranges of elements. Subclasses define `spec` and `fill`."""
+    """Base class of files whose tensors are read as float32. Subclasses define `spec` and `fill`."""
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:
-        """Return name, shape and type of a tensor; raise UsageError for an unknown name."""
+        """Return the name, shape and type of a tensor; raise UsageError if no tensor has this name."""
 
     @abstractmethod
     def fill(self, spec: Any, start: int, out: Floats) -> None:
-        """Fill out (n,) with the elements of a tensor from `start` on."""
+        """Fill out (n,) with n elements of a tensor from element `start` on."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
-        """Return elements [start, stop) of the flattened tensor, (stop - start,) float32; in `out` if given.
+        """Return elements [start, stop) of the flattened tensor, float32 (stop - start,), in `out` if given.
 
-        Blocks cut by the range are read in full; no other bytes are read. Raise UsageError for an unknown
+        Blocks that the range cuts are read in full, and no other bytes. Raise UsageError for an unknown
         name, a type that holds no weights or a file that changed; ValueError for a range outside the tensor.
         """
         spec = self.spec(name)
@@ -163,12 +163,12 @@ class Readable(ABC):
         return out
 
     def tensor(self, name: str) -> Floats:
-        """Return the full tensor in its shape, float32. It raises the errors of `read`."""
+        """Return the full tensor in its shape as float32. Raise the same errors as `read`."""
         return self.read(name).reshape(self.spec(name).shape)
 
 
 class WeightSource(Readable):
-    """Weights with GGUF names, keys and element order. Subclasses have these three fields.
+    """Base class of weights with GGUF names, keys and element order. Subclasses set the three fields.
 
     path       the file or folder
     metadata   the model's keys, as in a GGUF

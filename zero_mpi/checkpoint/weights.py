@@ -1,4 +1,4 @@
-"""One interface to weights in any format: a GGUF file, a checkpoint, a Hugging Face folder."""
+"""One interface to weights in all formats: GGUF files, checkpoints and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from zero_mpi.nn.low_rank import FIRST, SECOND, product
 
 
 def keys_of(file: WeightSource) -> GGUFKeys:
-    """Return the keys of a file, read with their types."""
+    """Return the keys of a file, with methods that read and check their types."""
     return GGUFKeys(file.metadata, str(file.path))
 
 
 def open_weights(path: str | os.PathLike[str]) -> WeightSource:
-    """Open a GGUF file (the first part if it is split), a checkpoint folder (model.gguf) or a Hugging Face
-    folder (config.json and safetensors). Raise UsageError for any other or invalid path."""
+    """Open a GGUF file (the first part of a split model), a checkpoint folder (model.gguf) or a Hugging Face
+    folder (config.json and safetensors). Raise UsageError if the path is none of these or invalid."""
     if not is_folder(path):
         if os.fspath(path).endswith(".safetensors"):
             raise FileError(f"{path}: expected a folder with {CONFIG}, found a file: use its folder")
@@ -68,12 +68,12 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
     raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")
 
 
-TOKENS_ADDED = "adapter.lora.added_tokens"  # key of an adapter that was trained with added tokens
-SAMPLE = 256  # elements of each tensor that identify a file of weights
+TOKENS_ADDED = "adapter.lora.added_tokens"  # key of an adapter that was trained with --add-tokens
+SAMPLE = 256  # elements of each tensor in the hash that identifies weights
 
 
 def adapter_metadata(lora: LoRA) -> dict[str, Any]:
-    """Return the keys of an adapter's file, without the architecture of the base."""
+    """Return the keys of an adapter's file, except for the architecture of the base."""
     return {TYPE: "adapter", KIND: "lora", ALPHA: np.float32(lora.alpha)}
 
 
@@ -107,7 +107,7 @@ def open_adapter(
 def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource:
     """Open an adapter file, the adapter of a checkpoint, or a PEFT folder; raise UsageError if invalid.
 
-    `base`: the keys of the base model, which determine the order of rows in a PEFT folder.
+    `base`: keys of the base model. They determine the order of rows in a PEFT folder.
     """
     if not is_folder(path):
         return GGUFFile.open(path)
@@ -135,7 +135,7 @@ def lora_of(file: WeightSource) -> LoRA:
 
 
 def weights_digest(source: WeightSource) -> str:
-    """Return a hash that identifies weights: of names, shapes and the first numbers of each tensor."""
+    """Return a hash that identifies weights, from names, shapes and the first elements of each tensor."""
     total = hashlib.sha256()
     for name, spec in source.tensors.items():
         total.update(f"{name} {spec.shape}".encode())
@@ -144,10 +144,10 @@ def weights_digest(source: WeightSource) -> str:
 
 
 class GrownWeights(WeightSource):
-    """The weights and keys of `base` with `tokens` from id `first` on, which have rows in embedding and head.
+    """Weights and keys of `base`, with rows in embedding and head for `tokens`, whose ids begin at `first`.
 
-    Rows of new tokens start as the mean of the earlier rows. `trained`, an adapter's checkpoint, replaces all
-    rows from `first` on by its tensors `NAME.added`. `read` accepts these names too.
+    A new token's row starts as the mean of the earlier rows. If `trained`, the checkpoint of an adapter, is
+    given, its tensors `NAME.added` replace all rows from `first` on. `read` accepts these names too.
     """
 
     def __init__(self, base: Any, tokens: Sequence[str], trained: Any = None) -> None:
@@ -184,7 +184,7 @@ class GrownWeights(WeightSource):
             out[cut:] = self._later(name, start + cut - border, start + out.size - border)
 
     def _later(self, name: str, start: int, stop: int) -> Floats:
-        """Return elements [start, stop) of the rows from the first new row on."""
+        """Return elements [start, stop) of the new rows and of all rows after them."""
         if self._trained is not None:
             result: Floats = self._trained.read(name + ADDED, start, stop)
             return result
@@ -192,12 +192,12 @@ class GrownWeights(WeightSource):
         if name not in self._means:
             self._means[name] = self._mean(name)
         rows = np.tile(self._means[name], (self.rows, 1))
-        if self.rows > new:  # unused rows after the new tokens
+        if self.rows > new:  # unused rows follow the new tokens
             rows[new:] = self.base.read(name, (self.first + new) * spec.shape[1]).reshape(-1, spec.shape[1])
         return rows.reshape(-1)[start:stop]
 
     def _mean(self, name: str) -> Floats:
-        """Return the mean (C,) of the rows before the first new row, summed in float64 in their order."""
+        """Return the mean (C,) of the rows before the new rows, summed in float64 from first to last."""
         width = self.base.tensors[name].shape[1]
         total, size = np.zeros(width), max(1, CHUNK // width)
         for at in range(0, self.first, size):
@@ -207,18 +207,18 @@ class GrownWeights(WeightSource):
 
 
 def gguf_of(source: Any) -> GGUFFile | None:
-    """Return the GGUF that stores the weights of a source, None for another format."""
+    """Return the GGUF file that stores a source's weights; None for another format."""
     file = source.base if isinstance(source, GrownWeights) else source
     return file if isinstance(file, GGUFFile) else None
 
 
 def tokens_of(source: Any) -> list[str]:
-    """Return the tokens that were added to a source."""
+    """Return the tokens that were added to the model of a source."""
     return source.tokens if isinstance(source, GrownWeights) else []
 
 
 class MergedWeights(WeightSource):
-    """Weights of the base in which the matrices that the adapter changes are merged, in float32.
+    """The weights of the base, with the adapter's update added to the matrices that it changes, in float32.
 
     Raises UsageError for an adapter of another base.
     """
@@ -229,12 +229,12 @@ class MergedWeights(WeightSource):
             base = GrownWeights(base.base if isinstance(base, GrownWeights) else base, tokens, adapter)
         self._base, self._adapter, lora = base, adapter, lora_of(adapter)
         self.path, self.metadata = base.path, base.metadata
-        self._rounds = keys_of(adapter).text(QAT)  # the type that the merged weights were rounded to
+        self._rounds = keys_of(adapter).text(QAT)  # type to which the merged weights were rounded in training
         if self._rounds is not None:
             self.metadata = {**base.metadata, QAT: self._rounds}
         self._scale = np.float32(lora.alpha / lora.rank)
         self.tensors = dict(base.tensors)
-        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head gets a separate tensor
+        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head becomes a tensor
         for name in lora.targets:
             self.tensors[name] = self._adapted(name, lora.rank)
 
@@ -262,9 +262,9 @@ class MergedWeights(WeightSource):
                 raise UsageError(f"{self._adapter.path}: its update of {name} is not finite")
 
     def _product(self, name: str, start: int, stop: int) -> Floats:
-        """Return elements [start, stop) of the product that is added to a matrix: full rows, then cut.
+        """Return elements [start, stop) of the update of a matrix: computed for full rows, then cut.
 
-        For a stack, it is the product of each matrix that has some of the rows.
+        For stacked matrices, compute the update of each matrix that contains some of these rows.
         """
         (height, width), rank = self.tensors[name].shape[-2:], self._adapter.tensors[name + FIRST].shape[-2]
         first, last = start // width, -(-stop // width)
@@ -280,6 +280,6 @@ class MergedWeights(WeightSource):
 
 
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:
-    """Open weights as `open_weights` does, merged with the adapter at a path if given; raise UsageError."""
+    """Open weights like `open_weights`, and merge the adapter at the path `adapter`, if given."""
     source = open_weights(path)
     return source if adapter is None else MergedWeights(source, adapter_source(adapter, source.metadata))

@@ -1,7 +1,7 @@
-"""Tokenizers, the corpus, and the order in which global samples go to ranks: from files to micro-batches.
+"""Tokenizers, the corpus, and the assignment of samples to ranks: from files to micro-batches.
 
-Nothing in this package knows MPI or a model. Each function depends only on its arguments (paths, seed, step,
-rank), so every rank computes its own share and no two ranks can disagree.
+Nothing in this package depends on MPI or a model. Each function depends only on its arguments (paths, seed,
+step, rank), so every rank computes its share alone, and no two ranks can disagree.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys
 
-# Tokenizers by the value of `tokenizer.ggml.model`.
+# Value of `tokenizer.ggml.model` -> class of the tokenizer.
 KINDS: Mapping[str, type[GGUFTokenizer]] = {
     "gpt2": BPETokenizer,
     "llama": MergeTokenizer,
@@ -68,10 +68,10 @@ __all__ = [
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, object], place: str = THE_FILE) -> Tokenizer:
-    """Return the tokenizer that a GGUF's keys describe: bytes or one of `KINDS`. `place` is the file's name.
+    """Return the tokenizer that GGUF keys describe: bytes or one of `KINDS`. `place`: name of the file.
 
-    Raises UsageError, which says what the keys hold and what to do, for any other kind of tokenizer and for
-    keys that do not fit together.
+    For any other tokenizer, and for keys that contradict each other, it raises a UsageError that states what
+    the keys hold and what to do.
     """
     if ByteTokenizer.is_in(metadata, place):
         return ByteTokenizer(GGUFKeys(metadata, place).text(TEMPLATE))

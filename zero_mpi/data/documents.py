@@ -1,13 +1,13 @@
-"""Parts of a corpus: ids in files, encoded documents with the tokens that a loss counts, and their stream.
+"""The documents of a corpus: ids in files, encoded documents with a loss mask, and the stream of documents.
 
 Attention never crosses the border of a document. A document without `counted` is text: every token but the
-first is a target, and text that is longer than a window continues in the next one. A document with `counted`
-is a conversation: tokens that are not counted are read but not learned, and tokens beyond a window's end are
-left out, because a reply without its question teaches something else.
+first is a target, and a text that is longer than a window continues in the next window. A document with
+`counted` is a conversation: the loss counts only marked tokens, and tokens beyond the end of a window are
+dropped, because a reply without its question is a bad example.
 
-Files of ids are read by position and not memory-mapped. A corpus may be larger than all memory; the system
-caches the pages that the ranks of a host read, once for all ranks. A map would do that too, but if a file
-shrinks or its disk fails, a map ends the process by a signal without any message; a failed read is an error.
+Token files are read by position and not memory-mapped. A corpus may be larger than all memory. The system
+caches the pages that the ranks of a host read, once for all ranks. Mapped memory would be cached too, but if
+a mapped file shrinks or its disk fails, a signal ends the process without a message. A failed read raises.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Ids = NDArray[np.unsignedinteger[Any]]
 Places = NDArray[np.int64]
 T = TypeVar("T")
 
-MOST_HELD = 1 << 24  # ids of at most so many bytes are held in memory by each rank
+MOST_HELD = 1 << 24  # up to this many bytes of ids, each rank holds them in memory
 OPEN_FILES = 128  # open files of one process; a corpus may have thousands
-SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and bytes of the samples in a digest: 16 MiB for any corpus
+SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and size of the samples in a digest: 16 MiB for any corpus
 CHANGED = "files of --data must not change during a run"
 
 
@@ -48,7 +48,7 @@ class FileSpan:
     length: int  # size of the file in bytes when it was first checked
 
     def read(self, first: int, buffer: NDArray[Any]) -> None:
-        """Fill `buffer` with ids from index `first` on; raises JobError if the file has changed."""
+        """Fill `buffer` with the ids from index `first` on; raise JobError if the file has changed."""
         view, at = buffer.view(np.uint8).data, self.start + first * self.dtype.itemsize
         try:
             file = opened(self.path, self.length).file
@@ -62,7 +62,7 @@ class FileSpan:
 
 
 class OpenFile:
-    """File that is closed when nothing refers to it any more."""
+    """An open file, closed when nothing refers to it any more."""
 
     def __init__(self, file: FileIO) -> None:
         self.file = file
@@ -73,7 +73,7 @@ class OpenFile:
 
 @lru_cache(maxsize=OPEN_FILES)
 def opened(path: str, length: int) -> OpenFile:
-    """Return a file of `length` bytes, cached among open files; raises JobError if its length differs."""
+    """Return an open file of `length` bytes from a cache; raise JobError if its length differs."""
     try:
         file = open_file(path, "a token file")
     except FileError as error:
@@ -88,9 +88,9 @@ def opened(path: str, length: int) -> OpenFile:
 
 
 class TokenSpans:
-    """Spans of files as one sequence of ids, in the widest dtype of the spans. A slice is a TokenSpans too.
+    """Spans of files as one sequence of ids in the spans' widest dtype. A slice is a TokenSpans too.
 
-    Ids are checked when they are read: an id outside the vocabulary of `vocab` is a JobError.
+    Ids are checked when they are read: an id that is not below `vocab` raises JobError.
     """
 
     ndim = 1
@@ -104,12 +104,12 @@ class TokenSpans:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the ids use during a run."""
+        """Bytes of memory that a rank needs for the ids during a run."""
         return self.size * self.dtype.itemsize * (not self.stays)
 
     @property
     def stays(self) -> bool:
-        """True if the ids take more than `MOST_HELD` bytes, so they stay in the files."""
+        """True if the ids have more than `MOST_HELD` bytes and therefore stay in the files."""
         return self.size * self.dtype.itemsize > MOST_HELD
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class TokenSpans:
         return TokenSpans(spans, self.vocab)
 
     def read(self, starts: Places, sizes: Places) -> Ids:
-        """Return the ids (sum of sizes,): `sizes` (n,) ids each from the indices `starts` (n,) on."""
+        """Return ids (sum of sizes,): for each i, `sizes[i]` ids from index `starts[i]` on; both are (n,)."""
         buffer, done = np.empty(int(sizes.sum()), self.dtype), 0
         for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             for span, at, count in self._pieces(start, size):
@@ -152,7 +152,7 @@ class TokenSpans:
             )
 
     def _pieces(self, start: int, size: int) -> Iterator[tuple[FileSpan, int, int]]:
-        """Yield (span, first id in it, number of ids) of the spans that hold `size` ids from `start` on."""
+        """Yield (span, index of the first id in it, number of ids) for `size` ids from index `start` on."""
         number = int(np.searchsorted(self._ends, start, "right"))
         while size:
             span = self.spans[number]
@@ -162,9 +162,9 @@ class TokenSpans:
             start, size, number = start + count, size - count, number + 1
 
     def sampled_digest(self) -> bytes:
-        """Return the sha256 of the sizes and of ids at positions spread evenly over all spans.
+        """Return the sha256 of the spans' sizes and of ids at positions spread evenly over all spans.
 
-        It distinguishes corpora without reading all of them.
+        Different corpora get different digests, although only samples are read.
         """
         total, count = hashlib.sha256(), max(2, SAMPLES // max(1, len(self.spans)))
         for span in self.spans:
@@ -179,7 +179,7 @@ class TokenSpans:
 
 
 def _joined(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
-    """Return the spans that hold ids; adjacent spans of a file are merged."""
+    """Return the spans that are not empty; adjacent spans of one file are merged."""
     found = list[FileSpan]()
     for span in filter(lambda each: each.size, spans):
         last = found[-1] if found else None
@@ -197,7 +197,7 @@ def up_to(counts: Places) -> Places:
 
 
 def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield items in order, in groups that end once their sizes add up to `most`."""
+    """Yield the items in order, in groups; a group ends once its sizes sum to at least `most`."""
     group, total = list[T](), 0
     for item in items:
         group.append(item)
@@ -210,7 +210,7 @@ def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterat
 
 
 def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> NDArray[Any]:
-    """Return the ids (sum of sizes,): `sizes` (n,) each from `starts` (n,) on, from memory or files."""
+    """Return ids (sum of sizes,): `sizes[i]` ids from `starts[i]` on, for each i, from memory or files."""
     if isinstance(ids, TokenSpans):
         return ids.read(starts, sizes)
     result: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]
@@ -222,29 +222,29 @@ Counted = NDArray[np.bool_]
 
 
 class Remark(str):
-    """Note on documents that is not a warning."""
+    """Note for the user that is not a warning."""
 
 
 class Document(NamedTuple):
-    """Ids of a document in order, and their origin."""
+    """The ids of a document in order, and where they come from."""
 
-    name: str  # name of the file or line, for messages and for the digest of the corpus
-    tokens: Tokens  # (n,) uint16 or uint32, in memory or in a file; includes the separator of a text
-    digest: bytes  # sha256 of the source bytes and of the result
-    counted: Counted | None = None  # (n,) whether the loss counts a token, never the first; None: all
-    # (D,) ends of the documents in a token file, none of them empty; None: a single document, or unknown.
-    # For a pair, which has `counted`: the ends of both sides.
+    name: str  # name of the file or line, used in messages and in the digest of the corpus
+    tokens: Tokens  # (n,) uint16 or uint32, in memory or in a file; text ends with a separator
+    digest: bytes  # sha256 of the source bytes and of the ids
+    counted: Counted | None = None  # (n,) whether the loss counts a token (never the first); None: all
+    # (D,) ends of the documents in a token file, none of them empty; None: one document, or unknown ends.
+    # For a pair, which has `counted`, the ends of its two sides.
     ends: NDArray[np.int64] | None = None
     at: int = 0  # index of the first token in the data, if a part is held out
 
     @property
     def is_divisible(self) -> bool:
-        """Return whether some of its documents may be held out without the others."""
+        """Return whether some documents inside may be held out while others are trained on."""
         return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     def cut(self, place: int) -> tuple[Document, Document]:
         """Split a document at an index and return both parts. If the ends of the documents inside it are
-        known, the cut is moved to the next end.
+        known, the cut moves to the next end.
         """
         ends, count = self.ends, self.counted
         if ends is not None and len(ends) > 1:
@@ -261,12 +261,12 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Documents one after the other, as one sequence of ids."""
+    """Several documents one after the other, as one sequence of ids."""
 
     ids: Tokens  # (n,) ids of all documents, uint16 or uint32, in memory or in files
     ends: NDArray[np.int64]  # (D,) where each document ends
     counted: Counted | None = None  # (n,) whether the loss counts a token; None: text, all tokens count
-    runs: NDArray[np.int64] | None = None  # (2 R,) start of each run in the stream, then in the data
+    runs: NDArray[np.int64] | None = None  # (2 R,) starts of R runs in the stream, then in the data
 
     def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of tokens in the full data, held-out tokens included; -1 stays -1."""
@@ -285,7 +285,7 @@ class Stream:
 
 
 def stream_of(documents: Sequence[Document]) -> Stream:
-    """Return the stream of documents, all with `counted` or none, and all in memory or all in files."""
+    """Return the stream of documents. All or none have `counted`; all ids are in memory or all in files."""
     sizes = np.array([document.tokens.size for document in documents], np.int64)
     stops = np.cumsum(sizes)
     own = [

@@ -1,9 +1,9 @@
-"""Cache of encoded texts: ids in a folder named by a digest of the inputs.
+"""Cache of encoded texts: ids in a folder whose name is a digest of the inputs.
 
-Encoding gigabytes takes minutes, and a requeued job would repeat it at each start. Ids in a file also need no
-memory on each rank. So the ids of `LEAST` bytes of text or more are written once, under a digest of the
-texts and of everything that determines their ids, including the code of this package. An entry that was not
-used for `MOST_DAYS` is removed when another one is made. ZERO_MPI_CACHE names the folder. Texts of small
+Encoding gigabytes takes minutes, and a requeued job would repeat it at each start. Ids in a file also take no
+memory on each rank. So the ids of at least `LEAST` bytes of text are written once, under a digest of the
+texts and of everything that determines their ids, including this package's code. An entry that was not used
+for `MOST_DAYS` is removed when another entry is made. ZERO_MPI_CACHE names the folder. Texts of small
 corpora, and all texts if no folder can be written, are encoded into memory.
 """
 
@@ -49,7 +49,7 @@ Encode = Callable[[list[str]], Iterator[Document]]
 
 
 class Batches:
-    """Runner of encode functions on batches of texts; results are integer arrays with values below 2**32.
+    """Runs encode functions on batches of texts. Results are integer arrays with values below 2**32.
 
     beat     called before each batch
     cached   whether ids from an earlier encoding may be used
@@ -115,7 +115,7 @@ def through(
 
 
 def folder() -> Path | None:
-    """Return the folder of all entries; None if there is none."""
+    """Return the folder of all entries; None if no folder can be used."""
     found = (Path(os.environ[name], below) for name, below in PLACES.items() if os.environ.get(name))
     return next(found, None)
 

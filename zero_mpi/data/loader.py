@@ -1,14 +1,14 @@
-"""Assigns tokens to ranks: token stream -> windows -> samples -> micro-batches.
+"""Assigns tokens to ranks: a token stream is cut into windows, which are samples, grouped in micro-batches.
 
-A corpus is cut into windows of `context` tokens. Sample k of the run (counted from 0 over all steps) is one
-window, chosen by the seed and k alone; step s holds samples s*B .. s*B + B - 1; its micro-batch i is a fixed
-range of these samples, and rank i mod P computes it in round i div P. So the samples and the shape of a
-micro-batch never depend on the number of ranks, and a resume needs only the step.
+A corpus is cut into windows of `context` tokens. Sample k of a run (counted from 0 over all steps) is one
+window, which depends only on the seed and k. Step s holds samples s*B .. s*B + B - 1. Its micro-batch i is a
+fixed range of these samples, and rank i mod P computes it in round i div P. So neither the samples nor the
+shapes of micro-batches depend on the number of ranks, and a resume needs only the step.
 
-An epoch contains each window once. The order of up to `MOST_SORTED` windows is made at once, by sorting
-random numbers. For more windows this would take gigabytes on each rank, and seconds at the start, so the
-window of each sample is computed separately, by a cipher on 0..windows-1: the swap-or-not shuffle (Hoang,
-Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", 2012).
+An epoch contains each window once. Up to `MOST_SORTED` windows are ordered at once, by sorting random
+numbers. For more windows, sorting would take gigabytes on each rank and seconds at the start. Then the window
+of each sample is computed separately, by a cipher on 0..windows-1: the swap-or-not shuffle (Hoang, Morris,
+Rogaway, "An Enciphering Scheme Based on a Card Shuffle", 2012).
 """
 
 import math
@@ -23,31 +23,31 @@ from numpy.typing import ArrayLike, NDArray
 from zero_mpi.data.documents import Places, TokenSpans, read_ids
 from zero_mpi.errors import UsageError
 
-MOST_SORTED = 1 << 20  # windows; sorting them takes 16 MiB and a tenth of a second
-ROUNDS = 64  # rounds of the shuffle: each halves the remaining regularity
-DEALT = 1 << 12  # samples that are assigned to sources together
-BLOCK = 1 << 12  # samples whose windows are computed together, which costs little more than one
-_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # separate these draws from other uses of the seed
+MOST_SORTED = 1 << 20  # windows; sorting so many takes 16 MiB and a tenth of a second
+ROUNDS = 64  # rounds of the cipher; each halves the deviation from a random order
+DEALT = 1 << 12  # samples that are assigned to sources at once
+BLOCK = 1 << 12  # samples whose windows are computed at once, which takes little longer than one
+_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # keep these draws apart from others with this seed
 
 
 def draws(count: int, *key: int) -> NDArray[np.uint64]:
-    """Return random numbers (count,) of 64 bits drawn from `key` (integers >= 0), the same with every NumPy.
+    """Return 64-bit random numbers (count,) drawn from `key` (integers >= 0), equal for all NumPy versions.
 
-    NumPy guarantees the raw stream of a bit generator, but may change `Generator.permutation` in any
+    NumPy guarantees the raw output of a bit generator, but may change `Generator.permutation` in any
     release (NEP 19).
     """
     return np.asarray(np.random.PCG64(np.random.SeedSequence(key)).random_raw(count), np.uint64)
 
 
 def permutation(count: int, *key: int) -> Places:
-    """Return a permutation of 0..count-1 drawn from `key`, made by sorting draws."""
+    """Return a permutation of 0..count-1 drawn from `key`, by sorting random numbers."""
     return np.argsort(draws(count, *key), kind="stable").astype(np.int64, copy=False)
 
 
 def shuffled(places: Places, count: int, *key: int) -> Places:
-    """Return the images of `places` (n,) in a permutation of 0..count-1 drawn from `key` without building it.
+    """Return where a permutation of 0..count-1 drawn from `key` maps `places` (n,), without storing it.
 
-    In each round every number has a partner, and one bit that both compute says whether they swap.
+    In each round, every number has a partner, and one bit, which both compute, says whether they swap.
     """
     found = places.astype(np.uint64)
     total = np.uint64(count)
@@ -65,9 +65,9 @@ def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-@lru_cache(maxsize=16)  # entries for several sources; a step may end one epoch and begin the next
+@lru_cache(maxsize=16)  # for several sources; a step may use two epochs
 def _block(windows: int, block: int, *key: int) -> Places:
-    """Return the windows of a block of samples in an epoch; an epoch that can be sorted is one block."""
+    """Return the windows of a block of an epoch's samples; an epoch that can be sorted is one block."""
     if windows <= MOST_SORTED:
         order = permutation(windows, *key)
     else:
@@ -77,14 +77,14 @@ def _block(windows: int, block: int, *key: int) -> Places:
 
 
 def window_of(samples: ArrayLike, windows: int, *key: int) -> Places:
-    """Return the window (0..windows-1) of each sample number; every epoch has each window once.
+    """Return the window (0..windows-1) of each sample number. Every epoch contains each window once.
 
-    key   the seed, and any other numbers that select the order
+    key   the seed, and further numbers that determine the order
     """
     epochs, places = np.divmod(np.asarray(samples, np.int64), windows)
     blocks, within = np.divmod(places, max(windows, 1) if windows <= MOST_SORTED else BLOCK)
     found = np.empty_like(places)
-    # np.unique would import numpy.ma, which takes 30 ms at the start.
+    # np.unique would import numpy.ma, which makes the start 30 ms slower.
     for epoch, block in sorted(set(zip(epochs.ravel().tolist(), blocks.ravel().tolist(), strict=True))):
         here = (epochs == epoch) & (blocks == block)
         found[here] = _block(windows, block, *key, _EPOCH_STREAM, epoch)[within[here]]
@@ -92,10 +92,10 @@ def window_of(samples: ArrayLike, windows: int, *key: int) -> Places:
 
 
 class SampleOrder:
-    """Order of the samples from the windows of one or several sources.
+    """Order in which the windows of one or several sources become samples.
 
-    Each source has a share of the samples and its own epochs. Samples are assigned to sources in blocks of
-    `DEALT`, and no source ever deviates by more than one sample from its share of all blocks.
+    Each source has a share of the samples, and separate epochs. Samples are assigned to sources in blocks of
+    `DEALT`. After any number of blocks, a source's samples differ from its share by at most one.
 
     counts   number of windows of each source; window numbers continue from one source to the next
     shares   each source's share of all samples; their sum is 1
@@ -108,12 +108,12 @@ class SampleOrder:
 
     @property
     def epoch(self) -> int:
-        """Number of samples that go through the windows of each source at least once."""
+        """Number of samples after which every window of each source was used at least once."""
         shares: list[float] = np.diff(np.append(self._bounds, 1.0)).tolist()
         return max(math.ceil(count / share) for count, share in zip(self._counts, shares, strict=True))
 
     def windows(self, samples: Places) -> Places:
-        """Return the windows (n,) of samples (n,), numbered over all sources."""
+        """Return the windows (n,) of `samples` (n,); windows are numbered over all sources."""
         sources, numbers = self.places(samples)
         found = np.empty_like(samples)
         for source, count in enumerate(self._counts):
@@ -124,7 +124,7 @@ class SampleOrder:
         return found
 
     def places(self, samples: Places) -> tuple[Places, Places]:
-        """Return (source, number among the samples of that source) of each sample (n,), from 0."""
+        """Return the source (n,) of each sample, and its number (n,) among that source's samples, from 0."""
         if len(self._counts) == 1:
             return np.zeros_like(samples), samples
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
@@ -136,7 +136,7 @@ class SampleOrder:
         return sources, numbers
 
     def epochs(self, samples: int) -> list[float]:
-        """Return how many times the first `samples` go through the windows of each source."""
+        """Return how many epochs of each source the first `samples` are."""
         whole = samples // DEALT
         rest = self.places(np.arange(whole * DEALT, samples))[0]
         begun = _begun(whole, self._bounds) + np.bincount(rest, minlength=len(self._counts))
@@ -144,14 +144,14 @@ class SampleOrder:
 
 
 def _begun(block: int, bounds: Places) -> Places:
-    """Return how many samples each source has in the blocks before `block`; rounded bounds add up."""
+    """Return the number of samples of each source before `block`, from rounded cumulative shares."""
     total = block * DEALT
     return np.diff(np.append(np.floor(bounds * total + 0.5), total)).astype(np.int64)
 
 
 @lru_cache(maxsize=4)
 def _dealt(block: int, bounds: tuple[float, ...], seed: int) -> tuple[Places, Places]:
-    """Return the source of each sample of a block, and its number among all samples of that source."""
+    """Return the source of each sample in a block, and its number among that source's samples."""
     begun = _begun(block, np.array(bounds))
     quotas = _begun(block + 1, np.array(bounds)) - begun
     sources, numbers = np.empty(DEALT, np.int64), np.empty(DEALT, np.int64)
@@ -163,39 +163,39 @@ def _dealt(block: int, bounds: tuple[float, ...], seed: int) -> tuple[Places, Pl
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Micro-batch: fresh C-contiguous int64 arrays (b, T)."""
+    """Micro-batch: newly allocated C-contiguous int64 arrays (b, T)."""
 
     inputs: Places
-    targets: Places  # id that each position has to predict; -1: none
-    begins: Places | None = None  # first column of each position's document; None: 0
+    targets: Places  # id that each position must predict; -1: no target
+    begins: Places | None = None  # column in which each position's document begins; None: 0
 
 
 class WindowSource(Protocol):
-    """Numbered windows of T = `context` positions, from which samples are drawn."""
+    """Interface: numbered windows of T = `context` positions, from which samples are taken."""
 
     context: int
-    kind: str  # description of the windows, for the error if there are none
+    kind: str  # noun for the error message if there are no windows
 
     def __len__(self) -> int:
         """Return the number of windows."""
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """Return the windows `indices` (b,); raises IndexError for an index outside 0..len-1."""
+        """Return the windows `indices` (b,). Raise IndexError for an index outside 0..len-1."""
 
     def counted(self, indices: ArrayLike) -> int:
-        """Return the number of targets of these windows that count."""
+        """Return the number of targets of these windows that the loss counts."""
 
     def about(self) -> str:
-        """Return a text on how the data fill the windows; "" if there is nothing to say."""
+        """Return a sentence on how the data fill the windows; "" if there is nothing to say."""
         return ""
 
     def notes(self) -> list[str]:
-        """Return notes for the user on data that are left out."""
+        """Return notes for the user on data that is not used."""
         return []
 
 
 def inside(indices: ArrayLike, count: int) -> Places:
-    """Return numbers of windows as an array; raises IndexError for a number outside 0..count-1."""
+    """Return window numbers as an array. Raise IndexError for a number outside 0..count-1."""
     wanted = np.asarray(indices, dtype=np.int64)
     if wanted.size and not 0 <= wanted.min() <= wanted.max() < count:
         raise IndexError(f"windows {wanted.min()}..{wanted.max()} of {count}")
@@ -203,12 +203,12 @@ def inside(indices: ArrayLike, count: int) -> Places:
 
 
 class Windows(WindowSource):
-    """Windows of T = `context` tokens over ids, 1-D or in files; window i starts at i * `stride`.
+    """Windows of T = `context` tokens of a sequence of ids. Window i starts at index i * `stride`.
 
-    By default the stride is T, and windows do not overlap: the last target of a window is the first input of
-    the next, so every token but the first is predicted once. A stride below T lets each window but the first
-    predict T - stride tokens again. Tokens after the last full window are not used. `bos`: the first input of
-    each window, before T - 1 inputs of the text; the first token of the text is then predicted too.
+    By default, the stride is T and windows do not overlap: the last target of a window is the first input of
+    the next window, so every token but the first is predicted once. With a stride below T, each window but
+    the first predicts T - stride tokens again. Tokens after the last full window are not used. `bos`: first
+    input of each window, before T - 1 inputs of the text. Then the first token of the text is predicted too.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Windows(WindowSource):
         self._tokens = tokens if isinstance(tokens, TokenSpans) else np.asarray(tokens)
 
     def known(self, index: int) -> int:
-        """Return the number of a window's targets that earlier windows already predict."""
+        """Return how many targets of a window are targets of earlier windows too."""
         return self.context - self.stride if index else 0
 
     def __len__(self) -> int:
@@ -243,7 +243,7 @@ class Windows(WindowSource):
 
     def batch(self, indices: ArrayLike) -> Batch:
         starts = inside(indices, len(self)) * self.stride
-        width = self.context + 1 - len(self._bos)  # the inputs of a window and, shifted by one, its targets
+        width = self.context + 1 - len(self._bos)  # inputs of a window and its targets, shifted by one
         rows = read_ids(self._tokens, starts, np.full_like(starts, width)).reshape(-1, width)
         if self._bos:
             rows = np.insert(rows, 0, self._bos, axis=1)
@@ -251,7 +251,7 @@ class Windows(WindowSource):
 
 
 class MixedWindows(WindowSource):
-    """Windows of several sources with one context, numbered from the first source on."""
+    """The windows of several sources with equal context, numbered through all sources."""
 
     kind = "window"
 
@@ -263,7 +263,7 @@ class MixedWindows(WindowSource):
         return int(self._ends[-1])
 
     def _by_part(self, indices: ArrayLike) -> Iterator[tuple[WindowSource, Places, Places]]:
-        """Yield (part, rows of the batch, window numbers in the part) for each part that has any."""
+        """Yield (part, rows of the batch, window numbers in the part) for each part that has rows in it."""
         wanted = inside(indices, len(self))
         of = np.searchsorted(self._ends, wanted, "right")
         for number, part in enumerate(self.parts):
@@ -275,7 +275,7 @@ class MixedWindows(WindowSource):
         return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """Return the windows `indices` (b,); a row of running text is one document if others hold several."""
+        """Return the windows `indices` (b,). If other rows hold several documents, text is one document."""
         cut = [(rows, part.batch(numbers)) for part, rows, numbers in self._by_part(indices)]
         if len(cut) == 1:
             return cut[0][1]
@@ -297,10 +297,10 @@ class MixedWindows(WindowSource):
 
 
 class StepLoader:
-    """Training batches: B = `batch_size` samples per step, cut into M micro-batches of `micro_batch` samples.
+    """Training batches of B = `batch_size` samples per step, in M micro-batches of `micro_batch` samples.
 
-    The last micro-batch of a step may be shorter. `order`: order of the samples if the windows are of several
-    sources. Raises UsageError for a corpus without a window.
+    The last micro-batch of a step may be shorter. `order`: order of the samples if there are several sources.
+    Raises UsageError if the corpus has no window.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class StepLoader:
         self.order = order or SampleOrder([len(windows)], [1.0], seed)
 
     def counted(self, step: int) -> int:
-        """Return the number of counted targets of a step (from 0): the divisor of a mean loss."""
+        """Return the number of targets that count in a step (from 0), by which its mean loss is divided."""
         return self.windows.counted(np.concatenate(self.batches(step)))
 
     def batches(self, step: int) -> list[Places]:
@@ -330,7 +330,7 @@ class StepLoader:
         return np.split(windows, np.arange(self.micro_batch, self.batch_size, self.micro_batch))
 
     def epochs(self, steps: int) -> list[float]:
-        """Return how many times `steps` steps go through the windows of each source."""
+        """Return how many epochs of each source `steps` steps are."""
         return self.order.epochs(steps * self.batch_size)
 
     def micro(self, step: int, i: int) -> Batch:
@@ -342,18 +342,18 @@ class StepLoader:
 
 
 class EvalLoader:
-    """Validation batches: at most `limit` windows (None: all), evenly spread over the text, always the same.
+    """Validation batches: at most `limit` windows (None: all), evenly spaced over the text, always the same.
 
-    Without windows (nothing held out) there are no micro-batches.
+    If nothing is held out, there are no windows and no micro-batches.
     """
 
     def __init__(self, windows: WindowSource, micro_batch: int, limit: int | None = None) -> None:
         self.micro_batch, total = micro_batch, len(windows)
         taken = total if limit is None else min(limit, total)
-        self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of windows
+        self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of the selected windows
         self.windows = windows
         self.micro_batches = -(-taken // micro_batch)
-        self.counted = windows.counted(self.chosen)  # counted targets: the divisor of a mean loss
+        self.counted = windows.counted(self.chosen)  # targets that count, by which the mean loss is divided
 
     def micro(self, i: int) -> Batch:
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
@@ -365,7 +365,7 @@ class EvalLoader:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Data of an evaluation: the held-out windows of each source that has any, by the source's name."""
+    """Data of an evaluation: the held-out windows of each source that has some, by name of the source."""
 
     loaders: dict[str, EvalLoader]
 
@@ -373,13 +373,13 @@ class HeldOut:
         return any(loader.micro_batches for loader in self.loaders.values())
 
     def mean(self, losses: Mapping[str, float]) -> float:
-        """Return the loss over all targets from each source's mean loss; for one source, exactly its loss."""
+        """Return the mean loss over all targets, given each source's mean; unchanged for a single source."""
         if len(losses) == 1:
             return next(iter(losses.values()))
         counts = {name: self.loaders[name].counted for name in losses}
         return sum(losses[name] * counts[name] for name in losses) / sum(counts.values())
 
     def batches(self) -> Iterator[Batch]:
-        """Yield all micro-batches, one source after the other."""
+        """Yield all micro-batches of the first source, then of the next, and so on."""
         for loader in self.loaders.values():
             yield from map(loader.micro, range(loader.micro_batches))

@@ -25,7 +25,7 @@ class Packable(NamedTuple):
     starts: Places
     sizes: Places
     targets: Places
-    cut: int  # number of conversations that are longer than a window
+    cut: int  # number of conversations that are longer than a window and cut
     empty: int  # number of pieces left out because no target counts
 
 

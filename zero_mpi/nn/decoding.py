@@ -1,8 +1,8 @@
-"""Generation of one position per sequence without Python between the layers.
+"""Generation in which no Python code runs between layers: one call computes a position of each sequence.
 
-`Program` follows the layers of a model once and records their computation as instructions of
-`ops.cpu.decode`; a position is then one call. It supports the layers in `RECORDED`: a model with other
-layers generates by `infer` alone.
+`Program` goes through the layers of a model once and records their computation as instructions of
+`ops.cpu.decode`. One call then computes a position. `RECORDED` lists the supported layers; a model with other
+layers is run by `infer` alone.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def joined(stored: Sequence[Array], capacity: int) -> Array:
 
 
 class Unrecorded(Exception):
-    """Error of a layer or an array that no instruction supports."""
+    """Raised for a layer or an array that no instruction supports."""
 
 
 class Program:
-    """Instructions of a model, for sequences of up to `capacity` positions in `cache`."""
+    """The recorded instructions of a model, for sequences of up to `capacity` positions in `cache`."""
 
     def __init__(self, model: Decoder, cache: Cache, capacity: int, sequences: int = 1) -> None:
         from zero_mpi.ops.cpu import decode
@@ -114,7 +114,7 @@ class Program:
         self.code, self.p, self.cache = decode, model.p, cache
         self.capacity, self.sequences = capacity, sequences
         self._steps = list[list[list[int]]]()
-        self._kept = list[Any]()  # arrays whose addresses are in instructions
+        self._kept = list[Any]()  # keeps arrays alive whose addresses are in instructions
         self._buffers: dict[tuple[int, int, int], Array] = {}
         self.first: tuple[Embedding, Array] | None = None
         x: Any = None
@@ -185,7 +185,7 @@ class Program:
         return found
 
     def adapt(self, adapter: LowRank, part: slice, x: Array, y: Array) -> Array:
-        """Record the sum of y and an adapter's product."""
+        """Record that an adapter's product is added to y, and return the sum."""
         if adapter.kind is not None:
             raise Unrecorded("an adapter that is rounded with its matrix")
         narrow = self.products([(self.p[adapter.a], x)])[0]
@@ -202,7 +202,7 @@ class Program:
 
 
 def embedding(to: Program, layer: Embedding, x: Any) -> Array:
-    """Record an embedding; `run` looks up its rows."""
+    """Record an embedding. `run` looks up its rows."""
     if to.first is not None or x is not None:
         raise Unrecorded("an embedding of computed values")
     to.first = layer, to.buffer(layer.param.shape[1])
@@ -210,7 +210,7 @@ def embedding(to: Program, layer: Embedding, x: Any) -> Array:
 
 
 def chain(to: Program, layer: Chain, x: Any) -> Any:
-    """Record layers one after the other."""
+    """Record the layers of a chain in order."""
     for each in layer.layers:
         x = to.record(each, x)
     return x
@@ -246,7 +246,7 @@ def turned(to: Program, layer: RoPE, x: Any) -> Any:
 
 
 def attended(to: Program, layer: CausalAttention, x: Any) -> Array:
-    """Record attention, and the new position of its cache."""
+    """Record attention, and the write of the new position's keys and values to the cache."""
     q, k, v = x
     stored = to.cache.extend(layer, k[:, None], v[:, None], to.capacity)
     capacity = stored[0].shape[1]

@@ -1,4 +1,4 @@
-"""A mixture of experts: a router sends each token to a few of many gated feed-forwards."""
+"""A mixture of experts: a router sends each token to a few of many gated feed-forward layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDE = SimpleNamespace(linear=wide)
 
 
 class Routing(NamedTuple):
-    """The chosen experts of T tokens, as `ops.route` returns them; logits (T, N) are float32 or wider."""
+    """The experts chosen for T tokens, as `ops.route` returns them; logits (T, N) are float32 or wider."""
 
     logits: Any
     p: Any
@@ -159,7 +159,7 @@ class Experts(Composite, AddsInForward):
 
 
 def placed(rows: Any, part: slice, values: Any) -> Any:
-    """Return rows with other values in a part; if the part is all rows, return the values."""
+    """Return `rows` with `part` replaced by `values`; if the part is all rows, return `values` itself."""
     if len(values) == len(rows):
         return values
     rows[part] = values

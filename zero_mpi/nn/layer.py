@@ -1,7 +1,7 @@
-"""Definition of a layer: it names its parameters, has a forward and a backward, and holds no arrays.
+"""Base class of layers: a layer names its parameters, has a forward and a backward, and holds no arrays.
 
-Every other method has a default that works for all layers. A layer overrides the methods that it can do in
-fewer passes or with less memory.
+Every other method has a default that works for all layers. A layer overrides a method if it can compute the
+result in fewer passes or with less memory.
 
 Weights are an argument of `forward` and `backward`, so the runtime may free them after forward and gather
 them again for backward. Backward *adds* into the gradients that it receives, so accumulation, tied weights

@@ -1,4 +1,4 @@
-"""Losses that learn from preferred answers: functions of the sums of log-probabilities of sequences.
+"""Losses for preferred answers: functions of the summed log-probabilities of sequences.
 
 C and R are the sums of a better and a worse answer, minus those of the reference if the loss has one; nc and
 nr are the numbers of their tokens. All computation is in float64 on the host, one pair after the other. Names
@@ -20,7 +20,7 @@ Pair = tuple[float, float, float]  # loss, its derivative by C, and by R
 
 
 class Scored(NamedTuple):
-    """Terms of the loss, and its derivative by the sum of each sequence."""
+    """Terms of the loss, and its derivative with respect to the sum of each sequence."""
 
     terms: list[float]
     slopes: list[float]
@@ -39,17 +39,17 @@ class Preference:
 
     @property
     def has_reference(self) -> bool:
-        """Return whether sums are compared with a reference; otherwise averages over tokens are used."""
+        """True if sums are compared with a reference model; otherwise averages over tokens are used."""
         return self.name in ("dpo", "ipo", "kto")
 
     @property
     def learns_prompts(self) -> bool:
-        """Return whether the cross-entropy of the better side, with its prompt, is part of the loss."""
+        """True if the cross-entropy of the better side, including its prompt, is part of the loss."""
         return self.name == "orpo"
 
     @property
     def is_unpaired(self) -> bool:
-        """Return whether each answer is a separate term, compared with answers to other prompts."""
+        """True if each answer is a separate term, compared with the answers to other prompts."""
         return self.name == "kto"
 
     def score(

@@ -1,7 +1,7 @@
-"""Actions of a rank in a step, and the only loop that executes them, one at a time.
+"""Actions of a rank in a step, and the one loop that executes them in order.
 
-A schedule consists of lists of actions. Training, evaluation and plans pass the same lists to `run`; the
-sizes of buffers and diagrams are computed from them.
+A schedule consists of lists of actions. Training, evaluation and plans pass the same lists to `run`. Buffer
+sizes and diagrams are computed from these lists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Action:
-    """One action: `verb` describes it in words; the method `method` of a unit or a micro-batch does it."""
+    """One action. `verb` is its description; `method` is the method of a unit or micro-batch that does it."""
 
     verb = method = ""
 
@@ -38,7 +38,7 @@ class UnitAction(Action):
 
 @dataclass(frozen=True)
 class StageAction(Action):
-    """Action on a micro-batch at a stage; it does nothing on a rank without a micro-batch."""
+    """Action on a micro-batch at one stage. A rank without a micro-batch skips it."""
 
     stage: int
 
@@ -81,35 +81,35 @@ class WaitReduce(UnitAction):
 
 
 class Forward(StageAction):
-    """Compute a stage's output, and keep the values that its backward needs."""
+    """Compute a stage's output, and keep the values that the stage's backward needs."""
 
     verb, method = "forward", "forward"
 
 
 class Loss(StageAction):
-    """Run forward, loss and backward of the last stage together, so that it need not hold all logits."""
+    """Run forward, loss and backward of the last stage together, which avoids storing all logits."""
 
     verb, method = "forward, loss and backward of", "loss_and_backward"
 
 
 class Evaluate(StageAction):
-    """Run forward and loss of the last stage together, without a backward after it."""
+    """Run forward and loss of the last stage together, when no backward follows."""
 
     verb, method = "forward and loss of", "evaluate"
 
 
 class Backward(StageAction):
-    """Compute the gradient of a stage's input, and add the gradients of its parameters."""
+    """Compute the gradient of a stage's input, and add to the gradients of its parameters."""
 
     verb, method = "backward", "backward"
 
 
 @dataclass(frozen=True)
 class Turn(StageAction):
-    """Let a stage continue with part `number` of its stacked parameters; backward adds those in `adds`."""
+    """Switch a stage to part `number` of its stacked parameters; backward adds gradients of units `adds`."""
 
     number: int
-    adds: tuple[int, ...] = ()  # numbers of units
+    adds: tuple[int, ...] = ()  # units whose gradients backward adds to
     verb, method = "go on with", "turn"
 
     def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
@@ -129,14 +129,14 @@ REDUCING = Reduce | WaitReduce
 
 
 def run(actions: Iterable[Action], units: Sequence[ShardedUnit], work: MicroBatch) -> None:
-    """Do the actions of a list, in order."""
+    """Execute the actions of a list in order."""
     work.rest = iter(actions)
     for action in work.rest:
         action.do(units, work)
 
 
 def without(kinds: UnionType, actions: Iterable[Action]) -> Actions:
-    """Return the actions that are not of `kinds`."""
+    """Return the actions, except for those of the classes `kinds`."""
     return tuple(action for action in actions if not isinstance(action, kinds))
 
 

@@ -1,7 +1,7 @@
 """The gradients of a unit on one rank: the gradients of the current round, and a slice of their sum.
 
-`views` opens a round and sets its gradients to zero; `start_reduce` ends it. Each class stores the sum in
-another way: only as a shard or, if every rank updates everything, also in full.
+`views` opens a round and sets its gradients to zero; `start_reduce` ends it. The classes differ in how they
+store the sum: only as a shard or, if every rank updates everything, also in full.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SlicedGradients(Gradients):
     def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
         super().__init__(unit, context, own, whole)
         self._kind = context.precision.reduce
-        self._widens = self._kind != own.dtype  # the sum has another type than its terms
+        self._widens = self._kind != own.dtype  # the sum has a wider type than the gradients
         self._borrowed: Array | None = None
         self._of_round = own[:0]
         self._open: Views | None = None
@@ -120,7 +120,7 @@ class SlicedGradients(Gradients):
 
     def reset(self) -> None:
         super().reset()
-        self._open = None  # an error may have ended the round
+        self._open = None  # a round that failed may have left it set
         self._give_back()
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of micro-batches: the work of the GPU is recorded once, and then launched by one call.
+"""CUDA graphs of micro-batches: the GPU work is recorded once, and one call then launches all of it.
 
 ZERO_MPI_GPU_GRAPH=1 enables them. They need one rank, a cross-entropy of all rows and no trace; other
 micro-batches run normally. The arrays of a recorded micro-batch are in a separate memory pool.
@@ -22,7 +22,7 @@ from zero_mpi.sharding.actions import Actions
 from zero_mpi.telemetry import spans
 
 WARM_UP = 2  # micro-batches before the first recording, which create plans, kernels and buffers
-MOST, SEEN = 8, 64  # most forms of micro-batches that are recorded, and that are counted
+MOST, SEEN = 8, 64  # most kinds of micro-batches that are recorded, and that are counted
 
 Work = Callable[..., Any]  # runs a micro-batch (x, its loss, actions) and returns the loss
 

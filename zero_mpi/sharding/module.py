@@ -1,8 +1,8 @@
 """A model whose parameters, gradients or both are sharded over ranks.
 
-`ShardedModule.schedule` holds the actions of a rank in a step as lists; it can be printed. `actions.run`
-executes them. A single rank runs the same code. Gradients are summed, never divided: scale the loss by 1 over
-the tokens of the full step. Parameters are read and written by name and full shape under every strategy.
+`ShardedModule.schedule` holds a rank's actions in a step as lists, which can be printed; `actions.run`
+executes them. A single rank runs the same code. Gradients are summed and never divided, so scale the loss by
+1 over the tokens of the full step. Parameters have the same names and full shapes under every strategy.
 
 This class does not check its arguments. `zero_mpi.compat.ShardedModule`, which scripts use, checks arguments
 and the order of calls.
@@ -48,7 +48,7 @@ Read = Callable[[str, int, int], Array]  # (name, start, stop) -> this range of 
 class ShardedUnit:
     """One rank's part of a unit. Units that are not sharded have the same methods, which then do nothing.
 
-    `memory`: float32 memory shared by all ranks, for the parameters or, if every rank updates all of them,
+    `memory`: float32 memory that all ranks share: for the parameters or, if every rank updates all of them,
     for their summed gradient; or None.
     """
 
@@ -64,7 +64,7 @@ class ShardedUnit:
 
     @property
     def updated(self) -> tuple[Array, Array, slice]:
-        """Arrays that the optimizer updates: parameters, gradients, and the part of the unit in them."""
+        """Arrays for the optimizer: parameters, gradients, and the range of the unit that they hold."""
         gradient = self.gradient.sum if self.gradient.whole is None else self.gradient.whole
         return self.parameters.master, gradient, self.parameters.master_part
 
@@ -76,8 +76,8 @@ class ShardedModule:
                       then needs offload="state"
     auxiliary         name -> scale of an auxiliary loss in the objective, instead of the scale of its layer
 
-    The module can compute once all parameters have values. The constructor is collective. It raises
-    UsageError on all ranks for a precision that the transport cannot reduce, and if ranks differ.
+    The module can compute once all parameters have values. The constructor is collective. All ranks raise
+    UsageError for a precision that the transport cannot reduce, and for arguments that differ between ranks.
     """
 
     comm: Comm
@@ -120,12 +120,12 @@ class ShardedModule:
         self.units = [
             ShardedUnit(unit, context, array) for unit, array in zip(dealt, memory.full, strict=True)
         ]
-        self._forward: MicroBatch | None = None  # the micro-batch whose backward comes next
+        self._forward: MicroBatch | None = None  # the micro-batch whose backward is next
         self._synced, self._graphs = False, graphs_for(self)
 
     @cached_property
     def _homes(self) -> dict[str, list[ShardedUnit]]:
-        """The units of each parameter; a stacked parameter may have several, in order."""
+        """Parameter -> its units; a stacked parameter may have several, in order."""
         homes: dict[str, list[ShardedUnit]] = {}
         for unit in self.units:
             for name in unit.unit.params:
@@ -133,7 +133,7 @@ class ShardedModule:
         return homes
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
-        """Return the arguments of a module; subclasses check them."""
+        """Return the constructor's arguments; subclasses check them here."""
         return list(stages), config
 
     def is_trainable(self, name: str) -> bool:
@@ -154,7 +154,7 @@ class ShardedModule:
         return y
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
-        """Return dx of the first trained stage; add this micro-batch's gradients and start their reduction.
+        """Add this micro-batch's gradients, start their reduction, and return dx of the first trained stage.
 
         `contributors`: ranks from this number on have no micro-batch in this round and pass dy = None.
         `last`: whether this is the step's last round. Only NO_SHARD with fast reduction waits for it.
@@ -188,7 +188,7 @@ class ShardedModule:
     def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
         """Return the losses of a micro-batch's parts, without a backward; an empty list for None and None.
 
-        Unless `adapted`, the products of adapters are left out.
+        If `adapted` is false, the updates of LoRA adapters are left out.
         """
         self._begin()
         micro_batch = MicroBatch(self, x, keeps=False, loss_of=loss_of, adapted=adapted)
@@ -200,7 +200,7 @@ class ShardedModule:
         spans.restart()
 
     def _schedule_of(self, last: bool) -> Schedule:
-        """Return a round's schedule; if each rank sums its micro-batches, only the last round reduces."""
+        """Return the schedule of a round. If each rank sums its micro-batches, only the last one reduces."""
         defers = not last and accumulates_locally(self.comm, self.strategy)
         return self.schedule.without_reductions if defers else self.schedule
 
@@ -216,12 +216,12 @@ class ShardedModule:
     # ------------------------------------------------------------------------------------ around a step
 
     def drop_gathered(self) -> None:
-        """Release arrays gathered from shards that are about to change, and a forward without its backward.
+        """Release gathered arrays whose shards are about to change, and a forward that had no backward.
 
-        If ranks share parameters, this returns when no rank reads them any more. Before an update no rank
-        does: the norm needs a value from every rank, sent after its last use of any unit. Other writers, such
-        as loading, may follow uses without a norm in between; then there is a barrier. All ranks decide alike
-        whether it is needed, because all wait for the same gathers, even a rank that has nothing to compute.
+        If ranks share parameters, this returns when no rank reads them any more. Before an update that is
+        certain, because the norm needs a value that each rank sends after its last use of any unit. Other
+        writers, such as loading, may follow without a norm and need a barrier. All ranks agree on whether
+        a barrier is needed, because all of them wait for the same gathers, even a rank without a micro-batch.
         """
         self._forward = None
         for unit in self.units:
@@ -255,7 +255,7 @@ class ShardedModule:
             if unit.unit.trainable and unit.gradient.sum.size:
                 squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
         total = self.group.sum_vector(self._squares.part(squares))
-        self._read.clear()  # no rank has the sum before all ranks are here
+        self._read.clear()  # the sum is complete only after all ranks have reached this point
         return math.sqrt(self._squares.total(total)) / self.loss_scale.factor
 
     def start_updates(self) -> None:
@@ -273,7 +273,7 @@ class ShardedModule:
         self.group.signal_written()
 
     def update_buffers(self) -> None:
-        """Let layers update their buffers by the sums of the step, except frozen buffers. Collective."""
+        """Let layers update their buffers from sums over the step, except frozen buffers. Collective."""
         buffers = {name: param for name, param in self.params.items() if param.buffer}
         names = [name for name in buffers if is_trainable(name, self.config.frozen)]
         if names:
@@ -303,9 +303,9 @@ class ShardedModule:
     # ------------------------------------------------------------------------------------------- values
 
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
-        """Fill parameters, or those in `names`, by (seed, name), equal for any number of ranks. Collective.
+        """Fill parameters, or those in `names`, from (seed, name), equal for any number of ranks. Collective.
 
-        Ranks need the same seed, unless each keeps all parameters; `DDP.broadcast_parameters` may follow.
+        Ranks need equal seeds, unless each keeps all parameters; `DDP.broadcast_parameters` may follow.
         """
 
         def prepare() -> tuple[int, dict[str, object]]:
@@ -326,11 +326,11 @@ class ShardedModule:
                 if names is None or not unit.unit.params.keys().isdisjoint(names):
                     for target, part in unit.parameters.filled:
                         fill(unit, target, part, read, names)
-        finally:  # a rank that cannot read must not leave the others waiting
+        finally:  # a rank that cannot read must not make the others wait forever
             self.group.signal_written()
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill parameters that stay in the blocks of a file by read(name, start, out); see `load_slices`.
+        """Fill parameters that are kept as blocks of a file by read(name, start, out); see `load_slices`.
 
         `read` fills out, (bytes,) uint8, with the stored bytes of a tensor from `start` on.
         """
@@ -355,7 +355,7 @@ def fill(
 
 
 def check_reduction(comm: Comm, precision: Precision, stored: bool = False) -> None:
-    """Raise UsageError for float64 on GPUs or with stored blocks, and for low types that MPI cannot add."""
+    """Raise UsageError for float64 on GPUs or with stored blocks, and for dtypes that MPI cannot add."""
     if precision is FP64 and (device.in_use().name != "cpu" or stored):
         raise UsageError("--precision fp64 is for CPUs, without parameters in blocks: take fp32")
     if not comm.exact and precision.reduce.itemsize < FLOAT32.itemsize:

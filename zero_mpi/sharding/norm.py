@@ -1,9 +1,9 @@
-"""The sum of the gradient's squares, in the same order for all ranks, units, strategies and devices.
+"""Sum of the squared gradient elements, in one order for all ranks, units, strategies and devices.
 
-The values are float64 sums over chunks of each parameter, in the model's order, and they are added as NumPy's
-`sum` adds a vector: it splits a vector into halves down to leaves of at most LEAF values. A rank that has all
-values of a leaf sends their sum. If several ranks share a leaf, they send its values. In total this is about
-one number per 100,000 parameters.
+The terms are float64 sums over chunks of each parameter, in the model's order. They are added as NumPy's
+`sum` adds a vector: it halves the vector down to leaves of at most LEAF values. A rank that has all values of
+a leaf sends their sum. Ranks that share a leaf send its values. In total, the ranks send about one number per
+100,000 parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
     parameters in order. A rank's values are those of its trained units, one unit after the other.
     """
     trained = [unit for unit in units if unit.trainable]
-    chunks = Counter[str]()  # chunks so far of a stacked parameter in several units
+    chunks = Counter[str]()  # chunks counted so far, for a stacked parameter in several units
     for unit in trained:
         chunks.update({name: unit.chunks(name) for name in unit.params})
     first = dict(zip(names, accumulate((chunks[name] for name in names), initial=0), strict=False))
@@ -82,7 +82,7 @@ class SquaresSum:
         self._segments = device.in_use().from_host(np.stack(segments))
 
     def part(self, values: Sequence[Array]) -> Array:
-        """Return the vector that this rank sends, from its values in the order of units; zeros elsewhere."""
+        """Return the vector that this rank sends: its values, in the order of units, and zeros elsewhere."""
         sent = np.zeros(self.size)
         if self._places.size:
             joined = namespace(values[0]).concatenate(values)
@@ -90,7 +90,7 @@ class SquaresSum:
         return sent
 
     def total(self, sent: Array) -> float:
-        """Return the sum of all values, from the sum over ranks of the vectors that they send."""
+        """Return the sum of all values, given the sum of the vectors that all ranks send."""
         end = self._dealt.size
         sent[:end][self._dealt] = pairwise_sums(sent[end:], self._rest)
         below = sent[:0]

@@ -1,8 +1,8 @@
-"""The parameters of a unit on one rank: the shard that it keeps, and the full ones, which layers read.
+"""The parameters of a unit on one rank: the shard that the rank keeps, and full parameters for layers.
 
-There are four ways to have the full parameters: gathered for a while (`Parameters`), kept on every rank
-(`ReplicatedParameters`), in memory that the ranks of a node share (`NodeSharedParameters`), where a gather
-waits until the other ranks have written, and unpacked from gathered blocks of a file (`BlockParameters`).
+Full parameters come in four ways: gathered for a while (`Parameters`), kept on every rank
+(`ReplicatedParameters`), in memory that the ranks of a node share (`NodeSharedParameters`, where a gather
+waits until all ranks have written), and unpacked from gathered blocks of a file (`BlockParameters`).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ ReadBytes = Callable[[str, int, Array], object]  # (name, start, out): fill out 
 
 
 class State(Enum):
-    """Place of a unit's full parameters: on other ranks, being gathered, or here."""
+    """State of a unit's full parameters: not on this rank, being gathered, or on this rank."""
 
     SHARDED, GATHERING, FULL = "sharded", "gathering", "full"
 
 
 def joined(views: list[Views]) -> Views:
-    """Return the views of several units as one dict; for a single unit, its views unchanged."""
+    """Return the views of several units as one dict; the views of a single unit are returned unchanged."""
     return views[0] if len(views) == 1 else {name: view for each in views for name, view in each.items()}
 
 
 @dataclass(frozen=True)
 class Context:
-    """Common data of the units of a module: who owns shards, and pools of float32 buffers.
+    """Data that the units of a module share: the owners of shards, and pools of float32 buffers.
 
-    unpacked   pool for arrays unpacked from gathered bytes
+    unpacked   pool of arrays for parameters that are unpacked from gathered bytes
     masters    makes arrays for float32 parameters in low precision; None: the device makes them
-    read       units whose shared parameters may have been read since the last barrier of all ranks
+    read       units whose shared parameters a rank may have read since the last barrier
     """
 
     comm: Comm
@@ -62,13 +62,13 @@ class Context:
 
 
 class Parameters:
-    """Arrays of a unit's parameters. This base class keeps only the rank's shard.
+    """Arrays of a unit's parameters. This base class keeps only the shard of the rank.
 
-    shard    this rank's `part` of the unit, in the type of computation; it is what gathers send
-    full     the full unit in that type, while it is gathered
+    shard    this rank's `part` of the unit in the compute dtype, which gathers send
+    full     the full unit in the compute dtype, while it is gathered
     master   float32 of `master_part` of the unit, all that this rank updates; if layers compute in float32, a
              view of `shard` or `full`
-    low      array into which `master` is rounded after an update; None if layers read the updated array
+    low      array to which `master` is rounded after an update; None if layers read the updated array
     """
 
     state = State.SHARDED
@@ -81,7 +81,7 @@ class Parameters:
         self.part = self.partition.part(context.comm.rank)
         self.master_part = self.part if context.strategy.shards_moments else slice(0, unit.length)
         self._label = f"parameters {unit.name}"
-        self._memory = full  # permanent array that contains `full`, if there is one
+        self._memory = full  # permanent array that contains `full`, if any
         self._views: dict[int, Views] = {}
         self._transfer: Handle | None = None
         self._make_arrays()
@@ -92,7 +92,7 @@ class Parameters:
         self._make_master(self.shard)
 
     def _make_master(self, updated: Array) -> None:
-        """Make `master`: a float32 copy of `updated` in low precision, otherwise that array itself."""
+        """Set `master` to a float32 copy of `updated` in low precision, otherwise to `updated` itself."""
         self.master = updated
         if self.context.precision.is_low:
             make = self.context.masters or device.in_use().zeros
@@ -123,7 +123,7 @@ class Parameters:
         """Start the gather of updated shards, if this rank keeps the full parameters."""
 
     def wait_update(self) -> None:
-        """Wait until transfers of parameters to this rank are done."""
+        """Wait until all transfers of parameters to this rank are complete."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
@@ -138,7 +138,7 @@ class Parameters:
 
     def copy_of(self, name: str) -> Array:
         """Return a copy of one full parameter, on the device of its shards. Collective."""
-        if self.low is not None:  # float32 parameters, which training never gathers
+        if self.low is not None:  # training never gathers the float32 parameters
             full = device.home_of(self.master).empty(self.unit.length)
             self.context.comm.allgather(self.master_shard, full, self.partition, self._label).wait()
             return self.unit.views(full)[name]
@@ -165,7 +165,7 @@ class Parameters:
 
     @property
     def filled(self) -> list[tuple[Array, slice]]:
-        """Arrays that a load fills, each with the part of the unit that it holds."""
+        """Arrays that a load fills, each with the range of the unit that it holds."""
         return [self._written] if self.low is None else [(self.master, self.master_part), self._written]
 
     @property
@@ -175,16 +175,16 @@ class Parameters:
 
     @property
     def nbytes_whole(self) -> int:
-        """Bytes of the parameters without sharding."""
+        """Bytes of the unit's full parameters."""
         return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
-        """Round `master` into `low`, after anything but the optimizer has written `master`."""
+        """Round `master` to `low`. Call it after code other than the optimizer has written `master`."""
         if self.low is not None:
             device.in_use().copy(self.low, self.master)
 
     def publish(self) -> None:
-        """Round `master_shard` after an update, and start the gather on ranks that keep the full unit."""
+        """Round `master_shard` after an update; on ranks that keep the full unit, start the gather."""
         if self.low is not None and not self.context.strategy.shards_moments:
             self.context.comm.allgather(None, self.master, self.partition, self._label).wait()
         self.round()
@@ -192,7 +192,7 @@ class Parameters:
 
 
 class ReplicatedParameters(Parameters):
-    """Full parameters on every rank; under SHARD_GRAD_OP, updated shards of other ranks are gathered."""
+    """Full parameters on every rank. Under SHARD_GRAD_OP, shards that other ranks updated are gathered."""
 
     state = State.FULL
 
@@ -215,7 +215,7 @@ class ReplicatedParameters(Parameters):
 
 
 class NodeSharedParameters(Parameters):
-    """Full parameters stored once per node: each rank writes its shard and reads the shards of others."""
+    """Full parameters stored once per node. Each rank writes its shard and reads the other ranks' shards."""
 
     def __init__(self, unit: Unit, context: Context, memory: Array) -> None:
         self._common = as_kind(memory, unit.length, context.precision.compute)
@@ -243,11 +243,11 @@ class NodeSharedParameters(Parameters):
 
 
 class BlockParameters(Parameters):
-    """Frozen parameters that stay in the blocks of a file: kept, divided and gathered as bytes.
+    """Frozen parameters that are kept, divided and gathered as the bytes of a file's blocks.
 
-    The bytes are separate parameters, float32 words that are sent like any others (`stored`). Layers read
-    arrays that are unpacked from them when a gather completes and dropped at the release, so a rank has the
-    floats of a unit or two at a time. For stacks, layers read the gathered bytes, one matrix at a time.
+    The bytes form separate parameters of float32 words, which are sent like other parameters (`stored`). A
+    gather ends by unpacking them to arrays for layers, which are dropped at the release. So a rank has the
+    floats of one or two units at a time. For stacks, layers unpack the gathered bytes matrix by matrix.
     """
 
     unit: BlockUnit
@@ -257,7 +257,7 @@ class BlockParameters(Parameters):
         super().__init__(unit, context)
 
     def _make_arrays(self) -> None:
-        self.shard = self.stored.shard  # frozen parameters have no copy to update
+        self.shard = self.stored.shard  # frozen parameters need no separate copy for updates
 
     def start_gather(self) -> None:
         if self.state is State.SHARDED:
@@ -298,7 +298,7 @@ class BlockParameters(Parameters):
         return self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
 
     def _unpack(self, name: str, out: Array) -> None:
-        """Fill out, of the parameter's shape, from the gathered bytes."""
+        """Fill `out`, which has the shape of the parameter, from the gathered bytes."""
         ops.dequantize(self._raw(name), self.unit.kinds[name].name, out.reshape(-1))
 
     def copy_of(self, name: str) -> Array:
@@ -345,7 +345,7 @@ def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Param
 
 
 def gpu_to_spare(name: str) -> Cuda:
-    """Return the GPU in use; raises UsageError if there is none."""
+    """Return the GPU in use. Raise UsageError if there is none."""
     where = device.in_use()
     if not isinstance(where, Cuda):
         raise UsageError(f"--offload {name}: expected a GPU, got the CPU; leave it out")
@@ -353,9 +353,9 @@ def gpu_to_spare(name: str) -> Cuda:
 
 
 def masters_on_host(precision: Precision) -> Callable[[int], Array]:
-    """Return a function that makes zeros of a size in pinned memory, for parameters in float32.
+    """Return a function that allocates zeros in pinned memory, for float32 parameters.
 
-    Raises UsageError without a GPU, and if layers read the same parameters that are updated.
+    Raises UsageError without a GPU, or if layers read the parameters that are updated.
     """
     where = gpu_to_spare(STATE)
     if not precision.is_low:
@@ -365,7 +365,7 @@ def masters_on_host(precision: Precision) -> Callable[[int], Array]:
 
 
 def pinned_zeros(where: Cuda, size: int) -> Array:
-    """Return flat zeros, float32, in pinned memory of the host."""
+    """Return a flat float32 array of zeros in pinned memory of the host."""
     array = where.pinned(size * FLOAT32.itemsize).view(FLOAT32)
     array.fill(0)
     return array

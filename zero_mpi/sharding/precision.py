@@ -41,7 +41,7 @@ class Precision:
 
     @property
     def is_low(self) -> bool:
-        """Return whether a rank keeps its slices in two types."""
+        """True if a rank keeps its slices in two types."""
         return bool(self.compute != self.master)
 
 
@@ -69,12 +69,12 @@ def precision_named(name: str, reduce: str | None = None) -> Precision:
 
 
 def floats(elements: int, kind: Any) -> int:
-    """Return how many float32 elements hold `elements` of a type; pools and windows count in float32."""
+    """Return how many float32 elements `elements` of a type need; pools and windows count in float32."""
     return int(-(-elements * np.dtype(kind).itemsize // FLOAT32.itemsize))
 
 
 def as_kind(buffer: Any, elements: int, kind: Any) -> Any:
-    """Return the first `elements` of a type in a flat float32 buffer."""
+    """Return the first `elements` elements of a flat float32 buffer, viewed as type `kind`."""
     return buffer[: floats(elements, kind)].view(kind)[:elements]
 
 
@@ -105,7 +105,7 @@ class LossScale:
 
     @property
     def recorded(self) -> int | None:
-        """The exponent for a checkpoint; None if the scale is not dynamic."""
+        """The exponent that a checkpoint stores; None if the scale is not dynamic."""
         return self.exponent if self.dynamic else None
 
     def times(self, dy: Array) -> Array:
@@ -114,7 +114,7 @@ class LossScale:
             return (dy.astype(np.float32) * np.float32(self.factor)).astype(dy.dtype)
 
     def update(self, finite: bool) -> None:
-        """Adapt the factor after a step, by whether its gradient norm was finite."""
+        """Adapt the factor after a step; `finite`: whether the gradient norm of the step was finite."""
         if not self.dynamic:
             return
         self.good_steps = self.good_steps + 1 if finite else 0

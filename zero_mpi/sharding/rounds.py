@@ -3,8 +3,8 @@
 Rank i mod P computes micro-batch i in round i div P, and gradients are added in rank order after each round.
 So every element is summed over the micro-batches in order, for any number of ranks.
 
-The losses of all ranks are added in one vector, in which a rank fills the places of its own micro-batches.
-Only zeros are added to these, so neither the vector nor any sum of it depends on the number of ranks.
+The losses of all ranks are added in one vector. A rank fills the positions of its own micro-batches and
+leaves zeros elsewhere, so neither the vector nor its sum depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rounds:
 
 
 class Accumulator:
-    """The rounds of a step on a ShardedModule, for one step after the other.
+    """Runs the rounds of each step on a ShardedModule.
 
         for micro_batch in accumulator:
             accumulator.accumulate(*read(step, micro_batch))

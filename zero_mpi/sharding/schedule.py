@@ -1,10 +1,10 @@
-"""Schedules of gathers, computation, releases and reductions: lists of actions, made once by the strategy.
+"""Schedules: lists of gathers, computations, releases and reductions, made once from the strategy.
 
-All ranks execute the same lists, even a rank without a micro-batch in a round, so collectives match. A unit's
-gather starts `prefetch` stages before its first use, and the unit is released after its last use in that
-direction. The units of the last stage stay between forward and backward, and so does a unit that distant
-stages share (a tied embedding, the root): it is gathered once per micro-batch, other units at most twice. A
-unit is reduced after the last backward that adds to it, while earlier stages compute; two may be in flight.
+All ranks execute the same lists, even without a micro-batch in a round, so collectives match. The gather of a
+unit starts `prefetch` stages before its first use, and the unit is released after its last use in that
+direction. Units of the last stage are kept between forward and backward. So is a unit that distant stages
+share (a tied embedding, the root): it is gathered once per micro-batch, all other units at most twice. A unit
+is reduced after the last backward that adds to it, while earlier stages compute; two may be in flight.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be in transfer while the n
 
 @dataclass(frozen=True)
 class Schedule:
-    """Actions of a rank in a round, with or without a micro-batch.
+    """Actions of a rank in a round, for ranks with and without a micro-batch.
 
     forward, backward   the two directions separately
     training            both directions, with forward and backward of the last stage together
-    inference           forward without a backward after it
-    evaluation          the same forward, with the loss of the last stage
+    inference           forward, when no backward follows
+    evaluation          as inference, and the loss of the last stage
     """
 
     forward: Actions
@@ -72,7 +72,7 @@ class Schedule:
 
     @cached_property
     def without_reductions(self) -> Schedule:
-        """The schedule of a round whose gradients stay on the rank, to be reduced with a later round's."""
+        """Schedule of a round whose gradients stay on the rank and are reduced with a later round's."""
         backward, training = (without(REDUCING, actions) for actions in (self.backward, self.training))
         return replace(self, backward=backward, training=training)
 
@@ -80,7 +80,7 @@ class Schedule:
         return "\n".join(f"  {'; '.join(self._in_words(actions))}" for actions in by_stage(self.training))
 
     def _in_words(self, actions: Actions) -> Iterator[str]:
-        """Yield the actions in words; consecutive actions of one kind are joined."""
+        """Yield the actions as text; consecutive actions of one kind are joined."""
         spoken = (action for action in actions if action.verb)
         for verb, alike in groupby(spoken, lambda action: action.verb):
             yield f"{verb} {' '.join(map(self._name, alike))}"
@@ -97,14 +97,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Moves:
-    """Gathers, waits and releases of units around one stage, in one direction or in both together."""
+    """Gathers, waits and releases of units at one stage, in one direction or in both together."""
 
     start: Indices  # gathers to start before the stage computes
     need: Indices  # units whose parameters the stage reads
     drop: Indices  # units to release after the stage
 
     def __add__(self, other: Moves) -> Moves:
-        need = tuple(dict.fromkeys(self.need + other.need))  # a unit in both is waited for once
+        need = tuple(dict.fromkeys(self.need + other.need))  # waits once for a unit that both need
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
     def around(self, compute: StageAction, reductions: Actions = ()) -> Actions:
@@ -113,7 +113,7 @@ class Moves:
 
 
 class Step(NamedTuple):
-    """One computation in a direction: its action, the units it reads, and the units it adds gradients of."""
+    """One computation: its action, the units whose parameters it reads, and those whose gradients it adds."""
 
     compute: StageAction
     reads: Indices
@@ -122,12 +122,12 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """Stacked parameters of a stage, which the stage processes part by part, in turns.
+    """Stacked parameters of a stage, which are processed one part after the other, in turns.
 
     names     all stacked parameters, including those that are not split into parts
     members   each part's range of the first dimension
     units     the units of each part
-    again     how many more times forward runs in the stage's backward
+    again     how many more times forward runs within the backward of the stage
     """
 
     names: tuple[str, ...]
@@ -157,10 +157,10 @@ def make_schedule(
     gathers: Sequence[bool] | None = None,
     parts: Mapping[int, Parts] | None = None,
 ) -> Schedule:
-    """Return the schedule for stages that use the units `uses[stage]`, and those of `parts[stage]` in turns.
+    """Return the schedule of stages. `uses[stage]`: units of the stage; `parts[stage]`: units used in turns.
 
-    `reads_in_backward[stage]`: whether the stage's backward reads its parameters; `trainable[unit]`;
-    `gathers[unit]`: True if the unit's parameters are sharded, so gathered and released; None: all are.
+    `reads_in_backward[stage]`: whether the stage's backward reads parameters; `trainable[unit]`: whether it
+    has gradients; `gathers[unit]`: whether its parameters are sharded, and so gathered; None: all are.
     The last stage has no parts.
     """
     parts, top = parts or {}, len(uses) - 1
@@ -172,7 +172,7 @@ def make_schedule(
     passing = {unit for each in parts.values() for units in each.units for unit in units}
     plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable), passing=passing)
     up, down = plan(ascent, keep=carried), plan(descent, held=carried)
-    alone = plan(ascent)  # forward without a backward after it
+    alone = plan(ascent)  # when no backward follows
     reductions = reductions_after(descent, trainable)
 
     forward = [moves.around(step.compute) for moves, step in zip(up, ascent, strict=True)]
@@ -213,8 +213,8 @@ def joined(lists: Iterable[Actions]) -> Actions:
 def reductions_after(descent: Sequence[Step], trainable: Sequence[bool]) -> list[Actions]:
     """Return the reductions that start after each step of backward.
 
-    A unit's gradient is complete after the last step that adds to it. Its reduction waits until fewer than
-    the limit are in flight; the first of these may belong to the previous round.
+    A unit's gradient is complete after the last step that adds to it. Its reduction starts when fewer than
+    the limit are in flight; some of those may belong to the previous round.
     """
     last = {unit: place for place, step in enumerate(descent) for unit in step.adds if trainable[unit]}
     complete = [
@@ -240,9 +240,9 @@ def plan_moves(
     keep: Collection[int] = (),
     held: Collection[int] = (),
 ) -> list[Moves]:
-    """Return moves in order of computation; `held` units are there at the start, `keep` stay at the end.
+    """Return the moves of each step. `held` units are present at the start, `keep` units stay at the end.
 
-    Units in `passing` stay only for their step.
+    Units in `passing` are released after each step.
     """
     last = {unit: place for place, step in enumerate(steps) for unit in step.reads}
     started = set(held)

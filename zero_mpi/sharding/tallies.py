@@ -1,7 +1,7 @@
-"""Sums of the values that layers report for each micro-batch: auxiliary losses, and inputs of buffer updates.
+"""Sums of values that layers report for each micro-batch: auxiliary losses, and data for buffer updates.
 
-Each micro-batch has a row in a table that all ranks fill. Rows are added in order, so the sums do not depend
-on the number of ranks.
+Each micro-batch has a row in a table, and all ranks fill their rows. Rows are added in order, so the sums do
+not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tallies:
         return self._sums
 
     def _row(self, reported: Mapping[str, Any]) -> Array:
-        """Return 1 and the numbers of a micro-batch, one after the other; zeros if there is none."""
+        """Return 1 and the numbers of a micro-batch in one row; zeros without a micro-batch."""
         host, row = {name: device.in_use().to_host(x) for name, x in reported.items()}, [np.ones(1)]
         for name, kind in self.kinds.items():
             value = kind.value(host) if kind.value and host else host.get(name, 0.0)

@@ -1,1 +1,1 @@
-"""The GGUF format: index of a file, reader, header, writer."""
+"""The GGUF file format: index, reader, header and writer."""

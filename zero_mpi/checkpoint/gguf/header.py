@@ -1,8 +1,8 @@
-"""Builds the head of a GGUF file as bytes: header, keys, tensor table, and the offset of each tensor.
+"""Builds the start of a GGUF file as bytes (header, keys, tensor table) and the offset of each tensor.
 
-This is the counterpart of `index.py`. It opens no file, so that one rank may stream a file and several ranks
-may write one together. The gguf package's writer is not used because it drops empty strings and arrays and
-converts wide integers to 32 bits.
+`index.py` reads what this module writes. It opens no file: either one rank writes the file as a stream, or
+several ranks write it together. We do not use the gguf package's writer, because it drops empty strings and
+arrays and converts wide integers to 32 bits.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
 
 
 def pack_key(key: str, value: Any) -> bytes:
-    """Return name, type and value of a key as bytes of the file. GGUFError names the key and a remedy."""
+    """Return name, type and value of a key as the file's bytes. A GGUFError names the key and a remedy."""
     name = _pack_name(key, MAX_KEY_BYTES, "key")
-    if (number := _OF_SCALARS.get(type(value))) is not None:  # files may hold half a million scalars
+    if (number := _OF_SCALARS.get(type(value))) is not None:  # checked first: a file may hold 500,000 scalars
         return name + number + bytes(value.data)
     try:
         if isinstance(value, str):
@@ -115,7 +115,7 @@ def pack_key(key: str, value: Any) -> bytes:
 def _pack_value(value: Any) -> tuple[int, bytes]:
     """Return (type, bytes) of a value that is not text.
 
-    The order of tests matters: bool is an int, np.float64 a float.
+    The tests are in this order because bool is a subclass of int, and np.float64 one of float.
     """
     if isinstance(value, bool):
         return GGUFValueType.BOOL, bytes([value])

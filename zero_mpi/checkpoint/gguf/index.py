@@ -1,7 +1,7 @@
 """The index of a GGUF file: header, keys and tensor table, read strictly.
 
 A GGUF file is untrusted input. The index is read forward once. Every count and length is compared with the
-remaining bytes before anything is allocated or looped over, and sizes are Python integers, which do not wrap.
+remaining bytes before anything is allocated or looped over. Sizes are Python integers and cannot overflow.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -21,15 +21,15 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # one layout; 3 only added big-endian files, which we and llama.cpp refuse
+VERSIONS = (2, 3)  # both have one layout; version 3 only adds big-endian files, which we and llama.cpp refuse
 CHECKPOINT_ID = "training.checkpoint_id"
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_KEY_BYTES = 65535  # the format's limit
 MAX_NAME_BYTES = 63  # llama.cpp's limit
 MAX_DIMS = 4
-MAX_INDEX_BYTES = 128 << 20  # six times the largest known index; bounds time and memory on a bad file
-# Several times the largest known counts; each key and tensor takes some 500 bytes of memory, each text 60.
+MAX_INDEX_BYTES = 128 << 20  # six times the largest known index; limits time and memory for a corrupt file
+# Several times the largest known counts. A key or tensor takes about 500 bytes of memory, a string 60.
 MAX_KEYS, MAX_TENSORS, MAX_ITEMS = 1 << 19, 1 << 15, 1 << 21
 BLOCK = 1 << 18  # bytes of strings that are read at once
 
@@ -42,12 +42,12 @@ SHORTER = "the file became shorter while it was read"
 
 
 class GGUFError(FileError):
-    """Error of an invalid GGUF file: names the file, the position, what was expected and what was found."""
+    """Error of an invalid GGUF file: names the file, the byte, the expected and the found value."""
 
 
 @dataclass(frozen=True)
 class TensorInfo(TensorSpec):
-    """One line of the tensor table: where the data begins, in bytes, and in which part of a split file."""
+    """Row of the tensor table: the byte at which the data begins, and the part of a split file with it."""
 
     offset: int
     part: int = 0
@@ -56,14 +56,14 @@ class TensorInfo(TensorSpec):
 class Index:
     """Forward reader of the index. Errors name the byte offset `at` and the key or tensor that is being read.
 
-    A name is escaped only when an error shows it, which saves time with hundreds of thousands of keys.
+    A name is escaped only when an error message shows it, which saves time for hundreds of thousands of keys.
     """
 
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self.file, self.path, self.size = file, path, size
         self.at, self.end = 0, min(size, MAX_INDEX_BYTES)
-        self.kind = self.name = ""  # "key" or "tensor", and its name after it was read
-        self.items = 0  # items of arrays read so far
+        self.kind = self.name = ""  # "key" or "tensor"; and its name, once it is read
+        self.items = 0  # number of array items read so far
 
     def fault(self, what: str, at: int | None = None) -> GGUFError:
         subject = f"{self.kind} {show(self.name)}: " if self.kind else ""
@@ -106,13 +106,13 @@ class Index:
             raise self.fault(f"expected UTF-8, found byte {found:#04x}", at) from None
 
     def strings(self, count: int) -> list[str]:
-        """Read a vocabulary, block by block, because 300 000 calls of `string` would take a second."""
+        """Read `count` strings block by block, because 300,000 calls of `string` would take a second."""
         self.need(8 * count)
         out: list[str] = []
         while len(out) < count:
             self.at += unpack_strings(self.file.read(min(self.end - self.at, BLOCK)), count, out)
             self.file.seek(self.at)
-            if len(out) < count:  # longer than the rest of the block, or invalid
+            if len(out) < count:  # the next string goes beyond the block or is invalid
                 out.append(self.string())
         return out
 
@@ -154,7 +154,7 @@ class Index:
         return shape
 
     def tensor(self, expected: int) -> TensorInfo:
-        """Read one line of the table; its offset, still relative to the data, must equal `expected`."""
+        """Read one row of the table. The offset in it is relative to the data and must equal `expected`."""
         name, shape, kind = self.named("tensor", MAX_NAME_BYTES), self.shape(), self.unsigned(4)
         if kind not in GGML_QUANT_SIZES:
             raise self.fault(f"expected a known tensor type, found {kind}", self.at - 4)
@@ -168,9 +168,9 @@ class Index:
 
 
 def unpack_strings(block: bytes, count: int, out: list[str]) -> int:
-    """Add to `out` the strings at the start of a block, up to `count` in all; return the bytes they take.
+    """Append up to `count` strings from the start of `block` to `out`; return the bytes that they occupy.
 
-    Stop before a string that the block does not hold in full or that is not UTF-8.
+    Stop before a string that is not complete in the block or is not UTF-8.
     """
     at, size = 0, len(block)
     for _ in range(count - len(out)):
@@ -186,7 +186,7 @@ def unpack_strings(block: bytes, count: int, out: list[str]) -> int:
 
 
 def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
-    """Return (keys, tensors) of a file, tensors in file order. GGUFError names the byte of the error."""
+    """Return (keys, tensors) of a file, tensors in file order. A GGUFError names the byte of the error."""
     n_tensors, n_keys = _read_header(index)
     metadata: Metadata = {}
     for _ in range(n_keys):
@@ -228,9 +228,9 @@ def _read_header(index: Index) -> tuple[int, int]:
 def _placed(
     index: Index, tensors: dict[str, TensorInfo], alignment: int, whole: bool
 ) -> dict[str, TensorInfo]:
-    """Return the table with the positions in the file.
+    """Return the table with the tensors' positions in the file.
 
-    `whole`: refuse bytes after the last tensor, which a checkpoint's digests do not cover; others may pad.
+    `whole`: refuse bytes after the last tensor, because a checkpoint's digests do not cover them.
     """
     start, end = padded(index.at, alignment), index.at
     for name, info in tensors.items():
@@ -251,6 +251,6 @@ def padded(count: int, alignment: int) -> int:
 
 
 def is_alignment(value: Any) -> bool:
-    """Return whether `value` is UINT32 or an int: a power of two from 8 (the format's minimum) to 1 MiB."""
+    """Return whether `value` is UINT32 or int and a power of two from 8 (the format's minimum) to 1 MiB."""
     number = int(value) if isinstance(value, int | np.uint32) else 0
     return 8 <= number <= 1 << 20 and number & (number - 1) == 0

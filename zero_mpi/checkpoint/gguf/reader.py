@@ -1,7 +1,7 @@
-"""Reader of a GGUF model. It reads the index, and only the bytes of the data that are requested.
+"""Reader of GGUF models. It reads the index, and of the data only the bytes that are requested.
 
-A model may be split into files NAME-00001-of-0000N.gguf. The first file holds the keys, each file holds its
-own tensor table. If the first is opened, they act as one model, and other code does not see the parts.
+A model may be split into files NAME-00001-of-0000N.gguf. The first file holds the keys, and each file has a
+table of its tensors. Opening the first file opens all files as one model, so callers do not see the split.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PART_NAME = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
 
 @dataclass(frozen=True)
 class GGUFFile(WeightSource):
-    """The index of a GGUF model; the data is read on demand. `path`: the file, or the first of several.
+    """The index of a GGUF model; the data is read on demand. `path`: the file, or the first of several files.
 
-    It holds no open file, so it can be sent to other processes that see the same path. `tensors` is in file
-    order, over all parts. `metadata` has no `split.*` keys, because they describe the files and not the
-    model; `split` has them. Links in paths are resolved, so that an index opened through a link to the newest
-    checkpoint does not read another checkpoint's data later.
+    It holds no open file, so it can be sent to other processes that see the same path. `tensors` has those
+    of all parts in file order. `metadata` has no `split.*` keys, because they describe the files and not the
+    model; `split` has them. Links in paths are resolved, so an index that was opened through a link to the
+    newest checkpoint never reads the data of a later checkpoint.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class GGUFFile(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
-        """Read and check the index of `path`, never the data. Raise UsageError if the index is invalid.
+        """Read and check the index of `path`, but not the data. Raise UsageError if the index is invalid.
 
         If the model is split, `path` is its first part; all other parts must exist and match.
         """
@@ -77,12 +77,12 @@ class GGUFFile(WeightSource):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Total size of all parts in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def surplus(self) -> int:
-        """Bytes after the last tensor, which other programs may leave."""
+        """Number of bytes after the last tensor; other programs may write such bytes."""
         alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # end of each part
         return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
@@ -119,7 +119,7 @@ class _Part:
         return GGUFError(f"{self.file.path}: {what}")
 
     def split_number(self, key: str, kind: type[np.integer[Any]], default: int | None = None) -> int:
-        """Return the value of a `split.*` key; its type must be exactly the one that llama.cpp requires."""
+        """Return the value of a `split.*` key, which must have exactly the type that llama.cpp requires."""
         value: Any = self.metadata.get(key)
         if value is None and default is not None:
             return default
@@ -145,10 +145,10 @@ def _read_part(path: str | os.PathLike[str]) -> _Part:
 
 
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
-    """Yield the later parts of a split model, checked against the first; none if it is not split.
+    """Yield the later parts of a split model, each checked against the first; nothing if it is not split.
 
-    A model with a count of 0 or 1 is not split: llama.cpp's tools leave the keys behind when they merge
-    parts. A later part has its part number, and no keys of the model.
+    A count of 0 or 1 means that the model is not split: llama.cpp's tools leave the keys in a file that they
+    merge from parts. A later part holds its part number, but no keys of the model.
     """
     count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
     if count <= 1 and place == 0:

@@ -1,6 +1,6 @@
-"""Default and permitted settings of config.json for each class of rotary models in Hugging Face.
+"""Default and permitted settings in config.json for each of Hugging Face's classes of rotary models.
 
-There is one row per class. The reader and the writer of a folder take the class differences from here.
+The table has one row per class. The reader and the writer of a folder both use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zero_mpi.files.foreign import quoted
 
 
 class Settings:
-    """Values of a config.json, read with their limits; errors name the setting."""
+    """Values of a config.json, read with range checks. Errors name the setting."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -66,28 +66,28 @@ NO_WINDOW = {"use_sliding_window": False}
 
 @dataclass(frozen=True)
 class RotaryClass:
-    """Defaults and limits of one class."""
+    """Defaults and limits of the settings of one model class."""
 
     name: str
-    tied: bool = False  # this field and the next two: defaults of the settings
+    tied: bool = False  # this field and the next two are defaults of the settings of that name
     theta: float = 10000.0
     epsilon: float = 1e-6
     head_dim: int | None = None  # default of that setting; None: width / number of heads
-    kv_heads: bool = True  # default is the number of heads; false: the setting is required
-    biases: Biases = field(default_factory=dict)  # settings, and the projections to which each adds a bias
+    kv_heads: bool = True  # true: the default is the number of heads; false: the setting is required
+    biases: Biases = field(default_factory=dict)  # setting -> projections that get a bias if it is true
     biased: frozenset[str] = frozenset()  # projections that always have a bias
-    # GGUF keys of numbers, each with its setting and the default of the setting
+    # GGUF key -> (setting, default) of a number
     numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    # Settings beyond `config.ONLY_ROTARY` that must have these values or be absent
+    # Settings, other than `config.ONLY_ROTARY`, that must be absent or have one of these values
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)  # further settings in a written config.json
-    llama3: bool = False  # rotary frequencies may be scaled as in Llama 3
-    longrope: bool = False  # rotary frequencies may be scaled as in Phi 3
-    model_type: str = ""  # the setting of that name, if it is not the architecture's name
-    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))  # setting, and its values
-    # GGUF keys of whole numbers, each with its setting
+    llama3: bool = False  # the rotary frequencies may be scaled as in Llama 3
+    longrope: bool = False  # the rotary frequencies may be scaled as in Phi 3
+    model_type: str = ""  # value of model_type; empty: the architecture's name
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))  # setting; its values
+    # GGUF key -> setting of a whole number
     sizes: Mapping[str, str] = field(default_factory=dict)
-    period: int = 0  # every period-th block attends to all positions, others to a window; 0: all do
+    period: int = 0  # every period-th block has full attention, others a window; 0: all full
 
 
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}

@@ -1,7 +1,7 @@
 """Converts config.json of a Hugging Face folder to GGUF keys.
 
-Every setting that would change the result and is not supported is refused by name, because ignoring it would
-train another model. Keys are those that llama.cpp's converter writes.
+If a setting would change the result and is not supported, an error names it, because ignoring it would train
+another model. The keys are those that llama.cpp's converter writes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SIZES = {  # GGUF key -> name in config.json
     "attention.head_count": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-OPTIONAL = ("expert_shared_feed_forward_length",)  # 0 or absent: no shared expert
-SPELLINGS = {"num_experts": "num_local_experts"}  # name in transformers 5
+OPTIONAL = ("expert_shared_feed_forward_length",)  # 0 or absent: the model has no shared expert
+SPELLINGS = {"num_experts": "num_local_experts"}  # setting -> its name in transformers 5
 GPT2_SIZES = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
@@ -44,7 +44,7 @@ GPT2_SIZES = {
     "vocab_size": "vocab_size",
 }
 
-# Settings that the computation fixes: a configuration must have one of these values, or not set them.
+# Settings that our computation supports with only these values. They may be absent.
 ONLY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "is_causal": (None, True)}
 ONLY_ROTARY = ONLY | {"use_bidirectional_attention": (None, False)}
 ONLY_GPT2 = ONLY | {
@@ -55,13 +55,13 @@ ONLY_GPT2 = ONLY | {
 }
 
 
-# Dropout settings of Hugging Face, and their rates if a configuration does not give them.
+# Dropout settings in Hugging Face's classes -> default rate.
 DROPOUTS = {"gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}}
 DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
 
 
 def architecture(settings: Settings) -> str:
-    """Return the GGUF name of the architecture."""
+    """Return the GGUF name of the architecture that a configuration describes."""
     types = {(arch in ROTARY_CLASSES and ROTARY_CLASSES[arch].model_type) or arch: arch for arch in FAMILIES}
     types |= {"mistral": "llama", "granitemoe": "granitemoe"}  # as in llama.cpp's converter
     found = settings.values.get("model_type")
@@ -71,7 +71,7 @@ def architecture(settings: Settings) -> str:
 
 
 def keys_of(arch: str, settings: Settings) -> Metadata:
-    """Return the GGUF keys of a configuration, and a zero_mpi key with the settings of Llama 3's scaling."""
+    """Return the GGUF keys of a configuration, and a zero_mpi key with its Llama 3 scaling, if any."""
     if arch == "gpt2":
         settings.only(ONLY_GPT2)
         own: Metadata = {key: np.uint32(settings.size(name)) for key, name in GPT2_SIZES.items()}
@@ -86,7 +86,7 @@ def keys_of(arch: str, settings: Settings) -> Metadata:
 
 
 def rotary_keys(arch: str, settings: Settings) -> Metadata:
-    """Return the keys of a rotary model, without the prefix."""
+    """Return the keys of a rotary model without the architecture's prefix."""
     kind = ROTARY_CLASSES[arch]
     name, values = kind.activation
     settings.only({**ONLY_ROTARY, **kind.only, name: (None, *values)})
@@ -133,7 +133,7 @@ def all_full(kinds: Any, layers: int) -> bool:
 
 
 def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
-    """Return the keys of sliding windows, without the prefix, if the class has blocks with a window."""
+    """Return the keys of sliding windows without prefix; no keys if the class has no blocks with a window."""
     if not kind.period:
         refuse_windows(settings)
         return {}
@@ -160,12 +160,12 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
 
 
 def score_width(width: int, heads: int, layers: int, head: int) -> int:
-    """Return the number whose root divides gemma3's scores; with 62 layers it is not the width of a head."""
+    """Return the number by whose root gemma3 divides scores: the width of a head, but not for 62 layers."""
     return width // heads if layers == 62 else head
 
 
 def refuse_windows(settings: Settings) -> None:
-    """Raise FileError if attention does not reach back to the first position."""
+    """Raise FileError unless every layer attends to all earlier positions."""
     kinds = settings.values.get("layer_types")
     if kinds is not None and not all_full(kinds, settings.size("num_hidden_layers")):
         raise settings.fault("layer_types", "full_attention in every layer (only)")

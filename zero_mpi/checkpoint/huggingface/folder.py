@@ -1,7 +1,7 @@
 """A Hugging Face folder (config.json and safetensors) as a source of weights with GGUF names.
 
-No file is converted beforehand: `read` converts any range of elements to GGUF's order and reads only the
-bytes that the range needs, so each rank can read its shards of a model that does not fit on one rank.
+No file is converted in advance: `read` converts any range of elements to GGUF's order and reads only the
+bytes of this range. So each rank can read its shards of a model that does not fit on one rank.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from zero_mpi.files.open import exists, read_file
 from zero_mpi.nn.low_rank import FIRST, SECOND
 
 CONFIG = "config.json"
-MAX_CONFIG = 1 << 22  # bytes; a hundred times the usual size
+MAX_CONFIG = 1 << 22  # bytes; a hundred times the usual size of config.json
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 TWICE = "tensor {}: expected once, found again under another name"
 
 
 @dataclass(frozen=True)
 class HuggingFaceTensor(TensorSpec):
-    """A tensor with GGUF's name and shape, `type` as stored; its name in the folder and its order there.
+    """A tensor with its GGUF name and shape, its stored `type`, and its name and element order in the folder.
 
-    `head`: rows of a head, if the rows are in another order.
+    `head`: number of rows per head, if the rows are reordered.
     """
 
     source: str
     order: Order = Order.SAME
     head: int = 0
     parts: tuple[tuple[str, int], ...] = ()
-    """Sources of equally long runs of elements that make up the tensor, and where the runs begin."""
+    """Sources of equally long runs of elements that together form the tensor, with the start of each run."""
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder(WeightSource):
-    """The index of a folder; the data is read on demand. It holds no open file. `path` is the folder.
+    """The index of a folder; the data is read on demand. No file stays open. `path` is the folder.
 
-    `metadata` has the keys of the architecture but not of the tokenizer, whose files are in the folder.
-    `constants` are tensors computed from the configuration: divisors of rotary frequencies.
+    `metadata` has the architecture's keys, but no tokenizer keys: the tokenizer's files are in the folder.
+    `constants` are tensors computed from the configuration: divisors of the rotary frequencies.
     """
 
     path: Path
@@ -76,7 +76,7 @@ class HuggingFaceFolder(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> HuggingFaceFolder:
-        """Read and check configuration and headers, never the data. Raise UsageError if one is invalid."""
+        """Read and check configuration and headers, but no data. Raise UsageError if anything is invalid."""
         folder = Path(os.path.realpath(path))
         config = read_config(folder / CONFIG)
         with prefixed(f"{folder / CONFIG}:"):
@@ -92,13 +92,13 @@ class HuggingFaceFolder(WeightSource):
             _check_head(tensors, weights, tied)
             if arch != "gpt2":
                 _check_biases(tensors, biases)
-            constants = rope_factors(arch, settings)  # after the tensors have confirmed the width of a head
+            constants = rope_factors(arch, settings)  # after the tensors have confirmed the head's width
         named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
         return cls(folder, metadata, tensors | named, config, weights, constants)
 
     @property
     def dropout(self) -> str:
-        """The kinds of dropout in the configuration, in words; dropout is not computed here."""
+        """Names of the kinds of dropout that the configuration sets and that we do not compute."""
         usual = DROPOUTS.get(architecture(Settings(self.config)), DROPOUTS_ROTARY)
         asked = {name: self.config.get(name, default) for name, default in usual.items()}
         return ", ".join(f"{name} {shown(value)}" for name, value in asked.items() if value)
@@ -133,12 +133,12 @@ def fill(weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: Fl
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the object in a config.json."""
+    """Return the JSON object in a config.json."""
     return json_object(path, read_file(path, MAX_CONFIG, "a configuration"))
 
 
 def open_weights(folder: Path) -> SafetensorsModel:
-    """Open the safetensors of a folder; if there are none, raise FileError with a remedy."""
+    """Open the safetensors files of a folder; without them, raise FileError that says what to do."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = any(folder.glob("*.bin"))
         found = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
@@ -147,7 +147,7 @@ def open_weights(folder: Path) -> SafetensorsModel:
 
 
 def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadata) -> dict[str, TensorSpec]:
-    """Return the folder's tensors by GGUF's names, in the order of computation."""
+    """Return the folder's tensors by GGUF name, in the order in which the model uses them."""
     found: dict[str, TensorSpec] = {}
     stacks: dict[str, dict[int, HuggingFaceTensor]] = {}
     for source, entry in weights.tensors.items():
@@ -166,7 +166,7 @@ def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadat
 
 
 def stacked(of_expert: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
-    """Return the stack of the matrices of all experts, or the single matrix of a shared expert."""
+    """Return all experts' matrices as one stacked tensor; a shared expert's matrix stays unstacked."""
     count, first = len(of_expert), next(iter(of_expert.values()))
     if {*of_expert} != {*range(count)} or any(each.shape != first.shape for each in of_expert.values()):
         raise FileError(f"tensor {show(first.name)}: expected equal matrices of experts 0 to {count - 1}")
@@ -192,7 +192,7 @@ def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Meta
 
 
 def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied: bool) -> None:
-    """Drop a tied head equal to the embedding; raise FileError if it differs or an untied head is missing."""
+    """Drop a tied head equal to the embedding. FileError if it differs or if an untied head is missing."""
     if not tied and HEAD not in tensors:
         raise FileError("lm_head.weight is missing, and tie_word_embeddings is not true")
     if tied and HEAD in tensors and EMBEDDING in tensors:
@@ -208,7 +208,7 @@ def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied:
 
 
 def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
-    """Raise FileError for a bias that the configuration does not set: the computation would ignore it."""
+    """Raise FileError for a bias that the configuration does not set, because it would not be computed."""
     for name in tensors:
         stem, _, kind = name.rpartition(".")
         part = stem.rpartition(".")[2]
@@ -223,14 +223,14 @@ PREFIX = "base_model.model."
 ENDS = {FIRST: ".lora_A.weight", SECOND: ".lora_B.weight"}
 TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
-# Settings about layers, training or base. They are ignored, because the tensors show what is needed.
+# Settings about layers, training or the base. We ignore them, because the tensors show what matters.
 PASSED_OVER = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "target_modules", "task_type",
 }  # fmt: skip
-NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # the values of an option that is not used
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base weights too
+NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # values that mean that an option is not used
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # other values change base weights too
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class PeftFolder(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], base: Metadata) -> PeftFolder:
-        """Read and check the headers, by the keys of the base. Raise FileError if one is invalid."""
+        """Read and check the headers; `base`: keys of the base model. Raise FileError if one is invalid."""
         folder, keys = Path(os.path.realpath(path)), GGUFKeys(base, "the base model")
         arch = keys.architecture or ""
         if arch not in FAMILIES:
@@ -267,7 +267,7 @@ class PeftFolder(WeightSource):
 
 
 def alpha_of(settings: Settings) -> float:
-    """Return alpha: products are scaled by alpha / rank. FileError unless LoRA is the plain product."""
+    """Return alpha; the update is scaled by alpha / rank. FileError unless the adapter is plain LoRA."""
     if settings.values.get("peft_type") != "LORA":
         raise settings.fault("peft_type", "LORA (only)")
     if settings.values.get("init_lora_weights") not in PLAIN_STARTS:
@@ -284,7 +284,7 @@ def alpha_of(settings: Settings) -> float:
 def _factor(
     weights: SafetensorsModel, source: str, arch: str, keys: GGUFKeys
 ) -> tuple[str, HuggingFaceTensor]:
-    """Return one factor with its GGUF name; `head` is the number of rows that are reordered together."""
+    """Return one factor with its GGUF name. `head`: number of rows per head, which are reordered together."""
     stored = weights.spec(source)
     ours, theirs = next(((o, t) for o, t in ENDS.items() if source.endswith(t)), ("", ""))
     stem = source.removeprefix(PREFIX).removesuffix(theirs)
@@ -297,14 +297,14 @@ def _factor(
 
 
 def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) -> tuple[Order, int]:
-    """Return the order of a factor's rows in a folder, and the rows per head; gpt2's are not transposed."""
+    """Return the order of a factor's rows in the folder, and the rows per head. gpt2's are not transposed."""
     if end == SECOND and order_of(keys.architecture or "", target) == Order.HALVES:
         return Order.HALVES, head_of(factor, target, keys)
     return Order.SAME, 0
 
 
 def head_of(factor: TensorSpec, target: str, keys: GGUFKeys) -> int:
-    """Return the rows per head in the second factor of q or k; FileError if the base has no such heads."""
+    """Return the rows per head in q's or k's second factor; FileError if the base has other heads."""
     heads = keys.integer(f"{keys.architecture}.attention.head_count", 1) or 1
     if ".attn_k." in target:
         heads = keys.integer(f"{keys.architecture}.attention.head_count_kv", 1) or heads

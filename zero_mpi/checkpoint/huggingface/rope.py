@@ -1,6 +1,6 @@
-"""Reads rotary positions from config.json: the width of a head, the base, and the frequency scaling.
+"""Reads rotary settings from config.json: width of a head, frequency base, and frequency scaling.
 
-Linear scaling and YaRN are keys of a GGUF. Llama 3's scaling is not a key but a tensor of divisors,
+GGUF has keys for linear scaling and YaRN. It has no key for Llama 3's scaling, but a tensor of divisors,
 `rope_freqs.weight`.
 """
 
@@ -20,17 +20,17 @@ from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.parse import parse_json
 from zero_mpi.ops.elementary import log, power
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers by how far back they attend
-MAX_HEAD = 1 << 14  # most elements of a head; rotary tables are made before any tensor is read
-ROPE_SCALING = "zero_mpi.rope_scaling"  # key of Llama 3's settings as JSON; its divisors do not show them
-FORMER = "original_max_position_embeddings"  # the context of the first training
-FORMER_PHI3 = 4096  # default in a configuration of Phi 3
+FULL, SLIDING = "full_attention", "sliding_attention"  # layers that attend to all positions, or to a window
+MAX_HEAD = 1 << 14  # most elements of a head; limits rotary tables, which are made before any tensor is read
+ROPE_SCALING = "zero_mpi.rope_scaling"  # key of Llama 3's settings as JSON; divisors do not show them
+FORMER = "original_max_position_embeddings"  # context length before frequency scaling
+FORMER_PHI3 = 4096  # default of this setting in Phi 3
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", FORMER)
-SCALINGS = ("linear", "yarn")  # kinds that GGUF has keys for
+SCALINGS = ("linear", "yarn")  # kinds of scaling for which GGUF has keys
 LONGROPE, PARTIAL = "longrope", "partial_rotary_factor"
-OLDER_LONGROPE = ("su", "yarn")  # older names of longrope in a configuration of Phi 3
+OLDER_LONGROPE = ("su", "yarn")  # older names of longrope in Phi 3
 ROPE_FREQS = "rope_freqs.weight"
-LONG_FACTORS = {  # tensor of a GGUF -> setting
+LONG_FACTORS = {  # tensor in a GGUF -> setting with its values
     "rope_factors_long.weight": "long_factor",
     "rope_factors_short.weight": "short_factor",
 }
@@ -44,7 +44,7 @@ ONLY_YARN: dict[str, tuple[Any, ...]] = {
 
 
 def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
-    """Return the settings that `keys_of` has stored; None if they are missing or invalid."""
+    """Return the settings that `config.keys_of` stored; None if they are missing or invalid."""
     try:
         values = parse_json(GGUFKeys(metadata).text(ROPE_SCALING) or "null")
         return {name: values[name] for name in LLAMA3 if Settings(values).number(name)}
@@ -53,7 +53,7 @@ def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
 
 
 def head_width(arch: str, settings: Settings) -> int:
-    """Return the width of a head; raise FileError unless it is even, because its halves are rotated."""
+    """Return the width of a head; raise FileError for an odd width, because its halves are rotated."""
     usual = settings.size("hidden_size") // settings.size("num_attention_heads")
     width = settings.size("head_dim", ROTARY_CLASSES[arch].head_dim or max(usual, 1))
     if width > MAX_HEAD:
@@ -64,7 +64,7 @@ def head_width(arch: str, settings: Settings) -> int:
 
 
 def turned_width(arch: str, settings: Settings) -> int:
-    """Return the number of rotated elements at the start of a head; FileError unless it is even."""
+    """Return how many elements at the start of a head are rotated; FileError if the number is odd."""
     width = int(head_width(arch, settings) * rope_of(settings).number(PARTIAL, 1.0))
     if not 0 < width <= head_width(arch, settings) or width % 2:
         raise FileError(f"{PARTIAL}: expected an even part of the width of a head, found {width} elements")
@@ -72,10 +72,10 @@ def turned_width(arch: str, settings: Settings) -> int:
 
 
 def of_one_kind(arch: str, settings: Settings) -> Settings:
-    """Return the settings with one kind of rotary positions: those of layers with full attention.
+    """Return the settings with one kind of rotary settings: those of layers with full attention.
 
-    Layers with a window have their own settings, which must be gemma3's: base 10000, not scaled. Mistral's
-    missing settings are filled in with the defaults that differ from those of llama's classes.
+    Layers with a window have separate settings, which must be gemma3's (base 10000, no scaling). Settings
+    that Mistral omits get their defaults, which differ from those of llama's classes.
     """
     if settings.values.get("model_type") == "mistral":
         return Settings({"num_key_value_heads": 8, "sliding_window": 4096} | dict(settings.values))
@@ -91,7 +91,7 @@ def of_one_kind(arch: str, settings: Settings) -> Settings:
 
 
 def object_of(settings: Settings, name: str) -> dict[str, Any]:
-    """Return the object in a setting; an empty one if the setting is absent or null."""
+    """Return the JSON object in a setting; an empty object if the setting is absent or null."""
     value = settings.values.get(name)
     if value is not None and not isinstance(value, dict):
         raise settings.fault(name, "an object")
@@ -99,9 +99,9 @@ def object_of(settings: Settings, name: str) -> dict[str, Any]:
 
 
 def rope_of(settings: Settings) -> Settings:
-    """Return base and scaling of rotary positions, in the newer or the older format of a configuration.
+    """Return base and scaling of the rotary frequencies, from the newer or the older format.
 
-    As in transformers, the older format has precedence, and a top-level original context over a nested one.
+    As in transformers, the older format overrides the newer, and a top-level original context a nested one.
     """
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
     found = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
@@ -119,7 +119,7 @@ def rope_of(settings: Settings) -> Settings:
 
 
 def rope_type(settings: Settings) -> Any:
-    """Return the kind of frequency scaling; "default" if there is none."""
+    """Return the kind of frequency scaling; "default" means no scaling."""
     values = rope_of(settings).values
     kind = values.get("rope_type", values.get("type"))
     if kind in OLDER_LONGROPE and settings.values.get("model_type") == "phi3":
@@ -128,7 +128,7 @@ def rope_type(settings: Settings) -> Any:
 
 
 def scaling_keys(settings: Settings) -> Metadata:
-    """Return the keys of linear scaling or YaRN, without the prefix; empty for other kinds."""
+    """Return the keys of linear scaling or YaRN without prefix; no keys for other kinds of scaling."""
     rope, kind = rope_of(settings), rope_type(settings)
     if kind not in SCALINGS:
         return {}
@@ -147,7 +147,7 @@ def scaling_keys(settings: Settings) -> Metadata:
 
 
 def longrope_keys(settings: Settings) -> Metadata:
-    """Return the keys of Phi 3's scaling, without the prefix: original context and the factor of q and k."""
+    """Return the keys of Phi 3's scaling without prefix: original context, and the factor of q and k."""
     if rope_type(settings) != LONGROPE:
         return {}
     rope, context = rope_of(settings), settings.size("max_position_embeddings")
@@ -159,7 +159,7 @@ def longrope_keys(settings: Settings) -> Metadata:
 
 
 def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np.float32]]:
-    """Return both tensors of divisors, (count,) each, by name."""
+    """Return Phi 3's two tensors of divisors, (count,) each, by tensor name."""
     found, rope = {}, rope_of(settings)
     for tensor, name in LONG_FACTORS.items():
         values = rope.values.get(name)
@@ -173,7 +173,7 @@ def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np
 
 
 def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
-    """Return the four numbers of Llama 3's scaling, as in the file; None for other kinds."""
+    """Return the four numbers of Llama 3's scaling as in the file; None for another kind of scaling."""
     if arch == "gpt2":
         return None
     rope, kind, family = rope_of(settings), rope_type(settings), ROTARY_CLASSES[arch]
@@ -190,7 +190,7 @@ def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
 
 
 def rope_factors(arch: str, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
-    """Return divisors of rotary frequencies, (D / 2,) each, by name; empty if keys describe the scaling."""
+    """Return the divisors of frequencies, (D / 2,), by tensor name; none if keys describe the scaling."""
     numbers = llama3_settings(arch, settings)
     if arch != "gpt2" and rope_type(settings) == LONGROPE:
         return longrope_factors(settings, turned_width(arch, settings) // 2)
@@ -208,11 +208,11 @@ def llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> npt.NDArray[np.float32]:
-    """Return the divisors of the `width` / 2 frequencies: 1 for short waves, `factor` for long ones, smooth
-    in between (Dubey et al., The Llama 3 Herd of Models, 2024)."""
+    """Return the divisors of the `width` / 2 frequencies: 1 for short waves, `factor` for long waves, smooth
+    values in between (Dubey et al., The Llama 3 Herd of Models, 2024)."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     context, steps = np.float32(original_max_position_embeddings), high_freq_factor - low_freq_factor
-    with np.errstate(all="ignore"):  # invalid divisors are refused when they are read
+    with np.errstate(all="ignore"):  # the reader refuses divisors that are not valid
         waves = np.float32(2 * np.pi) * power(np.float32(base), exponents).astype(np.float32)
         smooth = (context / waves - np.float32(low_freq_factor)) / np.float32(steps or 1)
         between = 1 / ((1 - smooth) / np.float32(factor) + smooth)

@@ -1,14 +1,14 @@
-"""Finds where the assistant speaks in the text of a conversation. The loss counts these answers.
+"""Finds the assistant's answers in the text of a conversation. The loss counts these answers.
 
-If a template marks the answers itself, by `{% generation %}`, its marks are used. Otherwise a turn begins
-where the text of all earlier messages and the generation prompt ends, and it ends with the first end-of-turn
-token after its content. Some templates write a turn differently if more messages follow (they leave out
-earlier thoughts, or move the system message). Then the text is rendered a second time with other content
-for the turn, and the content is found where the two texts differ.
+If a template marks the answers by `{% generation %}`, its marks are used. Otherwise a turn begins where the
+text of all earlier messages plus the generation prompt ends, and it ends with the first end-of-turn token
+after its content. Some templates write a turn differently if more messages follow (they drop earlier
+thoughts, or move the system message). Then the text is rendered a second time with another content for the
+turn, and the positions where the two texts differ are the content.
 
-Rendering a text for each turn would take quadratic time. So the position of each message is taken from the
-template's loop over messages, and the generation prompt is rendered once for each role that spoke before an
-answer. Only a template without such a loop is rendered for each turn, with at most `MOST_TURNS` turns.
+Rendering a text for each turn would take quadratic time. So the position of each message comes from the
+template's loop over messages, and the generation prompt is rendered once for each role that precedes an
+answer. Only a template without such a loop is rendered for each turn, for at most `MOST_TURNS` turns.
 """
 
 import re
@@ -28,7 +28,7 @@ BLANKS = re.compile(r"\s*")
 
 
 class AnswerFinder:
-    """Finder of answers in the texts of a template. ends: the spellings of the tokens that end a turn."""
+    """Finds answers in the texts of a template. ends: spellings of the tokens that end a turn."""
 
     def __init__(self, template: ChatTemplate, ends: Sequence[str]) -> None:
         self.template = template
@@ -36,14 +36,14 @@ class AnswerFinder:
         self._ends = sorted(filter(None, ends), key=len, reverse=True)
 
     def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and the places of the answers in it; raises ValueError.
+        """Return a conversation's text and the positions of the answers in it. ValueError if that fails.
 
-        Turns that the template leaves out are absent. silent: return the turns that the loss ignores instead.
+        Turns that the template drops are absent. silent: return the turns that the loss ignores instead.
         """
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
         self._tools = conversation.tools
-        by_speaker = dict[object, list[int]]()  # turns by the role that spoke before
+        by_speaker = dict[object, list[int]]()  # turns by the role of the message before
         for turn in [] if self.template.marks else turns:
             by_speaker.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
         firsts = [speaking[0] for speaking in by_speaker.values()]
@@ -56,14 +56,14 @@ class AnswerFinder:
         return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
 
     def reads_tools(self, conversation: Conversation, text: str) -> bool:
-        """Return whether the text of a conversation changes with its tools."""
+        """Return whether a conversation's text depends on its tools."""
         try:
             return self.template.render(conversation.messages).text != text
-        except ValueError:  # the template needs tools
+        except ValueError:  # the template requires tools
             return True
 
     def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-        """Return the marks of the template for these turns, by its loop or in order; raises ValueError."""
+        """Return the template's marks for these turns, by its loop or in order; ValueError without marks."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not whole.marked:
             return whole.marked
@@ -79,7 +79,7 @@ class AnswerFinder:
         )
 
     def _by_loop(self, whole: RenderedText, messages: Messages, by_speaker: dict[object, list[int]]) -> Spans:
-        """Return the answer of each turn by the template's loop; empty unless the loop shows every turn."""
+        """Return each turn's answer, by the template's loop; empty if the loop does not show every turn."""
         places, spans = segments(whole), Spans()
         turns = {turn for speaking in by_speaker.values() for turn in speaking}
         if not places.keys() >= turns:
@@ -88,7 +88,7 @@ class AnswerFinder:
             first, last = speaking[0], speaking[-1]
             before = whole.before[first]
             if before is None or not whole.text.startswith(before):
-                first = last  # the text before it depends on no later message
+                first = last  # the text before it does not depend on later messages
                 before = self._text(messages[:last], generation_prompt=True)
             if before is None or not whole.text.startswith(before):
                 continue
@@ -108,7 +108,7 @@ class AnswerFinder:
         return spans
 
     def _by_renders(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
-        """Return the answer of each turn by rendering each turn."""
+        """Return each turn's answer, found by rendering the conversation for each turn."""
         if len(turns) > MOST_TURNS:
             raise ValueError(
                 f"expected at most {MOST_TURNS} answers, found {len(turns)}: the chat template has no loop "
@@ -127,14 +127,14 @@ class AnswerFinder:
         return spans
 
     def _text(self, messages: Messages, generation_prompt: bool = False) -> str | None:
-        """Return the text of a part of a conversation; None if the template does not accept that part."""
+        """Return the text of some messages; None if the template rejects them."""
         try:
             return self.template.render(messages, generation_prompt, self._tools).text
         except ValueError:
             return None
 
     def _instead(self, whole: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
-        """Render the messages with a character that the text does not have as the content of these turns."""
+        """Render the messages with a character that the text does not contain as these turns' content."""
         letters = set(whole.text)
         other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
         calls = ("tool_calls", "function_call")
@@ -154,7 +154,7 @@ class AnswerFinder:
             found, at = at, at - len(end)
 
     def _differing(self, text: str, place: Span, other: str, other_place: Span) -> Span | None:
-        """Return where two texts of a turn differ, including the end-of-turn token that follows."""
+        """Return where two texts of a turn differ, and extend it by the end-of-turn token that follows."""
         here, instead = text[slice(*place)], other[slice(*other_place)]
         if here == instead:
             return None
@@ -167,7 +167,7 @@ class AnswerFinder:
 
     @cached_property
     def _closing(self) -> str:
-        """Line that the template writes after an answer; it need not be a token."""
+        """First line of the text that the template writes after an answer; it need not be a token."""
         answer = "\ue000"
         said = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
         try:
@@ -178,7 +178,7 @@ class AnswerFinder:
 
 
 def segments(rendered: RenderedText) -> dict[int, Span]:
-    """Return the position of each message, from the template's loop; nothing if the loop is not reliable.
+    """Return each message's position, from the template's loop; no positions if the loop is not reliable.
 
     In a loop inside a macro, all messages seem to begin in one place, because the macro's text is held back.
     """

@@ -1,9 +1,9 @@
-"""A model's chat template: it turns messages into the text that Transformers would make.
+"""A model's chat template. It turns messages into the same text as in Transformers.
 
-A template is untrusted code and runs in its own process (`sandbox`). Before the first rendering, trials find
-out whether the template takes texts or lists of parts as contents, and in which form it takes tool calls.
-Most templates write `arguments | tojson`, which escapes the quotes of a text; other templates append the
-arguments to a text, which fails for an object.
+A template is untrusted code and runs in a separate process (`sandbox`). Before the first rendering, trials
+show whether the template accepts contents as text or as lists of parts, and in which form it accepts tool
+calls. Most templates write `arguments | tojson`, which escapes the quotes of a text. Other templates append
+the arguments to a text, which fails for an object.
 """
 
 import json
@@ -29,11 +29,11 @@ from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
 Message = dict[str, Any]
-TOOL_USE = f"{TEMPLATE}.tool_use"  # for rows with tools
+TOOL_USE = f"{TEMPLATE}.tool_use"  # template for rows with tools
 DAY = "2024-07-26"  # default day of `strftime_now`
 PROGRAM = str(Path(__file__).with_name("sandbox.py"))
-SECONDS = 2.0  # CPU time for all renderings of a conversation; most templates take milliseconds
-MOST_BYTES = 1 << 20  # bytes of a template; most have a few thousand
+SECONDS = 2.0  # CPU time for all renderings of one conversation; most templates need milliseconds
+MOST_BYTES = 1 << 20  # limit in bytes of a template; most have a few thousand
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
 REMEDY = "add --chat-template FILE, such as the chat_template.jinja of a similar model"
 KEY, VALUE = "zq_key", "zq_value"  # a key and a value that no template writes by itself
@@ -42,7 +42,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
 
 
 class TemplateInputs(NamedTuple):
-    """Inputs that flags give to templates: variables, the system message, the day for `strftime_now`."""
+    """Inputs of templates that flags set: variables, the system message, the day for `strftime_now`."""
 
     variables: Mapping[str, Any] = MappingProxyType({})
     system: str | None = None
@@ -53,10 +53,10 @@ NO_INPUTS = TemplateInputs()
 
 
 class RenderedText(NamedTuple):
-    """Text of a conversation, and places in it.
+    """Text of a conversation, and positions in it.
 
-    marked    (start, stop) of each segment that the template itself marks as the assistant's
-    begins    where the text of each message begins; None if no loop of the template shows the positions
+    marked    (start, stop) of each segment that the template marks as the assistant's
+    begins    where the text of each message begins; None if no loop of the template shows this
     before    for each of `prompts`, the text up to that message with the generation prompt; None if refused
     """
 
@@ -69,7 +69,7 @@ class RenderedText(NamedTuple):
 class CallForm(NamedTuple):
     """Form in which a template takes tool calls: the content of a message with only calls, and the arguments.
 
-    If the template prints arguments both as text and as objects, or neither, the arguments stay unchanged.
+    If the template prints arguments both as text and as objects, or in neither form, they stay unchanged.
     """
 
     content: str | None = ""
@@ -77,7 +77,7 @@ class CallForm(NamedTuple):
     objects: bool = True
 
     def fitted(self, message: Message) -> Message:
-        """Return a message with its calls in this form."""
+        """Return the message with its tool calls in this form."""
         calls, content = list(map(self._call, message["tool_calls"])), message["content"]
         return message | {"tool_calls": calls, "content": self.content if content == "" else content}
 
@@ -100,14 +100,14 @@ class CallForm(NamedTuple):
 
 
 class EndlessTemplate(Exception):
-    """Error of a template that took more time or memory than allowed; the conversation is refused."""
+    """Raised if a template takes more time or memory than allowed; the conversation is then rejected."""
 
 
 class ChatTemplate:
-    """Chat template with its special tokens. Raises UsageError for a template that does not parse.
+    """A chat template with its special tokens. Raises UsageError if the template does not parse.
 
-    Its process is restarted after a rendering that took too long. All renderings of a conversation together
-    have `SECONDS`; for the first conversation this includes the trials.
+    The process is restarted after a rendering that took too long. All renderings of one conversation
+    together may take `SECONDS`; for the first conversation this includes the trials.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
@@ -126,10 +126,10 @@ class ChatTemplate:
         tools: list[Any] | None = None,
         prompts: Sequence[int] = (),
     ) -> RenderedText:
-        """Return the text of messages; `generation_prompt`: add the text that asks for an answer.
+        """Return the text of messages. `generation_prompt`: append the text that asks for an answer.
 
-        `prompts`: numbers of messages before which an answer is requested. Raises ValueError with a message
-        in one line for any failure of the template.
+        `prompts`: numbers of messages before which the generation prompt is rendered too. If the template
+        fails for any reason, ValueError has a message of one line.
         """
         with self.sharing_time():
             fitted = [self._fitted(each) for each in messages]
@@ -137,7 +137,7 @@ class ChatTemplate:
 
     @contextmanager
     def sharing_time(self) -> Iterator[None]:
-        """Let all renderings in the body share `SECONDS`; raises ValueError when the time is used up."""
+        """Let all renderings in the body share `SECONDS`. Raise ValueError when this time is used up."""
         if self._is_shared:
             yield
             return
@@ -150,7 +150,7 @@ class ChatTemplate:
             self._left, self._is_shared = SECONDS, False
 
     def _fitted(self, message: Message) -> Message:
-        """Return a message whose content is a text or a list of parts, whichever the template accepts."""
+        """Return a message whose content is text or a list of parts, whichever the template accepts."""
         if isinstance(message.get("tool_calls"), list):
             message = self._calls.fitted(message)
         content = message["content"]
@@ -187,13 +187,13 @@ class ChatTemplate:
         return self._shows(parts_of("\ue000", "\ue001"), "\ue000", "\ue001")
 
     def _shows(self, content: Any, *texts: str) -> bool:
-        """Return whether the template prints these texts of a content, and not as a Python or JSON list."""
+        """Return whether the template prints these texts of a content, but not as a Python or JSON list."""
         found = self._tried([{"role": "user", "content": content}], None)
         as_list = any(f"{q}text{q}: {q}\ue000" in found for q in "'\"")
         return all(text in found for text in texts) and not as_list
 
     def _tried(self, messages: list[Message], tools: list[Any] | None) -> str:
-        """Return the text of messages; empty if the template refuses them."""
+        """Return the text of messages; empty if the template rejects them."""
         try:
             return self._rendered(messages, False, tools).text
         except ValueError:
@@ -223,9 +223,9 @@ class ChatTemplate:
         return process
 
     def _ask(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer of a template's process.
+        """Send a request to the template's process and return its answer.
 
-        Raises ValueError if the template fails, EndlessTemplate if its process had to be ended.
+        Raises ValueError if the template fails, and EndlessTemplate if the process had to be ended.
         """
         assert process.stdin is not None
         assert process.stdout is not None
@@ -236,7 +236,7 @@ class ChatTemplate:
             size = int.from_bytes(process.stdout.read(8), "little")
             found: dict[str, Any] = marshal.loads(process.stdout.read(size))
         except BaseException as error:
-            status, self._left = ended(process), 0.0  # otherwise its next answer would belong to this request
+            status, self._left = ended(process), 0.0  # its next answer would belong to this request
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
             late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
@@ -249,12 +249,12 @@ class ChatTemplate:
 
 
 def parts_of(*texts: str) -> list[Message]:
-    """Return texts as parts of a content."""
+    """Return a content that consists of these texts as parts."""
     return [{"type": "text", "text": text} for text in texts]
 
 
 def ended(process: subprocess.Popen[bytes]) -> int:
-    """End a process and close its pipes. Return its status."""
+    """End a process, close its pipes and return its status."""
     process.kill()
     process.communicate()
     return process.returncode
@@ -263,7 +263,7 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 def template_of(
     tokenizer: Tokenizer, inputs: TemplateInputs = NO_INPUTS, key: str = TEMPLATE
 ) -> ChatTemplate:
-    """Return the chat template that came with a tokenizer; raises UsageError if there is none.
+    """Return the chat template that came with a tokenizer. Raise UsageError if there is none.
 
     The template may refer to special tokens by their common names, such as bos_token.
     """
@@ -278,13 +278,13 @@ def template_of(
 
 
 def asks_day(tokenizer: Tokenizer) -> bool:
-    """Return whether a template of the tokenizer uses the current day."""
+    """Return whether any template of the tokenizer uses the current day."""
     keys = tokenizer.metadata().items()
     return any(key.startswith(TEMPLATE) and "strftime_now" in str(text) for key, text in keys)
 
 
 def read_template(path: str | Path) -> str:
-    """Return the text of a template file; raises FileError."""
+    """Return the text of a template file. Raise FileError if it cannot be read."""
     try:
         return read_file(path, MOST_BYTES, "a chat template").decode()
     except FileError as error:

@@ -1,6 +1,6 @@
-"""Reads rows of conversation files as lines of JSON, from lines, a JSON document or a table.
+"""Reads the rows of conversation files as lines of JSON, from text lines, a JSON document or a table.
 
-Lines and documents may be compressed (.gz, .zst). One chunk of a file is in memory; documents have a limit.
+Lines and documents may be compressed (.gz, .zst). Files are read in chunks; a JSON document has a size limit.
 """
 
 import json
@@ -21,19 +21,19 @@ TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
 COLUMNS |= {"chosen", "rejected", "label"}
 EXTRA_COLUMNS = frozenset(("system", "tools"))
-HEAD = 1 << 16  # bytes within which the first row of a file must begin, to show its kind
-ROWS = 64  # rows of a table that are read at once
+HEAD = 1 << 16  # the first row of a file must begin within these bytes, so that its form is recognized
+ROWS = 64  # rows of a table that are converted at once
 COLUMN = "input_ids"  # column of token ids
 
 
 def pyarrow(what: str = "Arrow files") -> Any:
-    """Return the package pyarrow, which `what` needs. Raises UsageError with a remedy if it is missing."""
+    """Return the package pyarrow, which `what` needs. If it is missing, UsageError says how to install it."""
     return import_optional(what, "arrow", "pyarrow", "pyarrow.ipc")[0]
 
 
 @contextmanager
 def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
-    """Open a Parquet file, or the columns and batches of an Arrow file; raises FileError for any failure."""
+    """Open a Parquet file, or columns and batches of an Arrow file. Raise FileError if this fails."""
     library, parquet = pyarrow(f"{kind} files"), import_module("pyarrow.parquet")
     with open_file(path, f"a file of {kind}") as raw:
         try:
@@ -46,7 +46,7 @@ def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
 
 
 def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
-    """Return the columns and record batches of an Arrow file or stream; the package datasets writes both."""
+    """Return columns and record batches of an Arrow file or stream; the package datasets writes both."""
     if file.read(6) == b"ARROW1":
         found = library.ipc.open_file(file)
         return found.schema.names, map(found.get_batch, range(found.num_record_batches))
@@ -56,19 +56,19 @@ def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of a file name without a compression suffix."""
+    """Return the suffix of a file name, without the suffix of a compression."""
     return (path.with_suffix("") if packing_of(path.name) else path).suffix.lower()
 
 
 def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
-    """Return the first `HEAD` bytes of a file; if they are not enough, also the rest of the cut line."""
+    """Return the first `HEAD` bytes of a file; if they are not enough, also the rest of the last line."""
     with TextStream(path) as stream:
         head = stream.read(HEAD)
         return head if is_enough(head) else head + stream.read(MOST).partition(b"\n")[0]
 
 
 def columns_of(path: Path) -> list[str]:
-    """Return the columns of a table that a conversation may have; empty for an Arrow file of tokens."""
+    """Return the columns of a table that may hold conversations; no columns for an Arrow file of tokens."""
     is_arrow = suffix_of(path) == ARROW
     with open_table(path, TABLES[suffix_of(path)]) as found:
         names = found[0] if is_arrow else found.schema_arrow.names
@@ -76,7 +76,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
-    """Return the name of a file's unit (line or row), and all units; FileError for a damaged file."""
+    """Return "line" or "row", as the file has it, and all rows as JSON. FileError for a damaged file."""
     suffix = suffix_of(path)
     rows = _table(path) if suffix in TABLES else _document(path) if suffix == DOCUMENT else None
     return ("line", TextStream(path).each_line()) if rows is None else ("row", map(_as_json, rows))
@@ -87,13 +87,13 @@ def _table(path: Path) -> Iterator[Any]:
     with open_table(path, TABLES[suffix]) as found:
         arrow = (each.select(columns) for each in found[1]) if suffix == ARROW else None
         for batch in arrow or found.iter_batches(ROWS, columns=columns):
-            batch.validate(full=True)  # the content of an Arrow file is not checked earlier
+            batch.validate(full=True)  # opening an Arrow file does not check its content
             for start in range(0, batch.num_rows, ROWS):
                 yield from batch.slice(start, ROWS).to_pylist()
 
 
 def _document(path: Path) -> list[Any] | None:
-    """Return the rows of a JSON document (an array, `{"data": array}` or one object); None for lines."""
+    """Return the rows of a JSON document (an array, `{"data": array}` or one object); None for JSON lines."""
     with TextStream(path) as stream:
         raw = stream.read(MOST + 1)
     if len(raw) > MOST:
@@ -107,6 +107,6 @@ def _document(path: Path) -> list[Any] | None:
 
 
 def _as_json(row: Any) -> bytes:
-    """Return a row as a JSON line: types unknown to JSON become text; bytes become {}, never a content."""
+    """Return a row as a JSON line. Types that JSON lacks become text; bytes become {}, never a content."""
     text = json.dumps(row, ensure_ascii=False, default=lambda x: {} if isinstance(x, bytes) else str(x))
     return text.encode("utf-8", "surrogatepass")

@@ -1,12 +1,12 @@
-"""Interface of tokenizers, a reader of texts, and the byte tokenizer, in which a byte is its own id.
+"""Interface of tokenizers, a reader of texts, and the byte tokenizer, in which each byte is its own id.
 
-In a GGUF, the byte tokenizer's vocabulary is a GPT-2 one: byte b is written as the printable character of
-GPT-2's byte-to-unicode map, followed by three special tokens. Readers require at least one merge, so there is
-one that never applies, with its two halves and the joined token in the vocabulary.
+In a GGUF, the byte tokenizer has a GPT-2 vocabulary: byte b is written as the printable character of GPT-2's
+byte-to-unicode map, and three special tokens follow. Readers require at least one merge. So there is a merge
+that never applies, and its two halves and the joined token are in the vocabulary.
 
-Text may spell control tokens, such as <|im_start|>. They are read as characters or as the token: a text about
-models, or an untrusted text, means the characters; a conversation written by a template means the token. A
-flag decides. Without the flag they are read as characters, and the user gets a note.
+Text may spell control tokens such as <|im_start|>. A text about models or an untrusted text means characters,
+a conversation written by a template means the token. A flag decides how they are read. Without the flag they
+are read as characters, and the user gets a note.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def byte_characters() -> list[str]:
 
 
 class Tokenizer(ABC):
-    """Tokenizer for training and generation."""
+    """Interface of tokenizers for training and generation."""
 
     vocab_size: int
     bos: int | None  # token that begins a text, or None
@@ -55,29 +55,29 @@ class Tokenizer(ABC):
     ends: frozenset[int]  # all tokens that end a text
 
     def encode(self, data: bytes | str, *, special: bool = False) -> Ids:
-        """Return the ids (n,) of `data`, uint16 or uint32, without bos and eos.
+        """Return the ids (n,) of `data` as uint16 or uint32, without bos and eos.
 
-        `special`: read control tokens that are spelt in it as tokens; otherwise they are ordinary text.
+        `special`: read spelt control tokens as tokens; otherwise they are ordinary text.
         """
         return self.encode_batch([data], special=special)[0]
 
     @abstractmethod
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
-        """Return the result of `encode` for each text."""
+        """Return the ids of each text, as from `encode`."""
 
     @abstractmethod
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        """Return each text's ids, with control tokens read as tokens, and the bytes (n,) of each id."""
+        """Return each text's ids, with spelt control tokens as tokens, and the number of bytes of each id."""
 
     @abstractmethod
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
-        """Return how often the texts spell each token that is read as a token only with `special`."""
+        """Return how often the texts spell each token that only `special` reads as a token."""
 
     @abstractmethod
     def encode_prompt(self, text: str) -> Ids:
-        """Return the ids of a text that a model continues, with the ids that must precede it.
+        """Return the ids of a text that the model continues, and of what the model expects before it.
 
-        An empty text becomes the token that ends a document, because the next document begins after it.
+        For an empty text it returns the token that ends a document, because a new document begins after it.
         """
 
     @abstractmethod
@@ -89,14 +89,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def metadata(self) -> dict[str, object]:
-        """Return the `tokenizer.*` keys of a GGUF, and the model's name if llama.cpp reads text by it."""
+        """Return a GGUF's `tokenizer.*` keys, and the model's name if llama.cpp chooses rules by it."""
 
 
 class ByteTokenizer(Tokenizer):
-    """Tokenizer of 256 bytes, bos, eos, pad, and the token of the unused merge: 260 ids.
+    """Tokenizer of 260 ids: 256 bytes, bos, eos, pad, and the token of the unused merge.
 
-    It has a chat template if one is given. Text becomes UTF-8; undecodable bytes that Python stores in a
-    string (from a command line that is not UTF-8) are restored.
+    It has a chat template if `template` is given. Text is encoded as UTF-8. Undecodable bytes, which Python
+    keeps in strings from a command line that is not UTF-8, are restored.
     """
 
     bos, eos, pad = 256, 257, 258
@@ -149,7 +149,7 @@ class ByteTokenizer(Tokenizer):
 
     @classmethod
     def is_in(cls, metadata: Mapping[str, object], place: str = THE_FILE) -> bool:
-        """Return whether a GGUF's keys describe this tokenizer, by its model and tokens."""
+        """Return whether a GGUF's keys describe the byte tokenizer, by their model and tokens."""
         keys = GGUFKeys(metadata, place)
         return keys.text(TOKENIZER) == _MODEL and keys.texts(TOKENS) == cls().metadata()[TOKENS]
 
@@ -159,7 +159,7 @@ def _raw(data: bytes | str) -> bytes:
 
 
 def _cut(data: bytes | str) -> list[int | str]:
-    """Return ids of the control tokens spelt in `data`, and the bytes between them as one character each."""
+    """Return ids of the control tokens spelt in `data`, and the text between, one character per byte."""
     return _SPELLINGS.cut(_raw(data).decode("latin-1"))
 
 
@@ -170,7 +170,7 @@ def _ids(part: int | str) -> NDArray[np.uint16]:
 
 
 def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
-    """Return the id that begins a text under `--bos`; None if there is none, or without a tokenizer.
+    """Return the id that `--bos` puts before a text; None for no id, or without a tokenizer.
 
     AUTO follows the tokenizer's `add_bos`. Raises UsageError for ALWAYS with a tokenizer that has no bos.
     """
@@ -182,14 +182,14 @@ def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
 
 
 def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
-    """Return ids (n,) that begin with bos once: a chat template may have written it. None: unchanged."""
+    """Return ids (n,) with bos in front. A bos that a template wrote is not repeated. None: unchanged."""
     return ids if bos is None or ids[:1].tolist() == [bos] else np.insert(ids, 0, bos)
 
 
 class TextReader:
-    """Reader of texts that treats spelt control tokens as `asked`: PARSE, PLAIN or None (not set).
+    """Reads texts, with spelt control tokens as the flag `asked` says: PARSE, PLAIN or None (not given).
 
-    None reads as PLAIN and counts the spelt tokens in `spelt`, for `notes`. Text written by a template is
+    None reads like PLAIN and counts the spelt tokens in `spelt` for `notes`. Text that a template wrote is
     read with PARSE.
     """
 
@@ -198,7 +198,7 @@ class TextReader:
         self.spelt = Counter[str]()
 
     def anew(self) -> TextReader:
-        """Return a reader with the same settings that has read nothing yet."""
+        """Return a reader with the same settings whose counts are zero."""
         return TextReader(self.tokenizer, self.asked)
 
     def encode(self, texts: Sequence[bytes | str]) -> list[Ids]:
@@ -208,7 +208,7 @@ class TextReader:
         return self.tokenizer.encode_batch(texts, special=self.parses)
 
     def notes(self) -> Iterator[str]:
-        """Yield a line on the tokens spelt in the texts so far, if no flag says how to read them."""
+        """Yield a note on the tokens that texts spelt so far, if no flag says how to read them."""
         if self.spelt:
             found = [f"{shown(token, 60)} {count:,}" for token, count in self.spelt.most_common(3)]
             more = ", ..." if len(self.spelt) > 3 else ""

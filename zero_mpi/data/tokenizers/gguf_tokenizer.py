@@ -1,8 +1,8 @@
-"""Base of the tokenizers of GGUF files: tokens, their types, and the rules around the text.
+"""Base class of the tokenizers in GGUF files: tokens, their types, and special tokens in the text.
 
-As in llama.cpp, tokens that are spelt out in the text are cut out before anything else, longest first. A
-control token is recognised only on request, so a document that mentions one stays text. Each kind of
-tokenizer decides how the text between these tokens becomes ids.
+As in llama.cpp, tokens that a text spells are cut out before anything else, the longest first. A control
+token is recognized only on request, so a document that mentions a control token stays text. Each subclass
+determines how the text between these tokens becomes ids.
 """
 
 import re
@@ -23,7 +23,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import THE_FILE, TOKENS, TYPES, GGUFKeys
 
-Parts = Sequence[int | str]  # parts of a text: ids of tokens in it, and the texts between them
+Parts = Sequence[int | str]  # parts of a text: ids of the tokens in it, and the texts between
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
 STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # types of tokens that are recognised in a text
@@ -41,14 +41,14 @@ _ENDS = frozenset(
 
 
 class GGUFTokenizer(Tokenizer):
-    """Tokenizer of GGUF keys; subclasses implement each kind.
+    """Base class of tokenizers made from GGUF keys.
 
-    Raises UsageError for inconsistent keys. `add_eos_token` is ignored, because a prompt is to be continued,
-    and the corpus closes its documents itself.
+    Raises UsageError if keys contradict each other. `add_eos_token` is ignored: a prompt is to be continued,
+    and the corpus puts a separator after each document.
     """
 
-    usual_ids: ClassVar[Mapping[str, int]] = {}  # ids of special tokens that the file does not name
-    usually_adds_bos = False  # whether a prompt begins with bos if the file does not say
+    usual_ids: ClassVar[Mapping[str, int]] = {}  # ids of special tokens that the file does not give
+    usually_adds_bos = False  # whether a prompt begins with bos, if the file has no such key
     longest: ClassVar = LONGEST
     run_batch = Batches()
 
@@ -72,21 +72,21 @@ class GGUFTokenizer(Tokenizer):
 
     @abstractmethod
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
-        """Return the ids of each document; an id outside the vocabulary is dropped later."""
+        """Return the ids of each document. An id that is outside the vocabulary is dropped later."""
 
     @abstractmethod
     def spelling(self, token: str, kind: int) -> bytes:
-        """Return the bytes of a token in a text, by its type; empty for a token that is not text."""
+        """Return a token's bytes in a text, given its type; no bytes for a token that is not text."""
 
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
-        """Return the number of bytes (n,) of each id in a text between special tokens."""
+        """Return the number of bytes (n,) of each of `ids` in a text between special tokens."""
         result: Lengths = self.widths[ids[ids < self.vocab_size]]
         return result
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
-        """Return `encode` of each text, computed on all threads that the process may use.
+        """Return the ids of each text, as from `encode`, computed in all threads that the process may use.
 
-        A byte that is not UTF-8 becomes U+FFFD.
+        A byte that is not valid UTF-8 becomes U+FFFD.
         """
         cut = [self.cut(as_text(data), special) for data in documents]
         return [self._array(ids) for ids in self.ids_of_parts(cut)]
@@ -120,22 +120,22 @@ class GGUFTokenizer(Tokenizer):
         return b"".join([spelt[i] for i in found])
 
     def metadata(self) -> dict[str, object]:
-        """Return the file's keys, unchanged: `tokenizer.*`, and others that affect the ids."""
+        """Return the file's keys, unchanged: `tokenizer.*`, and other keys that affect the ids."""
         return dict(self._metadata)
 
     def special_id(self, name: str) -> int | None:
-        """Return the id of `tokenizer.ggml.NAME_token_id`; without this key, this kind's usual id or None."""
+        """Return the id in `tokenizer.ggml.NAME_token_id`; without this key, the kind's usual id or None."""
         usual = self.usual_ids.get(name, self.vocab_size)
         given = self._keys.token_id(name, self.vocab_size)
         return given if given is not None or usual >= self.vocab_size else usual
 
     def stripping(self) -> frozenset[str]:
-        """Return the tokens in a text after which white space is left out."""
+        """Return the tokens after which white space in a text is dropped."""
         return frozenset()
 
     @cached_property
     def widths(self) -> Lengths:
-        """Bytes (V,) of each token when it is read in a text, control tokens included."""
+        """Number of bytes (V,) of each token when a text spells it, control tokens included."""
         both = zip(self.tokens, self.types, strict=True)
         return np.array([len(self.spelling(*each)) or len(each[0].encode()) for each in both], np.int64)
 
@@ -144,7 +144,7 @@ class GGUFTokenizer(Tokenizer):
         return {special: self.spellings(ids) for special, ids in self.ids_in_text().items()}
 
     def ids_in_text(self) -> dict[bool, dict[str, int]]:
-        """Return ids of tokens to look for in a text: with control tokens, or only user-defined (False)."""
+        """Return the ids of tokens to search for in texts: True -> with control tokens, False -> without."""
         kinds = {True: STANDING, False: (USER_DEFINED,)}
         return {
             special: {t: place for t, place in self.ids.items() if self.types[place] in wanted}
@@ -152,17 +152,17 @@ class GGUFTokenizer(Tokenizer):
         }
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
-        """Return the finder that cuts these tokens out of a text."""
+        """Return a finder of these tokens in a text."""
         return Spellings(ids, self.stripping())
 
     def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
-        """Return a text as ids of spelt tokens and texts between them; `sizes` receives the ids' bytes."""
+        """Return ids of the tokens that a text spells, and the texts between; `sizes` gets the ids' bytes."""
         return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(
         self, parts: Parts, sizes: Iterator[int], ids: Iterator[NDArray[np.integer[Any]]]
     ) -> tuple[Ids, Lengths]:
-        """Return the ids of all parts of a text, and the number of bytes of each id."""
+        """Return the ids of all parts of a text, and how many bytes of the text each id has."""
         rows: list[NDArray[np.integer[Any]]] = [np.zeros(0, np.uint32)]
         lengths = [np.zeros(0, np.int64)]
         for part, found in zip(parts, ids, strict=False):
@@ -176,14 +176,14 @@ class GGUFTokenizer(Tokenizer):
 
 
 def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
-    """Return the same tokenizer with its long-running work run by `batches`."""
+    """Return the same tokenizer, but with `batches` running its long encodings."""
     same = copy(tokenizer)
     vars(same)["run_batch"] = batches
     return same
 
 
 def as_text(data: bytes | str) -> str:
-    """Return `data` as text, with U+FFFD for every byte that is not UTF-8."""
+    """Return `data` as text, with U+FFFD for every byte that is not valid UTF-8."""
     raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
     try:
         return raw.decode()
@@ -192,7 +192,7 @@ def as_text(data: bytes | str) -> str:
 
 
 def _tokens(keys: GGUFKeys, longest: int) -> list[str]:
-    """Return the tokens in the order of their ids; an empty token gets the name that llama.cpp gives it."""
+    """Return the tokens in order of their ids. An empty token gets the name that llama.cpp gives it."""
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(keys.texts(TOKENS) or [])]
     if not tokens:
         raise UsageError(f"{keys.place} has no {TOKENS}: expected a vocabulary")

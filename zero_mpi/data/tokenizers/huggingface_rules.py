@@ -1,7 +1,7 @@
-"""Rules of a Hugging Face tokenizer that have no GGUF key and that llama.cpp does not follow.
+"""Rules of a Hugging Face tokenizer for which GGUF has no key and which llama.cpp does not follow.
 
-They come from a folder and are stored in the model as JSON under a separate key, which llama.cpp ignores:
-`added_tokens` (flags by token), `normalizer`, `original` (regexes, see `pretokenizers`) and `ignore_merges`.
+They come from a folder. The model stores them as JSON under a separate key, which llama.cpp ignores:
+`added_tokens` (token -> flags), `normalizer`, `original` (regexes, see `pretokenizers`) and `ignore_merges`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from zero_mpi.files.parse import parse_json
 RULES = "tokenizer.huggingface.rules"
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-_LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # in these normalizers, distant characters do not interact
-_MOST_GROWTH, _MOST_JSON = 16, 2000  # growth of a text by a normalizer; characters of its definition
-_CHUNK = 1 << 16  # characters normalized at once; the library takes 40 bytes for each
-# Characters that no normalization form joins to the text before them.
+_LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # normalizers that change characters independently
+_MOST_GROWTH, _MOST_JSON = 16, 2000  # limits: growth of a text, characters of a definition
+_CHUNK = 1 << 16  # characters normalized at once; the library needs 40 bytes for each character
+# Characters that no Unicode normalization form combines with the text before them.
 _STABLE = re.compile("[\0-\x7f\u0400-\u0450\u3400-\u9fff\uac00-\ud7a3]")
 _WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 
 class Rules:
-    """Rules in a tokenizer's keys; raises FileError for invalid rules.
+    """The rules in a tokenizer's keys. Raises FileError if they are invalid.
 
-    flags   flags of added tokens, keyed by token
-    cut     whether the rules say how tokens are cut out of a text
+    flags   token -> flags of an added token
+    cut     whether the rules determine how tokens are cut out of a text
     """
 
     def __init__(self, keys: GGUFKeys) -> None:
@@ -52,13 +52,13 @@ class Rules:
         self._is_local = kinds_of(self.normalizer) <= _LOCAL
 
     def splitting(self, pre: PreTokenizer) -> PreTokenizer:
-        """Return the splitting into words and the merging that follow from these rules."""
+        """Return `pre` with the regexes and the merging that these rules require."""
         regexes = (self._original and pre.original) or pre.regexes
         merges = pre.ignore_merges if self._ignore_merges is None else bool(self._ignore_merges)
         return pre._replace(regexes=regexes, ignore_merges=merges)
 
     def normalized(self, text: str) -> str:
-        """Return a text after the normalizer."""
+        """Return the text after normalization."""
         kind = None if self.normalizer is None else self.normalizer["type"]
         if kind is None or (kind in _FORMS and unicodedata.is_normalized(kind, text)):
             return text
@@ -71,7 +71,7 @@ class Rules:
         return "".join(parts)
 
     def spellings(self, ids: Mapping[str, int], normalized: bool) -> FlaggedSpellings:
-        """Return the tokens to look for in the original text, or in the normalized text."""
+        """Return the finder of added tokens to search for in the original text, or in normalized text."""
         found = dict[str, str]()
         for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
             spelt = self.normalized(token) if normalized else token
@@ -89,7 +89,7 @@ class Rules:
 def rules_json(
     flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
 ) -> dict[str, object]:
-    """Return the key of the rules, if there are any. `normalized` alone is no rule without a normalizer."""
+    """Return the key with the rules, or none without rules. `normalized` needs a normalizer to be a rule."""
     has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
     given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
     rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
@@ -97,7 +97,7 @@ def rules_json(
 
 
 def rules_in_words(metadata: Mapping[str, object]) -> str:
-    """Return the names of the rules in the keys; empty if there are none."""
+    """Return the names of the rules in a model's keys; empty without rules."""
     rules = parse_json(GGUFKeys(metadata).text(RULES) or "{}")
     flagged = [
         f"{flag} of {show(token)}" for token, flags in rules.pop("added_tokens", {}).items() for flag in flags
@@ -108,7 +108,7 @@ def rules_in_words(metadata: Mapping[str, object]) -> str:
 
 
 class FlaggedSpellings(Spellings):
-    """Finder of tokens as in the package tokenizers: left to right, the longest first, each by its flags."""
+    """Finds tokens like the package tokenizers: from left to right, the longest first, with its flags."""
 
     def __init__(self, ids: Mapping[str, int], flags: Mapping[str, frozenset[str]]) -> None:
         super().__init__(ids)
@@ -116,7 +116,7 @@ class FlaggedSpellings(Spellings):
 
     def spans(self, text: str) -> list[Span]:
         found = list[Span]()
-        at = before = white = 0  # ends: of the last match, of its white space, of a white-space run
+        at = before = white = 0  # ends of: the last match, the white space after it, a run of white space
         for start, rank in reversed([*self.longest(text)]):
             if start < at:
                 continue
@@ -143,7 +143,7 @@ class FlaggedSpellings(Spellings):
 
 
 def tokenizers() -> Any:
-    """Return the package `tokenizers`. Raises UsageError with the remedy if it is not installed."""
+    """Return the package `tokenizers`. Raise UsageError that says how to install it if it is missing."""
     return import_optional("this model's tokenizer", "tokenizers", "tokenizers")
 
 
@@ -154,19 +154,19 @@ def _is_word(letter: str) -> bool:
 
 
 def kinds_of(definition: Any) -> set[str]:
-    """Return the types in a normalizer's definition."""
+    """Return the types of all normalizers in a definition."""
     return set(re.findall(r'"type": "(\w+)"', json.dumps(definition)))
 
 
 def normalizer_of(definition: Any) -> Any:
-    """Return the library's normalizer for a definition."""
+    """Return the library's normalizer object for a definition."""
     lib = tokenizers()
     empty = json.loads(lib.Tokenizer(lib.models.BPE()).to_str())
     return lib.Tokenizer.from_str(json.dumps(empty | {"normalizer": definition})).normalizer
 
 
 def check_normalizer(definition: Any) -> None:
-    """Raise ValueError with the name of a normalizer that is unknown or makes a text many times longer."""
+    """Raise ValueError, with its name, for a normalizer that is unknown or makes a text much longer."""
     if definition is not None:
         if _growth(definition) > _MOST_GROWTH or len(json.dumps(definition)) > _MOST_JSON:
             raise ValueError(
@@ -174,12 +174,12 @@ def check_normalizer(definition: Any) -> None:
             )
         try:
             normalizer_of(definition)
-        except Exception as error:  # the library raises no more specific class
+        except Exception as error:  # the library raises plain Exception
             raise ValueError(f"the normalizer {shown(definition, 100)} ({shown(str(error), 60)})") from error
 
 
 def _growth(definition: Any) -> int:
-    """Return how many times longer a normalizer may make a text; ValueError for an unknown normalizer."""
+    """Return how many times longer a normalizer makes a text; raise ValueError for an unknown one."""
     given = definition if isinstance(definition, dict) else {}
     kind, new, pattern, inner = map(given.get, ("type", "content", "pattern", "normalizers"))
     old = pattern.get("String") if isinstance(pattern, dict) else None

@@ -1,11 +1,11 @@
 r"""Pre-tokenizers: how a byte-level BPE tokenizer cuts text into words before merges, by the name in a GGUF.
 
-`tokenizer.ggml.pre` names regexes that the file does not contain, so readers must know them. They are applied
-in turn, each within the pieces of the previous one; text that no regex matches is a piece too. Names and
-regexes are from llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that a GGUF gives the
-same ids as in llama.cpp. Some of them only approximate the regexes that the vocabulary was made with (tekken,
-gpt-4o, deepseek). The exact regexes are kept as `original` and are used for a folder whose tokenizer.json has
-them. Another splitting would give wrong ids without any error, so an unknown name is refused.
+`tokenizer.ggml.pre` names regexes that the file does not contain, so readers must know them. Each regex is
+applied within the pieces of the previous one; text that no regex matches is a piece too. Names and regexes
+are from llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that a GGUF gives the same ids
+as in llama.cpp. Some of them only approximate the regexes of the original tokenizers (tekken, gpt-4o,
+deepseek). The exact regexes are in `original` and are used for a folder whose tokenizer.json has
+them. Wrong regexes would give wrong ids without an error, so an unknown name is refused.
 """
 
 # ruff: noqa: RUF001 (classes of letters of many scripts)
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
-# Letters and digits are defined by the library's Unicode: 16 at the time of writing; llama.cpp has 15.1. So
-# some 4400 code points of 2024 are letters only here. Ids differ where an apostrophe follows one of them,
+# The library's version of Unicode defines letters and digits: 16 at the time of writing; llama.cpp has 15.1.
+# Some 4400 code points added in 2024 are letters only here. Ids differ if an apostrophe follows one of them,
 # or if a vocabulary merges its last byte with a neighbour; for deepseek-v3 also with new signs.
 
 # GPT-2's encoder.py (Radford et al. 2019).
@@ -35,14 +35,14 @@ _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 
 
 def _by_case(upper: str, lower: str, contractions: str, digits: str) -> str:
-    """Return the regex of tekken or gpt-4o: a word also ends before a capital that follows small letters."""
+    """Return the regex of tekken or gpt-4o: a word also ends between a small letter and a capital letter."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{contractions}|{lead}{upper}+{lower}*{contractions}"
     return f"{words}|{digits}" + _AFTER.replace(r"[\r\n]*", r"[\r\n/]*")
 
 
 _CASES = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASES_OF_ASCII = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"  # like llama.cpp, treat "É" as a small letter too
+_CASES_OF_ASCII = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"  # as in llama.cpp, "É" is a small letter too
 # llama.cpp replaces a non-ASCII space by a tab if a regex names no category.
 _LINE_ENDS, _CJK, _CJK_NO_SPACES = r"[\r\n]", "[一-龥ࠀ-一가-퟿]+", r"[一-龥ࠀ-一가-퟿&&\S]+"
 _CASED = (
@@ -60,13 +60,13 @@ _DEEPSEEK3 = (
 
 
 class PreTokenizer(NamedTuple):
-    """Regexes of a name, and the settings that llama.cpp uses with it."""
+    """The regexes of one name, and the settings that llama.cpp uses with them."""
 
     regexes: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is a token becomes that token, despite the merges
-    add_bos: bool = False  # default, if the file does not say
+    ignore_merges: bool = False  # a word that is a token becomes this token, whatever the merges say
+    add_bos: bool = False  # default if the file has no such key
     original: tuple[str, ...] = ()  # regexes of tokenizer.json, if llama.cpp's differ
-    passes_letters: bool = False  # non-ASCII letters may match no regex; they form a piece with spaces
+    passes_letters: bool = False  # non-ASCII letters may match no regex, and form a piece with spaces
 
 
 _DEFAULT = PreTokenizer((_PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
@@ -112,7 +112,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
-    """Return the entry of `tokenizer.ggml.pre` of the file at `place`; "default" without it, as in llama.cpp.
+    """Return the entry for `tokenizer.ggml.pre` in the file at `place`; without the key, that of "default".
 
     Raises UsageError for an unknown name.
     """
@@ -125,8 +125,8 @@ def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
 
 
 def name_of(definition: Any, ignore_merges: bool, where: str) -> tuple[str, dict[str, bool]]:
-    """Return the name of a tokenizer.json's `pre_tokenizer`, and its settings that llama.cpp does not follow:
-    `original` regexes, `ignore_merges`. Raises UsageError, beginning with `where`, if there is no name.
+    """Return the name of a tokenizer.json's `pre_tokenizer`, and the settings that llama.cpp does not follow:
+    `original` regexes, `ignore_merges`. Raise UsageError, beginning with `where`, if no name fits.
     """
     steps = definition.get("pretokenizers") if _is(definition, "Sequence") else [definition]
     regexes = _regexes(steps if isinstance(steps, list) else [])

@@ -1,8 +1,8 @@
-"""Loops over the characters of a text that cut it into tokens, compiled if numba is installed.
+"""Loops that cut a text into tokens, character by character; compiled if numba is installed.
 
-They follow llama.cpp's rules exactly, which no library on PyPI does: `sentencepiece` adds scores in
-float32, `tokenizers` has no equal ranks and treats a letter with its marks as one character; either changes
-ids. Without numba, the same functions run in the interpreter with the same result, a hundred times slower.
+They follow llama.cpp's rules exactly, which no library on PyPI does. `sentencepiece` adds scores in float32;
+`tokenizers` allows no equal ranks and treats a letter with its marks as one character. Both would change ids.
+Without numba, Python runs the same functions with the same result, a hundred times slower.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ except ImportError:
 
 
 def compiled(function: F) -> F:
-    """Return `function` as machine code, cached between runs; unchanged if numba is not installed."""
+    """Return `function` compiled to machine code and cached on disk; unchanged if numba is not installed."""
     if numba is None:
         return function
     try:
         machine: F = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # there is no folder for the cache
+    except RuntimeError:  # numba found no folder for its cache
         machine = numba.njit(nogil=True)(function)
     return machine
 
@@ -52,12 +52,12 @@ def merge(
     ranks: NDArray[np.int64],
     space: int,
 ) -> NDArray[np.int64]:
-    """Join adjacent `symbols` (n,) in place as long as a pair of them is in the table.
+    """Join adjacent `symbols` (n,) in place as long as the table has a pair of them.
 
-    A pair has the rank of its joined symbol. The lowest rank is joined first, and the leftmost of equal ranks
-    (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`: symbol that begins a word
-    after any other symbol; no pair crosses this position (FREE: no such symbol). Returns the index of the
-    next symbol for each index (n,); FREE at a symbol that was joined to the one before it.
+    A pair has the rank of its joined symbol. The pair of lowest rank is joined first, and of equal ranks the
+    leftmost (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`: symbol that begins
+    a word if another symbol precedes it; no pair crosses such a position (FREE: no such symbol). Returns
+    the index of the next symbol for each index (n,); FREE at a symbol joined to the symbol before it.
     """
     count = len(symbols)
     before, after = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -81,7 +81,7 @@ def merge_word(
     ranks: NDArray[np.int64],
     chain: tuple[NDArray[np.int64], NDArray[np.int64], int],
 ) -> None:
-    """Apply `merge` to one word. `chain`: links to the symbols before and after each, and the first index."""
+    """Merge one word as `merge` does. `chain`: links to previous and next symbols, and the first index."""
     before, after, start = chain
     heap = [np.int64(0)]
     heap.pop()
@@ -121,7 +121,7 @@ def spell(
     bytewise: NDArray[np.int32],
     vocab: int,
 ) -> NDArray[np.int32]:
-    """Return the ids of merged symbols; a character without a token gives the ids of its UTF-8 bytes.
+    """Return the ids of merged symbols; a character that is not a token gives the ids of its UTF-8 bytes.
 
     `letters` (n,): code points, or -1 - id for a token that was cut out of the text. `bytewise` (256,): the
     token of each byte.
@@ -197,7 +197,7 @@ def likeliest(
 def backwards(
     letters: NDArray[np.int32], token: NDArray[np.int32], origin: NDArray[np.int64], unknown: int
 ) -> NDArray[np.int32]:
-    """Return the tokens along the best path (n + 1,), followed from its end, in the order of the text."""
+    """Return the tokens (in order of the text) along the best path (n + 1,), which is read backwards."""
     ids = np.empty(len(letters), np.int32)
     first, place, in_unknown = len(ids), len(letters), False
     while place > 0:
@@ -216,11 +216,11 @@ def backwards(
 def respell(
     text: NDArray[np.uint8], nodes: NDArray[np.int64], spellings: NDArray[np.uint8], out: NDArray[np.uint8]
 ) -> int:
-    """Write UTF-8 with its longest prefixes replaced, from left to right, as a charsmap defines.
+    """Write UTF-8 to `out` with its longest prefixes replaced, from left to right, as a charsmap defines.
 
-    Returns the length, which is right even if `out` is too short; FREE for a map that points outside itself.
-    `nodes`: a double array (Kanda 2018). A node has its letter, a flag that a prefix ends in it, and the base
-    of its children. The value of a prefix is the offset of its new spelling in `spellings`, each ended by 0.
+    Returns the length, even if `out` is too short; FREE if the map points outside itself.
+    `nodes`: a double array (Kanda 2018). A node has its letter, a flag whether a prefix ends in it, and the
+    base of its children. The value of a prefix is the offset in `spellings` of its replacement, ended by 0.
     """
     place = length = 0
     while place < len(text):
@@ -237,7 +237,7 @@ def respell(
                     return FREE
             place += taken
         else:
-            stop = place + 1  # no prefix begins inside a character
+            stop = place + 1  # no prefix begins in the middle of a character
             while stop < len(text) and text[stop] & 0xC0 == 0x80:
                 stop += 1
             for byte in text[place:stop]:
@@ -250,12 +250,12 @@ def respell(
 
 @compiled
 def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[int, int]:
-    """Return (length of the longest prefix in the map, offset of its new spelling); (0, 0) if none."""
+    """Return (length of the longest prefix in the map, offset of its replacement); (0, 0) without any."""
     taken = spelling = 0
     if len(nodes) == 0:
         return 0, 0
     node: Any = base_of(nodes[0])
-    for place in range(min(len(text), MOST_SPELT)):  # a table may contain a loop
+    for place in range(min(len(text), MOST_SPELT)):  # limited, because a file's table may contain a loop
         letter = np.int64(text[place])
         node ^= letter
         if node >= len(nodes):

@@ -1,9 +1,9 @@
 """SentencePiece tokenizers as model files describe them: merges by score, or the most likely tokens.
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
-those of SentencePiece itself: a space is put before each text that follows a token cut out of the text,
-and sums are in float64. The loops are in `segmentation`, which is compiled when it is imported. If no token
-crosses the beginning of a word, long texts are cut there and processed by all threads.
+SentencePiece's: llama.cpp puts a space before each text that follows a token cut out of the text, and sums in
+float64. The loops are in `segmentation`, which numba compiles. If no token crosses the beginning of a word,
+long texts are cut there, and all threads process the pieces.
 """
 
 import re
@@ -29,16 +29,16 @@ SCORES, CHARSMAP, NAME = gguf.KEY + "scores", gguf.KEY + "precompiled_charsmap",
 _BATCH = 64  # number of pieces processed together by all threads
 _SEAM = re.compile(f"[^{SPACE}](?={SPACE})")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_UNKNOWN_BELOW = np.float32(10.0)  # the unknown score is this much below the lowest score of all tokens
+_UNKNOWN_BELOW = np.float32(10.0)  # an unknown letter's score is this much below the lowest score
 
 Letters = NDArray[np.int32]
 
 
 class SentencePieceTokenizer(gguf.GGUFTokenizer):
-    """Base class of `MergeTokenizer` and `UnigramTokenizer`. Raises UsageError for inconsistent keys."""
+    """Base class of `MergeTokenizer` and `UnigramTokenizer`. Raises UsageError for contradictory keys."""
 
-    longest = 512  # SentencePiece makes no longer tokens
-    usually_adds_space = False  # default, if the file does not say
+    longest = 512  # SentencePiece makes no token longer than this
+    usually_adds_space = False  # default if the file has no such key
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
@@ -50,11 +50,11 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
 
     @abstractmethod
     def prepared(self, text: str) -> str:
-        """Return a text between special tokens with the spelling and spaces that the kind requires."""
+        """Return a text between special tokens, with the spelling and the spaces that this kind requires."""
 
     @abstractmethod
     def segment(self, letters: Letters) -> NDArray[np.int32]:
-        """Return the ids (m,) of code points (n,)."""
+        """Return the ids (m,) of the code points `letters` (n,)."""
 
     def spelling(self, token: str, kind: int) -> bytes:
         if kind == gguf.NORMAL:
@@ -65,7 +65,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         return token.encode() if kind == gguf.USER_DEFINED else b""
 
     def ids_of_parts(self, documents: Sequence[gguf.Parts]) -> list[NDArray[np.integer[Any]]]:
-        """Return the ids of each document; all documents form one text, pieces of which go to threads."""
+        """Return the ids of each document. Threads encode pieces of one text made of all documents."""
         end = self.vocab_size  # marks the end of each document
         parts = [part for each in documents for part in (*each, end)]
         texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
@@ -80,7 +80,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
 
     def _pieces(self, letters: Letters) -> list[Letters]:
-        """Return letters in pieces of about `PIECE` that have the same ids as the full text."""
+        """Return `letters` cut into pieces of about `PIECE`, which give the same ids as the full text."""
         begins = letters < 0
         if self.is_cut_at_words:
             begins[1:] |= (letters[1:] == ord(SPACE)) & (letters[:-1] != ord(SPACE))
@@ -118,8 +118,8 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
 class MergeTokenizer(SentencePieceTokenizer):
     """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "llama": byte-pair encoding with scores.
 
-    Adjacent tokens are joined, the pair with the greatest score first. A letter without a token is written as
-    the tokens of its bytes, "<0x00>" and so on.
+    Adjacent tokens are joined, the pair with the greatest score first. A letter without a token becomes the
+    tokens of its bytes, "<0x00>" and so on.
     """
 
     usual_ids: ClassVar = {"bos": 1, "eos": 2, "unknown": 0}
@@ -128,7 +128,7 @@ class MergeTokenizer(SentencePieceTokenizer):
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
         name = GGUFKeys(metadata, place).text(NAME) or ""
-        # llama.cpp recognises this family only by its name, so the name is part of the tokenizer.
+        # llama.cpp recognizes this kind only by the name, so the name is one of the tokenizer's keys.
         if any(family in name.lower() for family in ("phi-3", "phi3")):
             self._metadata[NAME] = name
 
@@ -153,10 +153,10 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _symbols(self) -> tuple[NDArray[np.int32], PairTable]:
-        """The symbol of each Unicode code point and, last, of -1; and the table from pairs to joined symbols.
+        """The symbol of each code point and of -1 (last), and the table from pairs to joined symbols.
 
-        Symbols are tokens, and letters that are part of a token. Building the table takes a second for a
-        large vocabulary.
+        Symbols are tokens, and letters that are part of a token. For a large vocabulary, building the table
+        takes a second.
         """
         symbols = dict(self.ids)
         for token in self.tokens:
@@ -184,7 +184,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _bytewise(self) -> NDArray[np.int32]:
-        """Token (256,) of each byte: "<0xNN>", the character itself, or the unknown token; otherwise none."""
+        """Token (256,) of each byte: "<0xNN>", the character itself, or unknown; `vocab_size` without any."""
         nothing = self.vocab_size if self.unknown is None else self.unknown
         names = [(f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else "") for byte in range(256)]
         found = [next((self.ids[name] for name in both if name in self.ids), nothing) for both in names]
@@ -192,9 +192,9 @@ class MergeTokenizer(SentencePieceTokenizer):
 
 
 class UnigramTokenizer(SentencePieceTokenizer):
-    """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "t5": the tokens with the greatest score sum.
+    """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "t5": it maximizes the sum of token scores.
 
-    Text is first respelt by the file's charsmap (mostly NFKC). A letter without a token is unknown.
+    The file's charsmap (mostly NFKC) first normalizes the text. A letter without a token is unknown.
     """
 
     usual_ids: ClassVar = {"eos": 1, "unknown": 2, "padding": 0}
@@ -207,7 +207,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         self._unknown = self.unknown
         given = self._keys.octets(CHARSMAP)
         self._nodes, self._spellings = np.zeros(0, np.int64), np.zeros(0, np.uint8)
-        if given:  # the size of a table, the table, and spellings that each end with 0
+        if given:  # the size of a table, the table, and normalized spellings, each ended by 0
             size = int.from_bytes(given[:4], "little")
             if len(given) < 4 or size % 4 or not 0 < size < len(given) - 4:
                 raise self._keys.fault(CHARSMAP, "the size of a table, the table and spellings")
@@ -218,7 +218,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
                 raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
 
     def prepared(self, text: str) -> str:
-        """Return a text respelt by the charsmap, with spaces replaced, removed and added as the file says."""
+        """Return a text normalized by the charsmap, with spaces changed as the file says."""
         text = self._respelt(text)
         if self.removes_spaces:
             return "".join([SPACE + word for word in text.split(" ") if word])
@@ -235,7 +235,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """True if words can be encoded separately. An unknown space would merge with unknown letters."""
+        """True if words can be encoded separately: an unknown space would be merged with unknown letters."""
         return SPACE in self.ids and not any(_SEAM.search(token) for token in self.tokens)
 
     @cached_property
@@ -251,7 +251,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _wide_scores(self) -> NDArray[np.float64]:
-        """Scores (V,), 0 for user-defined tokens, which makes them more likely than all others."""
+        """Scores (V,); 0 for user-defined tokens, which makes them more likely than all other tokens."""
         return np.where(np.array(self.given_types) == gguf.USER_DEFINED, 0.0, self.scores.astype(np.float64))
 
     @cached_property
@@ -260,7 +260,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return float((normal.min() if normal.size else np.float32(0)) - _UNKNOWN_BELOW)
 
     def _respelt(self, text: str) -> str:
-        """Return the text respelt by the charsmap."""
+        """Return the text normalized by the charsmap."""
         from zero_mpi.data.tokenizers import segmentation
 
         if not len(self._nodes):

@@ -1,7 +1,7 @@
-"""Finds tokens that are spelt out in a text in one pass, and cuts them out as llama.cpp does.
+"""Finds the tokens that a text spells, in one pass, and cuts them out as llama.cpp does.
 
-llama.cpp cuts out the longest token everywhere first, then the next longest. So the longer of two overlapping
-tokens is read, wherever it begins; a regex that reads from left to right would not do this.
+llama.cpp first cuts out the longest token everywhere, then the next longest. So of two overlapping tokens the
+longer one is read, wherever it begins. A regex that reads from left to right would not do this.
 """
 
 import re
@@ -14,11 +14,11 @@ from heapq import heapify, heappop, heappush
 from zero_mpi.data.tokenizers.pair_table import BITS, trie
 
 _WHITE = frozenset(" \t\n\v\f\r")  # white space of ASCII
-Span = tuple[int, int, str]  # start and end of a token with its dropped white space, and the token
+Span = tuple[int, int, str]  # start, end (both include dropped white space) and the token
 
 
 class Spellings:
-    """Ids of tokens by their spellings, none of which is empty.
+    """Finder of the tokens in `ids` (token -> id; no token is empty).
 
     stripping   tokens after which white space is dropped
     """
@@ -28,9 +28,9 @@ class Spellings:
         self.tokens = sorted(ids, key=lambda token: -len(token.encode()))
 
     def cut(self, text: str, sizes: list[int] | None = None) -> list[int | str]:
-        """Return `text` as ids of the tokens spelt in it and the texts between them; `[text]` without any.
+        """Return `text` as ids of the tokens spelt in it and the texts between; `[text]` if it spells none.
 
-        `sizes` receives the number of bytes of each id.
+        The number of bytes of each id is appended to `sizes`.
         """
         parts, at = list[int | str](), 0
         for start, stop, token in self.spans(text):
@@ -43,18 +43,18 @@ class Spellings:
         return [*parts, text[at:]] if at < len(text) or not parts else parts
 
     def spans(self, text: str) -> list[Span]:
-        """Return the places of the tokens to cut out, in the order of the text."""
+        """Return the spans of the tokens to cut out, in the order of the text."""
         places = defaultdict[int, list[int]](list)
         for start, rank in self.longest(text):
             places[rank].append(start)
         return sorted(self._taken(text, places)) if places else []
 
     def longest(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield each place where a token begins and the rank of the longest one, from the end of the text."""
+        """Yield each position where a token begins, and the longest one's rank, from the end of the text."""
         nodes, fails, ranks = self._automaton
         node, at, text = 0, 0, text[::-1]
         while at < len(text):
-            if not node:  # not inside a token: continue where a token may end
+            if not node:  # not inside a token: continue at the next possible end
                 if (found := self._end.search(text, at)) is None:
                     return
                 at = found.start()
@@ -66,7 +66,7 @@ class Spellings:
                 yield len(text) - at, ranks[node]
 
     def _taken(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
-        """Yield (start, stop, token) of the tokens to cut out; `places`: the starts of each rank."""
+        """Yield (start, stop, token) of the tokens to cut out; `places`: where each rank's token begins."""
         taken, ranks = bytearray(len(text) + 1), [*places]  # one per character, and one that stays 0
         heapify(ranks)
         while ranks:
@@ -98,7 +98,7 @@ class Spellings:
 
     @cached_property
     def _shorter(self) -> list[int]:
-        """Rank of the longest other token that each token begins with, or -1."""
+        """Rank of the longest shorter token with which each token begins, or -1."""
         found, outer = [-1] * len(self.tokens), list[int]()
         for token, rank in sorted((token, rank) for rank, token in enumerate(self.tokens)):
             while outer and not token.startswith(self.tokens[outer[-1]]):
@@ -109,9 +109,9 @@ class Spellings:
 
     @cached_property
     def _automaton(self) -> tuple[dict[int, int], list[int], list[int]]:
-        """Automaton of Aho and Corasick for the reversed tokens: it reads each character once or twice.
+        """Aho-Corasick automaton for the reversed tokens; it reads each character once or twice.
 
-        Returns the nodes of a trie; the node of each node's longest proper suffix; its longest token's rank.
+        Returns the trie's nodes, each node's longest proper suffix node, and the rank of its longest token.
         """
         nodes, ends = trie({token[::-1]: rank for rank, token in enumerate(self.tokens)})
         depths, fails, ranks = ([each] * (len(nodes) + 1) for each in (0, 0, -1))
@@ -128,7 +128,7 @@ class Spellings:
 
     @cached_property
     def _end(self) -> re.Pattern[str]:
-        """Pattern of places where a token may end, in a reversed text, by the token's last two characters."""
+        """Regex that finds, in a reversed text, where a token may end, by the token's last two characters."""
         longer = [token for token in self._ids if len(token) > 1]
         alone = {token for token in self._ids if len(token) == 1}
         letters = alone, {token[-1] for token in longer}, {token[-2] for token in longer}

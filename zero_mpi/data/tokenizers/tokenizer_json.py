@@ -1,9 +1,9 @@
 """Converts a Hugging Face tokenizer.json to GGUF keys, and back.
 
-Reading follows llama.cpp's converter: tokens in the order of their ids; `[PADn]` of type "unused" for a
-missing id; added tokens as control tokens (if special, or by their look) or as user-defined tokens; bos, eos
-and the chat template from the files next to it. Rules that change ids but have no GGUF key are stored with
-the model as `huggingface_rules`; anything that these cannot express is refused.
+Reading follows llama.cpp's converter. Tokens are in order of their ids. A missing id becomes `[PADn]` of type
+"unused". Added tokens become control tokens (if special, or by their look) or user-defined tokens. Bos, eos
+and the chat template come from the files in the same folder. Rules that change ids but have no GGUF key are
+stored in the model as `huggingface_rules`; a tokenizer that these cannot describe raises an error.
 """
 
 import json
@@ -26,19 +26,19 @@ from zero_mpi.files.parse import parse_json
 
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
 _WAY_OUT = "use token files for --data (1-D .npy)"
-_MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes of tokenizer.json and of each file next to it
-_MOST_TEMPLATES, _MOST_NAME = 32, 99  # most templates of a folder; most characters of a template's name
-_GAP = 1 << 16  # ids without a token that a model may have, in addition to doubling
+_MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes: tokenizer.json, other files in the folder
+_MOST_TEMPLATES, _MOST_NAME = 32, 99  # most templates of a folder, and most characters of a template's name
+_GAP = 1 << 16  # a model may have this many ids more than twice the number of tokens
 _SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
 _WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPETokenizer:
-    """Return the tokenizer of a tokenizer.json. The files tokenizer_config.json, chat_template.jinja,
-    config.json and generation_config.json next to it give the special tokens and the chat template.
+    """Return the tokenizer of a tokenizer.json. In its folder, tokenizer_config.json, chat_template.jinja,
+    config.json and generation_config.json give the special tokens and the chat template, if they exist.
 
-    `vocab_size`: the model's; if it is larger, unused tokens fill the difference. Raises UsageError unless
-    the tokenizer is a byte-level BPE.
+    `vocab_size`: size of the model's vocabulary; unused tokens fill it up. Raises UsageError unless the
+    tokenizer is a byte-level BPE.
     """
     path = Path(path)
     content = _read(path, _MOST)
@@ -67,9 +67,9 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
 
 
 def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
-    """Return the content of a tokenizer.json for GGUF keys of a byte-level BPE or the byte tokenizer.
+    """Return the content of a tokenizer.json for the GGUF keys of a byte-level BPE or of the byte tokenizer.
 
-    Raises UsageError as `BPETokenizer` does. Unused `[PADn]` are left out, because readers fill the gaps.
+    Raises UsageError like `BPETokenizer`. Unused `[PADn]` are omitted, because readers fill the gaps.
     """
     bpe = BPETokenizer(metadata, place)
     tokenizer, lib = bpe.library, tokenizers()
@@ -82,11 +82,11 @@ def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dic
 
 
 def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json: special tokens by their text, and the chat template."""
+    """Return the content of a tokenizer_config.json: special tokens as text, and the chat template."""
     bpe = BPETokenizer(metadata, place)
     ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
     special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
-    GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error if it is not text
+    GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error for a template that is not text
     named = {
         key[len(TEMPLATE) + 1 :] or "default": text
         for key, text in metadata.items()
@@ -105,7 +105,7 @@ def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> d
 
 
 def _read(path: Path, most: int) -> dict[str, Any]:
-    """Return a JSON object of at most `most` bytes. Raises UsageError for anything else."""
+    """Return the JSON object in a file of at most `most` bytes. Raise UsageError for any other content."""
     raw = read_file(path, most, "JSON")
     try:
         content = parse_json(raw)
@@ -117,13 +117,13 @@ def _read(path: Path, most: int) -> dict[str, Any]:
 
 
 def _sibling(path: Path, name: str) -> dict[str, Any]:
-    """Return a JSON file of the same folder; empty if the file does not exist."""
+    """Return the JSON object of another file in the same folder; empty if the file does not exist."""
     file = path.with_name(f"{name}.json")
     return _read(file, _MOST_SIBLING) if os.path.lexists(file) else {}
 
 
 def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """Return a value of one of these types, or None. Raises UsageError for another type."""
+    """Return a value that has one of these types, or None. Raise UsageError for another type."""
     value = content.get(name)
     if value is not None and type(value) not in kinds:
         names = " or ".join(_SPELLED[kind] for kind in kinds)
@@ -132,12 +132,12 @@ def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> A
 
 
 def _by_config(path: Path, name: str, *kinds: type) -> Any:
-    """Return a value of tokenizer_config.json, checked by `_given`."""
+    """Return a value of tokenizer_config.json whose type `_given` has checked."""
     return _given(path.with_name("tokenizer_config.json"), _sibling(path, "tokenizer_config"), name, *kinds)
 
 
 def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the model. Raises UsageError for a kind that GGUF keys of a byte-level BPE cannot describe."""
+    """Return the object `model`. Raise UsageError unless it is a byte-level BPE that GGUF can describe."""
     given = content.get("model")
     model: dict[str, Any] = given if isinstance(given, dict) else {}
     kind = model.get("type") or (
@@ -159,8 +159,8 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the added tokens. Raises UsageError unless they are objects. As in Transformers, the tokens of
-    tokenizer_config.json are added and replace tokens with the same text.
+    """Return the added tokens. Raise UsageError unless they are objects. As in Transformers, tokens of
+    tokenizer_config.json are added too, and replace tokens with the same text.
     """
     tokens = _given(path, content, "added_tokens", list) or []
     by_id = _by_config(path, "added_tokens_decoder", dict) or {}
@@ -176,11 +176,11 @@ def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
 def _vocabulary(
     path: Path, model: dict[str, Any], added: list[dict[str, Any]], vocab_size: int | None
 ) -> tuple[list[str], list[int]]:
-    """Return tokens and their types in the order of ids; gaps are filled with unused tokens."""
+    """Return tokens and types in order of ids; unused tokens fill the gaps."""
     known = _by_id(path, ((place, token) for token, place in model["vocab"].items()))
     extra = _by_id(path, ((token.get("id"), token.get("content")) for token in added))
     following = len(known)
-    for place, token in extra.items():  # the library gives the id in the vocabulary, or the next free one
+    for place, token in extra.items():  # the library uses the id in the vocabulary, or else the next free id
         given = model["vocab"].get(token, following)
         if place != given:
             raise UsageError(
@@ -210,7 +210,7 @@ def _vocabulary(
 
 
 def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
-    """Return tokens by their ids. Raises UsageError for other values, or a repeated id."""
+    """Return id -> token. Raise UsageError for other values or for a repeated id."""
     found: dict[int, str] = {}
     for place, token in pairs:
         if type(place) is not int or place < 0 or place in found or not _is_text(token):
@@ -221,18 +221,18 @@ def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
 
 
 def _is_text(token: Any) -> bool:
-    """Return whether a token can be stored in a file: JSON can hold lone surrogates, UTF-8 cannot."""
+    """Return whether a token is text that UTF-8 can encode; JSON can also hold lone surrogates."""
     return isinstance(token, str) and not any("\ud800" <= c <= "\udfff" for c in token)
 
 
 def _looks_special(token: str) -> bool:
-    """Return whether an added token looks like a control token, as llama.cpp's converter decides."""
+    """Return whether an added token looks like a control token, by the rule of llama.cpp's converter."""
     framed = token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>"))  # noqa: RUF001
     return framed or token in ("<pad>", "<mask>") or (token.startswith("<unused") and token.endswith(">"))
 
 
 def _merge(path: Path, merge: object) -> str:
-    """Return a merge as text; newer files store merges as pairs."""
+    """Return a merge as text "a b"; newer files store a pair of texts."""
     if isinstance(merge, list) and len(merge) == 2 and all(isinstance(part, str) for part in merge):
         return " ".join(merge)
     if not isinstance(merge, str):
@@ -241,14 +241,14 @@ def _merge(path: Path, merge: object) -> str:
 
 
 def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, object]:
-    """Return the keys of special tokens: from tokenizer_config.json, then the model's configurations."""
+    """Return the GGUF keys of special tokens, from tokenizer_config.json or the model's configurations."""
     ids, first = {token["content"]: token["id"] for token in reversed(added)}, None
     post = content.get("post_processor")
     for step in _list(post.get("processors", [post])) if isinstance(post, dict) else []:
         single = _list(step.get("single")) if isinstance(step, dict) else []
         head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
         if isinstance(head, dict):
-            first = _content(head.get("id"))  # the token that the post-processor puts before a text
+            first = _content(head.get("id"))  # the post-processor puts this token before a text
             break
     texts = {name: _content(_by_config(path, f"{name}_token", str, dict)) for name in _NAMES}
     if not _sibling(path, "tokenizer_config"):
@@ -271,7 +271,7 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
 
 
 def _chat_template(path: Path) -> dict[str, object]:
-    """Return the templates that Transformers uses, by name: template files override configurations."""
+    """Return name -> template, as Transformers chooses them: template files override configurations."""
     given = _by_config(path, "chat_template", str, list)
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
@@ -297,6 +297,6 @@ def _list(value: object) -> list[Any]:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token, which is given as text or as an object."""
+    """Return a token's text; a file gives a token as text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
