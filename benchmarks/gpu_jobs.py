@@ -1,7 +1,7 @@
-"""Programs with a time limit, and the report of their results.
+"""Runs programs with a time limit, and writes the report of their results.
 
-Each program is the head of a session of its own. Past its limit it is ended with all that it started; what it
-printed until then counts. A report is written again after every part, as JSON and as Markdown.
+Each program leads a process session. At its limit the program is killed with all processes of that session;
+output printed before still counts. The report is written after every part, as JSON and as Markdown.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import IO, Any
 
 TIMED_OUT = 124
-GRACE = 3.0  # seconds to end by itself
-LOOK = 0.01  # seconds between two looks for an answer
-SHOWN = 1500  # characters of what a failed program said last
+GRACE = 3.0  # seconds that a program has to end by itself
+LOOK = 0.01  # seconds between two polls for an answer
+SHOWN = 1500  # last characters of a failed program's output that the report shows
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit status and output of a program."""
+    """Exit status, output and duration of a program."""
 
     status: int
     printed: str
@@ -36,21 +36,21 @@ class Outcome:
 
     @property
     def objects(self) -> list[dict[str, Any]]:
-        """JSON objects in the output, one per line."""
+        """Return the printed lines that are JSON objects."""
         return [found for line in self.printed.splitlines() if (found := as_object(line)) is not None]
 
     @property
     def problem(self) -> str:
-        """End of the output if the program failed, else empty."""
+        """Return the last output of a failed program; empty if the program succeeded."""
         if self.status == 0:
             return ""
-        how = "ended after its time" if self.status == TIMED_OUT else f"status {self.status}"
+        how = "ended after its time limit" if self.status == TIMED_OUT else f"status {self.status}"
         said = (self.errors.strip() or self.printed.strip())[-SHOWN:]
         return f"{how}: {said}" if said else how
 
 
 def as_object(line: str) -> dict[str, Any] | None:
-    """Return a line as a JSON object, if it is one."""
+    """Return a line as a JSON object; None if it is not a JSON object."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -59,12 +59,12 @@ def as_object(line: str) -> dict[str, Any] | None:
 
 
 class Job:
-    """A program under way, which may answer numbers on its stdin by lines of JSON."""
+    """Running program; it may answer each number on its stdin by a line of JSON."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         self.command, self.begun = list(command), time.monotonic()
         self._printed, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (kept open)
-        self._read = 0  # bytes of what it printed that were looked at
+        self._read = 0  # bytes of the output that were read
         self.process = subprocess.Popen(
             self.command,
             env=dict(env),
@@ -76,10 +76,10 @@ class Job:
         )
 
     def answer(self, limit: float) -> dict[str, Any] | None:
-        """Return its next JSON object; None if none comes in time or it has ended."""
+        """Return the program's next JSON object; None if it has ended or is too slow."""
         until = time.monotonic() + limit
         while True:
-            ended = self.process.poll() is not None  # asked first: what it printed last is there then
+            ended = self.process.poll() is not None  # before the read: all output is there if it has ended
             line, cut, _ = os.pread(self._printed.fileno(), 1 << 20, self._read).partition(b"\n")
             if cut:
                 self._read += len(line) + 1
@@ -91,7 +91,7 @@ class Job:
                 time.sleep(LOOK)
 
     def ask(self, count: int, limit: float) -> dict[str, Any] | None:
-        """Return the answer to a number."""
+        """Send a number to the program; return its answer."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(f"{count}\n".encode())
@@ -101,13 +101,13 @@ class Job:
         return self.answer(limit)
 
     def close(self, limit: float) -> tuple[dict[str, Any] | None, Outcome]:
-        """End its stdin; return its last answer, and how it ended."""
+        """Close the program's stdin; return its last answer and its outcome."""
         self._close_stdin()
         last = self.answer(limit)
         return last, self.wait(min(limit, GRACE))
 
     def wait(self, limit: float) -> Outcome:
-        """Return how it ended, at the latest `limit` seconds from now."""
+        """Wait at most `limit` seconds, then kill the program; return its outcome."""
         self._close_stdin()
         try:
             status = self.process.wait(max(0.0, limit))
@@ -119,7 +119,7 @@ class Job:
         return outcome
 
     def end(self) -> None:
-        """End the program and all processes that it started, and discard its output."""
+        """Kill the program and its children, and close its output files."""
         self._close_stdin()
         self._kill()
         self._printed.close()
@@ -127,7 +127,7 @@ class Job:
 
     def _close_stdin(self) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # what was still to be written to it
+        with contextlib.suppress(OSError):  # unsent input of a program that has ended
             self.process.stdin.close()
 
     def _kill(self) -> None:
@@ -158,7 +158,7 @@ def text(file: IO[bytes]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One thing that is to be so. ok: None where it could not be seen."""
+    """Result of one check. ok: None if the check could not run."""
 
     what: str
     wanted: str
@@ -168,9 +168,9 @@ class Verdict:
 
 @dataclass
 class Section:
-    """Results of a part.
+    """Results of a part of the check.
 
-    tables: title -> rows, each by column; problems: what its programs said when they failed.
+    tables: title -> rows, each by column; problems: last output of its programs that failed.
     """
 
     name: str
@@ -182,7 +182,7 @@ class Section:
 
     @property
     def state(self) -> str:
-        """Whether the part passed, failed, or was not run."""
+        """Return whether the part passed, failed, or was not run."""
         outcomes = [verdict.ok for verdict in self.verdicts]
         if False in outcomes or self.problems:
             return FAILED
@@ -193,13 +193,13 @@ class Section:
         self.verdicts.append(Verdict(what, wanted, found, ok))
 
     def not_run(self, why: str) -> None:
-        """Note that it could not be tried."""
+        """Add a verdict that this check could not run."""
         self.judge(self.about, "to be seen", f"not run: {why}", None)
 
 
 @dataclass
 class Report:
-    """All sections, and what is known of the machine."""
+    """All sections, and facts about the machine."""
 
     title: str
     notes: list[str]
@@ -207,7 +207,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if all verdicts are ok; a verdict that was not run is not ok."""
+        """Return whether all checks passed; a check that was not run counts as failed."""
         verdicts = [verdict for section in self.sections for verdict in section.verdicts]
         return all(section.state == PASSED for section in self.sections) and all(v.ok for v in verdicts)
 
@@ -220,7 +220,7 @@ class Report:
         (folder / "report.md").write_text("\n".join(self.lines()) + "\n")
 
     def lines(self) -> Iterator[str]:
-        """Yield it as Markdown: first all verdicts, then the figures of each part."""
+        """Yield the report as Markdown: first all verdicts, then the tables of each part."""
         yield from (f"# {self.title}", "", *(f"- {note}" for note in self.notes))
         yield from ("", "| part | seconds | | what | wanted | found |", "|---|---|---|---|---|---|")
         for section in self.sections:
@@ -237,7 +237,7 @@ class Report:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield rows with the columns of all of them, in the order in which they first come."""
+    """Yield a Markdown table with the columns of all rows, in the order in which they first occur."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
@@ -246,7 +246,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def cell(value: Any) -> str:
-    """Return a value as a cell: four digits are enough, a table has no line breaks."""
+    """Return a value as a table cell: numbers with four digits, texts without line breaks."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return " ".join(str(value).split()).replace("|", "/")
