@@ -18,12 +18,12 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9600, "package": 50946, "tests": 44215}
+TOTAL = {"engine": 9600, "package": 50943, "tests": 44215}
 ROOMS = {
     "checkpoint": 4359,
     "cli": 320,
     "comm": 4126,
-    "commands": 7962,
+    "commands": 7961,
     "compat": 777,
     "config": 1371,
     "data": 5961,
@@ -35,10 +35,10 @@ ROOMS = {
     "nn": 2357,
     "ops": 7562,
     "optim": 680,
-    "plan": 2303,
+    "plan": 2302,
     "sharding": 2757,
     "telemetry": 1326,
-    "train": 3487,
+    "train": 3486,
 }
 # The files to read to understand a step: full packages, and these files of ops and comm.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
@@ -46,7 +46,7 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # lines of a function
-WORDS = {"pages": 25132, "README.md": 1000}  # as `wc -w` counts them
+WORDS = {"pages": 25230, "README.md": 1000}  # as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),
