@@ -2,11 +2,10 @@
 
     python3 benchmarks/gpu_check.py --out REPORT --venv /tmp/zero_mpi --torch-python python3
 
-Each part of the check runs its own programs with a time limit, so that a part that hangs or fails does not
-stop the next ones; the most informative part comes first. The report (`report.md`, `report.json`) is written
-again after each part, and `programs.log` holds the output of all programs. Exit status: 0 if all checks pass,
-1 if one fails or was not run, 2 with one line if there is no GPU or something is missing. `--pretend` tries
-the script itself on the CuPy of tests/pretend.
+Each part runs its own programs with a time limit, so that a part that fails does not stop the next ones. The
+report (`report.md`, `report.json`) is written again after each part, `programs.log` holds all output. Exit
+status: 0 if all checks pass, 1 if one fails or was not run, 2 with one line if there is no GPU or something is
+missing. `--pretend` tries the script itself on the CuPy of tests/pretend.
 """
 
 from __future__ import annotations
