@@ -2,10 +2,9 @@
 
     python3 benchmarks/gpu_check.py --out REPORT --venv /tmp/zero_mpi --torch-python python3
 
-Each part runs its own programs with a time limit, so that a part that fails does not stop the next ones. The
-report (`report.md`, `report.json`) is written again after each part, `programs.log` holds all output. Exit
-status: 0 if all checks pass, 1 if one fails or was not run, 2 with one line if there is no GPU or something is
-missing. `--pretend` tries the script itself on the CuPy of tests/pretend.
+Each part runs its programs with a time limit, so a part that fails does not stop the next ones. The report
+(`report.md`, `report.json`) is written again after each part, `programs.log` holds all output. Exit status: 0
+if all checks pass, 1 if one fails or was not run, 2 if there is no GPU. `--pretend` needs none.
 """
 
 from __future__ import annotations
