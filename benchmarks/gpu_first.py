@@ -1,11 +1,11 @@
-"""First minutes on a GPU: one process, a line of JSON for each experiment; none that fails ends the rest.
+"""Runs experiments on a new GPU in one process; prints a line of JSON for each, even if it fails.
 
     python benchmarks/gpu_first.py --seconds 120
 
-In the order of what is learnt: the machine, its packages and how long a start takes; whether CuPy does what
-the package relies on; whether results are right; what a call costs the host; what operations reach (TFLOP/s,
-or GB/s of what must be read and written at least, on random data: zeros are faster); whole steps of GPT-2
-124M, one thing changed at a time. An experiment that would begin after --seconds is left out and says so.
+The most informative ones come first: the machine, its packages and the duration of a start; whether CuPy does
+what the package relies on; whether results are right; the host time of a call; the speed of operations
+(TFLOP/s or GB/s of the bytes that must be read and written, on random data, as zeros are faster); whole steps
+of GPT-2 124M with one setting changed at a time. --seconds ends the start of new ones.
 """
 
 import argparse
@@ -44,7 +44,7 @@ LIBRARIES = ("libcuda.so", "libcudart", "libcublasLt", "libcudnn.so", "libnvrtc.
 SMI = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit,pcie.link.gen.current"
 BEGUN = time.perf_counter()
 BF16 = np.dtype(ml_dtypes.bfloat16)
-PRODUCTS = {  # rows, inputs, outputs
+PRODUCTS = {  # name -> rows, inputs, outputs
     "gpt2 qkv": (32768, 768, 2304),
     "gpt2 projection": (32768, 768, 768),
     "gpt2 up": (32768, 768, 3072),
@@ -65,7 +65,7 @@ ATTENTION = {  # sequences, positions, query heads, key/value heads, width
 PASSES = {"gpt2": (32768, 768), "llama": (16384, 2048)}  # rows, width
 ODD_SHAPES = ((1, 1, 1), (1, 7, 3), (33, 17, 65), (1, 64, 50257), (256, 64, 1), (256, 1, 64), (128, 96, 40))
 FLAT = 64 << 20  # elements of an update
-CALLS, REPEATS, WARM_UP = 5, 9, 3  # between two events; medians of so many
+CALLS, REPEATS, WARM_UP = 5, 9, 3  # calls between two events; timed repeats; untimed calls
 HOST_CALLS = 300
 BATCHES, MICRO_STEPS = (8, 32, 4), 6
 
@@ -73,36 +73,36 @@ Timed = tuple[str, str, float, str, Callable[[], Any]]  # operation, shape, work
 
 
 class Experiments:
-    """Runner of experiments, one after the other; prints what each found."""
+    """Runner of experiments, one after the other; prints the result of each."""
 
     def __init__(self, seconds: float, tiny: bool) -> None:
         self.seconds, self.tiny = seconds, tiny
 
     def attempt(self, what: str, do: Callable[[], dict[str, Any]]) -> None:
-        """Print what `do` returns, why it failed, or that no time was left."""
+        """Call `do`; print its result, its error, or that no time was left."""
         if time.perf_counter() - BEGUN > self.seconds:
             found: dict[str, Any] = {"left_out": "no time"}
         else:
             try:
                 found = do()
-            except Exception as error:  # the next experiment is to go on
+            except Exception as error:  # the next experiment still runs
                 found = {"error": f"{type(error).__name__}: {error}"[:600]}
         at = round(time.perf_counter() - BEGUN, 1)
         print(json.dumps({"at": at, "what": what} | found, default=str), flush=True)
 
     def smaller(self, *shape: int) -> tuple[int, ...]:
-        """Return the shape, or one for the pretend GPU."""
+        """Return the shape; if `tiny`, one with at most 32 elements per dimension."""
         return tuple(min(length, 32) for length in shape) if self.tiny else shape
 
 
 def drawn(kind: Any, *shape: int, scale: float = 1.0) -> Any:
-    """Return random numbers on the GPU; a million of them over and over."""
+    """Return random numbers on the GPU; the same million of them is repeated."""
     some = (np.random.default_rng(0).standard_normal(1 << 20, np.float32) * np.float32(scale)).astype(kind)
     return device.in_use().from_host(np.resize(some, shape))
 
 
 def off(got: Any, want: Any) -> float:
-    """Return the length of the difference in relation to that of `want`."""
+    """Return the relative error of `got`: norm(got - want) / norm(want)."""
     own, exact = (np.asarray(x, np.float64) for x in (device.in_use().to_host(got), want))
     return float(np.linalg.norm(own - exact) / max(1e-30, float(np.linalg.norm(exact))))
 
@@ -111,7 +111,7 @@ def off(got: Any, want: Any) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return the device, versions and libraries, seconds until operations can be called, and a problem."""
+    """Return facts about device and packages, the seconds of a start, and the problem of a product."""
     took = {}
     for name in ("cupy", "nvmath.bindings.cublasLt", "cudnn"):
         begun = time.perf_counter()
@@ -153,25 +153,25 @@ def version(package: str) -> str | None:
 
 
 def product(place: Any) -> str | None:
-    """Return the problem with one small product, which loads the libraries; None if there is none."""
+    """Compute a small product, which loads the libraries; return its problem, or None."""
     try:
         ops.prepare()
         x = place.from_host(np.ones((16, 16), np.float32))
         total = float(place.to_host(ops.linear(x, x)).sum())
         return None if total == 16**3 else f"16 x 16 ones times their like add up to {total}"
-    except Exception as error:  # the report is to say so
+    except Exception as error:  # the report shows the error
         return f"{type(error).__name__}: {error}"
 
 
 def loaded() -> list[str]:
-    """Return the libraries of this process that matter."""
+    """Return the CUDA libraries that this process has loaded."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in maps if line.count(" ") > 4 and "/" in line}
     return sorted(path for path in paths if any(name in Path(path).name for name in LIBRARIES))
 
 
 def smi() -> str:
-    """Return what the driver's tool prints, or why it prints nothing."""
+    """Return the output of nvidia-smi, or the reason why there is none."""
     command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
@@ -180,7 +180,7 @@ def smi() -> str:
 
 
 def streams() -> dict[str, Any]:
-    """Return whether the stream of computing stays the current one."""
+    """Return whether the compute stream stays the current stream."""
     gpu = device.in_use()
     cuda = gpu.cupy.cuda
     gpu.to_host(gpu.zeros(64).reshape(8, 8)[:, 1:3])
@@ -191,7 +191,7 @@ def streams() -> dict[str, Any]:
 
 
 def lent_arrays() -> dict[str, Any]:
-    """Return whether views have the lent array as base, and its memory comes back with the last of them."""
+    """Return whether views keep the lent array as base, and the last view's end returns its memory."""
     pool, shape = pool_of(device.in_use()), (64, 96)
     first = pool.take(shape)
     place, views = first.data.ptr, [first[:, :32], first.reshape(-1), first.T, first.view(np.uint8)]
@@ -209,7 +209,7 @@ def lent_arrays() -> dict[str, Any]:
 
 
 def right_products() -> dict[str, Any]:
-    """Return relative errors of odd shapes, and the shapes that cuBLASLt refuses."""
+    """Return relative errors of products of odd shapes, and the shapes that cuBLASLt refuses."""
     rng, gpu, found, refused = np.random.default_rng(0), device.in_use(), {}, []
     for kind in (np.dtype(np.float32), BF16, np.dtype(np.float16)):
         worst = 0.0
@@ -226,7 +226,7 @@ def right_products() -> dict[str, Any]:
 
 
 def right_attention(b: int, t: int, h: int, d: int) -> dict[str, Any]:
-    """Return relative errors of y, dq, dk and dv against float64, by cuDNN and by own kernels."""
+    """Return relative errors of y, dq, dk and dv against float64, by cuDNN and by our kernels."""
     gpu, found = device.in_use(), {}
     parts = np.random.default_rng(1).standard_normal((4, b, t, h, d)).astype(np.float32).astype(BF16)
     q, k, v, dy = parts.astype(np.float64)
@@ -246,7 +246,7 @@ def right_attention(b: int, t: int, h: int, d: int) -> dict[str, Any]:
 
 
 def host_costs(count: int) -> dict[str, Any]:
-    """Return microseconds of the host for a call of each kind."""
+    """Return the microseconds of host time that each kind of call takes."""
     gpu, small, w, row = device.in_use(), drawn(BF16, 64, 768), drawn(BF16, 768, 768), drawn(BF16, 768)
     q, calls = drawn(BF16, 1, 64, 12, 64), {}
     calls["gelu"] = partial(ops.gelu, small)
@@ -270,7 +270,7 @@ def host_costs(count: int) -> dict[str, Any]:
 
 
 def products(tried: Experiments) -> Iterator[Timed]:
-    """Yield forward, dx and dw of a linear layer."""
+    """Yield the timed products forward, dx and dw of each linear layer."""
     for name, shape in PRODUCTS.items():
         rows, inputs, outputs = tried.smaller(*shape)
         x, w, dy = drawn(BF16, rows, inputs), drawn(BF16, outputs, inputs), drawn(BF16, rows, outputs)
@@ -281,7 +281,7 @@ def products(tried: Experiments) -> Iterator[Timed]:
 
 
 def attention(tried: Experiments) -> Iterator[Timed]:
-    """Yield causal attention and its gradient; products above the diagonal are not counted."""
+    """Yield timed causal attention and its gradient; products above the diagonal are not counted."""
     for name, shape in ATTENTION.items():
         batch, length, heads, kv, width = tried.smaller(*shape)
         q, dy = (drawn(BF16, batch, length, heads, width) for _ in range(2))
@@ -294,7 +294,7 @@ def attention(tried: Experiments) -> Iterator[Timed]:
 
 
 def passes(tried: Experiments) -> Iterator[Timed]:
-    """Yield operations whose time is that of memory."""
+    """Yield the timed operations that memory bandwidth limits."""
     for name, shape in PASSES.items():
         rows, width = tried.smaller(*shape)
         x, dy, w = drawn(BF16, rows, width), drawn(BF16, rows, width), drawn(BF16, width)
@@ -317,7 +317,7 @@ def passes(tried: Experiments) -> Iterator[Timed]:
 
 
 def rate(work: float, unit: str, call: Callable[[], Any]) -> dict[str, Any]:
-    """Return microseconds and rate of a call."""
+    """Time a call; return its microseconds and its rate."""
     for _ in range(WARM_UP):
         call()
     times = milliseconds(lambda: [call() for _ in range(CALLS)], REPEATS)
@@ -329,14 +329,14 @@ def rate(work: float, unit: str, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def rates(tried: Experiments, group: Callable[[Experiments], Iterator[Timed]]) -> dict[str, Any]:
-    """Time the operations of a group; an error while their arrays are made ends this group only."""
+    """Time the operations of a group; if their arrays cannot be made, report it and return."""
     for operation, shape, work, unit, call in group(tried):
         tried.attempt(f"{operation}, {shape}", partial(rate, work, unit, call))
     return {"complete": True}
 
 
 def measured(stepper: Stepper, batch: int, **changed: Any) -> dict[str, Any]:
-    """Return milliseconds of a step, and tokens a second; `changed`: attributes of sizes."""
+    """Return milliseconds of a step and tokens per second; `changed`: attributes of sizes to set."""
     stepper.take(stepper.workload, batch)
     with mock.patch.multiple(sizes, **changed) if changed else contextlib.nullcontext():
         stepper.warm_up()
@@ -346,10 +346,10 @@ def measured(stepper: Stepper, batch: int, **changed: Any) -> dict[str, Any]:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Run all experiments."""
+    """Run all experiments; return the exit status."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0, help="after so many none is begun")
-    parser.add_argument("--tiny", action="store_true", help="small sizes: to try the script itself")
+    parser.add_argument("--seconds", type=float, default=120.0, help="begin no experiment later")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, to try this script itself")
     options = parser.parse_args(arguments)
     tried = Experiments(options.seconds, options.tiny)
     tried.attempt("machine", machine)

@@ -1,8 +1,8 @@
-"""Set up a bare GPU machine for the checks: find its GPU, a Python with the packages, an MPI.
+"""Sets up a bare GPU machine for the checks: finds its GPU, a Python with the packages, and an MPI.
 
-Only the standard library is used: this runs first. A virtual environment is made where `--venv` says, in
-which the packages of the python that runs this are seen as well (an image's CuPy need not come twice).
-What is missing is installed from a folder of wheels or from the package index.
+This module runs first, so it uses only the standard library. It makes the virtual environment of `--venv`,
+which also sees the packages of the python that runs this module (so that an installed CuPy is used again).
+Missing packages are installed from a folder of wheels or from the package index.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PRETEND = ROOT / "tests" / "pretend"
 MORE = ("pytest>=8.3", "pytest-mpi>=0.6", "hypothesis>=6.112", "mpich>=4.3", "numba>=0.61")
-# Whatever the extras say, and what these need in turn, so that it is named where it must be brought.
+# Required besides the extras, with their dependencies, so that messages name all wheels to bring.
 GPU = ("nvmath-python>=0.9", "nvidia-cudnn-frontend>=1.18", "cuda-pathfinder>=1.3.4", "cuda-core>=0.5")
 INSTALL_SECONDS = 240
 TOO_SLOW = f"not done in {INSTALL_SECONDS} s"
 
 
 class NotReady(Exception):
-    """Error that says in one line what is missing, and what to do."""
+    """Error whose one-line message says what is missing and what to do."""
 
 
 @dataclass
 class Ready:
-    """An interpreter, the environment that programs get, and what was said on the way."""
+    """Prepared interpreter, the environment variables of its programs, and notes on the setup."""
 
     python: str
     env: dict[str, str]
@@ -45,13 +45,13 @@ class Ready:
 
 
 def quietly(command: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> Any:
-    """Run a command without a terminal; return how it ended, with what it printed."""
+    """Run a command without input; return its status and output."""
     held = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     return subprocess.run(command, env=env, **held, **more)
 
 
 def cuda_version() -> int:
-    """Return the driver's CUDA version, such as 13. Raises NotReady where there is no driver or no GPU."""
+    """Return the driver's CUDA version, such as 13. Raises NotReady without a driver or GPU."""
     count, version = ctypes.c_int(), ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -67,7 +67,7 @@ def cuda_version() -> int:
 
 
 def requirements(cuda: int) -> list[str]:
-    """Return those of the package, with the extras for this version of CUDA."""
+    """Return the requirements of zero_mpi, with the extras for this version of CUDA."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras[f"cuda{cuda}"], *extras.get(f"cudnn{cuda}", ()), *MORE]
@@ -77,12 +77,12 @@ def requirements(cuda: int) -> list[str]:
 
 
 def name_of(requirement: str) -> str:
-    """Return the package that a requirement is about."""
+    """Return the package name of a requirement."""
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
 def make_venv(folder: Path) -> str:
-    """Make a virtual environment in which this python's packages are seen; return its interpreter."""
+    """Make a virtual environment that also sees this python's packages; return its interpreter."""
     python = folder / "bin" / "python"
     if not python.exists():
         command = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
@@ -96,7 +96,7 @@ def make_venv(folder: Path) -> str:
 
 
 def versions(python: str, wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> version of the packages that an interpreter has."""
+    """Return the packages of an interpreter: name -> version."""
     code = (
         "import importlib.metadata as m, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -110,7 +110,7 @@ def versions(python: str, wanted: list[str], env: Mapping[str, str]) -> dict[str
 
 
 def fits(requirement: str, version: str) -> bool:
-    """Return whether a version is one that was asked for; True where pip is not there to tell."""
+    """Return whether a version meets a requirement; True if pip is not installed."""
     try:
         from pip._vendor.packaging.requirements import Requirement
     except ImportError:
@@ -119,10 +119,10 @@ def fits(requirement: str, version: str) -> bool:
 
 
 def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[str, str]) -> list[str]:
-    """Install what is missing. Returns what was said; raises NotReady if CuPy or NumPy is missing after all.
+    """Install missing packages; return notes. Raises NotReady if CuPy or NumPy cannot be installed.
 
-    What is there in another version counts as missing, and has to do where no other can be had. First with
-    what the packages need in turn; where that cannot be had, each by itself.
+    A package in a wrong version is installed again; if that fails, the present version is used. pip first
+    installs all packages with their dependencies; if that fails, it installs each package by itself.
     """
     notes: list[str] = []
     absent = lacking(python, wanted, env)
@@ -132,9 +132,9 @@ def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[st
         said = pip(python, [*more, *absent], wheels, env)
         notes.append(f"pip install {' '.join(absent)}: {said}")
         absent = lacking(python, wanted, env)
-        if said == TOO_SLOW:  # the checks need the time that is left
+        if said == TOO_SLOW:  # keep the remaining time for the checks
             break
-    for name in absent if wheels else ():  # one that is not in the folder must not keep the others away
+    for name in absent if wheels else ():  # one missing wheel must not stop the others
         pip(python, ["--no-deps", name], wheels, env)
     absent = lacking(python, wanted, env)
     if absent:
@@ -147,18 +147,18 @@ def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[st
 
 
 def needed(absent: Iterable[str]) -> bool:
-    """Return whether nothing runs without one of these packages."""
+    """Return whether one of these packages is indispensable."""
     return any(name.startswith(("cupy", "numpy")) for name in absent)
 
 
 def lacking(python: str, wanted: list[str], env: Mapping[str, str]) -> list[str]:
-    """Return the requirements that an interpreter's packages do not meet."""
+    """Return the requirements that the packages of an interpreter do not meet."""
     found = versions(python, wanted, env)
     return [one for one in wanted if name_of(one) not in found or not fits(one, found[name_of(one)])]
 
 
 def loadable_mpi(python: str, wheels: Path | None, env: Mapping[str, str]) -> list[str]:
-    """Install a wheel over an mpi4py that was built for another MPI and cannot be loaded; return notes."""
+    """Install the wheel of mpi4py if the present mpi4py cannot be loaded; return notes."""
     done = quietly([python, "-c", "from mpi4py import MPI"], env)
     if done.returncode == 0 or not versions(python, ["mpi4py"], env):
         return []
@@ -167,7 +167,7 @@ def loadable_mpi(python: str, wheels: Path | None, env: Mapping[str, str]) -> li
 
 
 def pip(python: str, arguments: list[str], wheels: Path | None, env: Mapping[str, str]) -> str:
-    """Run this python's pip for another interpreter; return "done", or why not."""
+    """Run this python's pip for another interpreter; return "done" or the error."""
     where = ["--no-index", "--find-links", str(wheels)] if wheels else ["--timeout", "5", "--retries", "0"]
     tool = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install", "-q"]
     try:
@@ -178,7 +178,7 @@ def pip(python: str, arguments: list[str], wheels: Path | None, env: Mapping[str
 
 
 def what_to_bring(absent: list[str]) -> str:
-    """Return how somebody gets wheels to a machine that reaches no package index."""
+    """Return instructions to bring wheels to a machine that reaches no package index."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
         f"Without a package index: pip download --only-binary=:all: --python-version {version} -d WHEELS "
@@ -192,7 +192,7 @@ def last_line(said: str) -> str:
 
 
 def library_folders(python: str) -> list[str]:
-    """Return the folders of libraries that NVIDIA's packages bring, wherever this or that python has them."""
+    """Return the library folders of NVIDIA's packages, in this python and in the given one."""
     done = quietly([python, "-c", "import sys; print('\\n'.join(sys.path))"])
     roots = [Path(path) / "nvidia" for path in done.stdout.splitlines() if path]
     found = [folder for root in roots if root.is_dir() for folder in sorted(root.glob("*/lib"))]
@@ -200,11 +200,11 @@ def library_folders(python: str) -> list[str]:
 
 
 def environment(python: str, scratch: Path) -> dict[str, str]:
-    """Return what programs get: the project, compiled kernels in a folder of this run, NVIDIA's libraries."""
+    """Return the environment variables of programs: paths of the project, kernel cache and libraries."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     folders, own = library_folders(python), Path(sys.prefix) / "lib"
-    folders += [str(own)] if any(own.glob("libmpi.so*")) else []  # an MPI of PyPI lies beside its interpreter
+    folders += [str(own)] if any(own.glob("libmpi.so*")) else []  # where an MPI from PyPI is
     env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [env.get("LD_LIBRARY_PATH"), *folders]))
     env["CUPY_CACHE_DIR"] = str(scratch / "cupy")
     places = dict.fromkeys(str(Path(place).parent) for place in (python, sys.executable))
@@ -214,7 +214,7 @@ def environment(python: str, scratch: Path) -> dict[str, str]:
 
 
 def make_ready(venv: Path | None, wheels: Path | None, scratch: Path) -> Ready:
-    """Return an interpreter that has what the checks need. Raises NotReady in one line."""
+    """Return an interpreter that has the packages of the checks. Raises NotReady."""
     cuda = cuda_version()
     if cuda not in (12, 13):
         raise NotReady(f"the driver is of CUDA {cuda}; expected 12 or 13")
@@ -235,23 +235,23 @@ def make_ready(venv: Path | None, wheels: Path | None, scratch: Path) -> Ready:
 
 
 def make_pretend(scratch: Path) -> Ready:
-    """Return this python with the CuPy that needs no GPU."""
+    """Return this python with the CuPy of tests/pretend, which needs no GPU."""
     env = environment(sys.executable, scratch)
     env["PYTHONPATH"] = os.pathsep.join([str(PRETEND), env["PYTHONPATH"]])
-    return Ready(sys.executable, env, ["pretend: no GPU is used, and no figure means anything"])
+    return Ready(sys.executable, env, ["pretend: no GPU is used, so the measured times mean nothing"])
 
 
 # ------------------------------------------------------------------------------------------------------ MPI
 
 
 def launcher(ready: Ready) -> list[str] | None:
-    """Return the mpiexec beside the interpreter, else that of PATH."""
+    """Return the mpiexec in the folder of the interpreter, or else the one on PATH."""
     found = shutil.which("mpiexec", path=ready.env["PATH"])
     return None if found is None else [found]
 
 
 def unpack(given: Path, scratch: Path) -> Path:
-    """Return the folder with bin/mpirun in a folder or archive. Raises NotReady."""
+    """Return the folder that contains bin/mpirun, after unpacking an archive. Raises NotReady."""
     folder = given
     if given.is_file():
         folder = scratch / "mpi"
@@ -264,7 +264,7 @@ def unpack(given: Path, scratch: Path) -> Path:
 
 
 def untar(archive: Path, folder: Path) -> None:
-    """Unpack by Python, or what it does not know (zstd; filters before 3.11.4) by tar. Raises NotReady."""
+    """Unpack an archive by Python, or by tar if this Python cannot (e.g. zstd). Raises NotReady."""
     with contextlib.suppress(tarfile.TarError, TypeError), tarfile.open(archive) as opened:
         opened.extractall(folder, filter="tar")
         return
@@ -274,7 +274,7 @@ def untar(archive: Path, folder: Path) -> None:
 
 
 UCX_ON = ["--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any"]
-ATTEMPTS: dict[str, tuple[list[str], dict[str, str]]] = {  # how a CUDA-aware Open MPI may move device memory
+ATTEMPTS: dict[str, tuple[list[str], dict[str, str]]] = {  # settings by which Open MPI may move device memory
     "ucx with IPC": (UCX_ON, {"UCX_TLS": "sm,self,cuda_copy,cuda_ipc"}),
     "ucx without IPC": (UCX_ON, {"UCX_TLS": "sm,self,cuda_copy"}),
     "ob1 without IPC": (["--mca", "pml", "ob1", "--mca", "btl_smcuda_use_cuda_ipc", "0"], {}),
@@ -282,7 +282,7 @@ ATTEMPTS: dict[str, tuple[list[str], dict[str, str]]] = {  # how a CUDA-aware Op
 
 
 def aware(root: Path, ready: Ready, attempt: str) -> tuple[list[str], dict[str, str]]:
-    """Return (launcher, environment) of the Open MPI in `root`, which may have been moved since its build."""
+    """Return launcher and environment of the Open MPI in `root`, even if it was moved after its build."""
     flags, more = ATTEMPTS[attempt]
     env = ready.env | dict.fromkeys(("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX"), str(root)) | more
     env["PATH"] = os.pathsep.join([str(root / "bin"), env["PATH"]])

@@ -1,10 +1,10 @@
-"""PyTorch's training step on one GPU, asked and answering as `gpu_train.py steps`: the peer of ours.
+"""Times PyTorch's training step on one GPU, for comparison with ours; used like `gpu_train.py steps`.
 
     echo 20 | python benchmarks/gpu_torch.py --workload gpt2-124m --mode compile
 
-Its usual best way: torch.compile, its fused attention (SDPA), fused AdamW, float32 parameters under autocast
-to bf16 ("compile", "eager"); or FSDP2 over one GPU with bf16 parameters ("fsdp2"), its blocks compiled one by
-one as torchtitan does it. The vocabulary is rounded up to a multiple of 128, as is usual there.
+PyTorch runs in its usual fast way: torch.compile, fused attention (SDPA), fused AdamW, float32 parameters
+under autocast to bf16 ("compile"; "eager" is not compiled); or FSDP2 over one GPU with bf16 parameters
+("fsdp2"), where each block is compiled, as in torchtitan. The vocabulary is rounded up to a multiple of 128.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch_models import Model
 from workloads import ALL, BATCHES, BETAS, CLIP, DECAY, EPS, LR, Workload
 
 MODES = ("compile", "eager", "fsdp2")
-WARM_UP = 6  # compiling among them
+WARM_UP = 6  # steps, which include compilation
 ROUNDED_TO = 128
 
 
@@ -41,7 +41,7 @@ class GroupedAttention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def turned(self, x: Any) -> Any:
-        """Return x with its positions."""
+        """Return x with rotary positions applied."""
         a, b = x.chunk(2, dim=-1)
         turned = torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1)
         return turned.to(x.dtype)
@@ -58,7 +58,7 @@ class GroupedAttention(nn.Module):
 
 
 def make_model(size: Workload) -> nn.Module:
-    """Return the workload's model, its weights in float32 on the GPU."""
+    """Return the workload's model with float32 weights on the GPU."""
     rounded = replace(size, vocabulary=-(-size.vocabulary // ROUNDED_TO) * ROUNDED_TO)
     with torch.device("cuda"):
         model = Model(rounded)
@@ -73,7 +73,7 @@ def make_model(size: Workload) -> nn.Module:
 
 
 def distributed(model: nn.Module) -> nn.Module:
-    """Return the model under FSDP2 over one rank, as torchtitan sets it up."""
+    """Return the model wrapped in FSDP2 over one rank, with torchtitan's settings."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -89,7 +89,7 @@ def distributed(model: nn.Module) -> nn.Module:
 
 
 class Stepper:
-    """A model in training."""
+    """Model in training with its optimizer."""
 
     def __init__(self, size: Workload, mode: str) -> None:
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ class Stepper:
             return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].reshape(-1))
 
     def step(self) -> None:
-        """Do one step; nothing waits for the GPU."""
+        """Run one step without waiting for the GPU."""
         loss = self.loss_of(self.data[self.done % BATCHES])
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -123,7 +123,7 @@ class Stepper:
         self.done += 1
 
     def timed(self, count: int) -> list[float]:
-        """Return the milliseconds of each of `count` steps, between events of the GPU."""
+        """Run `count` steps; return the milliseconds of each between two GPU events."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
         for event in events[1:]:
@@ -139,12 +139,12 @@ def say(**found: Any) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Answer until stdin ends."""
+    """Answer the numbers on stdin until stdin ends."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workload", choices=tuple(ALL), default="gpt2-124m")
-    parser.add_argument("--batch", type=int, help="sequences, other than the workload's")
+    parser.add_argument("--batch", type=int, help="sequences, instead of the workload's")
     parser.add_argument("--mode", choices=MODES, default="compile")
     options = parser.parse_args(arguments)
     size = ALL[options.workload]

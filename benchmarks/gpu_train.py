@@ -1,16 +1,16 @@
-"""Train on a GPU: print losses and a digest of the parameters, or time steps.
+"""Trains on a GPU: prints losses and a digest of the parameters, or times steps.
 
     mpirun -n 2 python benchmarks/gpu_train.py losses --run W3:fp32 W1:bf16 --device cuda --micro-batches 4
     echo 20 | python benchmarks/gpu_train.py steps --workload gpt2-124m --precision bf16
 
-`losses` prints a line of JSON for each run, as soon as it is done. Micro-batches are the same for any number
-of ranks, so in exact mode all of a line is; between devices and precisions the losses can be compared.
+`losses` prints a line of JSON for each run when the run ends. Micro-batches do not depend on the number of
+ranks, so in exact mode the line does not either. Losses can be compared between devices and precisions.
 
-`steps` answers a number on stdin by a line of JSON with the milliseconds of so many steps; at the end of
-stdin a last line tells memory. So two programs can be timed in turn on one GPU without starting again
-(`gpu_torch.py` is asked in the same way). A step's time is that between two events of the GPU: it holds
-whatever the GPU waits for. `--trace FILE` writes a time line of all kernels by torch's profiler, if torch is
-there: CuPy has none that sees every kernel of a process.
+`steps` answers each number N on stdin by a line of JSON with the milliseconds of N steps; at the end of stdin
+it prints the memory use. So two programs can take turns on one GPU without a restart (`gpu_torch.py` works in
+the same way). A step's time is that between two GPU events, so it includes all waits of the GPU. `--trace`
+writes a time line of all kernels by torch's profiler, if torch is installed: CuPy has no profiler that sees
+every kernel of a process.
 """
 
 import argparse
@@ -47,7 +47,7 @@ RUNS = f"a workload of {', '.join(ALL)}, a colon and a precision"
 
 
 def make_parser() -> Parser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("losses", "steps"))
     parser.add_argument("--offload", choices=("none", "moments"), default="none")
@@ -60,15 +60,15 @@ def make_parser() -> Parser:
     losses.add_argument("--strategy", default="full-shard")
     losses.add_argument("--threads", help="threads of each rank")
     steps.add_argument("--workload", choices=tuple(ALL), default="gpt2-124m")
-    steps.add_argument("--batch", type=int, help="sequences, other than the workload's")
+    steps.add_argument("--batch", type=int, help="sequences, instead of the workload's")
     steps.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
     steps.add_argument("--recompute", action="store_true")
-    steps.add_argument("--trace", metavar="FILE", help="write a time line of the timed steps there")
+    steps.add_argument("--trace", metavar="FILE", help="file for a time line of the timed steps")
     return parser
 
 
 def prepared(config: Config, model: ModelConfig, comm: Comm) -> tuple[ShardedModule, ShardedAdamW]:
-    """Return a model with its first weights, and its optimizer. Collective."""
+    """Return an initialized model and its optimizer. Collective."""
     stages = model.stages(config.recompute)
     module = ShardedModule(stages, comm, **vars(layout_config(config, model)))
     optimizer = make_optimizer(config, module, model)
@@ -82,7 +82,7 @@ def prepared(config: Config, model: ModelConfig, comm: Comm) -> tuple[ShardedMod
 def train(
     module: ShardedModule, optimizer: ShardedAdamW, workload: Workload, options: argparse.Namespace
 ) -> Iterator[tuple[float, float]]:
-    """Yield loss and norm of each step. Collective."""
+    """Train; yield loss and gradient norm of each step. Collective."""
     accumulator = GradAccum(module, options.micro_batches)
     tokens = options.micro_batches * workload.tokens
     for number in range(options.steps):
@@ -97,7 +97,7 @@ def train(
 
 
 def digest(module: ShardedModule) -> str:
-    """Return the sha256 of all parameters, float32. Collective."""
+    """Return the sha256 of all parameters in float32. Collective."""
     total = hashlib.sha256()
     for name in module.params:
         full = device.in_use().to_host(module.all_gather_param(name))
@@ -106,7 +106,7 @@ def digest(module: ShardedModule) -> str:
 
 
 class Runs:
-    """Runs over one transport, which is made once: on a GPU that may begin with a live test."""
+    """Runs that share one communicator: on a GPU, making one may include a live test of the MPI."""
 
     def __init__(self, world: World, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
@@ -114,7 +114,7 @@ class Runs:
         self.notes: list[str] = []
 
     def measure(self, name: str) -> dict[str, Any]:
-        """Return the results of one run. Collective."""
+        """Train one run; return its line of results. Collective."""
         workload_name, _, precision = name.partition(":")
         if workload_name not in ALL or precision not in PRECISIONS:
             raise UsageError(f"--run {name}: expected {RUNS}")
@@ -155,7 +155,7 @@ def print_losses(world: World, options: argparse.Namespace) -> None:
 
 
 class Stepper:
-    """A model in training, and the events between its steps."""
+    """Model in training, with timing of its steps by GPU events."""
 
     def __init__(
         self, name: str, precision: str = "bf16", recompute: bool = False, offload: str = "none"
@@ -176,7 +176,7 @@ class Stepper:
         self.data = [tuple(np.ascontiguousarray(part) for part in pair) for pair in data]
 
     def step(self) -> None:
-        """Do one step as `train` does it."""
+        """Run one step in the same way as `train`."""
         x, targets = self.data[self.done % BATCHES]
         self.accumulator.accumulate(x, CrossEntropy(targets, 1.0 / self.workload.tokens))
         self.loss = self.accumulator.total_loss()
@@ -184,18 +184,18 @@ class Stepper:
         self.done += 1
 
     def warm_up(self) -> None:
-        """Do some steps that are not timed."""
+        """Run some steps that are not timed."""
         for _ in range(WARM_UP):
             self.step()
         device.in_use().synchronize()
 
     def timed(self, count: int) -> list[float]:
-        """Return the milliseconds of each of `count` steps."""
+        """Run `count` steps; return the milliseconds of each."""
         return milliseconds(self.step, count)
 
 
 def milliseconds(work: Callable[[], Any], count: int) -> list[float]:
-    """Do some work `count` times; return the milliseconds of the GPU from one event to the next."""
+    """Do some work `count` times; return the GPU's milliseconds for each time."""
     cuda, stream = device.in_use().cupy.cuda, device.in_use().stream
     events = [cuda.Event() for _ in range(count + 1)]
     events[0].record(stream)
@@ -207,7 +207,7 @@ def milliseconds(work: Callable[[], Any], count: int) -> list[float]:
 
 
 def memory() -> dict[str, float]:
-    """Return MiB that CuPy took from the GPU, those of activations, and those in use by anybody."""
+    """Return MiB: taken by CuPy, peak of activations, and in use on the GPU by all processes."""
     cupy = device.in_use().cupy
     free, total = cupy.cuda.runtime.memGetInfo()
     return {
@@ -223,11 +223,11 @@ def say(**found: Any) -> None:
 
 
 def traced(path: str, count: int, step: Callable[[], None]) -> dict[str, float]:
-    """Write a time line of `count` steps; return what share of their time no kernel and no copy ran."""
+    """Write a time line of `count` steps; return the share of time without a kernel or copy."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()  # the profiler itself begins in it
+        step()  # the start of the profiler disturbs this step
         device.in_use().synchronize()
         begun = time.perf_counter()
         for _ in range(count):
@@ -259,7 +259,7 @@ def idle_share(events: list[dict[str, Any]], seconds: float) -> dict[str, float]
 
 
 def time_steps(options: argparse.Namespace) -> None:
-    """Answer until stdin ends."""
+    """Answer the numbers on stdin until stdin ends."""
     device.use("cuda")
     ops.prepare()
     stepper = Stepper(options.workload, options.precision, options.recompute, options.offload)
@@ -275,7 +275,7 @@ def time_steps(options: argparse.Namespace) -> None:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print losses, or time steps."""
+    """Print losses or time steps, as the command line says; return the exit status."""
     options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     if options.what == "losses":
         print_losses(world, options)

@@ -3,8 +3,8 @@
     python benchmarks/losses.py --workload W3 W1 --steps 200 --ranks 2
     python benchmarks/losses.py --init MODEL.gguf --steps 40 -- --context 128 --batch-size 4
 
-Two jobs of zero_mpi.train that differ in --precision only, on its default text unless --data is behind the
---. One line for each: the largest distance of two losses of a step, and both last validation losses.
+Two jobs of zero_mpi.train differ in --precision only. They use its default text unless --data follows the --.
+Each comparison prints the largest difference of a step's losses, and both last validation losses.
 """
 
 import argparse
@@ -33,15 +33,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), default=[])
-    what.add_argument("--init", help="a model to go on from instead")
+    what.add_argument("--init", help="GGUF model to train further, instead of the workloads")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("flags", nargs="*", help="of zero_mpi.train, behind --")
+    parser.add_argument("flags", nargs="*", help="flags of zero_mpi.train, after --")
     return parser
 
 
 def workload_flags(name: str, ranks: int, folder: str) -> list[str]:
-    """Return the flags of zero_mpi.train for a workload; text of bytes has the vocabulary of bytes."""
+    """Return the flags of zero_mpi.train for a workload; vocabulary 256 means tokens that are bytes."""
     size = WORKLOADS[name]
     named = {"arch": size.arch, "batch-size": size.batch * ranks, "micro-batch": size.batch, **size.flags}
     named["lr"] = LR
@@ -53,7 +53,7 @@ def workload_flags(name: str, ranks: int, folder: str) -> list[str]:
 
 
 def write_words(path: Path, vocabulary: int) -> Path:
-    """Write a token file of the words in Python's library, by frequency; the rarest share a token."""
+    """Write a token file of the words in Python's library; rare words share one token."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     words = re.findall(r"\w+|\s+|.", "".join(source.read_text(errors="replace") for source in sources))
     ids = {word: min(place, vocabulary - 1) for place, (word, _) in enumerate(Counter(words).most_common())}
@@ -62,7 +62,7 @@ def write_words(path: Path, vocabulary: int) -> Path:
 
 
 def train(flags: Sequence[str], ranks: int, out: Path) -> list[dict[str, float]]:
-    """Run a training; return its metrics, step by step."""
+    """Run a training; return its metrics records."""
     command = [launcher(), "-n", str(ranks), sys.executable, "-m", "zero_mpi.train", "--out", str(out)]
     command += ["--sample", "0", "--save-every", "0", "--keep", "1", *flags]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -1,13 +1,13 @@
-"""Steps of a mixture of experts: ours, the dense model of the same active size, and transformers with DDP.
+"""Times steps of a mixture of experts: ours, a dense model of the same active size, transformers with DDP.
 
     mpirun -n 2 python benchmarks/moe.py
     mpirun -n 2 python benchmarks/moe.py --dense
     TORCH-PYTHON -m torch.distributed.run --nproc-per-node 2 benchmarks/moe.py --torch
 
-Qwen3 with 8 blocks of width 512 and 32 experts of 256, of which a token uses 4 (dense: 1024), on random
-tokens, 4 sequences of 256 a rank, AdamW, clipping. Prints the median of tokens per second.
+The model is Qwen3 with 8 blocks of width 512 and 32 experts of width 256; a token uses 4 of them (dense:
+width 1024). Each rank trains on 4 sequences of 256 random tokens. Prints the median tokens per second.
 Run the commands in turns.
-`--make FILE` writes a mixture of random weights as BF16, to be exported in Q4_0 for measurements of memory.
+`--make FILE` writes a mixture of random weights as BF16; export it as Q4_0 to measure memory.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def tokens(step: int, rank: int) -> np.ndarray:
 
 
 def ours(dense: bool, precision: str) -> tuple[int, int, Callable[[int], object]]:
-    """Return rank, number of ranks, and a function that makes a step."""
+    """Return rank, number of ranks, and a function that runs a step of zero_mpi."""
     from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, connect, ops
     from zero_mpi.models import ARCHITECTURES
     from zero_mpi.nn import CrossEntropy
@@ -59,7 +59,7 @@ def ours(dense: bool, precision: str) -> tuple[int, int, Callable[[int], object]
 
 
 def theirs(precision: str) -> tuple[int, int, Callable[[int], object]]:
-    """Return the same for transformers."""
+    """Return rank, number of ranks, and a function that runs a step of transformers."""
     import torch
     from torch import distributed
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -1,11 +1,11 @@
-"""Times each operation, compared with its reference and with the limit of the machine.
+"""Times each operation and compares it with its reference and with the limit of the machine.
 
     python benchmarks/ops.py --repeats 30
 
-The limit of a product is the rate of a large sgemm, that of anything else the time NumPy needs to add two
-arrays where as many bytes move; both are measured in the same run, in turn with the operations, on one
-thread, and each right after a call that is not timed. Medians are compared; the share of the limit is by the
-least times, which other work on the machine moves less.
+The limit of a matrix product is the rate of a large sgemm. The limit of any other operation is the time in
+which NumPy adds two arrays with as many bytes. Limits are measured in turns with the operations, on one
+thread, and every timed call follows an untimed one. The ratio compares medians. The share of the limit
+compares least times, on which other work on the machine has less effect.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SQUARE = 1024  # rows of the sgemm that sets the limit
 
 @dataclass
 class Row:
-    """An operation on certain arrays: what it computes or moves, and the seconds it took."""
+    """Operation on certain arrays, with its amount of work and its measured seconds."""
 
     name: str
     shape: str
@@ -48,7 +48,7 @@ def numbers(*shape: int, seed: int = 0) -> Array:
 
 
 def row(name: str, *arguments: object, moved: Sequence[Array] = (), flops: float = 0, **named: object) -> Row:
-    """An operation by its name; `moved`: arrays that it reads or writes, once each."""
+    """Return the row of an operation; `moved`: arrays that it reads or writes once."""
     shape = " ".join("x".join(map(str, x.shape)) for x in arguments if isinstance(x, np.ndarray))
     fast = partial(getattr(ops, name), *arguments, **named)
     plain = partial(getattr(reference, name), *arguments, **named)
@@ -56,7 +56,7 @@ def row(name: str, *arguments: object, moved: Sequence[Array] = (), flops: float
 
 
 def products(n: int, inputs: int, outputs: int) -> list[Row]:
-    """The linear layer."""
+    """Return rows for the operations of a linear layer."""
     x, y, w = numbers(n, inputs), numbers(n, outputs), numbers(outputs, inputs)
     flops = 2.0 * n * inputs * outputs
     return [
@@ -68,7 +68,7 @@ def products(n: int, inputs: int, outputs: int) -> list[Row]:
 
 
 def norms(n: int, width: int) -> list[Row]:
-    """RMSNorm and LayerNorm."""
+    """Return rows for RMSNorm and LayerNorm."""
     x, dy, w, sums = numbers(n, width), numbers(n, width, seed=1), numbers(width), numbers(width, seed=1)
     _, r = reference.rms_norm(x, w, 1e-5)
     _, mean, root = reference.layer_norm(x, w, w, 1e-5)
@@ -81,7 +81,7 @@ def norms(n: int, width: int) -> list[Row]:
 
 
 def pointwise(n: int, width: int) -> list[Row]:
-    """Activations, a sum, the rotary turn."""
+    """Return rows for activations, a sum and rotary positions."""
     x, y, z = numbers(n, width), numbers(n, width, seed=1), numbers(n, width, seed=2)
     heads = x.reshape(n // 256, 256, width // 64, 64)
     angle = numbers(256, 32)
@@ -97,7 +97,7 @@ def pointwise(n: int, width: int) -> list[Row]:
 
 
 def embeddings(b: int, t: int, vocabulary: int, width: int) -> list[Row]:
-    """Tables of tokens and positions."""
+    """Return rows for the embedding tables of tokens and positions."""
     tokens = np.random.default_rng(0).integers(vocabulary, size=(b, t))
     w, dy, places = numbers(vocabulary, width), numbers(b, t, width), numbers(t, width)
     return [
@@ -109,7 +109,7 @@ def embeddings(b: int, t: int, vocabulary: int, width: int) -> list[Row]:
 
 
 def attention(b: int, t: int, heads: int, width: int) -> list[Row]:
-    """Forward and backward; the limit counts what lies on and below the diagonal."""
+    """Return rows for attention and its gradient; the limit counts products up to the diagonal."""
     q, k, v, dy = (numbers(b, t, heads, width, seed=seed) for seed in range(4))
     scale = width**-0.5
     _, kept = ops.causal_attention(q, k, v, scale)
@@ -121,7 +121,7 @@ def attention(b: int, t: int, heads: int, width: int) -> list[Row]:
 
 
 def losses(n: int, width: int, vocabulary: int) -> list[Row]:
-    """Cross-entropy, alone and with the head's products."""
+    """Return rows for cross-entropy, alone and with the head's products."""
     x, w, dw = numbers(n, width), numbers(vocabulary, width), np.zeros((vocabulary, width), np.float32)
     targets = np.random.default_rng(0).integers(vocabulary, size=n)
     logits = x @ w.T
@@ -133,7 +133,7 @@ def losses(n: int, width: int, vocabulary: int) -> list[Row]:
 
 
 def flat(size: int) -> list[Row]:
-    """What works on a rank's slices."""
+    """Return rows for the operations on a rank's flat shards."""
     p, g, m, v = (numbers(size, seed=seed) for seed in range(4))
     options = {
         "grad_scale": 1.0,
@@ -151,7 +151,7 @@ def flat(size: int) -> list[Row]:
 
 
 def all_rows() -> list[Row]:
-    """Sizes of a byte-level llama of width 384 at 8 x 256 tokens, and of GPT-2's head."""
+    """Return rows for a byte-level llama of width 384 at 8 x 256 tokens, and for GPT-2's head."""
     return [
         *products(2048, 384, 1024),
         *norms(2048, 384),
@@ -166,7 +166,7 @@ def all_rows() -> list[Row]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call right after another call."""
+    """Call twice; return the seconds of the second call."""
     call()
     start = time.perf_counter()
     call()
@@ -174,14 +174,14 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 class Limits:
-    """Limits of the machine: rate of products, and rate of bytes."""
+    """Limits of the machine: operations per second of an sgemm, and bytes per second."""
 
     def __init__(self) -> None:
         self.a, self.b = numbers(SQUARE, SQUARE), numbers(SQUARE, SQUARE, seed=1)
         self.c = np.empty_like(self.a)
 
     def time(self, item: Row) -> float:
-        """Seconds that the row's products, or its bytes, take at best; measured now."""
+        """Measure and return the least seconds for the row's products or for its bytes."""
         if item.flops:
             return seconds(partial(np.matmul, self.a, self.b, out=self.c)) * item.flops / (2.0 * SQUARE**3)
         x, y, z = np.zeros((3, max(1, int(item.nbytes) // 12)), np.float32)
@@ -189,7 +189,7 @@ class Limits:
 
 
 def measure(rows: list[Row], repeats: int) -> None:
-    """Time all rows and limits in turns."""
+    """Time all rows and their limits in turns."""
     limits = Limits()
     for item in rows:
         item.fast(), item.plain()
@@ -216,9 +216,9 @@ def print_table(rows: list[Row], repeats: int) -> None:
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description="Time operations beside their references and limits.")
-    parser.add_argument("--repeats", type=int, default=20, help="times that each operation runs")
-    parser.add_argument("--only", default="", help="operations whose name contains this")
+    parser = argparse.ArgumentParser(description="Time operations against references and limits.")
+    parser.add_argument("--repeats", type=int, default=20, help="number of times that each operation runs")
+    parser.add_argument("--only", default="", help="time only operations whose name contains this")
     arguments = parser.parse_args()
     ops.prepare(print)
     rows = [item for item in all_rows() if arguments.only in item.name]
