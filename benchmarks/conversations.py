@@ -4,7 +4,7 @@
 
 Rows of one to six turns, of random words with a fixed seed, are written as JSON Lines. Both programs take
 turns to read the file, render each row by the model's chat template and encode it; ours also finds the tokens
-that count in the loss. `ratio` is that of the medians, above 1 if ours is faster. Both must count equal ids.
+that count in the loss. `ratio` is that of the medians, above 1 if ours is faster. Counts are printed.
 """
 
 import json

@@ -173,7 +173,7 @@ class Recycler:
         self._cuts = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Return an uninitialised, aligned array, in used memory if some of its size is free."""
+        """Return an uninitialised, aligned array; reuse a free block of its size class if there is one."""
         size = class_of(shape, dtype)
         if not size:
             return self._device.small(shape, dtype)

@@ -211,7 +211,7 @@ class CudaStopwatch:
 
 def import_cupy() -> Any:
     """Return CuPy. Raises UsageError where it is not installed."""
-    others = " or 'zero-mpi[cuda13]', as the driver supports"
+    others = " or 'zero-mpi[cuda13]', whichever the driver supports"
     return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 
 

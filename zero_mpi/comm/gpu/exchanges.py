@@ -163,7 +163,7 @@ def overlapped(runs: Iterable[Running], depth: int) -> Running:
     waiting = iter(runs)
     under_way = deque(map(RunningExchange, islice(waiting, depth)))
     while under_way:
-        # The needs of a step are checked here and not in the condition: an error then is the transfer's own.
+        # push() asks MPI here, and not in the condition, so that an error is attributed to this transfer.
         for step in under_way:
             step.push()
         if under_way[0].done:

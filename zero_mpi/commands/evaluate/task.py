@@ -192,9 +192,9 @@ class Opened:
 
 
 def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
-    """Return the inputs that this rank reads itself, and facts that all ranks must share; raise UsageError.
+    """Return the inputs that this rank reads itself, and facts that all ranks must share.
 
-    `number`: index of the rank on its node, used if the launcher does not set it.
+    `number`: index of the rank on its node, if the launcher sets none. Raises UsageError for unusable inputs.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")
