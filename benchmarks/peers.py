@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
     parser.add_argument("--torch-python", default=sys.executable, help="python with torch")
-    parser.add_argument("--peers", nargs="+", help="only these, such as fsdp2 ddp 'one-all-cores bf16'")
+    parser.add_argument("--peers", nargs="+", help="variants to run, such as fsdp2 'ddp bf16'; default: all")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     return parser
 

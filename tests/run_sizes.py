@@ -75,7 +75,7 @@ def read_verdict(status: int, output: str) -> Verdict:
     counts: Counter[str] = Counter()
     for count, kind in COUNT.findall(summaries[0].partition(" in ")[0]):
         counts[COUNTED_AS.get(kind, kind)] += int(count)
-    if status == NOTHING_RAN and counts["deselected"]:  # left out by marks or options, which leave a trace
+    if status == NOTHING_RAN and counts["deselected"]:  # all tests were left out by marks or options
         status = 0
     if status == 0 and counts["failed"]:
         status = NO_VERDICT

@@ -1,7 +1,7 @@
 """Tests of `supervise`, which restarts a run: decisions after an end, remaining hosts, and signals.
 
-The launcher is a small script that follows the test at each start. The last test uses a real
-job. tests/cluster covers lost hosts.
+A small script takes the place of the launcher and does at each start what the test says. The last
+test uses a real job. tests/cluster covers lost hosts.
 """
 
 import contextlib

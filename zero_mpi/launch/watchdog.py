@@ -150,7 +150,7 @@ def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
     """Return why the waits in these states cannot end; None if the states do not show a reason."""
     count = max((len(state.started) for state in found.values()), default=0)
     comms = [{rank: state.texts(comm) for rank, state in found.items()} for comm in range(count)]
-    for of_ranks in comms:  # find two ranks that have started different collectives with one number
+    for of_ranks in comms:  # find ranks whose collectives of the same number differ
         for number in sorted({number for texts in of_ranks.values() for number in texts}):
             started = {rank: texts[number] for rank, texts in of_ranks.items() if number in texts}
             odd = odd_one(list(started.values()))
@@ -294,7 +294,7 @@ class Watchdog:
 
     @property
     def _counts(self) -> bool:
-        """True if time now counts as lack of progress; in a script only waits before its end count."""
+        """True if time counts as lack of progress now; in a script only waits before its end do."""
         return not self.only_waits or (waits() and records.ended is None)
 
     def standing(self, with_stacks: bool = True) -> RankState:

@@ -202,7 +202,7 @@ class Program:
 
 
 def embedding(to: Program, layer: Embedding, x: Any) -> Array:
-    """Record an embedding. `run` looks up its rows."""
+    """Record an embedding; `run` looks up the rows of the token ids."""
     if to.first is not None or x is not None:
         raise Unrecorded("an embedding of computed values")
     to.first = layer, to.buffer(layer.param.shape[1])

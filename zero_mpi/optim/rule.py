@@ -105,7 +105,7 @@ class AdamW(Rule):
 
 @dataclass(frozen=True)
 class Rounded(Rule):
-    """Rule that updates float32 masters by another rule; parameters are the masters rounded to a type.
+    """Rule that updates float32 masters by another rule and rounds them to a type as the parameters.
 
     After each update, parameters have the values of a quantized file, and gradients are computed there.
     Shards end at multiples of 1024 elements or of a row, and rows fill blocks, so no block is cut.

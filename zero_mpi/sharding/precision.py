@@ -69,7 +69,7 @@ def precision_named(name: str, reduce: str | None = None) -> Precision:
 
 
 def floats(elements: int, kind: Any) -> int:
-    """Return how many float32 elements `elements` of a type need; pools and windows count in float32."""
+    """Return the number of float32 elements in the space of `elements` of a type; pools count those."""
     return int(-(-elements * np.dtype(kind).itemsize // FLOAT32.itemsize))
 
 

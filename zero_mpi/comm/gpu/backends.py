@@ -144,7 +144,7 @@ class PinnedBuffers:
 
 
 class StagedBackend(Backend):
-    """Messages of pinned memory."""
+    """Backend that sends MPI messages from copies in pinned host memory."""
 
     depth, kind = STAGED_DEPTH, STAGED
 

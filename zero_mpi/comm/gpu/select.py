@@ -173,7 +173,7 @@ def loaded_libraries(maps: str) -> list[str]:
 
 
 def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
-    """Yield the answers of the calls by which Open MPI and MPICH report their support."""
+    """Ask Open MPI and MPICH whether they support CUDA, and yield each answer."""
 
     def of_mpich(call: Any) -> int:
         flag = ctypes.c_int(0)
