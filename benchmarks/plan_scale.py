@@ -71,7 +71,7 @@ def make_parser() -> Parser:
 
 
 def line_of(strategy: str, each: int) -> Line:
-    """What is timed and planned of a strategy: little to compute, shared memory inside hosts."""
+    """Return the case of a strategy that is timed and planned: a small model, shared memory in hosts."""
     return Line("W3", each, strategy, batch=1, context=32, transport="auto", width=WIDTH)
 
 

@@ -249,7 +249,7 @@ def side(picture: Picture, x: float, title: str, sent: Array, forward: bool) -> 
 
 
 def along(picture: Picture, x: float, y: float, kind: str, forward: bool) -> None:
-    """What goes along one lane: sums from node to node and straight home, or slices from each to each."""
+    """Draw one lane: sums from node to node and straight to the owner, or slices from each to each."""
     for node in range(2):
         left = x + 150 * node + 98
         if forward:

@@ -1,4 +1,4 @@
-"""Of two jobs on two hosts with one run folder, one completes and the other names that job and its host.
+"""Two jobs on two hosts share a run folder: one completes, the other names that job and its host.
 
 `locks`: the hosts are containers of one machine, so system locks work. `none`: the file system has no
 locks and each host counts as another machine, so only signs of life show a running job.

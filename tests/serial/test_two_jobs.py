@@ -1,4 +1,4 @@
-"""Of two jobs in one run folder, the first completes and the second names the first."""
+"""Two jobs share a run folder: the first completes, and the second names the first."""
 
 import json
 import os

@@ -94,7 +94,7 @@ def transposes_of(read: Read, height: int, width: int) -> Iterator[Floats]:
 
 
 class Order(Enum):
-    """How the elements of a tensor are ordered in the folder, compared with GGUF."""
+    """Order of the elements of a tensor in a Hugging Face folder, compared with GGUF."""
 
     SAME = "same"
     HALVES = "halves"  # each head: the rows with even numbers in GGUF, then those with odd numbers
