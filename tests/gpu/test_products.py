@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -294,6 +295,7 @@ def test_inner_sums_are_whole_on_request(gpu, gemm, monkeypatch):
 )
 def test_a_missing_library_of_cuda_is_one_line(gpu, gemm, monkeypatch, where, error):
     from zero_mpi.device import ordered_sum
+    from zero_mpi.ops.gpu import launch
     from zero_mpi.ops.gpu.elementwise import ADD_ROW
 
     def missing(*_, **__):
@@ -307,7 +309,9 @@ def test_a_missing_library_of_cuda_is_one_line(gpu, gemm, monkeypatch, where, er
     if where == "products":
         monkeypatch.setattr(gemm.import_lt(), "create", missing)
     else:
-        monkeypatch.setattr(gpu.cupy.RawModule, "get_function", missing)
+        compiled = SimpleNamespace(get_function=missing)
+        monkeypatch.setattr(launch, "module", lambda source: compiled)
+        monkeypatch.setattr(gpu.cupy, "RawModule", lambda **_: compiled)
     with pytest.raises(UsageError) as got:
         calls[where]()
     text = str(got.value)

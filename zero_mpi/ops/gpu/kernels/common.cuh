@@ -117,6 +117,38 @@ DEVICE bool aligned(const T* p) {
     return ((u64)p & (alignof(Pack<T, N>) - 1)) == 0;
 }
 
+// A pack as it lies in memory. Its words take half the registers of 16-bit elements.
+struct alignas(16) Words {
+    u32 word[4];
+};
+
+DEVICE f32 element(const Words& raw, int j, f32) { return __int_as_float((int)raw.word[j]); }
+
+template <class T>
+DEVICE T element(const Words& raw, int j, T) {
+    return T{(u16)(raw.word[j / 2] >> (j % 2 * 16))};
+}
+
+template <class T, int N>
+DEVICE void widen(float (&x)[N], const Words& raw) {
+#pragma unroll
+    for (int j = 0; j < N; j++) x[j] = widen(element(raw, j, T{}));
+}
+
+// The next pack as it is, of which `count` elements are there; the others are 0.
+template <class T>
+DEVICE void fetch(Words& raw, const T* p, i64 count) {
+    const int N = Packs<T>::SIZE;
+    if (count >= N && aligned<T, N>(p)) {
+        raw = *(const Words*)p;
+    } else {
+        Pack<T, N> items;
+#pragma unroll
+        for (int j = 0; j < N; j++) items.item[j] = j < count ? p[j] : T{};
+        raw = *(const Words*)&items;
+    }
+}
+
 // The next N elements, of which `count` are there; the others are `fill`.
 template <class T, int N>
 DEVICE void load(float (&x)[N], const T* p, i64 count, float fill = 0.0f) {

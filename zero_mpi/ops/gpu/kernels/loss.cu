@@ -1,6 +1,7 @@
 // Cross-entropy: a block reads a row of logits once for its greatest and the sum of exponentials, and a
-// second time to write their gradient, which may be where they are. Losses of rows are float64 and summed in
-// their order.
+// second time to write their gradient, which may be where they are. Blocks are large, so that few rows are
+// worked on at a time and the second time comes from the second-level cache. Losses of rows are float64 and
+// summed in their order.
 
 // The greatest number so far, and the sum of e^(number - greatest).
 struct Soft {
@@ -88,7 +89,7 @@ KERNEL __launch_bounds__(256)
 }
 
 #define INSTANCES(T)                                                                                         \
-    KERNEL __launch_bounds__(512)                                                                            \
+    KERNEL __launch_bounds__(1024)                                                                           \
         consume_logits_##T(const T* z, T* dz, const void* targets, i64 id_bytes, double* losses, i64 width,  \
                            i64 ld_z, i64 ld_dz, float scale) {                                               \
         consume_logits<T>(z, dz, targets, id_bytes, losses, width, ld_z, ld_dz, scale);                      \
