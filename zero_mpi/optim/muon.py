@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from zero_mpi import device, ops
+from zero_mpi.device.arrays import Scalar, namespace
 from zero_mpi.device.types import Array
 from zero_mpi.optim.rule import MatrixRule, Part
 from zero_mpi.sharding.unit import QUANTUM
@@ -96,7 +97,7 @@ class Muon(MatrixRule):
         """Return (rows, columns) with the singular vectors of `matrix` and singular values near 1."""
         tall = matrix.shape[0] > matrix.shape[1]
         x = (matrix.T if tall else matrix).copy()
-        x *= np.float32(1.0 / (norm(x) + EPS))
+        x *= (1.0 / (norm(x) + EPS)).astype(np.float32)
         x = x.astype(self.kind, copy=False)
         for a, b, c in self.coefficients:
             square = ops.linear(x, x)
@@ -114,11 +115,14 @@ class Muon(MatrixRule):
             device.in_use().copy(part.low, part.parameters)
 
 
-def norm(x: Array) -> float:
-    """Return the Euclidean norm of a matrix; its squares are summed in float64 in one fixed order."""
+def norm(x: Array) -> Scalar:
+    """Return the Euclidean norm of a matrix; its squares are summed in float64 in one fixed order.
+
+    A GPU's result stays there, so that nobody waits for it.
+    """
     flat = x.reshape(-1)
     full = flat.size // QUANTUM * QUANTUM
     sums = [ops.chunk_squares(flat[:full], QUANTUM)] if full else []
     if flat.size > full:
         sums.append(ops.chunk_squares(flat[full:], flat.size - full))
-    return math.sqrt(sum(float(device.in_use().to_host(each).sum()) for each in sums))
+    return namespace(x).sqrt(sum(each.sum() for each in sums))
