@@ -80,9 +80,7 @@ class Unit:
 
     def partition(self, ranks: int) -> Partition:
         """Return the partition of the buffer among ranks."""
-        if self.ends:
-            return Partition(self.length, ranks, self.quantum, ends=self.ends)
-        return dealt_out(self.length, ranks, self.quantum)
+        return dealt_out(self.length, ranks, self.quantum, self.ends)
 
     def gathered_size(self, compute: Any) -> int:
         """Return the number of float32 elements for gathered parameters with this type of computation."""
@@ -95,8 +93,7 @@ class Unit:
     def gathered_split(self, ranks: int, compute: Any) -> Partition:
         """Return the partition of `gathered_size` among ranks."""
         size, quantum = self.gathered_size(compute), floats(self.quantum, compute)
-        ends = tuple(floats(end, compute) for end in self.ends)
-        return Partition(size, ranks, quantum, ends=ends) if ends else dealt_out(size, ranks, quantum)
+        return dealt_out(size, ranks, quantum, tuple(floats(end, compute) for end in self.ends))
 
     def kept_bytes(self, compute: Any) -> int:
         """Return the bytes per element of a slice."""

@@ -37,7 +37,7 @@ from zero_mpi.errors import FileError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.gguf_keys import ARCHITECTURE, GGUFKeys
 from zero_mpi.files.open import exists, read_file
-from zero_mpi.nn.low_rank import FIRST, SECOND
+from zero_mpi.nn.adapters import FIRST, SECOND
 
 CONFIG = "config.json"
 MAX_CONFIG = 1 << 22  # bytes; a hundred times the usual size of config.json
