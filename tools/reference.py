@@ -18,7 +18,7 @@ PAGES = {
     "reference/models.md": ("Reference: models", "zero_mpi.models"),
     "reference/comm.md": ("Reference: transports", "zero_mpi.comm"),
 }
-# Modules beside these that a program of one's own may need, whole.
+# Other modules that a user program may need; their pages have all names.
 MORE = ("zero_mpi.launch.world", "zero_mpi.launch.connect", "zero_mpi.errors")
 ROW = re.compile(r"(?P<name>[`\w][^.\s]*(?:,? [^.\s]+){0,4}) {2,}(?P<text>\S.*)")
 

@@ -17,12 +17,9 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, Settings
 from zero_mpi.checkpoint.huggingface.config import DROPOUTS, DROPOUTS_ROTARY, architecture, biases_of, keys_of
+from zero_mpi.checkpoint.huggingface.families import FAMILIES, GGUF_NAMES, ROTARY_CLASSES, Order, Settings
 from zero_mpi.checkpoint.huggingface.names import (
-    FAMILIES,
-    GGUF_NAMES,
-    Order,
     interleaved,
     order_of,
     parts_of,
