@@ -155,10 +155,10 @@ def units_by_row(
     stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str]
 ) -> list[Unit]:
     """Return one unit per parameter, whose shards are full rows; a vector's rows are its elements."""
-    names = [name for scope in by_scope(stages, params).values() for name in scope]
     return [
-        Unit(name, {name: param}, param.size // param.shape[0], kind_of(name) == TRAINED)
-        for name, param in ((name, params[name]) for name in names)
+        Unit(name, {name: params[name]}, params[name].size // params[name].shape[0], kind_of(name) == TRAINED)
+        for names in by_scope(stages, params).values()
+        for name in names
     ]
 
 
