@@ -102,7 +102,7 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
         comm.wait_written()
 
     def reduce() -> None:
-        assert pool.lent == 1  # a buffer is reduced in place only if it is a lent slot of a pool
+        assert len(pool._lent) == 1  # a buffer is reduced in place only if it is a lent slot of a pool
         comm.reduce_scatter(slot, own, partition).wait()
 
     return {"all-gather shared": gather, "reduce-scatter shared": reduce}

@@ -212,7 +212,7 @@ def memory() -> dict[str, float]:
     free, total = cupy.cuda.runtime.memGetInfo()
     return {
         "pool_mb": cupy.get_default_memory_pool().total_bytes() / 2**20,
-        "activations_mb": pool_of(device.in_use()).stats().held / 2**20,
+        "activations_mb": pool_of(device.in_use()).nbytes / 2**20,
         "gpu_used_mb": (total - free) / 2**20,
     }
 

@@ -26,7 +26,7 @@ from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule, ops
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
-from zero_mpi.device.arrays import recycled_stats
+from zero_mpi.device.arrays import RECYCLED
 from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.world import World, run
@@ -166,7 +166,7 @@ def measure(world: World, options: argparse.Namespace) -> list[dict[str, object]
         for variant in runs:
             for number in range(options.steps):
                 variant.timed_step(number)
-    memory = runs[0].comm.allgather_object((peak_rss(), pss(), recycled_stats().held / 2**20))
+    memory = runs[0].comm.allgather_object((peak_rss(), pss(), RECYCLED.nbytes / 2**20))
     return [result(variant, peak, memory) for variant in runs]
 
 

@@ -7,7 +7,7 @@ from zero_mpi.data.loader import HeldOut, StepLoader, Windows
 from zero_mpi.data.packing import PairWindows
 from zero_mpi.data.teacher_file import TeacherFile
 from zero_mpi.models.lora import FROZEN, LoRA
-from zero_mpi.nn.distilled import Distilled
+from zero_mpi.nn.loss import Distilled
 from zero_mpi.nn.preference import Preference
 from zero_mpi.train.objective import Objective, PreferenceObjective
 

@@ -85,4 +85,4 @@ def offloaded_bytes(optimizer):
     if optimizer._offload is None:
         return 0, 0
     host = sum(state.nbytes for states in optimizer.states.values() for state in states.values())
-    return host, optimizer._offload.nbytes
+    return host, sum(array.nbytes for buffer in optimizer._offload.buffers for array in buffer.arrays)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/strategies.md, docs/exact.md and ARCHITECTURE.md from the code that they explain.
+"""Draw the pictures of docs/{strategies,exact,moe}.md and ARCHITECTURE.md from the code that they explain.
 
     python tools/figures.py [FOLDER]
 

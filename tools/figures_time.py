@@ -1,6 +1,6 @@
 """Draws pictures of a step: when units are gathered and reduced, the routes of sums, the order of sums.
 
-The columns of a schedule are its stages, with the actions that `ShardedModule` runs. The numbers of
+The columns of a schedule are its stages and turns, with the actions that `ShardedModule` runs. The numbers of
 elements in boxes come from `zero_mpi.plan.traffic`, and `Rounds` determines the positions of
 micro-batches.
 """
@@ -19,7 +19,19 @@ from zero_mpi.data import ByteTokenizer
 from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.traffic import Lanes
-from zero_mpi.sharding.actions import Backward, Forward, Gather, Reduce, Release, Wait, WaitReduce, by_stage
+from zero_mpi.sharding.actions import (
+    Actions,
+    Backward,
+    Forward,
+    Gather,
+    Reduce,
+    Release,
+    StageAction,
+    Turn,
+    Wait,
+    WaitReduce,
+    by_stage,
+)
 from zero_mpi.sharding.layout import Layout
 from zero_mpi.sharding.rounds import Rounds
 
@@ -41,9 +53,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Story:
-    """Activities of a step by columns: forward stages, backward stages, the update."""
+    """Activities of a step by columns: stages and turns of forward, those of backward, the update."""
 
     columns: list[str]
+    ahead: int  # number of columns of forward
     coming: list[Span]  # gathers in progress
     there: list[Span]  # units with full parameters on the rank
     work: list[Span]  # a stage computes with the unit
@@ -52,8 +65,8 @@ class Story:
 
 def story(layout: Layout, names: list[str]) -> Story:
     """Return the activities of a step with one micro-batch per rank, as `ShardedModule` runs them."""
-    schedule, stages = layout.schedule, len(names)
-    columns = [*by_stage(schedule.forward), *by_stage(schedule.backward)]
+    schedule, ahead = layout.schedule, [*by_stage(layout.schedule.forward)]
+    columns = [*ahead, *by_stage(schedule.backward)]
     opened, whole, reduced = dict[int, float](), dict[int, float](), dict[int, float]()
     coming, there, work, sums = list[Span](), list[Span](), list[Span](), list[Span]()
     for column, action in ((column, action) for column, actions in enumerate(columns) for action in actions):
@@ -67,14 +80,26 @@ def story(layout: Layout, names: list[str]) -> Story:
                 there.append(Span(unit, whole.pop(unit), column + 1))
             case Forward(stage) | Backward(stage):
                 work += [Span(unit, column, column + 1) for unit in dict.fromkeys(layout.uses[stage])]
+            case Turn(stage, number):
+                work += [Span(unit, column, column + 1) for unit in layout.parts[stage].units[number]]
             case WaitReduce(unit) if unit in reduced:
                 sums.append(Span(unit, reduced.pop(unit), column + 1))
             case Reduce(unit):
                 reduced[unit] = column + 1
-    sums += [Span(unit, since, 2 * stages + 0.5) for unit, since in reduced.items()]
+    sums += [Span(unit, since, len(columns) + 0.5) for unit, since in reduced.items()]
     if not any(isinstance(action, Gather) for action in schedule.forward):
-        there = [Span(unit, 0, 2 * stages + 1) for unit in range(len(layout.units))]
-    return Story([*names, *names[::-1], "update"], coming, there, work, sums)
+        there = [Span(unit, 0, len(columns) + 1) for unit in range(len(layout.units))]
+    labels = [label(layout, actions, names) for actions in columns]
+    return Story([*labels, "update"], len(ahead), coming, there, work, sums)
+
+
+def label(layout: Layout, actions: Actions, names: list[str]) -> str:
+    """Return the name of a column: that of its stage, or the range of the part that a turn brings."""
+    action = next(action for action in actions if isinstance(action, StageAction))
+    if not isinstance(action, Turn):
+        return names[action.stage]
+    members = layout.parts[action.stage].members[action.number]
+    return f"[{members.start}:{members.stop}]"
 
 
 def draw_story(
@@ -87,7 +112,7 @@ def draw_story(
     after: str = "",
     later: bool = False,
 ) -> str:
-    """Draw a schedule, with a row per unit and a column per stage.
+    """Draw a schedule, with a row per unit and a column per stage or turn.
 
     `after`: name of the gather after all sums, or ""; `later`: it may extend into the next step.
     """
@@ -95,9 +120,9 @@ def draw_story(
     picture = Picture(WIDTH, title, about)
     picture.text(MARGIN, 62, about, "dim")
     legend(picture, gathers, after)
-    units, stages = layout.units, len(names)
+    units, end = layout.units, len(got.columns) - 1
     bottom = TOP + HIGH * len(units)
-    heads(picture, got.columns, stages, bottom)
+    heads(picture, got.columns, got.ahead, bottom)
     for row, unit in enumerate(units):
         picture.text(MARGIN, TOP + HIGH * row + 20, unit.name, "ink bold")
     for kind, spans in (("there", got.there), ("work", got.work)):
@@ -109,7 +134,7 @@ def draw_story(
         arrow(picture, span, "sum", low=True)
     if after:
         for row in range(len(units)):
-            arrow(picture, Span(row, 2 * stages + 0.5, 2 * stages + (1.35 if later else 0.98)), "coming")
+            arrow(picture, Span(row, end + 0.5, end + (1.35 if later else 0.98)), "coming")
     return picture.done(bottom + 24)
 
 
@@ -132,16 +157,17 @@ def legend(picture: Picture, gathers: bool, after: str) -> None:
         x += 34 + 6.9 * len(label) + 22
 
 
-def heads(picture: Picture, columns: list[str], stages: int, bottom: float) -> None:
-    """Draw the names of stages above the columns, and lines between columns."""
-    for at, name in ((0, "forward"), (stages, "backward")):
-        picture.text(LEFT + CELL * (at + stages / 2), TOP - 30, name, "ink bold mid")
+def heads(picture: Picture, columns: list[str], ahead: int, bottom: float) -> None:
+    """Draw the names of stages above the columns, and lines between columns; `ahead`: columns of forward."""
+    end = len(columns) - 1
+    for start, stop, name in ((0, ahead, "forward"), (ahead, end, "backward")):
+        picture.text(LEFT + CELL * (start + stop) / 2, TOP - 30, name, "ink bold mid")
     for column, name in enumerate(columns):
         short = name.removeprefix("token_").removeprefix("output_")
         picture.text(LEFT + CELL * (column + 0.5), TOP - 10, short, "dim small mid")
     for column in range(len(columns) + 1):
         x = LEFT + CELL * column
-        picture.line([(x, TOP - (40 if column in (0, stages, 2 * stages) else 2)), (x, bottom)], "edge")
+        picture.line([(x, TOP - (40 if column in (0, ahead, end) else 2)), (x, bottom)], "edge")
 
 
 def place(picture: Picture, span: Span, kind: str) -> None:
@@ -160,9 +186,9 @@ def arrow(picture: Picture, span: Span, kind: str, low: bool = False) -> None:
     picture.arrow((start + 4, y), (stop - 2, y), kind)
 
 
-def stage_case(strategy: str, **others: Any) -> tuple[Layout, list[str]]:
-    """Return the layout of the default model under a strategy, and the names of its stages."""
-    model = model_from_flags(Config(), ByteTokenizer())
+def stage_case(strategy: str, config: Config | None = None, **others: Any) -> tuple[Layout, list[str]]:
+    """Return the layout of a model (the default one) under a strategy, and the names of its stages."""
+    model = model_from_flags(config or Config(), ByteTokenizer())
     of = Case(model, ranks=4, batch_size=8, strategy_name=strategy, **others)
     return of.layout, [stage.scope for stage in model.stages()]
 
@@ -199,6 +225,14 @@ def no_shard() -> str:
     about = "Units are buckets (here --bucket-mb 2), filled from the end of the model, as gradients come."
     after = "exact mode: the sums are gathered"
     return draw_story("A step under no-shard", about, layout, names, after=after)
+
+
+def turns() -> str:
+    """Draw full-shard of a mixture whose experts are gathered in three parts, in turns."""
+    config = Config(arch="qwen3moe", layers=1, experts=6, experts_used=2)
+    layout, names = stage_case("full-shard", config, bucket_mb=2.5)
+    about = "The six experts of a block are gathered two at a time (here --bucket-mb 2.5), in turns."
+    return draw_story("A step of a mixture under full-shard", about, layout, names, gathers=True)
 
 
 # ----------------------------------------------------------------------------------------- between nodes
@@ -313,6 +347,7 @@ PICTURES = {
     "full-shard-prefetch-0.svg": full_shard_late,
     "shard-grad-op.svg": shard_grad_op,
     "no-shard.svg": no_shard,
+    "turns.svg": turns,
     "nodes.svg": nodes,
     "order.svg": order,
 }

@@ -1,4 +1,4 @@
-"""Makes the pages of the reference for mkdocstrings, with the public names of each package in `__all__`.
+"""Makes the pages of the reference for mkdocstrings, with the public names of each package.
 
 Our docstrings list things as "name   what it is", in columns; `listed` makes a list of Markdown of these.
 Nothing is imported: the names stand in the source.
@@ -18,18 +18,20 @@ PAGES = {
     "reference/models.md": ("Reference: models", "zero_mpi.models"),
     "reference/comm.md": ("Reference: transports", "zero_mpi.comm"),
 }
-# Modules beside these that a program of one's own may need, whole.
+# Other modules that a user program may need; their pages have all names.
 MORE = ("zero_mpi.launch.world", "zero_mpi.launch.connect", "zero_mpi.errors")
 ROW = re.compile(r"(?P<name>[`\w][^.\s]*(?:,? [^.\s]+){0,4}) {2,}(?P<text>\S.*)")
 
 
 def public_names(package: str) -> list[str]:
-    """Return the names in a package's `__all__`."""
+    """Return the names in a package's `__all__`, or its functions and its imports of the form `X as X`."""
     tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
-    raise ValueError(f"{package} has no __all__")
+    imported = (name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names)
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return sorted([name.name for name in imported if name.name == name.asname] + functions)
 
 
 def reference_pages() -> dict[str, str]:

@@ -128,6 +128,6 @@ def test_only_rank_0_is_sent_anything_and_brings_units_together(exact, ranks_fol
     before = pool.nbytes
     save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
     assert {event.kind for event in comm.log} <= {"gather"}
-    assert (pool.nbytes, pool.lent) == (before, 0)
+    assert (pool.nbytes, pool._lent) == (before, {})
     slices = [unit.parameters.master_shard.nbytes for unit in optimizer.module.units]
     assert sum(event.sent for event in comm.log) == (0 if exact.rank == 0 else 3 * sum(slices))

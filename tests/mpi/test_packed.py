@@ -10,7 +10,7 @@ import tiny
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.data import EvalLoader, PackedWindows, StepLoader
 from zero_mpi.data.documents import Document, stream_of
-from zero_mpi.sharding.rounds import evaluate
+from zero_mpi.sharding.rounds import ordered_total, part_losses
 from zero_mpi.train.objective import with_loss
 
 CONTEXT, STEPS = 40, 3
@@ -40,9 +40,9 @@ def train(comm, name, strategy=FULL_SHARD, counts=True, **options):
             given = (None,) if own is None else with_loss(loader.micro(step, own), 1 / loader.counted(step))
             accumulator.accumulate(*given)
         records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
-    held_out = EvalLoader(found, 2, 7)
-    read = held_out.micro
-    loss = evaluate(module, held_out.micro_batches, lambda i: with_loss(read(i), 1 / held_out.counted))
+    held = EvalLoader(found, 2, 7)
+    count, scale = held.micro_batches, 1 / held.counted
+    loss = ordered_total(part_losses(module, count, count, lambda i: (*with_loss(held.micro(i), scale), i)))
     return records, loss, tiny.digest(module.state_dict())
 
 

@@ -70,7 +70,7 @@ CASES = {
     "tokenizer of text": ([*TEXT, "--tokenizer", "text"], "text: "),
     "vocab-size of text": ([*TEXT, "--vocab-size", "300"], "--vocab-size"),
     "run folder": ([*TEXT, "--init", "run"], "run: .*run/latest"),
-    "architecture": ([*TEXT, "--init", "mamba.gguf"], "mamba.gguf: .*'mamba'.*llama, gpt2"),
+    "architecture": ([*TEXT, "--init", "mamba.gguf"], "mamba.gguf: .*'mamba'.*llama, smollm3"),
     "context of a model": ([*TEXT, *MODEL, "--context", "32"], "--context 32: .* 16"),
     "kv-heads": ([*TEXT, *MODEL, "--kv-heads", "1"], "--kv-heads 1: .* --kv-heads 3"),
     "tied": ([*TEXT, *MODEL, "--tied"], "--tied: .* --no-tied"),

@@ -22,7 +22,7 @@ import pytest
 import tiny
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, nn, ops
-from zero_mpi.device.arrays import recycled_stats, side_by_side
+from zero_mpi.device.arrays import RECYCLED, side_by_side
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.ops import code_cache, reference
 
@@ -300,12 +300,12 @@ def test_attention_of_nothing():
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
-    found, before = {}, recycled_stats()
+    found, before = {}, RECYCLED.nbytes
     tracemalloc.start()
     try:
         yield found
         found["else"] = tracemalloc.get_traced_memory()[1]
-        found["pool"] = recycled_stats().held - before.held
+        found["pool"] = RECYCLED.nbytes - before
     finally:
         tracemalloc.stop()
 
@@ -445,11 +445,11 @@ def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
         optimizer.step(max_norm=1.0)
 
     gc.collect()  # frees arrays of earlier tests that would be freed during the measurement
-    lent = recycled_stats().lent
+    lent = sum(block.lease is not None for block in RECYCLED._blocks)
     step()
     step()
-    warm = recycled_stats()
-    assert warm.held > 2**20, "the test watches arrays that are large enough for the pool"
+    warm = RECYCLED.nbytes
+    assert warm > 2**20, "the test watches arrays that are large enough for the pool"
     growths = []
     tracemalloc.start()
     try:
@@ -461,8 +461,8 @@ def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
     finally:
         tracemalloc.stop()
     growth = min(growths)  # a thread of an earlier test may allocate during one of the steps
-    assert recycled_stats().fresh == warm.fresh
-    assert recycled_stats().lent == lent, "nothing is kept from one step to the next"
+    assert RECYCLED.nbytes == warm
+    assert sum(block.lease is not None for block in RECYCLED._blocks) == lent  # a step keeps nothing
     assert growth < 100_000, f"{growth} bytes outside the pool at once; one activation has 82 kB"
 
 

@@ -15,7 +15,7 @@ from zero_mpi.data.packing import PackedWindows
 from zero_mpi.data.teacher_file import HEAD, TeacherFile, open_teacher
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.nn.distilled import Distilled
+from zero_mpi.nn.loss import Distilled
 
 KNOWN = TeacherFile(3, 1.0, 4, 6, "d", "byte")
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from test_huggingface import IDS, Edit, our_logits
 
-from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES
+from zero_mpi.checkpoint.huggingface.families import ROTARY_CLASSES
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.commands.export.huggingface import config_json
 

@@ -14,7 +14,7 @@ from zero_mpi.config.command_line import parse
 from zero_mpi.config.optimizer import schedule_of
 from zero_mpi.config.settings import Config
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
-from zero_mpi.sharding.init_weights import DRAW_BLOCK, initial_values
+from zero_mpi.nn.layer import DRAW_BLOCK, initial_values
 from zero_mpi.sharding.strategy import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.4}

@@ -9,7 +9,7 @@ import tiny
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, cross_entropy, ops
 from zero_mpi.arguments import UNCOUNTED
-from zero_mpi.device.arrays import recycled_stats
+from zero_mpi.device.arrays import RECYCLED
 from zero_mpi.nn import Cache, CausalAttention, CrossEntropy, Packed
 from zero_mpi.nn.batch import BatchContext, Documents, StageWeights
 from zero_mpi.nn.loss import ROW_STEPS
@@ -185,5 +185,5 @@ def test_a_step_allocates_nothing_large_though_documents_differ():
         cuts = np.unique(np.append(0, rng.integers(CONTEXT, size=rng.integers(1, 9))))
         accumulator.accumulate(Packed(ids, begins_of(cuts, 8)), CrossEntropy(targets, 1e-3))
         optimizer.step()
-        fresh.append(recycled_stats().fresh)
+        fresh.append(RECYCLED.nbytes)
     assert fresh[-1] == fresh[2 * ROW_STEPS], "a head has been given all numbers of rows twice"

@@ -45,8 +45,8 @@ SLOW = Machine(Link(0, 0), Link(1e-3, 1e-8), flops=1e9, moves=1e9)
 
 
 def recycled_bytes(case, monkeypatch):
-    monkeypatch.setattr(arrays._host, "_free", {})
-    monkeypatch.setattr(arrays._host, "_blocks", [])
+    monkeypatch.setattr(arrays.RECYCLED, "_free", {})
+    monkeypatch.setattr(arrays.RECYCLED, "_blocks", [])
     options = {"prefetch": case.prefetch, "frozen": case.frozen, "precision": case.precision}
     stages, strategy = case.model.stages(case.recompute), strategy_named(case.strategy_name)
     module = ShardedModule(stages, SerialComm(), strategy, **options)
@@ -55,7 +55,7 @@ def recycled_bytes(case, monkeypatch):
     if case.teacher or case.preference:
         for _ in range(2):
             make_step(objective_of(case, module), accumulator, optimizer)
-        return arrays.recycled_stats().held
+        return arrays.RECYCLED.nbytes
     shape = (case.micro_batch, case.context + 1)
     drawn = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
     for _ in range(2):
@@ -63,7 +63,7 @@ def recycled_bytes(case, monkeypatch):
             accumulator.accumulate(drawn[:, :-1], CrossEntropy(drawn[:, 1:], 1.0 / case.tokens))
         accumulator.total_loss()
         optimizer.step(max_norm=1.0)
-    return arrays.recycled_stats().held
+    return arrays.RECYCLED.nbytes
 
 
 @needs_numba

@@ -168,7 +168,7 @@ ELSEWHERE |= {
 }
 CALLS |= {
     name: lambda o, name=name: by_signature(o, name)
-    for name in low_precision.ROLES.keys() - CALLS.keys() - ELSEWHERE
+    for name in low_precision.WIDENED.keys() - CALLS.keys() - ELSEWHERE
 }
 CALLS |= {
     f"norm_backward, {np.dtype(kind)}": lambda o, kind=kind: norm_backwards(o, kind)
@@ -295,7 +295,7 @@ def test_float64_has_float64_states_and_goes_where_it_can(tmp_path):
 
 
 def test_the_scale_halves_and_grows():
-    scale = LossScale.start(dynamic=True)
+    scale = LossScale(dynamic=True)
     assert scale.factor == 2.0**FIRST_EXPONENT
     scale.update(finite=False)
     assert scale.factor == 2.0 ** (FIRST_EXPONENT - 1)
@@ -308,7 +308,7 @@ def test_the_scale_halves_and_grows():
     for _ in range(MAX_EXPONENT + 3):
         scale.update(finite=False)
     assert scale.factor == 1.0
-    still = LossScale.start(dynamic=False)
+    still = LossScale(dynamic=False)
     still.update(finite=False)
     assert (still.factor, still.good_steps) == (1.0, 0)
 

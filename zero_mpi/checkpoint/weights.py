@@ -36,8 +36,7 @@ from zero_mpi.files.gguf_keys import ARCHITECTURE, TOKENIZER, GGUFKeys
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import LoRA
-from zero_mpi.nn.added_rows import ADDED
-from zero_mpi.nn.low_rank import FIRST, SECOND, product
+from zero_mpi.nn.adapters import ADDED, FIRST, SECOND, product
 
 
 def keys_of(file: WeightSource) -> GGUFKeys:

@@ -64,9 +64,9 @@ class Partition:
 
 
 @lru_cache(maxsize=4096)
-def dealt_out(length: int, parts: int, quantum: int) -> Partition:
+def dealt_out(length: int, parts: int, quantum: int, ends: tuple[int, ...] = ()) -> Partition:
     """Return a cached partition, one object for all equal ones, since its bounds take 72 bytes per rank."""
-    return Partition(length, parts, quantum)
+    return Partition(length, parts, quantum, ends)
 
 
 @dataclass(frozen=True)

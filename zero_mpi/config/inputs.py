@@ -36,7 +36,7 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.lora import HEAD, is_meant
 from zero_mpi.models.model_config import EXPERTS, OPTIONAL, REQUIRED, check_blocks
-from zero_mpi.nn.low_rank import FIRST
+from zero_mpi.nn.adapters import FIRST
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.optim.optimizer import check_scales
 from zero_mpi.sharding.layout import check_patterns, is_trainable

@@ -13,7 +13,7 @@ import math
 import threading
 import weakref
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +73,6 @@ class BufferPool:
         self._device = device.in_use() if where is None else where
         self._free: list[Array] = []
         self._lent: dict[int, Array] = {}
-        self.peak_lent = 0  # the most buffers that were lent at the same time
 
     def take(self, size: int) -> Array:
         """Return a buffer of at least `size` elements: the smallest free one that fits, or a new one."""
@@ -84,18 +83,12 @@ class BufferPool:
         else:
             buffer = self._device.empty(size)
         self._lent[id(buffer)] = buffer
-        self.peak_lent = max(self.peak_lent, len(self._lent))
         return buffer
 
     def give(self, buffer: Array) -> None:
         """Take back a buffer that `take` lent."""
         assert self._lent.pop(id(buffer), None) is buffer, "this buffer is not lent by this pool"
         self._free.append(buffer)
-
-    @property
-    def lent(self) -> int:
-        """Number of buffers that are lent now."""
-        return len(self._lent)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -146,14 +139,6 @@ class _Lease(weakref.ref[Any]):
 def _came_back(lease: _Lease) -> None:
     lease.block.lease = None
     lease.block.home.append(lease.block)
-
-
-class RecycledStats(NamedTuple):
-    """State of a pool of recycled memory: total bytes, bytes that arrays use, and number of allocations."""
-
-    held: int
-    lent: int
-    fresh: int
 
 
 class Recycler:
@@ -207,11 +192,10 @@ class Recycler:
         for home in self._free.values():
             home.clear()
 
-    def stats(self) -> RecycledStats:
-        """Return the current state of the pool."""
-        blocks = list(self._blocks)
-        lent = sum(int(block.memory.nbytes) for block in blocks if block.lease is not None)
-        return RecycledStats(sum(int(block.memory.nbytes) for block in blocks), lent, len(blocks))
+    @property
+    def nbytes(self) -> int:
+        """Total bytes of all blocks, lent or free."""
+        return sum(int(block.memory.nbytes) for block in list(self._blocks))
 
 
 def pool_of(where: Device) -> Recycler:
@@ -222,5 +206,5 @@ def pool_of(where: Device) -> Recycler:
     return pool
 
 
-_host = pool_of(HOST)
-recycled, recycled_stats = _host.take, _host.stats  # the host's pool, whatever the device is
+RECYCLED = pool_of(HOST)  # the host's pool, whatever the device is
+recycled = RECYCLED.take

@@ -1,4 +1,4 @@
-"""Arrays of the one GPU that a rank uses: CuPy's, which is imported when a GPU is chosen."""
+"""CuPy arrays on the one GPU that a rank uses. CuPy is imported when a GPU is chosen."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
 class CudaMark:
-    """Event in the order of the GPU's work: `done` polls it, `wait` blocks and leaves the core to others."""
+    """Marker in the order of the GPU's work: `done` tests whether it is reached, `wait` sleeps until then."""
 
     def __init__(self, event: Any, gpu: Cuda) -> None:
         self.event, self._gpu = event, gpu
 
     @property
     def done(self) -> bool:
-        """Return whether all work before the mark is complete. Raises CuPy's error if the GPU has failed."""
+        """True if all work before the marker is complete. Raises CuPy's error if the GPU has failed."""
         self._gpu.choose()
         runtime = self._gpu.cupy.cuda.runtime
         status = runtime.eventQuery(self.event.ptr)  # CuPy's `Event.done` says no forever after a fault
@@ -37,14 +37,14 @@ class CudaMark:
 
 
 class Cuda:
-    """CuPy arrays on one GPU. All computing goes to one stream, whichever thread asks for it.
+    """CuPy arrays on one GPU. All threads of the process compute on one stream.
 
-    Memory comes from CuPy's pool, which takes it by cudaMalloc: MPI libraries and other processes can open
-    that. Raises UsageError where there is no such GPU.
+    CuPy's pool allocates memory by cudaMalloc, so MPI libraries and other processes can map it. The
+    constructor raises UsageError if CuPy is not installed.
     """
 
     name = "cuda"
-    chunk = 0  # CuPy cuts blocks from chunks of its own
+    chunk = 0  # CuPy's pool already combines small allocations
     activations: Any = None  # as `Host.activations`
 
     def __init__(self, number: int) -> None:
@@ -63,7 +63,7 @@ class Cuda:
         return f"{name}, CuPy {self.cupy.__version__}"
 
     def choose(self) -> None:
-        """Let the calling thread use this GPU; a thread that has chosen none would use the first."""
+        """Let the calling thread use this GPU; otherwise a new thread would use the first GPU."""
         if not getattr(self._threads, "chosen", False):
             self.cupy.cuda.Device(self.number).use()
             self._threads.chosen = True
@@ -81,20 +81,20 @@ class Cuda:
         return self.cupy.zeros(size, dtype)
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """Return (owner, array) as `Host.lend`: CuPy's views, and views of them, hold the array itself."""
+        """Return (owner, array) like `Host.lend`: all views of a CuPy array keep a reference to the array."""
         array = self.cupy.ndarray(shape, dtype, memory.data)
         return array, array
 
     def from_host(self, x: Array) -> Array:
-        """Return a copy of a host's array on the GPU, in the order of its work."""
+        """Return a copy of a host array on the GPU; later work on the GPU sees the copy."""
         return x if isinstance(x, self.cupy.ndarray) else self.cupy.asarray(x)
 
     def to_host(self, x: Array) -> Array:
-        """Return a copy of a GPU's array on the host, complete."""
+        """Return a copy of a GPU array on the host, when the copy is complete."""
         return x.get(stream=self.stream) if isinstance(x, self.cupy.ndarray) else x
 
     def copy(self, target: Array, source: Array) -> None:
-        """Copy: target[...] = source, wherever the two are; what comes to or from the host is complete."""
+        """Set target[...] = source on any devices; return when a copy to or from the host is complete."""
         here, there = (isinstance(x, self.cupy.ndarray) for x in (target, source))
         if here and not there:
             target.set(np.ascontiguousarray(source, target.dtype).reshape(target.shape), stream=self.stream)
@@ -103,7 +103,7 @@ class Cuda:
             target[...] = source if here else self.to_host(source)
 
     def pinned(self, nbytes: int) -> Array:
-        """Return host memory that the GPU copies from and to by itself; raise UsageError without room."""
+        """Return host memory that the GPU can access directly; raise UsageError if there is not enough."""
         cuda = self.cupy.cuda
         self.choose()
         try:
@@ -116,9 +116,9 @@ class Cuda:
         return np.ndarray((nbytes,), np.uint8, cuda.PinnedMemoryPointer(memory, 0))
 
     def fetch(self, pairs: list[tuple[Array, Array]]) -> CudaMark:
-        """Copy (pinned, array) pairs to the host beside later work; return a mark behind the last copy.
+        """Copy arrays, given as (pinned, array), while later work runs; return a marker after the last copy.
 
-        `before_update` has to be called before the arrays change.
+        Call `before_update` before the arrays change.
         """
         runtime = self.cupy.cuda.runtime
         self._copies.wait_event(self.mark().event)
@@ -132,7 +132,7 @@ class Cuda:
         return self._fetched
 
     def before_update(self) -> None:
-        """Order later computing after the copies of `fetch`."""
+        """Order later computation after the copies of `fetch`."""
         if self._fetched is not None:
             self.wait_for(self._fetched)
             self._fetched = None
@@ -149,21 +149,21 @@ class Cuda:
         return graph, result, pool
 
     def mark(self, stream: Any = None) -> CudaMark:
-        """Return a mark behind all work that the computing stream, or another, was asked for so far."""
+        """Return a marker after all work launched so far on a stream, by default the compute stream."""
         self.choose()
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(stream or self.stream)
         return CudaMark(event, self)
 
     def wait_for(self, mark: Any) -> None:
-        """Order later computing after a mark, which may be on another stream."""
+        """Order later computation after a marker, which may be on another stream."""
         self.stream.wait_event(mark.event)
 
     def synchronize(self) -> None:
         self.stream.synchronize()
 
     def memory_in_use(self) -> int:
-        """Return the bytes of the GPU that are not free, those of other processes on it included."""
+        """Return the bytes of GPU memory that are in use by all processes."""
         free, total = self.cupy.cuda.runtime.memGetInfo()
         return int(total - free)
 
@@ -172,27 +172,27 @@ class Cuda:
 
 
 class CudaStopwatch:
-    """Clock of the stream that computes: its stamps are events, whose times are read when all is done.
+    """Clock of the compute stream. Stamps are events, whose times are read when all work is complete.
 
-    Two events with a known time of the host, the first one and one made when times are read, relate the
-    GPU's clock to the host's, which is taken to run evenly between them. CUDA gives times in float32: they
-    are exact to a microsecond ten seconds after the first event, to a quarter of a millisecond an hour after
-    it, and never put a mark before another that it follows.
+    Two events whose times on the host's clock are known relate the two clocks: the first event, and one made
+    when times are read. Between them, both clocks are assumed to run evenly. CUDA returns times in float32.
+    They are exact to a microsecond ten seconds after the first event, and to a quarter of a millisecond after
+    an hour. Times never decrease along the stream.
     """
 
     def __init__(self, cuda: Any, stream: Any) -> None:
         self._cuda, self._stream = cuda, stream
         self._first, self._begun = self._known()
-        self._rate = 0.0  # seconds of the host in a millisecond of the GPU; 0: not known yet
+        self._rate = 0.0  # host seconds per GPU millisecond; 0: not measured yet
 
     def stamp(self) -> Any:
-        """Return an event behind all work that was asked for so far."""
+        """Return an event after all work launched so far."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event
 
     def _known(self) -> tuple[Any, float]:
-        """Return an event, and when the GPU came to it."""
+        """Return an event, and the host time at which the GPU reached it."""
         self._stream.synchronize()
         before = time.perf_counter()
         event = self.stamp()
@@ -200,7 +200,7 @@ class CudaStopwatch:
         return event, (before + time.perf_counter()) / 2
 
     def seconds(self, stamp: Any) -> float:
-        """Return when the GPU came to a stamp, by the host's `time.perf_counter`; a float is such a time."""
+        """Return the host time (`time.perf_counter`) at which the GPU reached a stamp (a float: itself)."""
         if isinstance(stamp, float):
             return stamp
         if not self._rate:
@@ -210,14 +210,14 @@ class CudaStopwatch:
 
 
 def import_cupy() -> Any:
-    """Return CuPy. Raises UsageError where it is not installed."""
+    """Return CuPy; raise UsageError if it is not installed."""
     others = " or 'zero-mpi[cuda13]', whichever the driver supports"
     return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 
 
 @contextmanager
 def libraries(other: type[Exception] = OSError) -> Iterator[None]:
-    """Raise UsageError for what CuPy, nvmath and cuda-pathfinder raise where a library of CUDA is missing."""
+    """Turn the errors of CuPy, nvmath and cuda-pathfinder for a missing CUDA library into UsageError."""
     try:
         yield
     except (OSError, RuntimeError, other) as error:
@@ -228,17 +228,17 @@ def libraries(other: type[Exception] = OSError) -> Iterator[None]:
 
 
 def gpus() -> int:
-    """Return how many GPUs CuPy finds; 0 also where there is no CuPy or no driver."""
+    """Return the number of GPUs that CuPy finds; 0 without CuPy or a driver."""
     try:
         import cupy
 
         return int(cupy.cuda.runtime.getDeviceCount())
-    except Exception:  # no CuPy; or CUDARuntimeError, which is known only with it
+    except Exception:  # no CuPy, or CUDARuntimeError, which only CuPy defines
         return 0
 
 
 def why_no_gpu() -> str:
-    """Return in one line why CuPy finds no GPU. Raises UsageError where CuPy is not installed."""
+    """Return the reason why CuPy finds no GPU; raise UsageError if CuPy is not installed."""
     cupy = import_cupy()
     try:
         cupy.cuda.runtime.getDeviceCount()

@@ -1,21 +1,33 @@
-"""Model architectures, by their GGUF names."""
+"""Model architectures, by their GGUF names. Each module of this package registers its classes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
+from pkgutil import iter_modules
 
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
-from zero_mpi.models.gpt2 import GPT2
-from zero_mpi.models.llama import Llama, OLMo2, OLMoE, Qwen2, Qwen3, Qwen3MoE, SmolLM3
-from zero_mpi.models.lora import LoRA
-from zero_mpi.models.model_config import Metadata, ModelConfig, Read
-from zero_mpi.models.relatives import Gemma3, Granite, GraniteMoE, Phi3
+from zero_mpi.models.gpt2 import GPT2 as GPT2
+from zero_mpi.models.llama import Llama as Llama
+from zero_mpi.models.llama import OLMo2 as OLMo2
+from zero_mpi.models.llama import OLMoE as OLMoE
+from zero_mpi.models.llama import Qwen2 as Qwen2
+from zero_mpi.models.llama import Qwen3 as Qwen3
+from zero_mpi.models.llama import Qwen3MoE as Qwen3MoE
+from zero_mpi.models.llama import SmolLM3 as SmolLM3
+from zero_mpi.models.lora import LoRA as LoRA
+from zero_mpi.models.model_config import ARCHITECTURES as ARCHITECTURES
+from zero_mpi.models.model_config import Metadata, Read
+from zero_mpi.models.model_config import ModelConfig as ModelConfig
+from zero_mpi.models.relatives import Gemma3 as Gemma3
+from zero_mpi.models.relatives import Granite as Granite
+from zero_mpi.models.relatives import GraniteMoE as GraniteMoE
+from zero_mpi.models.relatives import Phi3 as Phi3
 
-_KNOWN: tuple[type[ModelConfig], ...] = (Llama, GPT2, Qwen2, Qwen3, SmolLM3, Granite, OLMo2, Gemma3, Phi3)
-_KNOWN += (Qwen3MoE, OLMoE, GraniteMoE)
-ARCHITECTURES: dict[str, type[ModelConfig]] = {config.arch: config for config in _KNOWN}
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
 
 def config_from_gguf(
@@ -34,23 +46,3 @@ def config_from_gguf(
         return ARCHITECTURES[arch].from_gguf(metadata, tensors, read)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
-
-
-__all__ = [
-    "ARCHITECTURES",
-    "GPT2",
-    "Gemma3",
-    "Granite",
-    "GraniteMoE",
-    "Llama",
-    "LoRA",
-    "ModelConfig",
-    "OLMo2",
-    "OLMoE",
-    "Phi3",
-    "Qwen2",
-    "Qwen3",
-    "Qwen3MoE",
-    "SmolLM3",
-    "config_from_gguf",
-]

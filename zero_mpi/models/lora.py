@@ -1,4 +1,4 @@
-"""Selection of the projections of a model that get adapters (`nn.low_rank`), and the adapters' rank."""
+"""Selection of the projections of a model that get adapters (`nn.adapters`), and the adapters' rank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, Layer, Linear, Stage
+from zero_mpi.nn.adapters import FIRST, SECOND
 from zero_mpi.nn.layer import Composite
-from zero_mpi.nn.low_rank import FIRST, SECOND
 from zero_mpi.ops.block_kinds import BlockKind
 
 # Head, router and experts get adapters only if a pattern begins with "output" or contains a part of NAMED,

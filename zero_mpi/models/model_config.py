@@ -29,6 +29,10 @@ Read = Callable[[str], Array]
 HEAD_STD = 0.02  # standard deviation of initial weights (Radford et al., GPT-2, 2019)
 
 
+ARCHITECTURES: dict[str, type[ModelConfig]] = {}
+"""The architectures by GGUF name: each subclass of `ModelConfig` with an `arch`."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes that every architecture has."""
@@ -44,6 +48,10 @@ class ModelConfig:
     head_count: int
     tied: bool
     lora: LoRA | None = field(default=None, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        if "arch" in vars(cls):
+            ARCHITECTURES[cls.arch] = cls
 
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:

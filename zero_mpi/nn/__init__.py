@@ -1,58 +1,35 @@
 """Layers. A layer has parameter names, a forward and a backward, but holds no arrays."""
 
-from zero_mpi.nn.activation import GELU, GeGLU, JointSwiGLU, Multiply, SwiGLU
-from zero_mpi.nn.attention import (
-    CausalAttention,
-    FusedQKV,
-    Heads,
-    JointQKNorm,
-    JointQKV,
-    MergeHeads,
-    ProjectQKV,
-    QKNorm,
-    RoPE,
-)
-from zero_mpi.nn.batch import Packed, batch_of
-from zero_mpi.nn.compose import Chain, Recompute, Residual
-from zero_mpi.nn.embedding import Embedding, LearnedPositions
-from zero_mpi.nn.experts import Experts
-from zero_mpi.nn.layer import Cache, Layer, Param, Stage, Tally, stage_params
-from zero_mpi.nn.linear import Linear
-from zero_mpi.nn.loss import CrossEntropy, cross_entropy
-from zero_mpi.nn.norm import LayerNorm, RMSNorm
-
-__all__ = [
-    "GELU",
-    "Cache",
-    "CausalAttention",
-    "Chain",
-    "CrossEntropy",
-    "Embedding",
-    "Experts",
-    "FusedQKV",
-    "GeGLU",
-    "Heads",
-    "JointQKNorm",
-    "JointQKV",
-    "JointSwiGLU",
-    "Layer",
-    "LayerNorm",
-    "LearnedPositions",
-    "Linear",
-    "MergeHeads",
-    "Multiply",
-    "Packed",
-    "Param",
-    "ProjectQKV",
-    "QKNorm",
-    "RMSNorm",
-    "Recompute",
-    "Residual",
-    "RoPE",
-    "Stage",
-    "SwiGLU",
-    "Tally",
-    "batch_of",
-    "cross_entropy",
-    "stage_params",
-]
+from zero_mpi.nn.activation import GELU as GELU
+from zero_mpi.nn.activation import GeGLU as GeGLU
+from zero_mpi.nn.activation import JointSwiGLU as JointSwiGLU
+from zero_mpi.nn.activation import Multiply as Multiply
+from zero_mpi.nn.activation import SwiGLU as SwiGLU
+from zero_mpi.nn.attention import CausalAttention as CausalAttention
+from zero_mpi.nn.attention import FusedQKV as FusedQKV
+from zero_mpi.nn.attention import Heads as Heads
+from zero_mpi.nn.attention import JointQKNorm as JointQKNorm
+from zero_mpi.nn.attention import JointQKV as JointQKV
+from zero_mpi.nn.attention import MergeHeads as MergeHeads
+from zero_mpi.nn.attention import ProjectQKV as ProjectQKV
+from zero_mpi.nn.attention import QKNorm as QKNorm
+from zero_mpi.nn.attention import RoPE as RoPE
+from zero_mpi.nn.batch import Packed as Packed
+from zero_mpi.nn.batch import batch_of as batch_of
+from zero_mpi.nn.compose import Chain as Chain
+from zero_mpi.nn.compose import Recompute as Recompute
+from zero_mpi.nn.compose import Residual as Residual
+from zero_mpi.nn.embedding import Embedding as Embedding
+from zero_mpi.nn.embedding import LearnedPositions as LearnedPositions
+from zero_mpi.nn.experts import Experts as Experts
+from zero_mpi.nn.layer import Cache as Cache
+from zero_mpi.nn.layer import Layer as Layer
+from zero_mpi.nn.layer import Param as Param
+from zero_mpi.nn.layer import Stage as Stage
+from zero_mpi.nn.layer import Tally as Tally
+from zero_mpi.nn.layer import stage_params as stage_params
+from zero_mpi.nn.linear import Linear as Linear
+from zero_mpi.nn.loss import CrossEntropy as CrossEntropy
+from zero_mpi.nn.loss import cross_entropy as cross_entropy
+from zero_mpi.nn.norm import LayerNorm as LayerNorm
+from zero_mpi.nn.norm import RMSNorm as RMSNorm

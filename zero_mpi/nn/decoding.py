@@ -16,7 +16,7 @@ from zero_mpi import device, ops
 from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
 from zero_mpi.nn.activation import GELU, GeGLU, JointSwiGLU, Multiply, SwiGLU
-from zero_mpi.nn.added_rows import AddedRows
+from zero_mpi.nn.adapters import AddedRows, LowRank
 from zero_mpi.nn.attention import (
     CausalAttention,
     FusedQKV,
@@ -31,7 +31,6 @@ from zero_mpi.nn.compose import Chain, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
 from zero_mpi.nn.layer import Cache, Layer, Stage, Weights
 from zero_mpi.nn.linear import ALL, Linear, Rows
-from zero_mpi.nn.low_rank import LowRank
 from zero_mpi.nn.norm import LayerNorm, RMSNorm
 from zero_mpi.ops.packed_matrix import PackedMatrix
 from zero_mpi.telemetry import log

@@ -6,7 +6,7 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.arguments import WHOLE, array
-from zero_mpi.nn.added_rows import AddedRows, parted
+from zero_mpi.nn.adapters import AddedRows, parted
 from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
 from zero_mpi.ops.packed_matrix import PackedMatrix

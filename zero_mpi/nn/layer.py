@@ -10,19 +10,24 @@ and flat gradient buffers need no additional code. Parameter names are GGUF's na
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from zero_mpi import ops
 from zero_mpi.arguments import came, instance, number, whole
 from zero_mpi.device.arrays import Scalar, namespace
 from zero_mpi.device.types import Array
+from zero_mpi.ops.elementary import normals
 
 Weights = Mapping[str, Array]
 Gradients = MutableMapping[str, Array]
 INITS = ("normal", "ones", "zeros")
+DRAW_BLOCK = 1 << 16  # elements of a block of initial values
 
 
 @dataclass(frozen=True)
@@ -255,3 +260,23 @@ def check_param(name: Any, param: Any) -> None:
             f"parameter {name}: init {came(param.init)} is not known; expected normal, ones or zeros"
         )
     number(f"parameter {name}: std", param.std, least=0)
+
+
+def initial_values(name: str, param: Param, seed: int, start: int, stop: int) -> Array:
+    """Return elements [start, stop) of the flattened initial values of a parameter, float32.
+
+    They depend only on (seed, name, position): blocks are drawn separately, each from its own counter range
+    of Philox (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011).
+    """
+    values = np.zeros(stop - start, np.float32)
+    if param.init == "ones":
+        values.fill(1)
+    elif param.init == "normal":
+        key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+        for begin in range(start - start % DRAW_BLOCK, stop, DRAW_BLOCK):
+            first, last = max(start, begin), min(stop, begin + DRAW_BLOCK)
+            count, counter = last - begin, [0, 0, 0, begin // DRAW_BLOCK]
+            generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
+            drawn = normals(generator, count + count % 2)  # some methods draw pairs of numbers
+            values[first - start : last - start] = drawn[first - begin : count] * np.float32(param.std)
+    return values

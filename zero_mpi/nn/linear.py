@@ -9,9 +9,8 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.device.arrays import Scalar
-from zero_mpi.nn.added_rows import AddedRows, copied
+from zero_mpi.nn.adapters import FIRST, SECOND, AddedRows, LowRank, copied
 from zero_mpi.nn.layer import AddsInForward, Gradients, Param, Weights
-from zero_mpi.nn.low_rank import FIRST, SECOND, LowRank
 from zero_mpi.ops.packed_matrix import PackedMatrix
 from zero_mpi.ops.reference import chunk_rows
 
@@ -40,7 +39,7 @@ def some(x: Any, part: slice) -> Any:
 class Linear(AddsInForward):
     """y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
-    If it has an adapter (`low_rank`), the adapter's product is added. `fused`: the number of rows of each
+    If it has an adapter (`adapters`), the adapter's product is added. `fused`: the number of rows of each
     matrix, if W consists of several matrices. `stack`: the number N of matrices W (N, O, C), one of which
     applies to each row of x; then `forward` and `backward` compute `via` operations on stacks.
     """

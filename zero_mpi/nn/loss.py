@@ -15,10 +15,13 @@ import numpy as np
 from zero_mpi import device, ops
 from zero_mpi.arguments import FLOATING, UNCOUNTED, WHOLE, array, number
 from zero_mpi.device import is_cupy
-from zero_mpi.device.arrays import Scalar, pool_of, to_device_of
+from zero_mpi.device.arrays import Scalar, namespace, pool_of, to_device_of
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Gradients, Layer, Weights
+from zero_mpi.ops.elementary import exps, logs
+from zero_mpi.ops.reference import chunk_rows
 
+LEAST = 1e-12  # lower bound of a probability before its logarithm
 ROW_STEPS = 8  # number of different row counts that a last stage may receive
 
 
@@ -104,6 +107,62 @@ class CrossEntropy(HeadLoss):
             return x, to_device(self.targets), None
         rows, targets = to_device(rows), to_device(self.targets)
         return ops.embedding(rows, x.reshape(-1, x.shape[-1])), targets.reshape(-1)[rows], rows
+
+
+@dataclass(frozen=True, eq=False)
+class Distilled(CrossEntropy):
+    """(1 - weight) times the cross-entropy, plus weight times the divergence from records (B T,).
+
+    A record has the teacher's `ids` (K,), the logarithms of their probabilities T (`logp`), and that of the
+    remaining probability Tr (`rest`); zeros if there is no prediction. With the student's softmax S at the
+    same temperature, the divergence of a token is sum T (log T - log S) + Tr (log Tr - log Sr).
+    """
+
+    records: Array
+    weight: float
+    temperature: float
+    vocab: int
+
+    def train(self, head: Any, p: Any, x: Any, g: Any, factor: float) -> tuple[Scalar, Any]:
+        to_device, flat = device.in_use().from_host, x.reshape(-1, x.shape[-1])
+        rows = np.flatnonzero(self.targets.reshape(-1) != UNCOUNTED)
+        records, targets = self.records[rows], to_device(self.targets.reshape(-1)[rows])
+        there, dx, loss = records["rest"] + records["logp"].sum(axis=-1) != 0, zeros_of(flat, x.dtype), 0.0
+        step = chunk_rows(len(rows), self.vocab)
+        for part in (slice(start, start + step) for start in range(0, len(rows), step)):
+            some = to_device(rows[part])
+            z, saved = head.forward(p, flat[some])
+            hard, dz = ops.cross_entropy(z, targets[part], (1 - self.weight) * self.scale * factor)
+            soft, slopes = self.divergence(z, targets[part], to_device(there[part]), records[part])
+            slopes *= self.weight * self.scale * factor
+            dz += slopes
+            loss = loss + hard / factor + soft * self.weight * self.scale
+            dx[some] = head.backward(p, saved, dz.astype(z.dtype, copy=False), g)
+        return loss, dx.reshape(x.shape)
+
+    def divergence(self, z: Any, targets: Any, there: Any, records: Array) -> tuple[Any, Any]:
+        """Return the summed divergence for logits (n, V), and its gradient (n, V)."""
+        xp, to_device = namespace(z), device.in_use().from_host
+        at = xp.arange(len(z))[:, None]
+        ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
+        ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
+        share = ops.cross_entropy(self.cooled(z), targets, 1.0)[1].astype(np.float32, copy=False)
+        share[at[:, 0], targets] += 1  # the softmax, from the gradient of the cross-entropy
+        found, wanted = share[at, ids].astype(np.float64), exps(logp)
+        others = xp.maximum(LEAST, 1 - found.sum(axis=-1))
+        terms = (wanted * (logp - logs(xp.maximum(LEAST, found)))).sum(axis=-1)
+        terms += exps(rest) * (rest - logs(others))
+        share *= ((others - exps(rest)) / others)[:, None].astype(np.float32)
+        share[at, ids] = (found - wanted).astype(np.float32)
+        share[~there] = 0
+        share /= np.float32(self.temperature)
+        return terms[there].sum(), share
+
+    def cooled(self, z: Any) -> Any:
+        """Return logits divided by the temperature, in recycled memory."""
+        found = pool_of(device.in_use()).take(z.shape, z.dtype)
+        namespace(z).divide(z, z.dtype.type(self.temperature), out=found)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

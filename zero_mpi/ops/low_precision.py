@@ -9,7 +9,6 @@ gradient to which an operation adds keeps its own type, low or not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -24,32 +23,7 @@ BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 LOW = (BFLOAT16, FLOAT16)
 
 
-@dataclass(frozen=True)
-class Roles:
-    """The arguments and results of an operation that may have a low type.
-
-    type_from     index of the argument whose type decides the type of the results
-    rounded     indices of the low results; None: the only result
-    written     arguments that the operation writes; a result that is one of them is not copied
-    """
-
-    type_from: int
-    rounded: tuple[int, ...] | None
-    written: tuple[str, ...]
-
-
-ROLES: dict[str, Roles] = {}  # by name of the operation
-
-
-def add_roles(definition: Callable[..., Any], expected: Signature) -> None:
-    """Add the roles of an operation, taken from its signature, to `ROLES`."""
-    type_from = next(entry.name for entry in expected.entries if entry.kind == "same")
-    low = tuple(
-        place for place, result in enumerate(expected.results) if result.axes and result.kind == "same"
-    )
-    written = tuple(entry.name for entry in expected.entries if entry.written)
-    place = list(signature(definition).parameters).index(type_from)
-    ROLES[definition.__name__] = Roles(place, low if len(expected.results) > 1 else None, written)
+WIDENED: dict[str, Signature] = {}  # operation -> signature, if low-precision arrays are widened for it
 
 
 def widened(x: Any) -> Any:
@@ -59,40 +33,40 @@ def widened(x: Any) -> Any:
 
 
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
-    """Return `operation` extended to low-precision arrays, or unchanged if it has no `ROLES`.
+    """Return `operation` extended to low-precision arrays, or unchanged if it is not in `WIDENED`.
 
     `native`: the low types that `operation` computes without float32 copies.
     """
-    roles = ROLES.get(name)
-    if roles is None:
+    if name not in WIDENED:
         return operation
-    names, type_from = list(signature(operation).parameters), roles.type_from
+    names, expected = list(signature(operation).parameters), WIDENED[name]
+    type_from = names.index(next(entry.name for entry in expected.entries if entry.kind == "same"))
 
     @wraps(operation)
     def either(*given: Any, **named: Any) -> Any:
         kind = given[type_from].dtype
         if kind.itemsize != 2 or kind in native:
             return operation(*given, **named)
-        return run_low(operation, roles, dict(zip(names, given, strict=False)) | named)
+        return run_low(operation, expected, kind, dict(zip(names, given, strict=False)) | named)
 
     either.native = native  # type: ignore[attr-defined]
     return either
 
 
-def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) -> Any:
-    """Run the operation on widened arguments; round its results to the type of the argument `type_from`."""
-    kind = list(given.values())[roles.type_from].dtype
+def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, given: dict[str, Any]) -> Any:
+    """Run the operation on widened arguments; round its results of the arguments' type to the type `kind`."""
     wide = {name: widened(value) for name, value in given.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow to infinity
         result = operation(**wide)
-    for name in roles.written:
+    for name in (entry.name for entry in expected.entries if entry.written):
         if wide.get(name) is not given.get(name):
             given[name][...] = narrowed(wide[name], given[name].dtype)
             if result is wide[name]:
                 return given[name]
-    if roles.rounded is None:
+    if len(expected.results) <= 1:
         return narrowed(result, kind)
-    return tuple(narrowed(x, kind) if place in roles.rounded else x for place, x in enumerate(result))
+    both = zip(result, expected.results, strict=True)
+    return tuple(narrowed(x, kind) if role.axes and role.kind == "same" else x for x, role in both)
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from zero_mpi.ops import signatures
-from zero_mpi.ops.low_precision import BFLOAT16, accept_low, add_roles
+from zero_mpi.ops.low_precision import BFLOAT16, WIDENED, accept_low
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
     def define(definition: F) -> F:
         name, signature = definition.__name__, signatures.parse(text)
         if widens:
-            add_roles(definition, signature)
+            WIDENED[name] = signature
 
         @wraps(definition)
         def quietly(*given: Any, **named: Any) -> Any:

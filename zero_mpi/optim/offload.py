@@ -86,11 +86,6 @@ class Offload:
         self.where.synchronize()  # the compute stream may still use the memory of the buffers
         return made
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers on the GPU."""
-        return int(sum(array.nbytes for buffer in self.buffers for array in buffer.arrays))
-
     def through(self, states: HostState, *more: Array) -> Iterator[tuple[slice, list[Array]]]:
         """Yield (part, states and more) on the GPU, chunk by chunk; `more`: host arrays as long as a state.
 

@@ -25,9 +25,8 @@ from zero_mpi import device, ops
 from zero_mpi.device import Host
 from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
-from zero_mpi.nn.added_rows import parted
+from zero_mpi.nn.adapters import merged, parted
 from zero_mpi.nn.experts import rows_of
-from zero_mpi.nn.low_rank import merged
 from zero_mpi.ops import signatures
 from zero_mpi.ops.packed_matrix import PackedStack
 from zero_mpi.ops.registry import OPERATIONS

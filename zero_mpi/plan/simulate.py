@@ -20,8 +20,7 @@ from zero_mpi.comm.base import ModuleMemory, ReduceScatter
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 from zero_mpi.nn import CrossEntropy, Packed
-from zero_mpi.nn.distilled import Distilled
-from zero_mpi.nn.loss import HeadLoss, Segment, SequenceLoss
+from zero_mpi.nn.loss import Distilled, HeadLoss, Segment, SequenceLoss
 from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on fake arrays)
 from zero_mpi.plan.case import Case, SimulatedComm
 from zero_mpi.plan.fake_ops import FakeMemory, without_memory
@@ -52,7 +51,7 @@ class StepEvent(NamedTuple):
 class Simulation:
     """Result of a simulation. steps: the events of each step; other fields: bytes in pools at the end.
 
-    recycled: as `arrays.recycled_stats` reports it, logits included; small: arrays outside that pool.
+    recycled: the bytes of `arrays.RECYCLED`, logits included; small: arrays outside that pool.
     """
 
     steps: tuple[tuple[StepEvent, ...], ...]

@@ -24,13 +24,12 @@ from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.arrays import BufferPool, Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.nn.layer import Param, Stage, stage_params
+from zero_mpi.nn.layer import Param, Stage, initial_values, stage_params
 from zero_mpi.nn.loss import HeadLoss, loss_with
 from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.actions import Actions, run
 from zero_mpi.sharding.gradients import accumulates_locally, make_gradients
 from zero_mpi.sharding.graphs import graphs_for
-from zero_mpi.sharding.init_weights import initial_values
 from zero_mpi.sharding.layout import Layout, LayoutConfig, is_trainable, lay_out, layout_facts
 from zero_mpi.sharding.norm import SquaresSum, runs_of
 from zero_mpi.sharding.parameters import BlockParameters, Context, ReadBytes, make_parameters, masters_on_host
@@ -105,15 +104,14 @@ class ShardedModule:
         config = layout.config
         self.params, self.comm, self.strategy = stage_params(self.stages), comm, config.strategy
         self.config, self.precision = config, config.precision
-        self.loss_scale = LossScale.start(config.precision.scales_loss)
+        self.loss_scale = LossScale(config.precision.scales_loss)
         self.uses, self.parts, self.schedule = layout.uses, layout.parts, layout.schedule
         # The ranks among which shards are divided: those of a node if every node holds a replica.
         by_node = comm.replicates_by_node and not self.strategy.shards_moments
         self.group = comm.shard_group() if self.strategy.within_nodes or by_node else comm
         memory = self.group.memory(layout.full(self.group.size), layout.buffers, layout.gathers)
-        self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
-        self.unpacked_pool = BufferPool()
-        pools = memory.gathers, memory.buffers, self.unpacked_pool
+        pools = memory.gathers, memory.buffers, BufferPool()
+        self.parameter_pool, self.gradient_pool, self.unpacked_pool = pools
         context = Context(self.group, self.strategy, *pools, self.precision, masters)
         self._read = context.read
         dealt = layout.dealt(self.group.size).units

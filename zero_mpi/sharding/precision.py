@@ -92,16 +92,12 @@ class LossScale:
     """
 
     dynamic: bool = False
-    exponent: int = 0
+    exponent: int = FIRST_EXPONENT
     good_steps: int = 0
-
-    @classmethod
-    def start(cls, dynamic: bool) -> LossScale:
-        return cls(dynamic, FIRST_EXPONENT if dynamic else 0)
 
     @property
     def factor(self) -> float:
-        return math.ldexp(1.0, self.exponent)
+        return math.ldexp(1.0, self.exponent * self.dynamic)
 
     @property
     def recorded(self) -> int | None:

@@ -9,8 +9,7 @@ leaves zeros elsewhere, so neither the vector nor its sum depends on the number 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from zero_mpi import device
 from zero_mpi.arguments import whole
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
-from zero_mpi.nn.loss import HeadLoss, PartLosses
+from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.telemetry import log, spans
 
@@ -115,52 +114,23 @@ class Accumulator:
         return ordered_total(totals[: self.losses.size]), *totals[self.losses.size :].tolist()
 
 
-@dataclass(frozen=True, eq=False)
-class PartedBatch:
-    """A micro-batch with a separate loss for each part.
-
-    x, targets   (b, T) ids
-    parts        indices of targets, such as (row, slice(3, 9)); targets in no part are ignored
-    first        index of the first part's loss among the losses of all micro-batches
-    scale        factor of the loss; 0: count the targets that are not the most likely ids instead
-    """
-
-    x: Any
-    targets: Any
-    parts: Sequence[Any]
-    first: int
-    scale: float = 1.0
-
-
-def evaluate(module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, HeadLoss]]) -> float:
-    """Return the summed loss over `micro_batches`, assigned as in training, without gradients. Collective.
-
-    `read(i)` gives input and loss of micro-batch i.
-    """
-
-    def compute(number: int, losses: Array) -> None:
-        losses[number] = module.losses(*read(number))[0]
-
-    return ordered_total(dealt_out(module, micro_batches, micro_batches, compute))
-
-
 def part_losses(
     module: ShardedModule,
     micro_batches: int,
     count: int,
-    read: Callable[[int], PartedBatch],
+    read: Callable[[int], tuple[Any, HeadLoss, int]],
     after: Callable[[int], None] | None = None,
 ) -> Array:
-    """Return the losses of all parts in nats, (count,) float64, the same on all ranks. Collective.
+    """Return the losses of all parts of the micro-batches, (count,) float64, on all ranks. Collective.
 
-    `read(i)` returns micro-batch i. A loss is the sum over its part's targets. `after` as in `dealt_out`.
+    `read(i)` returns micro-batch i: its input, its loss, and the index of its first part among all parts.
+    No gradients are computed. `after` as in `dealt_out`.
     """
 
     def compute(number: int, losses: Array) -> None:
-        batch = read(number)
-        found = module.losses(batch.x, PartLosses(batch.targets, batch.parts, batch.scale))
-        for place, loss in enumerate(found, batch.first):
-            losses[place] = loss
+        x, loss, first = read(number)
+        for place, found in enumerate(module.losses(x, loss), first):
+            losses[place] = found
 
     return dealt_out(module, micro_batches, count, compute, after=after)
 

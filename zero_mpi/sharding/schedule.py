@@ -9,10 +9,10 @@ is reduced after the last backward that adds to it, while earlier stages compute
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby, takewhile
+from itertools import chain, groupby, takewhile
 from typing import NamedTuple
 
 from zero_mpi.sharding.actions import (
@@ -182,8 +182,9 @@ def make_schedule(
     both = up[-1] + (down[0] if down else Moves((), (), ()))
     training = [*forward[:-1], both.around(Loss(top), reductions[0] if down else ()), *backward[1:]]
     evaluation = [*inference[:-1], alone[-1].around(Evaluate(top))]
-    directions = joined(forward), joined(backward)
-    return Schedule(*directions, joined(training), joined(inference), joined(evaluation))
+    flat = chain.from_iterable
+    directions = tuple(flat(forward)), tuple(flat(backward))
+    return Schedule(*directions, tuple(flat(training)), tuple(flat(inference)), tuple(flat(evaluation)))
 
 
 def steps_of(
@@ -205,11 +206,6 @@ def steps_of(
     return ascent, descent
 
 
-def joined(lists: Iterable[Actions]) -> Actions:
-    """Return several lists as one."""
-    return tuple(action for actions in lists for action in actions)
-
-
 def reductions_after(descent: Sequence[Step], trainable: Sequence[bool]) -> list[Actions]:
     """Return the reductions that start after each step of backward.
 
@@ -226,7 +222,7 @@ def reductions_after(descent: Sequence[Step], trainable: Sequence[bool]) -> list
     waits = [WaitReduce(unit) for unit in earlier] if len(order) >= REDUCTIONS_IN_FLIGHT else []
     pairs = dict(zip(order, waits, strict=False))
     return [
-        joined((pairs[unit], Reduce(unit)) if pairs else (Reduce(unit),) for unit in units)
+        tuple(action for unit in units for action in (pairs.get(unit), Reduce(unit)) if action)
         for units in complete
     ]
 

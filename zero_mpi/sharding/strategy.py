@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_mpi.arguments import instance
 from zero_mpi.errors import UsageError
 
 
@@ -30,9 +29,6 @@ class Strategy:
     within_nodes: bool = False
 
     def __post_init__(self) -> None:
-        instance("Strategy: name", self.name, str, "a text")
-        for name in ("shards_parameters", "shards_moments", "buckets", "within_nodes"):
-            instance(f"Strategy: {name}", getattr(self, name), bool, "True or False")
         if self.shards_parameters and not self.shards_moments:
             raise ValueError(f"Strategy {self.name}: shards_parameters needs shards_moments")
         if self.within_nodes and not self.shards_parameters:

@@ -80,9 +80,7 @@ class Unit:
 
     def partition(self, ranks: int) -> Partition:
         """Return the partition of the buffer among ranks."""
-        if self.ends:
-            return Partition(self.length, ranks, self.quantum, ends=self.ends)
-        return dealt_out(self.length, ranks, self.quantum)
+        return dealt_out(self.length, ranks, self.quantum, self.ends)
 
     def gathered_size(self, compute: Any) -> int:
         """Return the number of float32 elements for gathered parameters with this type of computation."""
@@ -95,8 +93,7 @@ class Unit:
     def gathered_split(self, ranks: int, compute: Any) -> Partition:
         """Return the partition of `gathered_size` among ranks."""
         size, quantum = self.gathered_size(compute), floats(self.quantum, compute)
-        ends = tuple(floats(end, compute) for end in self.ends)
-        return Partition(size, ranks, quantum, ends=ends) if ends else dealt_out(size, ranks, quantum)
+        return dealt_out(size, ranks, quantum, tuple(floats(end, compute) for end in self.ends))
 
     def kept_bytes(self, compute: Any) -> int:
         """Return the bytes per element of a slice."""
@@ -158,10 +155,10 @@ def units_by_row(
     stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str]
 ) -> list[Unit]:
     """Return one unit per parameter, whose shards are full rows; a vector's rows are its elements."""
-    names = [name for scope in by_scope(stages, params).values() for name in scope]
     return [
-        Unit(name, {name: param}, param.size // param.shape[0], kind_of(name) == TRAINED)
-        for name, param in ((name, params[name]) for name in names)
+        Unit(name, {name: params[name]}, params[name].size // params[name].shape[0], kind_of(name) == TRAINED)
+        for names in by_scope(stages, params).values()
+        for name in names
     ]
 
 

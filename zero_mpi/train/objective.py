@@ -23,11 +23,10 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.models import ModelConfig
 from zero_mpi.nn import Packed
-from zero_mpi.nn.distilled import Distilled
-from zero_mpi.nn.loss import CrossEntropy, HeadLoss, Segment, SequenceLoss
+from zero_mpi.nn.loss import CrossEntropy, Distilled, HeadLoss, Segment, SequenceLoss
 from zero_mpi.nn.preference import Preference, log_odds, log_sigmoid
 from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.sharding.rounds import dealt_out, evaluate
+from zero_mpi.sharding.rounds import dealt_out, ordered_total, part_losses
 
 Figures = dict[str, float]
 Floats = NDArray[np.float64]
@@ -77,8 +76,9 @@ class Objective:
 
     def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:
         """Return the mean loss of the validation data, and further figures. Collective."""
-        scale = 1.0 / loader.counted
-        return evaluate(self.module, loader.micro_batches, lambda i: with_loss(loader.micro(i), scale)), {}
+        count, scale = loader.micro_batches, 1.0 / loader.counted
+        losses = part_losses(self.module, count, count, lambda i: (*with_loss(loader.micro(i), scale), i))
+        return ordered_total(losses), {}
 
 
 def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:

@@ -11,8 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass, Settings
-from zero_mpi.checkpoint.huggingface.names import FAMILIES, GGUF_NAMES
+from zero_mpi.checkpoint.huggingface.families import (
+    FAMILIES,
+    GGUF_NAMES,
+    ROTARY_CLASSES,
+    RotaryClass,
+    Settings,
+)
 from zero_mpi.checkpoint.huggingface.rope import (
     FULL,
     ROPE_SCALING,
@@ -53,7 +58,6 @@ ONLY_GPT2 = ONLY | {
     "scale_attn_by_inverse_layer_idx": (None, False),
     "add_cross_attention": (None, False),
 }
-
 
 # Dropout settings in Hugging Face's classes -> default rate.
 DROPOUTS = {"gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}}

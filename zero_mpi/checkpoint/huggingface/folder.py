@@ -17,12 +17,9 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, Settings
 from zero_mpi.checkpoint.huggingface.config import DROPOUTS, DROPOUTS_ROTARY, architecture, biases_of, keys_of
+from zero_mpi.checkpoint.huggingface.families import FAMILIES, GGUF_NAMES, ROTARY_CLASSES, Order, Settings
 from zero_mpi.checkpoint.huggingface.names import (
-    FAMILIES,
-    GGUF_NAMES,
-    Order,
     interleaved,
     order_of,
     parts_of,
@@ -37,7 +34,7 @@ from zero_mpi.errors import FileError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.gguf_keys import ARCHITECTURE, GGUFKeys
 from zero_mpi.files.open import exists, read_file
-from zero_mpi.nn.low_rank import FIRST, SECOND
+from zero_mpi.nn.adapters import FIRST, SECOND
 
 CONFIG = "config.json"
 MAX_CONFIG = 1 << 22  # bytes; a hundred times the usual size of config.json

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 
+from zero_mpi.checkpoint.huggingface.families import FAMILIES, JOINT, JOINT_GRANITE, MIXTURES, Order
 from zero_mpi.checkpoint.tensor_file import CHUNK, Floats
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
@@ -91,135 +90,6 @@ def transposes_of(read: Read, height: int, width: int) -> Iterator[Floats]:
             b = min(height, a + rows)
             band[:, a:b] = read(a * width, b * width).reshape(b - a, width)[:, c : c + step].T
         yield band.reshape(-1)
-
-
-class Order(Enum):
-    """Order of the elements of a tensor in a Hugging Face folder, compared with GGUF."""
-
-    SAME = "same"
-    HALVES = "halves"  # each head: the rows with even numbers in GGUF, then those with odd numbers
-    TRANSPOSED = "transposed"
-    LESS_ONE = "less one"  # GGUF's order; the folder stores the weights of norms minus 1
-
-
-@dataclass(frozen=True)
-class Family:
-    """Names of one architecture: prefix of most names, text before a block's number, and name tables."""
-
-    prefix: str
-    blocks: str
-    outer: dict[str, str]
-    inner: dict[str, str]
-    dropped: str  # pattern of names that hold no weights
-    orders: dict[str, Order]
-
-
-_ROTARY = Family(
-    prefix="model.",
-    blocks="layers",
-    outer={"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"},
-    inner={
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "self_attn.o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    },
-    dropped=r"(model\.)?(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq",
-    orders={},
-)
-_LLAMA = replace(
-    _ROTARY,
-    inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("_norm")},
-    orders={"attn_q": Order.HALVES, "attn_k": Order.HALVES},
-)
-_MOE = replace(_ROTARY, inner=_ROTARY.inner | {"mlp.gate": "ffn_gate_inp"})
-_MIXTRAL = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.gate": "ffn_gate_inp"})
-_GRANITEMOE = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.router.layer": "ffn_gate_inp"})
-GATE_UP, DOWN = ("ffn_gate_exps", "ffn_up_exps"), ("ffn_down_exps",)
-# Matrices that a folder stores one after the other in a single tensor, once for each expert if there are any
-_JOINT = {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}
-_JOINT_GRANITE = {
-    "block_sparse_moe.input_linear": GATE_UP,
-    "block_sparse_moe.output_linear": DOWN,
-    "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
-    "shared_mlp.output_linear": ("ffn_down_shexp",),
-}
-# Tensors of each expert
-_SINGLE = {"gate_proj": GATE_UP[0], "up_proj": GATE_UP[1], "down_proj": DOWN[0]}
-_SINGLE_MIXTRAL = {"w1": GATE_UP[0], "w3": GATE_UP[1], "w2": DOWN[0]}
-MIXTURES = {  # family -> module of the experts, tensors of one expert, tensors of all experts
-    "mixtral": ("block_sparse_moe", _SINGLE_MIXTRAL, _JOINT),
-    "qwen3moe": ("mlp", _SINGLE, _JOINT),
-    "olmoe": ("mlp", _SINGLE, _JOINT),
-    "granitemoe": ("", {}, _JOINT_GRANITE),
-}
-GGUF_NAMES = {"mixtral": "llama"}  # family -> architecture in GGUF, if its name differs
-_OLMO2 = replace(
-    _ROTARY,
-    inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("layernorm")}
-    | {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
-)
-_GEMMA3 = replace(
-    _ROTARY,
-    inner=_ROTARY.inner
-    | {
-        "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    },
-    orders={
-        f"{name}norm": Order.LESS_ONE
-        for name in ("attn_", "attn_q_", "attn_k_", "post_attention_", "ffn_", "post_ffw_", "output_")
-    },
-)
-_PHI3 = replace(
-    _ROTARY,
-    inner={
-        "input_layernorm": "attn_norm",
-        "self_attn.qkv_proj": "attn_qkv",
-        "self_attn.o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    },
-)
-_GPT2 = Family(
-    prefix="transformer.",
-    blocks="h",
-    outer={"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"},
-    inner={
-        "ln_1": "attn_norm",
-        "attn.c_attn": "attn_qkv",
-        "attn.c_proj": "attn_output",
-        "ln_2": "ffn_norm",
-        "mlp.c_fc": "ffn_up",
-        "mlp.c_proj": "ffn_down",
-    },
-    dropped=r"(transformer\.)?h\.[0-9]+\.attn\.(masked_)?bias",
-    orders=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Order.TRANSPOSED),
-)
-FAMILIES = {
-    "llama": _LLAMA,
-    "qwen2": _ROTARY,
-    "qwen3": _ROTARY,
-    "gpt2": _GPT2,
-    "smollm3": _LLAMA,
-    "granite": _LLAMA,
-    "olmo2": _OLMO2,
-    "gemma3": _GEMMA3,
-    "phi3": _PHI3,
-    "mixtral": _MIXTRAL,
-    "qwen3moe": _MOE,
-    "olmoe": _MOE,
-    "granitemoe": _GRANITEMOE,
-}
 
 
 def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
@@ -301,7 +171,7 @@ def place_of(arch: str, name: str) -> tuple[int, int, int]:
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
     if block:
-        stacks = (name for joint in (_JOINT, _JOINT_GRANITE) for ours in joint.values() for name in ours)
+        stacks = (name for joint in (JOINT, JOINT_GRANITE) for ours in joint.values() for name in ours)
         inner = [*FAMILIES[arch].inner.values(), *stacks]
         return 1 + int(block[1]), inner.index(block[2]), int(kind == "bias")
     outer = list(FAMILIES[arch].outer.values()).index(stem)

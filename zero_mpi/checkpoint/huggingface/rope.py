@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, Settings
+from zero_mpi.checkpoint.huggingface.families import ROTARY_CLASSES, Settings
 from zero_mpi.checkpoint.tensor_file import Metadata
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted

@@ -35,15 +35,16 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.nn.linear import observing
-from zero_mpi.nn.loss import HeadLoss
+from zero_mpi.nn.loss import HeadLoss, PartLosses
 from zero_mpi.ops.reference import chunk_rows
 from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.sharding.rounds import PartedBatch, dealt_out, ordered_total, part_losses
+from zero_mpi.sharding.rounds import dealt_out, ordered_total, part_losses
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.setup import choose_transport, layout_config
 
 ROWS = 64  # rows of logits that are compared at a time
+Parted = tuple[Any, PartLosses, int]  # input, loss, and the index of its first part among all parts
 FIGURES = 3  # sums per window: divergence, squared changes of probability, equal top tokens
 
 
@@ -58,17 +59,17 @@ class WindowSet:
         self._windows, self._loader = windows, EvalLoader(windows, micro_batch, most)
         self.count, self.micro_batches = len(self._loader.chosen), self._loader.micro_batches
 
-    def micro(self, i: int) -> PartedBatch:
+    def micro(self, i: int) -> Parted:
         """Return micro-batch i, with one part per window."""
         first = i * self._loader.micro_batch
         batch = self._loader.micro(i)
         numbers = self._loader.chosen[first : first + len(batch.inputs)].tolist()
         parts = [(row, slice(self._windows.known(number), None)) for row, number in enumerate(numbers)]
-        return PartedBatch(batch.inputs, batch.targets, parts, first)
+        return batch.inputs, PartLosses(batch.targets, parts), first
 
     def places(self, i: int) -> NDArray[np.int64]:
         """Return the text position of each target of micro-batch i that counts, (b, T); -1 for all others."""
-        batch, found = self.micro(i), self._windows.places(self._loader.batches()[i])
+        (_, batch, _), found = self.micro(i), self._windows.places(self._loader.batches()[i])
         counts = np.zeros(found.shape, bool)
         for part in batch.parts:
             counts[part] = batch.targets[part] != UNCOUNTED
@@ -86,7 +87,7 @@ class AnswerSet:
         self.count = len(choices.sequences)
         self.micro_batches = -(-self.count // micro_batch)
 
-    def micro(self, i: int) -> PartedBatch:
+    def micro(self, i: int) -> Parted:
         """Return micro-batch i, with one part per answer."""
         here = slice(i * self._micro_batch, (i + 1) * self._micro_batch)
         rows, starts = self._choices.sequences[here], self._choices.starts[here]
@@ -98,13 +99,13 @@ class AnswerSet:
             for place, (row, start) in enumerate(zip(rows, starts, strict=True))
         ]
         x, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
-        return PartedBatch(x, targets, parts, here.start, self._scale)
+        return x, PartLosses(targets, parts, self._scale), here.start
 
 
 def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each window the sum of values[id] over its targets that count; `values`: (V,)."""
     found: list[int] = []
-    for batch in map(windows.micro, range(windows.micro_batches)):
+    for _, batch, _ in map(windows.micro, range(windows.micro_batches)):
         targets = [batch.targets[part] for part in batch.parts]
         found += [int(values[ids[ids != UNCOUNTED]].sum()) for ids in targets]
     return np.array(found, np.int64)
@@ -175,7 +176,7 @@ def losses_of(
     hidden = module.comm.rank > 0 or not watched()
     with tqdm(total=sequences.micro_batches, desc=name, leave=False, disable=hidden) as bar:
 
-        def read(number: int) -> PartedBatch:
+        def read(number: int) -> Parted:
             watchdog.beat(f"micro-batch {number} of {sequences.micro_batches} of {name}")
             bar.update(min(module.comm.size, sequences.micro_batches - number))
             return sequences.micro(number)
@@ -192,7 +193,7 @@ def divergence(
 ) -> Array:
     """Return `divergences` of two models over the windows. Collective."""
 
-    def read(number: int) -> PartedBatch:
+    def read(number: int) -> Parted:
         watchdog.beat(f"micro-batch {number} of {windows.micro_batches} of both models")
         return windows.micro(number)
 
@@ -212,7 +213,7 @@ def divergence(
 
 
 def divergences(
-    modules: Sequence[ShardedModule], micro_batches: int, count: int, read: Callable[[int], PartedBatch]
+    modules: Sequence[ShardedModule], micro_batches: int, count: int, read: Callable[[int], Parted]
 ) -> Array:
     """Return the sums of each part, (count, 3) float64, the same on all ranks. Collective.
 
@@ -220,10 +221,9 @@ def divergences(
     """
 
     def compute(number: int, sums: Array) -> None:
-        batch = read(number)
-        to_host = device.in_use().to_host
-        ours, theirs = (np.array(to_host(each.forward(batch.x, training=False))) for each in modules)
-        for place, part in enumerate(batch.parts, batch.first):
+        (x, batch, first), to_host = read(number), device.in_use().to_host
+        ours, theirs = (np.array(to_host(each.forward(x, training=False))) for each in modules)
+        for place, part in enumerate(batch.parts, first):
             found = compared(ours[part], theirs[part], np.asarray(batch.targets)[part])
             sums[FIGURES * place : FIGURES * (place + 1)] = found
 
@@ -363,8 +363,8 @@ def write_top_k(
     left: list[int] = world.run_on_root(start)
 
     def compute(number: int, losses: Array) -> None:
-        batch, places = windows.micro(left[number]), windows.places(left[number])
-        module.losses(batch.x, top)
+        x, places = windows.micro(left[number])[0], windows.places(left[number])
+        module.losses(x, top)
         with writing(), part.open("r+b") as file:
             for row, at in enumerate(places):
                 kept = np.flatnonzero(at >= 0)

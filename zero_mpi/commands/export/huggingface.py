@@ -21,8 +21,8 @@ from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface import folder as hf_folder
 from zero_mpi.checkpoint.huggingface import names as hf_names
 from zero_mpi.checkpoint.huggingface import rope
-from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass
 from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, SIZES, score_width
+from zero_mpi.checkpoint.huggingface.families import FAMILIES, MIXTURES, ROTARY_CLASSES, Order, RotaryClass
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, pack_header
 from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, lora_of
@@ -88,7 +88,7 @@ class Outgoing:
     shape: tuple[int, ...]
     source: WeightSource
     spec: TensorSpec
-    order: hf_names.Order
+    order: Order
     head: int
     runs: tuple[tuple[str, int, int], ...] = ()
 
@@ -96,16 +96,16 @@ class Outgoing:
         """Yield the tensor's elements in flat pieces, in the folder's order."""
         read = partial(self.source.read, self.spec.name)
         rows = self.spec.shape[0]
-        if self.order == hf_names.Order.HALVES:
+        if self.order == Order.HALVES:
             return hf_names.halves_of(read, self.head, self.spec.size // rows, rows // self.head)
-        if self.order == hf_names.Order.TRANSPOSED:
+        if self.order == Order.TRANSPOSED:
             return hf_names.transposes_of(read, rows, self.spec.shape[1])
         chunks = (
             self.source.read(name, at, min(stop, at + CHUNK))
             for name, start, stop in self.runs or ((self.spec.name, 0, self.spec.size),)
             for at in range(start, stop, CHUNK)
         )
-        return (chunk - 1 for chunk in chunks) if self.order == hf_names.Order.LESS_ONE else chunks
+        return (chunk - 1 for chunk in chunks) if self.order == Order.LESS_ONE else chunks
 
 
 class Keys:
@@ -116,7 +116,7 @@ class Keys:
         self.arch = self.keys.architecture or ""
         mixtral = self.arch == "llama" and (self.size("expert_count", 0) or 0) > 0
         self.family = "mixtral" if mixtral else self.arch
-        if self.arch not in hf_names.FAMILIES:
+        if self.arch not in FAMILIES:
             raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face counterpart")
 
     def size(self, name: str, least: int = 1) -> int | None:
@@ -146,14 +146,14 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
     lacks.
     """
     keys = Keys(source)
-    width, is_mixture = 0 if keys.arch == "gpt2" else keys.head_width(), keys.family in hf_names.MIXTURES
+    width, is_mixture = 0 if keys.arch == "gpt2" else keys.head_width(), keys.family in MIXTURES
     found: list[Outgoing] = []
     for name, spec in source.tensors.items():
         if is_mixture and (parts := hf_names.parts_from(keys.family, name, spec.shape)) is not None:
             found += of_experts(source, spec, parts)
         elif name not in (rope.ROPE_FREQS, *rope.LONG_FACTORS):  # the configuration contains these
             order = hf_names.order_of(keys.family, name)
-            shape = spec.shape[::-1] if order == hf_names.Order.TRANSPOSED else spec.shape
+            shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
             found.append(Outgoing(hf_names.from_gguf(keys.family, name), shape, source, spec, order, width))
     return found
 
@@ -166,7 +166,7 @@ def of_experts(
     for place, (there, shape, names) in enumerate(parts):
         size, experts = spec.size // stack, range(place, place + 1) if len(parts) > 1 else range(stack)
         runs = tuple((name, e * size, (e + 1) * size) for e in experts for name in names)
-        yield Outgoing(there, shape, source, spec, hf_names.Order.SAME, 0, runs)
+        yield Outgoing(there, shape, source, spec, Order.SAME, 0, runs)
 
 
 def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:

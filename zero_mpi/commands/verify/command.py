@@ -366,7 +366,7 @@ def compute(
             steps = Recomputation(session, watchdog)
         else:
             scale = session.module.loss_scale
-            fresh = LossScale.start(scale.dynamic)
+            fresh = LossScale(scale.dynamic)
             scale.exponent, scale.good_steps = fresh.exponent, fresh.good_steps
             steps.progress = fill_parameters(world, session.optimizer, start)
         records = (record for record in records_of(folder) if record["step"] > segment.start)

@@ -1,4 +1,4 @@
-"""LoRA adapters: a trained product of low rank, added to a projection whose weight is frozen.
+"""Adapters: a trained product of low rank (LoRA) for a frozen projection, or rows of added tokens.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021: y = x W^T + s (x a^T) b^T, with
 a = `NAME.lora_a` (R, C) random and b = `NAME.lora_b` (O, R) zero at the start, where NAME is the weight's
@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import ops
+from zero_mpi import device, ops
+from zero_mpi.device.arrays import namespace, pool_of
 from zero_mpi.nn.layer import Gradients, Param, Weights
 from zero_mpi.ops.rounding import round_to
 
 FIRST, SECOND = ".lora_a", ".lora_b"
+ADDED = ".added"  # suffix of the parameter's name, after the name of the matrix
 AT_ONCE = 1 << 16  # elements of a product computed at once, which fit into a cache
 
 
@@ -103,3 +105,58 @@ def merged(w: Any, a: Any, b: Any, scale: float, kind: str) -> Any:
     values = w + np.float32(scale) * product(b, a)
     round_to(kind, values.reshape(-1), values.reshape(-1))
     return values
+
+
+class AddedRows:
+    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C); it is used like an adapter."""
+
+    kind = None
+
+    def __init__(self, weight: str, rows: int, width: int) -> None:
+        self.name, self.rows = weight + ADDED, rows
+        self._params = {self.name: Param((rows, width))}
+
+    def params(self) -> dict[str, Param]:
+        """Return the parameter of the rows by name."""
+        return self._params
+
+    def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
+        """Return x, by which `add_to` multiplies."""
+        return x
+
+    def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
+        """Return the columns y (..., O - rows) followed by the columns of the added rows."""
+        size = y.shape[-1]
+        joined = like(y, size + self.rows)
+        joined[..., :size] = y
+        joined[..., size:] = via.linear(x, p[self.name])
+        return joined
+
+    def backward(
+        self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
+    ) -> Any:
+        """Add the contribution of the added rows to dx and return it; add their gradient into g."""
+        dy = copied(dy[..., -self.rows :])
+        if self.name in g:
+            via.linear_backward_w(dy, saved[0], g[self.name])
+        return via.linear_backward_x(dy, p[self.name], dx)
+
+
+def like(x: Any, width: int) -> Any:
+    """Return an array (..., width), shaped like x except for its last axis, in recycled memory."""
+    return pool_of(device.in_use()).take((*x.shape[:-1], width), x.dtype)
+
+
+def copied(x: Any) -> Any:
+    """Return a copy of columns, contiguous and in recycled memory."""
+    out = like(x, x.shape[-1])
+    out[...] = x
+    return out
+
+
+@singledispatch
+def parted(tokens: Any, first: int) -> tuple[Any, Any, Any]:
+    """Return tokens with 0 for ids from `first` on; the flat positions of these ids; their added rows."""
+    flat = tokens.reshape(-1)
+    places = namespace(tokens).flatnonzero(flat >= first)
+    return tokens * (tokens < first), places, flat[places] - first
