@@ -191,7 +191,7 @@ ROWS: dict[str, How] = {
     # The test machine may be unsuitable for a real job.
     "mpirun -n 2 zero-mpi doctor --out": Run("--quick", "transport|MPI", statuses=(0, 1)),
     "mpirun -n 2 zero-mpi doctor --quick": of("serial/test_doctor", "rows_are_true"),
-    "zero-mpi plan --arch qwen3moe": Run(says="12.4 GiB"),
+    "zero-mpi plan --arch qwen3moe": Run("--strategy full-shard", "12.4 GiB"),
     "zero-mpi plan --init MODEL.gguf --context 128 --batch-size 64": Run(
         "--memory 50M --strategy full-shard"
     ),
