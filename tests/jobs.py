@@ -43,22 +43,6 @@ NOTES = re.compile(
 
 REFERENCE, COMPILED = {"ZERO_MPI_OPS": "reference"}, {"ZERO_MPI_OPS": "auto"}
 
-# `zero_mpi.train` with a fault: a line of code that each rank runs before each step, after `made` steps.
-FAULTY = """
-import os, resource, signal, subprocess, sys, time
-from zero_mpi.train import command, trainer
-
-step = trainer.Trainer.step
-
-def faulty_step(self):
-    rank, made = self.world.rank, self.progress.step
-    {fault}
-    return step(self)
-
-trainer.Trainer.step = faulty_step
-command.main()
-"""
-
 OF_A_TEST = "PYTEST_CURRENT_TEST"  # a variable that changes constantly
 MOST_SERVERS = 4  # each uses as much memory as a rank
 WARM = Path(__file__).with_name("warm_start.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ def special() -> dict[str, Given]:
     }
 
 
+@cache
 def fitting(**sizes: int) -> dict[str, Given]:
     examples = {name: example(one, SIZES | sizes, drawn, True) for name, one in OPERATIONS.items()}
     return {name: given | special().get(name, {}) for name, given in examples.items()}

@@ -4,7 +4,7 @@ from pathlib import Path
 from textwrap import dedent, indent
 
 SCRIPT = """
-import os, signal, sys, time
+import os, resource, signal, subprocess, sys, time
 from zero_mpi.train import command, trainer
 
 {setup}
@@ -20,11 +20,16 @@ command.main()
 """
 
 
-def train_with(path: Path, body: str, *, setup: str = "", method: str = "step") -> str:
-    """Write a script that trains and runs `body` before a method of `Trainer`; return its path.
+def patched_training(body: str, *, setup: str = "", method: str = "step") -> str:
+    """Return a script that trains and runs `body` before a method of `Trainer`.
 
     `body` has `self`, `rank` and `done`, the number of completed steps. `setup` runs once at the start.
     """
     body = indent(dedent(body).strip(), "    ")
-    path.write_text(SCRIPT.format(setup=dedent(setup), method=method, body=body))
+    return SCRIPT.format(setup=dedent(setup), method=method, body=body)
+
+
+def train_with(path: Path, body: str, *, setup: str = "", method: str = "step") -> str:
+    """Write the script of `patched_training`; return its path."""
+    path.write_text(patched_training(body, setup=setup, method=method))
     return str(path)

@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 import tiny
-from checkpoints import load_checkpoint, save_checkpoint
+from checkpoints import save_checkpoint
 from recording import RecordingComm
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
@@ -50,18 +50,6 @@ def test_the_files_of_one_process(exact, strategy, ranks_folder):
     alone = save_checkpoint(own, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
     assert digests(folder) == digests(ranks_folder / "own ranges" / "latest") == digests(alone)
     assert (ranks_folder / "all" / "latest").resolve() == folder.resolve()
-
-
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_going_on_from_a_file_of_one_process(exact, strategy, ranks_folder):
-    own = ranks_folder / f"alone{exact.rank}"
-    folder = save_checkpoint(own, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
-    module = tiny.make(exact, CONFIG, strategy, seed=7)
-    optimizer = ShardedAdamW(module, lr=1e-2)
-    assert load_checkpoint(folder, optimizer) == TrainingProgress(2, 100, 0, 2)
-    go_on(optimizer, [2, 3])
-    unbroken, _ = trained(SerialComm(), FULL_SHARD, steps=4)
-    assert tiny.digest(module.state_dict()) == tiny.digest(unbroken.module.state_dict())
 
 
 @pytest.mark.parametrize("parallel", [False, True])

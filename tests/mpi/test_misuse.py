@@ -21,14 +21,12 @@ from zero_mpi import (
     ShardedAdamW,
     ShardedModule,
     Strategy,
-    UsageError,
     clip_grad_norm,
-    connect,
     cross_entropy,
     tracing,
 )
-from zero_mpi.models import GPT2, Llama
-from zero_mpi.nn import GELU, Chain, Layer, Linear, Param, Stage
+from zero_mpi.models import Llama
+from zero_mpi.nn import GELU, Layer, Linear, Param, Stage
 from zero_mpi.sharding.precision import BF16
 
 SIZES = {"layers": 1, "dim": 8, "heads": 2, "context": 4, "vocab_size": 16}
@@ -115,20 +113,11 @@ MODULES = {
         r"parameter a\.weight has the shapes \(3, 2\) and \(2, 3\)",
     ),
     "trace: place": (lambda c: tracing(c, "/nowhere/a.json").__enter__(), "cannot write there"),
-    "connect: timeout": (lambda c: connect(timeout="long"), "connect: timeout: .*got 'long'"),
-    "connect: check": (lambda c: connect(check="yes"), "connect: check: expected True or False, got 'yes'"),
 }
 
 
-@pytest.mark.parametrize("case", [name for name in MODULES if not name.startswith("connect")])
+@pytest.mark.parametrize("case", MODULES)
 def test_what_cannot_be_made_is_refused(comm, case):
-    fails(comm, partial(MODULES[case][0], comm), MODULES[case][1])
-
-
-@pytest.mark.world(1)
-@pytest.mark.parametrize("case", [name for name in MODULES if name.startswith("connect")])
-def test_connect_refuses(comm, case):
-    """tests/serial/test_script.py tests it at several ranks, where it would watch this process."""
     fails(comm, partial(MODULES[case][0], comm), MODULES[case][1])
 
 
@@ -198,31 +187,6 @@ def test_no_micro_batch_goes_through_parameters_without_values(comm, way, strate
     fill(module)
     compute(module)
     module.sync_gradients()
-
-
-FLAGS = {
-    "surplus": (SIZES | {"kv_head": 2}, "missing none; surplus kv_head"),
-    "negative": (SIZES | {"vocab_size": -5}, "--vocab-size -5: expected at least 1"),
-    "no mapping": ([2, 48], "expected a mapping such as {'layers': 2}, got a list"),
-}
-
-
-@pytest.mark.world(1)
-@pytest.mark.parametrize("case", FLAGS)
-@pytest.mark.parametrize("kind", [Llama, GPT2])
-def test_sizes_that_cannot_be(kind, case):
-    with pytest.raises(UsageError, match=FLAGS[case][1]):
-        kind.from_flags(FLAGS[case][0])
-
-
-def test_numbers_of_numpy_are_numbers(comm):
-    model = Llama.from_flags({name: np.int64(value) for name, value in SIZES.items()})
-    assert model == MODEL
-    module = ShardedModule(model.stages(), comm, prefetch=np.int32(1), bucket_mb=np.float32(1))
-    module.initialize(np.uint8(0))
-    ShardedAdamW(module, lr=np.float32(0.1), betas=np.array([0.9, 0.95]))
-    assert len(GradAccum(module, np.int64(SIZE)).rounds) == 1
-    ShardedModule([Stage("a", Chain(Linear("a", np.int64(2), np.int64(3))))], comm)
 
 
 def test_a_step_that_was_forgotten_begins_anew(comm):

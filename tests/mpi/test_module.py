@@ -4,15 +4,7 @@ import numpy as np
 import pytest
 import tiny
 
-from zero_mpi import (
-    DDP,
-    NO_SHARD,
-    SerialComm,
-    ShardedAdamW,
-    ShardedLinear,
-    clip_grad_norm,
-    cross_entropy,
-)
+from zero_mpi import DDP, NO_SHARD, SerialComm, ShardedAdamW, ShardedLinear, clip_grad_norm, cross_entropy
 from zero_mpi.sharding.strategy import STRATEGIES
 
 CONFIG = tiny.MODELS["llama"]

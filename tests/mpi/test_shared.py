@@ -15,14 +15,7 @@ import pytest
 import tiny
 from recording import RecordingComm
 
-from zero_mpi import (
-    FULL_SHARD,
-    SHARD_GRAD_OP,
-    SerialComm,
-    ShardedAdamW,
-    ShardedModule,
-    clip_grad_norm,
-)
+from zero_mpi import FULL_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, clip_grad_norm
 from zero_mpi.comm import Partition, kinds
 from zero_mpi.comm.nodes.comm import NodesComm
 from zero_mpi.comm.shared.comm import SharedComm

@@ -191,7 +191,7 @@ ROWS: dict[str, How] = {
     # The test machine may be unsuitable for a real job.
     "mpirun -n 2 zero-mpi doctor --out": Run("--quick", "transport|MPI", statuses=(0, 1)),
     "mpirun -n 2 zero-mpi doctor --quick": of("serial/test_doctor", "rows_are_true"),
-    "zero-mpi plan --arch qwen3moe": Run(says="12.4 GiB"),
+    "zero-mpi plan --arch qwen3moe": Run("--strategy full-shard", "12.4 GiB"),
     "zero-mpi plan --init MODEL.gguf --context 128 --batch-size 64": Run(
         "--memory 50M --strategy full-shard"
     ),
@@ -237,16 +237,20 @@ ROWS: dict[str, How] = {
     "python3 benchmarks/gpu_check.py": of("serial/test_gpu_check", "the_parts_that_need_no_gpu"),
     "python benchmarks/gpu_first.py": of("serial/test_gpu_check", "the_parts_that_need_no_gpu"),
     **dict.fromkeys(map("python benchmarks/{}.py".format, BY_HAND), SPEED),
-    "python benchmarks/losses.py": of("serial/test_benchmarks", "losses_of_two_precisions_are_compared"),
-    "python benchmarks/step.py": of("serial/test_benchmarks", "steps_are_timed_for_each_variant"),
+    "python benchmarks/losses.py": Run(
+        "--workload W3 --steps 3 -- --data my-texts --layers 1 --eval-windows 2", r"at most 0\.00\d+ apart"
+    ),
+    "python benchmarks/step.py": Run(
+        "--workload W3 --layers 1 --steps 2 --warmup 1 --rounds 1", "fp32 (?s:.)*bf16 "
+    ),
     "python benchmarks/overlap.py": of("cluster/test_hosts", "most_of_the_transfers_hide_behind_computation"),
-    "mpirun -n 4 python benchmarks/checkpoint.py": of(
-        "serial/test_benchmarks", "checkpoint_prints_its_table_and_leaves_nothing_behind"
+    "mpirun -n 4 python benchmarks/checkpoint.py": Run(
+        "--mb 0.5 --repeats 2 --folder . --warm-memory", "load, cache dropped"
     ),
-    "mpirun -n 4 python benchmarks/checkpoint_calls.py": of(
-        "serial/test_benchmarks", "calls_of_a_checkpoint_are_counted"
+    "mpirun -n 4 python benchmarks/checkpoint_calls.py": Run("--mb 0.5 --folder .", "pwritev"),
+    "taskset -c 0 python benchmarks/encode.py": Run(
+        "--megabytes 0 --vocabulary 500 --rounds 1", r"ratio +\d+\.\d\d; (\d+) and \1 ids"
     ),
-    "taskset -c 0 python benchmarks/encode.py": of("serial/test_benchmarks", "tokenizers_are_timed"),
     "python check.py": Run(says="relative error of backward: [0-9]e-(0[7-9]|1[0-9])"),
     "mpirun -n 2 python scaled.py": Run(f"{TINY} --steps 4", "scaled-llama"),
     "mpirun -n 3 python scaled.py": Run(f"{TINY} --steps 6", "at step 4"),

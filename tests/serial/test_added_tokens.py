@@ -9,7 +9,7 @@ import sentencepiece_files
 import tiny
 from bpe_files import smollm2_keys
 from jobs import run_job
-from oracles import llama_cpp, open_server, tokenize, torch_with
+from oracles import llama_cpp, open_server, tokenize
 from test_command_bits import fields, needs_mpiexec, train
 from test_llamacpp import log_softmax, next_token
 from test_lora import DATA, SIZES
@@ -181,17 +181,6 @@ def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
     average = tmp_path / "average.gguf"
     assert command(World(0, 1), [str(base), str(average), "--merge", str(out / "latest" / "ema.gguf")]) == 0
     assert len(TextModel(average).logits([262])[0]) == 263
-
-
-def test_transformers_reads_the_merged_folder(given, adapted, tmp_path):
-    _, transformers = torch_with("transformers")
-    assert (
-        command(World(0, 1), [str(given[1]), str(tmp_path / "hf"), "--merge", str(adapted[0] / "latest")])
-        == 0
-    )
-    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    found = tokenizer_from_metadata(with_tokens(GGUFFile.open(given[1]).metadata, NEW)[0])
-    assert read(TEXT)["input_ids"] == found.encode(TEXT, special=True).tolist()
 
 
 @pytest.mark.parametrize("target", ["adapter.gguf", "peft"])

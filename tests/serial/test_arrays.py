@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_mpi.device import HOST
-from zero_mpi.device.arrays import (
-    Recycler,
-    address,
-    empty,
-    recycled,
-)
+from zero_mpi.device.arrays import Recycler, address, empty, recycled
 from zero_mpi.device.types import ALIGNMENT
 
 

@@ -18,10 +18,7 @@ from test_evaluate import surprises
 
 from zero_mpi.commands.evaluate.measure import WindowSet
 from zero_mpi.config.settings import Config
-from zero_mpi.data import (
-    Windows,
-    tokenizer_from_metadata,
-)
+from zero_mpi.data import Windows, tokenizer_from_metadata
 from zero_mpi.data.tokenizers.byte import ALWAYS, AUTO, NEVER, bos_of
 from zero_mpi.errors import UsageError
 from zero_mpi.train import resume
@@ -29,9 +26,7 @@ from zero_mpi.train.text_model import TextModel
 
 CONTEXT, BOS = 16, 1
 TEXT = "The quick brown fox, a naïve one, jumps over the lazy dog.\n" * 5
-ASKS, ASKS_NOT = (
-    tokenizer_from_metadata(sentencepiece_files.merged(400, add_bos_token=asks)) for asks in (True, False)
-)
+ASKS = tokenizer_from_metadata(sentencepiece_files.merged(400, add_bos_token=True))
 
 
 def test_no_bos_to_begin_with_is_refused():

@@ -9,12 +9,7 @@ from corpora import load_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zero_mpi.data import (
-    BPETokenizer,
-    document_reader,
-    tokenizer_from_json,
-    tokenizer_from_metadata,
-)
+from zero_mpi.data import BPETokenizer, document_reader, tokenizer_from_json, tokenizer_from_metadata
 from zero_mpi.data.tokenizers import bpe
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL

@@ -77,12 +77,13 @@ def test_a_gpu_is_claimed_before_mpi_starts(env, name, told, flag, expected):
 @pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize("launcher", ["tells", "does not tell"])
 def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
-    code = WHOLE
+    code, steps = WHOLE, "1"
     if launcher == "does not tell":
+        steps = "0"
         code = f"from zero_mpi import environment\nenvironment.LOCAL_RANK = ()\n{code}"
     sizes = {"layers": 1, "dim": 16, "heads": 2, "ffn": 16, "context": 8, "batch-size": 4, "micro-batch": 1}
     flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
-    flags += ["--device", "cuda", "--steps", "1", "--out", str(tmp_path / "run")]
+    flags += ["--device", "cuda", "--steps", steps, "--out", str(tmp_path / "run")]
     flags += ["--eval-every", "0", "--sample", "0", "--transport", "staged"]
     env = env | COMPILED | {"TOLD": str(tmp_path)}
     status, said, errors = run_job(3, ["-c", code, *flags], env=env, timeout=100)

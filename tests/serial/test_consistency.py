@@ -31,16 +31,6 @@ def copy_of_package(folder):
     return shutil.copytree(PACKAGE, folder / "zero_mpi", ignore=ignored)
 
 
-class Ranks:
-    def __init__(self, *values):
-        self.values = values
-
-    def allgather_object(self, value):
-        if len(value) == 3:
-            return [("", "", repr(facts)) for facts in self.values]
-        return [(f"node{number}", facts) for number, facts in enumerate(self.values)]
-
-
 @pytest.fixture
 def flags(tmp_path):
     return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]

@@ -79,9 +79,16 @@ MADE = {
     "t.json.gz": lambda rows: gzip.compress(json.dumps(rows).encode()),
     "t.jsonl": lambda rows: "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode(),
 }
+SPELLED = MADE | {
+    "bom.jsonl": lambda rows: "\n".join(map(json.dumps, rows)).encode("utf-8-sig"),
+    "bom.json": lambda rows: json.dumps(rows).encode("utf-8-sig"),
+    "lines.json": lambda rows: "\n".join(map(json.dumps, rows)).encode(),
+    "pretty.json": lambda rows: json.dumps(rows, indent=2).encode(),
+    "data.json": lambda rows: json.dumps({"data": rows}).encode(),
+}
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", SPELLED)
 @pytest.mark.parametrize(
     "rows",
     [
@@ -94,7 +101,7 @@ MADE = {
 )
 def test_tables_and_packed_files_of_conversations(name, rows, tmp_path):
     path = tmp_path / name
-    path.write_bytes(MADE[name](rows))
+    path.write_bytes(SPELLED[name](rows))
     assert are_conversations([(name, path)])
     found = list(read_conversations("x", path, lambda one: one))
     assert found == [one_conversation(f"x:{n}", row) for n, row in enumerate(rows, 1)]

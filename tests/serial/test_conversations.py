@@ -484,30 +484,3 @@ def test_a_content_comes_as_the_template_takes_it(name, tmp_path):
     reads = ConversationReader(chat_tokenizer(source))
     found = reads.read([("x", written(tmp_path, {"messages": PARTS}, {"messages": AB}))])
     assert [each.text for each in found] == [parts, texts]
-
-
-ROWS = [{"messages": AB}, {"prompt": "a", "completion": "b"}, {"messages": [*AB, *AB]}]
-AS_LINES = "\n".join(map(json.dumps, ROWS))
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("rows.json", json.dumps(ROWS)),
-        ("rows.json", json.dumps(ROWS, indent=2)),
-        ("rows.json", json.dumps({"data": ROWS})),
-        ("rows.json", "\ufeff" + json.dumps(ROWS)),
-        ("rows.json", AS_LINES),
-        ("rows.ndjson", AS_LINES),
-        ("rows.jsonl", "\ufeff" + AS_LINES.replace("\n", "\r\n")),
-    ],
-    ids=["array", "pretty", "data", "array with BOM", "lines in .json", "ndjson", "BOM and CRLF"],
-)
-def test_files_of_conversations_as_people_have_them(tmp_path, name, text):
-    """All forms hold the conversations of the JSON Lines file."""
-    path = tmp_path / name
-    path.write_text(text, encoding="utf-8", newline="")
-    assert are_conversations([(name, path)])
-    found = [[*one.messages] for one in read_conversations(name, path, lambda one: one)]
-    expected = [one_conversation("x", row) for row in ROWS]
-    assert found == [[*one.messages] for one in expected]

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from corpora import load_corpus
 
-from zero_mpi.data import (
-    ByteTokenizer,
-    collect_files,
-    library_files,
-    text_files,
-    unigram_entropy,
-)
+from zero_mpi.data import ByteTokenizer, collect_files, library_files, text_files, unigram_entropy
 from zero_mpi.data import corpus as corpus_module
 from zero_mpi.errors import UsageError
 

@@ -13,8 +13,6 @@ import os
 import shutil
 import signal
 import threading
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ import pytest
 import tiny
 from checkpoints import load_checkpoint
 from random_kills import sound_step
+from test_durable import is_killed
 
 from zero_mpi import SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import folders
@@ -176,24 +175,7 @@ def assert_goes_on(out: Path, case: Case, complete: dict[str, bytes]) -> None:
     assert contents(out / "latest") == complete
 
 
-def save_and_die(out: Path, case: Case, stop_at: int, *, power: bool) -> bool:
-    """Save step 2 in a child that dies before operation `stop_at`; return whether it died."""
-    with warnings.catch_warnings():  # the suite's own watchdog is a thread, which the child does not need
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            save_in_child(out, case, stop_at, power)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status in (0, signal.SIGKILL)
-    return status != 0
-
-
-def save_in_child(out: Path, case: Case, stop_at: int, power: bool) -> None:
+def save_and_die(out: Path, case: Case, stop_at: int, power: bool) -> None:
     def die(name: str, arguments: tuple[Any, ...]) -> None:
         if power:
             operations.lose_power()
@@ -208,7 +190,7 @@ def save_in_child(out: Path, case: Case, stop_at: int, power: bool) -> None:
 def test_a_save_may_be_killed_before_any_operation(power, case, start, complete):
     for stop_at in itertools.count(1):
         out = start()
-        killed = save_and_die(out, case, stop_at, power=power)
+        killed = is_killed(lambda out=out, at=stop_at: save_and_die(out, case, at, power))
         if case.exchanges:  # without exchange it holds only after the clean-up
             assert_nothing_lost(out, case)
         folders.clean(out)

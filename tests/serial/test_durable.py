@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -95,12 +96,17 @@ def test_a_file_whose_writing_is_refused_is_as_it_was(name, tmp_path):
     assert stop_at > 4, "the sweep has not seen the calls of a write"
 
 
+def write_and_die(name: str, out: Path, stop_at: int) -> None:
+    Stopping(stop_at, die).install(pytest.MonkeyPatch())
+    WRITERS[name](out)
+
+
 def test_a_file_whose_writer_is_killed_is_the_old_or_the_new_one(name, tmp_path):
     new = written(name, tmp_path / "whole")
     (tmp_path / "out").mkdir()
     for stop_at in itertools.count(1):
         (tmp_path / "out" / name).write_text(OLD)
-        killed = killed_at(stop_at, lambda: WRITERS[name](tmp_path / "out"))
+        killed = is_killed(lambda at=stop_at: write_and_die(name, tmp_path / "out", at))
         content = (tmp_path / "out" / name).read_text().replace(str(tmp_path / "out"), "OUT")
         assert content in (OLD, new) or name == "status.json"
         assert content[-2:] in (OLD[-2:], new[-2:]), "half a file"
@@ -110,18 +116,25 @@ def test_a_file_whose_writer_is_killed_is_the_old_or_the_new_one(name, tmp_path)
     assert content != OLD
 
 
-def killed_at(stop_at: int, action: Callable[[], object]) -> bool:
-    """Run action() in a child that is killed before call `stop_at`; return whether it was."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads that the child does not have
+def is_killed(action: Callable[[], object]) -> bool:
+    """Run action() in a forked child and return whether the child was killed; it must not fail."""
+    with warnings.catch_warnings():  # the suite's own watchdog is a thread, which the child does not need
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        Stopping(stop_at, lambda: os.kill(os.getpid(), signal.SIGKILL)).install(pytest.MonkeyPatch())
         try:
             action()
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1] != 0
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return status != 0
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_record_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):

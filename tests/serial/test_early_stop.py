@@ -5,7 +5,8 @@ import os
 import shutil
 
 import pytest
-from jobs import FAULTY, run_job
+from jobs import run_job
+from patched import train_with
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import refused
 
@@ -74,12 +75,6 @@ def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     (line,) = [line for line in said.splitlines() if "stopped early" in line]
     for part in (f"after step {last}, {WHY}", f"{endless[best]:.4f} nats", f"of step {best}: {out}/best"):
         assert part in line
-
-
-@needs_mpiexec
-def test_events_and_status_say_it(stopped, endless):
-    out, _ = stopped
-    last, best = expected_end(endless, 3)
     happened = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     (early,) = [event for event in happened if event["event"] == "early-stop"]
     assert (early["step"], early["best_step"], early["val_loss"]) == (last, best, endless[best])
@@ -90,7 +85,7 @@ def test_events_and_status_say_it(stopped, endless):
     assert WHY in status["reason"]
 
 
-STOPS = "from zero_mpi.launch.stopping import signals; signals.caught = 'SIGTERM' if made + 1 in {} else ''"
+STOPS = "from zero_mpi.launch.stopping import signals; signals.caught = 'SIGTERM' if done + 1 in {} else ''"
 
 
 @needs_mpiexec
@@ -98,9 +93,8 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(stopped, endless, f
     """The stops: after the best evaluation, between evaluations, before the last one."""
     last, best = expected_end(endless, 3)
     stops = [best, best + 1, last - 1]
-    script = tmp_path / "stops.py"
-    script.write_text(FAULTY.format(fault=STOPS.format(stops)))
-    command = [str(script), "--out", str(tmp_path / "out"), *flags, "--steps", "40", "--patience", "3"]
+    script = train_with(tmp_path / "stops.py", STOPS.format(stops))
+    command = [script, "--out", str(tmp_path / "out"), *flags, "--steps", "40", "--patience", "3"]
     for number, ranks in enumerate((3, 1, 2)):
         status, printed, errors = run_job(ranks, command, timeout=50)
         assert (status, errors) == (75, ""), printed

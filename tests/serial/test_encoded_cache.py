@@ -13,13 +13,7 @@ from chat_templates import CHATML
 from corpora import load_corpus
 from test_corpus import load, put
 
-from zero_mpi.data import (
-    ByteTokenizer,
-    collect_files,
-    documents,
-    encoded_cache,
-    tokenizer_from_metadata,
-)
+from zero_mpi.data import ByteTokenizer, collect_files, documents, encoded_cache, tokenizer_from_metadata
 from zero_mpi.data.documents import Remark, TokenSpans
 from zero_mpi.data.encoded_cache import Batches
 from zero_mpi.data.tokenizers import bpe, sentencepiece

@@ -108,16 +108,3 @@ def test_it_is_the_run_of_so_many_steps(ranks, flags, by_steps, tmp_path):
     assert "epochs" not in settings
     status = json.loads((tmp_path / "out" / "status.json").read_text())
     assert (status["step"], status["steps"]) == (15, 15)
-
-
-@needs_mpiexec
-def test_it_goes_on_from_a_checkpoint_on_other_ranks(flags, by_steps, tmp_path):
-    """One epoch is 8 steps; with a constant rate the resumed run equals the unbroken one."""
-    constant = [*flags, "--schedule", "constant"]
-    train(1, tmp_path / "whole", *constant, "--steps", "15")
-    train(3, tmp_path / "out", *constant, "--epochs", "1")
-    assert len(fields(tmp_path / "out")) == 8
-    said = train(2, tmp_path / "out", *constant, "--epochs", "2")
-    assert "changed since the checkpoint: --steps was 8, now 15" in said
-    assert_same_run(tmp_path / "out", tmp_path / "whole")
-    assert "nothing to do: " in train(2, tmp_path / "out", *constant, "--epochs", "2")

@@ -16,7 +16,7 @@ import hf_models
 import numpy as np
 import pytest
 from chat_templates import CHATML, ZEPHYR, chat_keys
-from gguf_files import GGUFStream
+from gguf_files import random_weights, write_raw, write_tensors
 from jobs import run_command
 from oracles import greedy, open_server, tokenize
 
@@ -44,12 +44,8 @@ TRAINING |= {"training.checkpoint_id": "x", "training.tensor_digests": ["y token
 TRAINING |= {"training.state_digest": "z"}
 
 
-def weights_of(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    found = {
-        name: ((param.init == "ones") + 0.2 * rng.standard_normal(param.shape)).astype(np.float32)
-        for name, param in config.params().items()
-    }
+def weights_of(config: ModelConfig) -> dict[str, np.ndarray]:
+    found = random_weights(config)
     head = found.get("output.weight")
     if head is not None:
         head[:32] = head[127:] = 0
@@ -58,12 +54,7 @@ def weights_of(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 def write_model(path: Path, config: ModelConfig, extra: dict[str, Any] | None = None) -> Path:
     metadata = config.metadata() | ByteTokenizer().metadata() | (extra or {})
-    weights = weights_of(config)
-    table = [(name, array.shape) for name, array in weights.items()]
-    with GGUFStream(path, config.arch, metadata, table) as stream:
-        for name, array in weights.items():
-            stream.write(name, array)
-    return path
+    return write_tensors(path, config.arch, metadata, weights_of(config))
 
 
 def export(*arguments: Any) -> None:
@@ -139,10 +130,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, format: str, wanted
     """Exporting an embedding of 64 MiB takes far less memory."""
     sizes = {"layers": 1, "dim": 64, "heads": 2, "context": 8, "vocab_size": 1 << 18, "tied": True}
     config = Llama.from_flags(sizes)
-    table = [(name, param.shape) for name, param in config.params().items()]
-    with GGUFStream(tmp_path / "m.gguf", "llama", config.metadata(), table) as stream:
-        for name, shape in table:
-            stream.write(name, np.ones(shape, np.float32))
+    ones = {name: np.ones(param.shape, np.float32) for name, param in config.params().items()}
+    write_tensors(tmp_path / "m.gguf", "llama", config.metadata(), ones)
     tracemalloc.start()
     export(tmp_path / "m.gguf", tmp_path / "x", "--type", wanted, "--format", format)
     _, peak = tracemalloc.get_traced_memory()
@@ -327,15 +316,6 @@ def test_llama_cpp_opens_every_type_and_generates(tmp_path: Path, wanted: str) -
         assert theirs == ours
 
 
-def test_llama_cpp_opens_what_came_through_a_folder(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
-    source = write_model(tmp_path / "m.gguf", LLAMA)
-    export(source, tmp_path / "hf")
-    export(tmp_path / "hf", tmp_path / "x.gguf")
-    ours = bytes(TextModel(source).generate(list(b"def "), 12, temperature=0)).decode()
-    assert greedy(open_server(tmp_path / "x.gguf"), "def ", 12) == ours
-
-
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -387,8 +367,7 @@ def test_bad_usage_is_one_line_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "m.gguf", LLAMA)
-    with GGUFStream(tmp_path / "state.gguf", "zero_mpi", {}, []):
-        pass
+    write_raw(tmp_path / "state.gguf", "zero_mpi", {}, [])
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(UsageError) as caught:
         export(*arguments)
@@ -398,23 +377,14 @@ def test_bad_usage_is_one_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted", "target"),
-    [
-        (1e6, "f16", "x.gguf"),
-        (np.nan, "q4_0", "x.gguf"),
-        (np.inf, "f16", "x"),
-    ],
+    ("value", "wanted", "target"), [(1e6, "f16", "x.gguf"), (np.nan, "q4_0", "x.gguf"), (np.inf, "f16", "x")]
 )
 def test_numbers_that_a_type_cannot_hold_are_refused(
     tmp_path: Path, value: float, wanted: str, target: str
 ) -> None:
     weights = weights_of(LLAMA)
     weights["blk.0.attn_q.weight"][3, 3] = value
-    with GGUFStream(
-        tmp_path / "m.gguf", "llama", LLAMA.metadata(), [(k, a.shape) for k, a in weights.items()]
-    ) as stream:
-        for name, array in weights.items():
-            stream.write(name, array)
+    write_tensors(tmp_path / "m.gguf", "llama", LLAMA.metadata(), weights)
     with pytest.raises(UsageError, match=r"tensor 'blk\.0\.attn_q\.weight'"):
         export(tmp_path / "m.gguf", tmp_path / target, "--type", wanted)
     assert os.listdir(tmp_path) == ["m.gguf"]

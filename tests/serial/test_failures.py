@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import FAULTY, TIMED_OUT, launcher_kind, run_job
+from jobs import TIMED_OUT, launcher_kind, run_job
+from patched import patched_training, train_with
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 
 from zero_mpi.launch import watchdog
@@ -68,17 +69,30 @@ def assert_one_line(errors: str) -> None:
     assert errors.startswith("zero_mpi train: error: ")
 
 
-def test_the_same_exception_in_all_ranks_is_told_once(tmp_path):
-    script = COMMAND.format(where="True", fault='raise RuntimeError("the fault")')
-    status, errors = run_script(4, tmp_path, script)
-    assert status not in (0, 2, 75)
-    assert tracebacks(errors) == 1
-    assert len(re.findall(r"zero_mpi: rank \d of 4 failed", errors)) == 1
+FAULTS = {  # (ranks, where, fault, error): the other ranks would wait for a rank that exits silently
+    "all ranks": (4, "True", "raise RuntimeError('the fault')", r"zero_mpi: rank \d of 4 failed"),
+    "interrupt": (2, "world.rank == 1", "raise KeyboardInterrupt()", "rank 1 of 2 (failed|was interrupted)"),
+    "bad input": (
+        3,
+        "world.rank == 1",
+        "from zero_mpi.errors import UsageError; raise UsageError('the fault')",
+        "rank 1.*the fault",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_command_that_fails_ends_the_job_and_says_so_once(kind, tmp_path):
+    ranks, where, fault, error = FAULTS[kind]
+    status, errors = run_script(ranks, tmp_path, COMMAND.format(where=where, fault=fault))
+    assert status not in (0, 75)
+    assert len(re.findall(error, errors)) == 1, errors
+    assert tracebacks(errors) <= 1, errors
 
 
 def test_an_exception_in_the_middle_of_training_ends_the_job(flags, tmp_path):
     rank, fault = 2, 'raise RuntimeError("the fault")'
-    script = FAULTY.format(fault=f"if (made, rank) == (2, {rank}): {fault}")
+    script = patched_training(f"if (done, rank) == (2, {rank}): {fault}")
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5")
     assert status not in (0, 2, 75)
     assert tracebacks(errors) == 1
@@ -93,32 +107,16 @@ def test_an_exception_in_the_middle_of_training_ends_the_job(flags, tmp_path):
 
 def test_an_exception_after_a_long_wait_of_the_others_leaves_no_roll_call(flags, tmp_path):
     fault = 'time.sleep(2); raise RuntimeError("the fault")'
-    sooner = "from zero_mpi.launch import watchdog\nwatchdog.CALL = 0.5\n"
-    script = sooner + FAULTY.format(fault=f"if (made, rank) == (2, 1): {fault}")
+    sooner = "from zero_mpi.launch import watchdog; watchdog.CALL = 0.5"
+    script = patched_training(f"if (done, rank) == (2, 1): {fault}", setup=sooner)
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5")
     assert (status, tracebacks(errors)) == (1, 1)
     assert [path.name for path in (tmp_path / "out").glob(".ranks*")] == []
 
 
-def test_an_interrupt_of_one_rank_ends_the_job(tmp_path):
-    script = COMMAND.format(where="world.rank == 1", fault="raise KeyboardInterrupt()")
-    status, errors = run_script(2, tmp_path, script)
-    assert status not in (0, 2, 75)
-    assert re.search("rank 1 of 2 (failed|was interrupted)", errors)
-
-
-def test_bad_input_that_only_one_rank_knows_of_ends_the_job(tmp_path):
-    """The other ranks would wait for a rank that exits silently."""
-    fault = 'from zero_mpi.errors import UsageError; raise UsageError("the fault")'
-    status, errors = run_script(3, tmp_path, COMMAND.format(where="world.rank == 1", fault=fault))
-    assert status not in (0, 75)
-    assert "the fault" in errors
-    assert "rank 1" in errors
-
-
 @pytest.mark.parametrize("fault", ["sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_rank_that_leaves_in_the_middle_of_training_ends_the_job(fault, flags, tmp_path):
-    script = FAULTY.format(fault=f"if (made, rank) == (2, 1): {fault}")
+    script = patched_training(f"if (done, rank) == (2, 1): {fault}")
     status, _ = run_script(3, tmp_path, script, *flags, "--steps", "5")
     assert status not in (0, 2, 75)
 
@@ -126,7 +124,7 @@ def test_a_rank_that_leaves_in_the_middle_of_training_ends_the_job(fault, flags,
 def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
     """The resumed run equals an unbroken one; records after the checkpoint are replaced."""
     train(1, tmp_path / "whole", *flags[:-2], "--steps", "6")
-    script = FAULTY.format(fault="if (made, rank) == (5, 2): os.kill(os.getpid(), signal.SIGKILL)")
+    script = patched_training("if (done, rank) == (5, 2): os.kill(os.getpid(), signal.SIGKILL)")
     status, _ = run_script(4, tmp_path, script, *flags, "--steps", "6", "--save-every", "3")
     assert status != 0
     assert len(fields(tmp_path / "out")) == 5
@@ -257,7 +255,7 @@ def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
     """The job also ends if no file can be written, for example on a hanging file system."""
     in_the_way = f"open({str(tmp_path / 'out' / '.ranks')!r}, 'w').close()"
     sooner = "from zero_mpi.launch import watchdog; watchdog.GRACE = self.watchdog.limit = 0.5"
-    script = FAULTY.format(fault=f"if made == 2: {in_the_way}; {sooner}; time.sleep(99)")
+    script = patched_training(f"if done == 2: {in_the_way}; {sooner}; time.sleep(99)")
     status, errors = run_script(2, tmp_path, script, *flags, "--steps", "5")
     assert status == watchdog.STATUS
     assert re.search(r"zero_mpi: rank \d: no progress for .+ s: step 2, in no collective.*; ending", errors)
@@ -266,21 +264,19 @@ def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(flags, tmp_path):
     """A batch system may suspend a job and continue it later; this is not a hang."""
-    script = tmp_path / "suspended.py"
     suspend = "kill -STOP {pids}; sleep 5; kill -CONT {pids}"
     fault = (
         "import subprocess; pids = ' '.join(map(str, self.session.comm.allgather_object(os.getpid()))); "
         f"rank == 0 and subprocess.Popen({suspend!r}.format(pids=pids), shell=True); "
         "self.watchdog.limit = 3.0; [time.sleep(0.1) for _ in range(10)]"
     )
-    script.write_text(FAULTY.format(fault=f"if made == 2: {fault}"))
+    script = train_with(tmp_path / "suspended.py", f"if done == 2: {fault}")
     train(2, tmp_path / "out", *flags[:-2], "--steps", "5", script=script)
     assert len(fields(tmp_path / "out")) == 5
 
 
 def test_the_watchdog_lets_a_slow_run_be(flags, tmp_path):
     """Each step is shorter than the limit; all steps together are longer."""
-    script = tmp_path / "slow.py"
-    script.write_text(FAULTY.format(fault="time.sleep(1)"))
+    script = train_with(tmp_path / "slow.py", "time.sleep(1)")
     train(2, tmp_path / "out", *flags[:-2], "--steps", "5", "--timeout", "4", script=script)
     assert len(fields(tmp_path / "out")) == 5

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import FAULTY, run_command, run_job
+from jobs import run_command, run_job
+from patched import train_with
 from test_command_bits import fields, files, needs_mpiexec, train, write_text
 from test_failures import SMALL
 
@@ -113,18 +114,18 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_first_step(mou
 
 
 # After 45 steps rank 0 cannot write files as large as a checkpoint.
-SMALL_FILES = """if (made, rank) == (45, 0):
-        self.saving.saver.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))
+SMALL_FILES = """
+if (done, rank) == (45, 0):
+    self.saving.saver.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))
 """
 
 
 def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_path):
     """All ranks end at one of the next steps instead of training in vain."""
-    script, out = tmp_path / "script.py", tmp_path / "out"
-    script.write_text(FAULTY.format(fault=SMALL_FILES))
+    script, out = train_with(tmp_path / "script.py", SMALL_FILES), tmp_path / "out"
     flags = [*flags, "--out", str(out), "--steps", "121", "--async-save", "--save-every", "40"]
-    status, _, errors = run_job(3, [str(script), *flags], timeout=30)
+    status, _, errors = run_job(3, [script, *flags], timeout=30)
     assert status == 1, errors
     assert_one_line(errors, "File too large")
     assert 80 <= len(fields(out)) < 120
@@ -134,13 +135,14 @@ def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_p
 
 # Before step 4 the folder of the run is mounted read-only. Files that are open already, the records, stay
 # writable.
-READ_ONLY = """if made == 3:
-        self.saving.saver.wait()  # for the checkpoint of step 2, where it is saved in the background
-        if rank == 0:
-            out = str(self.session.out)
-            subprocess.run(["mount", "--bind", out, out], check=True)
-            subprocess.run(["mount", "-o", "remount,bind,ro", out], check=True)
-        self.session.comm.barrier()
+READ_ONLY = """
+if done == 3:
+    self.saving.saver.wait()  # for the checkpoint of step 2, where it is saved in the background
+    if rank == 0:
+        out = str(self.session.out)
+        subprocess.run(["mount", "--bind", out, out], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", out], check=True)
+    self.session.comm.barrier()
 """
 
 
@@ -150,9 +152,8 @@ def test_a_folder_that_is_no_longer_writable_is_named(how, mount, flags, whole, 
     out = tmp_path / "out"
     out.mkdir()
     mount(out, "--bind", str(out))  # skips the test if mounting is refused
-    script = tmp_path / "script.py"
-    script.write_text(FAULTY.format(fault=READ_ONLY))
-    job = [str(script), *flags, "--out", str(out), "--steps", "9", *SAVES[how]]
+    script = train_with(tmp_path / "script.py", READ_ONLY)
+    job = [script, *flags, "--out", str(out), "--steps", "9", *SAVES[how]]
     status, _, errors = run_job(3, job, timeout=30)
     assert status == 1, errors
     assert_one_line(errors, "Read-only file system")
@@ -225,20 +226,9 @@ os.close, io.open, builtins.open = close, opened, opened
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 TRAINED = ["zero_mpi.train", "--out", "out", "--steps", "3", "--data", "text-0-0.txt"]
-EXPORTED = ["zero_mpi", "export", "model.gguf"]
-CLOSED = [  # (file that cannot be closed, command, status, file name in the line)
-    ("model.gguf", TRAINED, 1, "model.gguf"),
-    ("optimizer.gguf", TRAINED, 1, "optimizer.gguf"),
-    ("metrics.jsonl", TRAINED, 1, "metrics.jsonl"),
-    ("proof.jsonl", TRAINED, 1, "proof.jsonl"),
-    (".config.toml.partial", TRAINED, 1, "config.toml"),
-    (".lock", TRAINED, 0, ""),
-    ("events.jsonl", TRAINED, 0, ""),
-    (".status.json.0", TRAINED, 0, ""),
-    (".made.gguf.partial", [*EXPORTED, "made.gguf"], 1, "made.gguf"),
-    ("model.safetensors", [*EXPORTED, "folder", "--format", "safetensors"], 1, "model.safetensors"),
-    ("config.json", [*EXPORTED, "folder", "--format", "safetensors"], 1, "folder"),
-]
+# Files that are open while a run goes on. Other files are synced before they are closed: test_crash.py and
+# test_export.py test that such a failure is reported.
+CLOSED = {"metrics.jsonl": 1, "proof.jsonl": 1, ".lock": 0, "events.jsonl": 0, ".status.json.0": 0}
 
 
 @pytest.fixture(scope="module")
@@ -248,18 +238,16 @@ def trained(tmp_path_factory):
     flags = [*KEPT, "--data", str(folder / "text-0-0.txt"), "--steps", "2"]
     train(1, folder / "run", *flags)
     (folder / "failing.py").write_text(FAILING)
-    shutil.copy(folder / "run" / "latest" / "model.gguf", folder)
     return folder
 
 
-@pytest.mark.parametrize(("name", "command", "expected", "named"), CLOSED)
-def test_a_file_that_cannot_be_closed_is_one_line(name, command, expected, named, trained, tmp_path):
+@pytest.mark.parametrize(("name", "expected"), CLOSED.items())
+def test_a_file_that_cannot_be_closed_is_one_line(name, expected, trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    more = KEPT if command is TRAINED else []
-    start = [sys.executable, "failing.py", name, *command, *more]
+    start = [sys.executable, "failing.py", name, *TRAINED]
     status, _, errors = run_command(start, timeout=60, cwd=tmp_path)
     errors = re.sub("(?m)^Abort.*\n", "", errors)
     assert (status, "Traceback" in errors) == (expected, False), errors
     if expected:
         assert len(errors.splitlines()) == 1, errors
-        assert re.search(rf"{re.escape(named)}.*: Input/output error", errors)
+        assert re.search(rf"{name}.*: Input/output error", errors)

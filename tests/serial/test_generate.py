@@ -15,7 +15,7 @@ import architectures
 import jobs
 import numpy as np
 import pytest
-from gguf_files import GGUFStream
+from gguf_files import random_weights, write_tensors
 
 from zero_mpi.commands.generate.command import command as generate
 from zero_mpi.data import ByteTokenizer
@@ -43,18 +43,8 @@ PROMPT = list(b"def f(")
 
 
 def write_model(path: Path, config: ModelConfig, metadata: dict[str, Any] | None = None) -> Path:
-    rng = np.random.default_rng(0)
-    params = config.params()
     keys = config.metadata() | (ByteTokenizer().metadata() if metadata is None else metadata)
-    constants = config.constants()
-    table = [(name, part.shape) for name, part in (params | constants).items()]
-    with GGUFStream(path, config.arch, keys, table) as stream:
-        for name, param in params.items():
-            values = (param.init == "ones") + 0.4 * rng.standard_normal(param.shape)
-            stream.write(name, values.astype(np.float32))
-        for name, array in constants.items():
-            stream.write(name, array)
-    return path
+    return write_tensors(path, config.arch, keys, random_weights(config, 0.4) | config.constants())
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=CONFIGS)
@@ -218,11 +208,7 @@ def write_story(path: Path, keys: dict[str, Any], ids: list[int]) -> Path:
     for place, (here, following) in enumerate(pairwise(ids)):
         arrays["token_embd.weight"][here, place] = 1
         arrays["output.weight"][following, place] = 1
-    table = [(name, array.shape) for name, array in arrays.items()]
-    with GGUFStream(path, config.arch, config.metadata() | keys, table) as stream:
-        for name, array in arrays.items():
-            stream.write(name, array)
-    return path
+    return write_tensors(path, config.arch, config.metadata() | keys, arrays)
 
 
 def with_bpe() -> dict[str, Any]:
@@ -269,13 +255,7 @@ def test_batches_of_prompts_are_answered_as_one_after_the_other(checkpoint, tmp_
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--batch 2",
-        "--engine llamacpp --lora x",
-        "--tokens -1",
-        "--temperature nan",
-    ],
+    "flags", ["--batch 2", "--engine llamacpp --lora x", "--tokens -1", "--temperature nan"]
 )
 def test_the_command_refuses_bad_flags(checkpoint, flags):
     with pytest.raises(UsageError, match=f"^[^\n]*{flags.split()[0]}[^\n]*$"):

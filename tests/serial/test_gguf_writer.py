@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_files import GGUFStream
+from gguf_files import write_tensors
 
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFError, GGUFFile
@@ -51,18 +51,9 @@ VALUES: dict[str, Any] = {
 }
 
 
-def tensors(seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
+def tensors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES}
-
-
-def write(path: Path, metadata: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> GGUFStream:
-    arrays = tensors() if arrays is None else arrays
-    announced = [(name, array.shape) for name, array in arrays.items()]
-    with GGUFStream(path, "llama", metadata, announced) as stream:
-        for name, array in arrays.items():
-            stream.write(name, array)
-    return stream
 
 
 def same(a: Any, b: Any) -> bool:
@@ -75,11 +66,11 @@ def same(a: Any, b: Any) -> bool:
 def test_a_value_comes_back_with_its_type_and_a_second_trip_has_the_same_bytes(
     tmp_path: Path, keys: list[str]
 ) -> None:
-    write(tmp_path / "one.gguf", {key: VALUES[key] for key in keys}, {})
+    write_tensors(tmp_path / "one.gguf", "llama", {key: VALUES[key] for key in keys}, {})
     file = GGUFFile.open(tmp_path / "one.gguf")
     assert (list(file.metadata), file.tensors) == (["general.architecture", *keys], {})
     assert all(same(file.metadata[key], VALUES[key]) for key in keys), file.metadata
-    write(tmp_path / "two.gguf", file.metadata, {})
+    write_tensors(tmp_path / "two.gguf", "llama", file.metadata, {})
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "two.gguf").read_bytes()
 
 
@@ -101,7 +92,7 @@ def test_the_file_equals_the_gguf_packages_byte_for_byte(tmp_path: Path, alignme
     theirs.write_tensors_to_file()
     theirs.close()
     ours |= {"tokens": ["a", "bé"], "lr": np.float64(0.1), "flag": True, "types": np.array([1, -3], np.int32)}
-    write(tmp_path / "ours.gguf", ours)
+    write_tensors(tmp_path / "ours.gguf", "llama", ours, tensors())
     assert (tmp_path / "ours.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
 
 

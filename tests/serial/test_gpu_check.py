@@ -18,7 +18,6 @@ sys.path.insert(0, str(BENCHMARKS))
 import gpu_check  # noqa: E402
 import gpu_jobs  # noqa: E402
 import gpu_setup  # noqa: E402
-import gpu_train  # noqa: E402
 from gpu_jobs import Report, Section  # noqa: E402
 
 CHECK = [sys.executable, BENCHMARKS / "gpu_check.py"]
@@ -78,47 +77,6 @@ def test_a_program_past_its_time_is_ended_with_what_it_started(tmp_path):
     assert outcome.problem.startswith("ended after its time")
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert "sleep 77" not in left
-
-
-@needs_compiler
-def test_steps_are_timed_when_they_are_asked_for(tmp_path):
-    ready = gpu_setup.make_pretend(tmp_path)
-    step = [str(BENCHMARKS / "gpu_train.py"), "steps", "--workload", "tiny-llama", "--offload", "moments"]
-    program = gpu_jobs.Job([ready.python, *step], ready.env, tmp_path)
-    start = program.answer(60)
-    assert (start["ready"], start["tokens"]) == (True, 16)
-    first, second = program.ask(3, 60), program.ask(2, 60)
-    assert (len(first["ms"]), len(second["ms"])) == (3, 2)
-    assert min(first["ms"] + second["ms"]) > 0
-    end, outcome = program.close(60)
-    assert (outcome.problem, end["loss"] < start["loss"]) == ("", True)
-    assert end["pool_mb"] > 32  # the workspace of matmuls
-
-
-def test_idle_time_is_what_no_kernel_fills():
-    """There are two overlapping streams, a gap, and work before the measured time."""
-
-    def event(kind, start, stop):
-        return {"cat": kind, "ts": start, "dur": stop - start}
-
-    events = [
-        event("kernel", 0, 100), event("kernel", 900, 1100), event("gpu_memcpy", 1050, 1300),
-        event("kernel", 1200, 1250), event("cpu_op", 1300, 1400), event("gpu_memset", 1700, 2000),
-    ]  # fmt: skip
-    found = gpu_train.idle_share(events, 1e-3)
-    assert found["kernels"] == 4
-    assert found["busy_seconds"] == pytest.approx(600e-6)
-    assert found["idle"] == pytest.approx(0.4)
-
-
-def test_figures_of_a_race():
-    """GPT-2 124M at half a million tokens per second has 43 % of the peak, by the usual count."""
-    racer = gpu_check.Racer("ours", None, {"tokens": 32768, "parameters": 124_439_808}, {"pool_mb": 5.0})
-    racer.ms = [1e3 * 32768 / 500_000] * 20
-    found = gpu_check.row(racer, "gpt2-124m")
-    assert found["tokens/s"] == pytest.approx(500_000)
-    assert found["share of peak"] == pytest.approx(0.435, abs=0.001)
-    assert (found["steps"], found["pool_mb"]) == (20, 5.0)
 
 
 def test_bits_that_differ_are_no_pass():

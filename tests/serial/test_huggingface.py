@@ -10,7 +10,7 @@ import hf_models
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf_files import GGUFStream
+from gguf_files import write_raw
 
 from zero_mpi.checkpoint.huggingface import names as tables
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
@@ -223,8 +223,7 @@ def test_tensors_that_have_no_place_are_refused(tmp_path: Path, tensors: Edit, m
 
 
 def test_open_weights_takes_files_checkpoints_and_folders(tmp_path: Path) -> None:
-    with GGUFStream(tmp_path / "model.gguf", "llama", {}, []):
-        pass
+    write_raw(tmp_path / "model.gguf", "llama", {}, [])
     assert open_weights(tmp_path / "model.gguf").path == tmp_path / "model.gguf"
     assert open_weights(tmp_path).path == tmp_path / "model.gguf"
     make(tmp_path, "llama")

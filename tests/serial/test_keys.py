@@ -1,6 +1,8 @@
 """A wrong value of a GGUF key gives one line with file, key, expected and found value."""
 
 import random
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import fuzz_gguf
@@ -41,6 +43,7 @@ COMMANDS = {
 }
 
 
+@cache
 def llama() -> fuzz_gguf.File:
     wanted = {"general.architecture": fuzz_gguf.typed(8, "llama"), MERGES: fuzz_gguf.array(8, ["a b"])}
     drawn = (fuzz_gguf.model(random.Random(seed)) for seed in range(1000))
@@ -50,9 +53,8 @@ def llama() -> fuzz_gguf.File:
 
 
 def write(path: Path, changes: dict[str, bytes]) -> Path:
-    file = llama()
-    file.keys = list((dict(file.keys) | changes).items())
-    path.write_bytes(file.bytes())
+    keys = dict(llama().keys) | changes
+    path.write_bytes(replace(llama(), keys=list(keys.items())).bytes())
     return path
 
 

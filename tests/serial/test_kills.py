@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import FAULTY, run_command, run_job
+from jobs import run_command, run_job
+from patched import train_with
 from random_kills import newest, sound_step
 from test_command_bits import needs_mpiexec, write_text
 from test_failures import SMALL
@@ -31,7 +32,6 @@ def test_random_kills_of_ranks_launcher_and_job_lose_nothing(tmp_path, quick):
 
 # Slows each write to disk.
 SLOW = """
-import time
 from zero_mpi.checkpoint.parallel_write import OutputFile
 
 write_at = OutputFile.write_at
@@ -42,17 +42,16 @@ def write_slowly(self, offset, *data):
 
 OutputFile.write_at = write_slowly
 """
-SIGNALLED = "if (made, rank) == ({}, 1): os.kill(os.getpid(), signal.SIGTERM)"
+SIGNALLED = "if (done, rank) == ({}, 1): os.kill(os.getpid(), signal.SIGTERM)"
 Start = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def slow_run(tmp_path) -> Start:
     def start(signalled: int, *more: str) -> tuple[int, str, str]:
-        script = tmp_path / "slow.py"
-        script.write_text(SLOW + FAULTY.format(fault=SIGNALLED.format(signalled)))
+        script = train_with(tmp_path / "slow.py", SIGNALLED.format(signalled), setup=SLOW)
         flags = [*SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--async-save"]
-        return run_job(3, [str(script), *flags, "--steps", "4", *more], timeout=40, cwd=tmp_path)
+        return run_job(3, [script, *flags, "--steps", "4", *more], timeout=40, cwd=tmp_path)
 
     return start
 

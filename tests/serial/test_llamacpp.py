@@ -11,7 +11,7 @@ from typing import Any
 import architectures
 import numpy as np
 import pytest
-from gguf_files import write_tensors
+from gguf_files import random_weights, write_tensors
 from jobs import run_job
 from oracles import greedy, llama_cpp, open_server, smollm2, tokenize
 from test_command_bits import needs_mpiexec
@@ -83,14 +83,6 @@ CASES = [
 
 
 Edit = Callable[[dict[str, np.ndarray]], object]
-
-
-def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    return {
-        name: ((param.init == "ones") + 0.2 * rng.standard_normal(param.shape)).astype(np.float32)
-        for name, param in config.params().items()
-    }
 
 
 def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray], **keys: Any) -> Path:

@@ -148,33 +148,6 @@ def test_another_base_is_refused_at_a_resume(alone, base, text, tmp_path):
     assert "is a checkpoint of another run: --base was" in refused(1, tmp_path / "run", *changed)
 
 
-def test_an_adapter_of_the_head(base, text, tmp_path):
-    flags = [
-        "--init",
-        str(base),
-        *["--lora", "2", "--context", "16", "--lora-targets", "output.weight", "blk.1.*"],
-    ]
-    train(1, tmp_path / "one", *DATA, *text, *flags, "--steps", "3")
-    train(3, tmp_path / "three", *DATA, *text, *flags, "--steps", "2")
-    train(2, tmp_path / "three", *DATA, *text, *flags, "--steps", "3")
-    assert files(tmp_path / "one") == files(tmp_path / "three")
-    adapter = GGUFFile.open(tmp_path / "one" / "latest" / "adapter.gguf")
-    width, vocabulary = 48, GGUFFile.open(base).tensors["output.weight"].shape[0]
-    shapes = [adapter.tensors[f"output.weight.lora_{end}"].shape for end in "ab"]
-    assert shapes == [(2, width), (vocabulary, 2)]
-    merge = [str(base), str(tmp_path / "m.gguf"), "--merge", str(adapter.path)]
-    assert command(World(0, 1), merge) == 0
-    a, b = (adapter.tensor(f"output.weight.lora_{end}") for end in "ab")
-    assert b.any()
-    change = GGUFFile.open(tmp_path / "m.gguf").tensor("output.weight") - GGUFFile.open(base).tensor(
-        "output.weight"
-    )
-    np.testing.assert_allclose(change, 2 * b @ a, rtol=0, atol=1e-6)  # alpha is twice the rank
-    assert command(World(0, 1), [str(adapter.path), str(tmp_path / "peft"), "--base", str(base)]) == 0
-    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert "lm_head" in settings["target_modules"]
-
-
 @pytest.mark.parametrize("targets", [["blk.1.ffn_down.weight"], ["blk.0.attn_q.weight", "blk.1.*"]])
 def test_blocks_need_not_have_the_same_adapters(targets, base, text, tmp_path):
     """Patterns may name some blocks only, like PEFT's layers_to_transform."""

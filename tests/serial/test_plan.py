@@ -126,15 +126,6 @@ def test_logits_come_in_chunks(monkeypatch):
     assert simulate(adapted).recycled == recycled_bytes(adapted, monkeypatch) < 3 * seen.recycled
 
 
-@needs_numba
-def test_a_context_of_4096_takes_memory_of_its_length_and_not_of_its_square():
-    """Limit per token: 16 numbers a column, 6 a feed-forward column, logits and their gradient."""
-    sizes = SIZES | {"layers": 1, "heads": 8, "kv_heads": 8, "context": 4096, "tied": False}
-    case = Case(Llama.from_flags(sizes), batch_size=1, micro_batch=1, context=4096)
-    bound = 4 * 4096 * (16 * sizes["dim"] + 6 * sizes["ffn"] + 2 * sizes["vocab_size"])
-    assert simulate(case).recycled < 1.25 * bound < 8 * 4096**2
-
-
 def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     case = Case(MODELS["llama"], ranks=2, nodes=2)
     player = Player(case, SLOW)
@@ -174,20 +165,6 @@ def test_sent_bytes_of_metrics_are_those_of_the_plan(trained, tmp_path):
     (plan,) = planned(*flags, "--ranks", 3, folder=tmp_path)["plans"]
     assert [record["sent_bytes"] for record in records] == [plan["traffic"]["rank_0"]] * 2
     assert plan["traffic"]["rank_0"] > 0
-
-
-def on_gpu(**changes):
-    settings = {"model": MODELS["llama"], "device": "cuda", "precision_name": "bf16", "batch_size": 8}
-    return Case(**settings | changes)
-
-
-def test_offloaded_moments_are_on_the_host():
-    kept, offloaded = (plan_memory(on_gpu(ranks=2, offload=where)) for where in ("none", "moments"))
-    assert kept.moments == offloaded.host - kept.host > 0
-    assert (offloaded.moments, kept.rooms) == (0, 0)
-    longest = max(partition.counts[0] for partition in on_gpu(ranks=2).partitions)
-    assert offloaded.rooms == 3 * 8 * min(longest, 4 << 20)
-    assert offloaded.total == kept.total - kept.moments + offloaded.rooms
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():

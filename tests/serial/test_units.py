@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 
 from zero_mpi.comm import Partition
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
-from zero_mpi.sharding.unit import (
-    FROZEN,
-    QUANTUM,
-    TRAINED,
-    units_by_bytes,
-    units_by_scope,
-)
+from zero_mpi.sharding.unit import FROZEN, QUANTUM, TRAINED, units_by_bytes, units_by_scope
 
 shapes = st.lists(
     st.one_of(st.tuples(st.integers(1, 3000)), st.tuples(st.integers(1, 40), st.integers(1, 99)))

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from jobs import run_job
 from patched import train_with
 from test_command_bits import needs_mpiexec, train, write_text
-from test_generate import LLAMA, write_model
 
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
@@ -237,7 +235,6 @@ def test_a_run_goes_on_with_other_settings_each_job_is_computed_with_its_own(tex
 OTHERS = {
     "keep": ["--keep", "1"],
     "low precision and an average": ["--precision", "bf16", "--ema", "0.9"],
-    "adapters": ["--lora", "2", "--init", "model.gguf", "--context", "16"],
     "parallel, patience": ["--checkpoint-io", "parallel", "--patience", "2"],
 }
 
@@ -245,9 +242,7 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_yes_for_runs_of_other_kinds(kind, text, tmp_path):
     """--keep 1 leaves the last checkpoint, so one segment leads to it from the first weights."""
-    write_model(tmp_path / "model.gguf", replace(LLAMA, context_length=32, value_length=4))
-    sizes = SMALL[10:] if kind == "adapters" else SMALL
-    train(2, tmp_path / "out", *sizes, *OFTEN, *OTHERS[kind], "--data", *text)
+    train(2, tmp_path / "out", *SMALL, *OFTEN, *OTHERS[kind], "--data", *text)
     status, lines = compute(tmp_path / "out")
     assert status == 0, lines
     assert "steps 1-6 have the same bits" in lines[-1]

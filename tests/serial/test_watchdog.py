@@ -4,11 +4,7 @@ import sys
 
 from jobs import run_command
 
-from zero_mpi.launch.watchdog import (
-    STATUS,
-    RankReports,
-    RankState,
-)
+from zero_mpi.launch.watchdog import STATUS, RankReports, RankState
 
 
 def test_what_another_job_left_misleads_nobody(tmp_path):
