@@ -240,7 +240,7 @@ class TraceEvent(NamedTuple):
 
 def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
     """Yield the events of a rank until `ended`, on its own clock. Events that have not ended are marked."""
-    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # a copy, as another thread may save
+    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # a copy: another thread may change it
     unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
         about = about_event(name, "" if track == STEPS else label, step, micro_batch)
@@ -256,7 +256,7 @@ def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
 
 
 def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
-    """Return kind and place of an event: for a transfer the data and unit in its label, else the scope."""
+    """Return kind and place of an event: for a transfer, what its label names, for other events the scope."""
     first, _, rest = label.partition(" ")
     unit = {"what": first, "unit": rest} if first in TRAVELS and rest else {"unit": label} if label else {}
     found = {"kind": kind, **unit, "step": step}

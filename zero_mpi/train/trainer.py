@@ -146,7 +146,7 @@ class Trainer(Steps):
         return self.progress.step >= self.session.config.steps or self.early_stop.is_over()
 
     def totals(self) -> tuple[float, bool]:
-        """Return the loss over all ranks, and True if a rank asks to stop; raise write errors."""
+        """Return the loss over all ranks, and whether a rank asks to stop. Raise errors of failed writes."""
         fails = self.saving.saver.failed or bool(self.world.comm.lost() or self.records.problem)
         saves = self.world.rank == 0 and self.saving.clock_says_so()
         flags = self.wants_to_stop(), fails, saves

@@ -1,8 +1,8 @@
-"""Names of tensors in GGUF and in Hugging Face folders, and the order of their elements.
+"""Names of tensors in GGUF files and in Hugging Face folders, and the order of their elements.
 
 GGUF stores llama's q and k in interleaved rotary order, and all matrices as (out, in). Hugging Face stores
-the two halves of a head one after the other, and gpt2's matrices as (in, out). No error shows a forgotten
-conversion: shapes may match, and the model generates nonsense.
+the two halves of a head one after the other, and gpt2's matrices as (in, out). No error shows that a
+conversion was forgotten: shapes may match, and then the model generates nonsense.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Read = Callable[[int, int], Floats]
 
 
 def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the parts of the range [start, stop) of rows of `width` elements, as (first row, last row, first
-    column, last column): at most part of a row, then full rows, then part of a row."""
+    """Yield the range [start, stop) of rows with `width` elements in parts, as (first row, last row, first
+    column, last column). There are at most three parts: the end of a row, full rows, the start of a row."""
     while start < stop:
         row, column = divmod(start, width)
         whole = (stop - start) // width if column == 0 else 0
@@ -37,15 +37,15 @@ def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, 
 
 
 def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> None:
-    """Fill `out` with the elements from `start` on of a tensor with rows in GGUF's rotary order.
+    """Fill `out` with the elements of a tensor in GGUF's rotary order, from element `start` on.
 
-    `read` reads the tensor in the order of halves; a head has `head` rows of `width` elements.
+    `read` returns elements in the order of halves; a head has `head` rows with `width` elements.
     """
     at = 0
     for a, b, c, d in rows_of(start, start + out.size, width):
         block = out[at : at + (b - a) * (d - c)].reshape(b - a, d - c)
         for first in range(a - a % head, b, head):
-            for half in (0, 1):  # the folder has GGUF's rows with even numbers first, then the odd ones
+            for half in (0, 1):  # the folder has GGUF's even rows of a head first, then the odd rows
                 row, end = max(a, first), min(b, first + head)
                 row += (row + half) % 2
                 stored = row - row % head + row % 2 * (head // 2) + row % head // 2
@@ -54,7 +54,7 @@ def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> N
 
 
 def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
-    """Fill the rows of `target` with contiguous elements from `start` on, in chunks."""
+    """Fill the rows of `target` with consecutive elements from `start` on, in chunks."""
     step = max(1, CHUNK // width)
     for at in range(0, len(target), step):
         part = target[at : at + step]
@@ -62,9 +62,9 @@ def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
 
 
 def transposed(read: Read, height: int, width: int, start: int, out: Floats) -> None:
-    """Fill `out` with elements, from `start` on, of the transpose of a stored (width, height) matrix.
+    """Fill `out` with elements, from `start` on, of the transpose of a matrix stored as (width, height).
 
-    It reads narrow bands of full stored rows, which are contiguous.
+    The stored matrix is read in narrow bands of full rows, which are contiguous.
     """
     at, step = 0, max(1, CHUNK // 16 // height)
     for a, b, c, d in rows_of(start, start + out.size, width):
@@ -76,14 +76,14 @@ def transposed(read: Read, height: int, width: int, start: int, out: Floats) -> 
 
 
 def halves_of(read: Read, head: int, width: int, heads: int) -> Iterator[Floats]:
-    """Yield the heads of a tensor, flattened, with rows changed from rotary order to the order of halves."""
+    """Yield the heads of a tensor, flattened, with rows in the order of halves instead of rotary order."""
     for number in range(heads):
         rows = read(number * head * width, (number + 1) * head * width).reshape(head // 2, 2, width)
         yield np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
 
 
 def transposes_of(read: Read, height: int, width: int) -> Iterator[Floats]:
-    """Yield the transpose of a (height, width) matrix in flattened bands of rows of the transpose."""
+    """Yield the transpose of a (height, width) matrix in bands of its rows, flattened."""
     step, rows = max(1, CHUNK // height), max(1, CHUNK // width)
     for c in range(0, width, step):
         band = np.empty((min(step, width - c), height), np.float32)
@@ -94,23 +94,23 @@ def transposes_of(read: Read, height: int, width: int) -> Iterator[Floats]:
 
 
 class Order(Enum):
-    """Order of the elements of a tensor in a Hugging Face folder, compared with GGUF."""
+    """Order of a tensor's elements in a Hugging Face folder, compared with GGUF."""
 
     SAME = "same"
-    HALVES = "halves"  # each head: the rows with even numbers in GGUF, then those with odd numbers
+    HALVES = "halves"  # in each head, first the rows that are even in GGUF, then the odd rows
     TRANSPOSED = "transposed"
-    LESS_ONE = "less one"  # GGUF's order; the folder stores the weights of norms minus 1
+    LESS_ONE = "less one"  # GGUF's order, but the weights of norms are stored minus 1
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of one architecture: prefix of most names, text before a block's number, and name tables."""
+    """Names of one architecture: prefix of most names, text before the number of a block, tables of names."""
 
     prefix: str
     blocks: str
     outer: dict[str, str]
     inner: dict[str, str]
-    dropped: str  # pattern of names that hold no weights
+    dropped: str  # pattern for names of tensors that hold no weights
     orders: dict[str, Order]
 
 
@@ -143,7 +143,7 @@ _MOE = replace(_ROTARY, inner=_ROTARY.inner | {"mlp.gate": "ffn_gate_inp"})
 _MIXTRAL = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.gate": "ffn_gate_inp"})
 _GRANITEMOE = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.router.layer": "ffn_gate_inp"})
 GATE_UP, DOWN = ("ffn_gate_exps", "ffn_up_exps"), ("ffn_down_exps",)
-# Matrices that a folder stores one after the other in a single tensor, once for each expert if there are any
+# Matrices that a folder stores one after the other in one tensor, for each expert if there are experts
 _JOINT = {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}
 _JOINT_GRANITE = {
     "block_sparse_moe.input_linear": GATE_UP,
@@ -151,16 +151,16 @@ _JOINT_GRANITE = {
     "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
     "shared_mlp.output_linear": ("ffn_down_shexp",),
 }
-# Tensors of each expert
+# Tensors of each expert, in folders that store them separately
 _SINGLE = {"gate_proj": GATE_UP[0], "up_proj": GATE_UP[1], "down_proj": DOWN[0]}
 _SINGLE_MIXTRAL = {"w1": GATE_UP[0], "w3": GATE_UP[1], "w2": DOWN[0]}
-MIXTURES = {  # family -> module of the experts, tensors of one expert, tensors of all experts
+MIXTURES = {  # family -> module of experts, tensors of an expert, tensors of all experts
     "mixtral": ("block_sparse_moe", _SINGLE_MIXTRAL, _JOINT),
     "qwen3moe": ("mlp", _SINGLE, _JOINT),
     "olmoe": ("mlp", _SINGLE, _JOINT),
     "granitemoe": ("", {}, _JOINT_GRANITE),
 }
-GGUF_NAMES = {"mixtral": "llama"}  # family -> architecture in GGUF, if its name differs
+GGUF_NAMES = {"mixtral": "llama"}  # family -> GGUF's name of the architecture, if it differs
 _OLMO2 = replace(
     _ROTARY,
     inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("layernorm")}
@@ -223,9 +223,9 @@ FAMILIES = {
 
 
 def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
-    """Yield the experts' matrices in a tensor of a folder; nothing if it is not a tensor of experts.
+    """Yield the experts' matrices in a tensor of a folder; none if it is not a tensor of experts.
 
-    Each item has the GGUF name, the expert's number, the index of the first element, and the shape.
+    Each item has the GGUF name, the number of the expert, the index of the first element, and the shape.
     """
     block = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{,5})\.(.+?)(\.weight)?", name)
     if block is None or arch not in MIXTURES:
@@ -245,9 +245,9 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str
 def parts_from(
     arch: str, name: str, shape: tuple[int, ...]
 ) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
-    """Return the folder's tensors for a GGUF tensor of experts: name, shape, and the GGUF names in it.
+    """Return the folder's tensors for a GGUF tensor of experts: name, shape, and the GGUF names inside.
 
-    A joint tensor is returned for the first of its GGUF tensors. None: no tensor of experts.
+    If a tensor joins several GGUF tensors, only the first of them returns it. None: no tensor of experts.
     """
     prefix, _, stem = name.removesuffix(".weight").rpartition(".")
     layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]
@@ -263,7 +263,7 @@ def parts_from(
 
 
 def to_gguf(arch: str, name: str) -> str | None:
-    """Return the GGUF name of a folder's tensor, None if it holds no weights; FileError if unknown."""
+    """Return the GGUF name of a folder's tensor; None if it holds no weights. FileError for unknown names."""
     family = FAMILIES[arch]
     if re.fullmatch(family.dropped, name):
         return None
@@ -276,7 +276,7 @@ def to_gguf(arch: str, name: str) -> str | None:
 
 
 def from_gguf(arch: str, name: str) -> str:
-    """Return the folder's name for a GGUF tensor; raise FileError for an unknown name."""
+    """Return a folder's name for a GGUF tensor. Raise FileError for an unknown name."""
     family = FAMILIES[arch]
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
@@ -290,14 +290,14 @@ def from_gguf(arch: str, name: str) -> str:
 
 
 def order_of(arch: str, name: str) -> Order:
-    """Return how the elements of the tensor with the GGUF name `name` are ordered in a folder."""
+    """Return the order that the elements of the GGUF tensor `name` have in a folder."""
     stem, _, kind = name.rpartition(".")
     order = FAMILIES[arch].orders.get(stem.rpartition(".")[2], Order.SAME)
     return Order.SAME if order == Order.TRANSPOSED and kind == "bias" else order
 
 
 def place_of(arch: str, name: str) -> tuple[int, int, int]:
-    """Return a key that sorts GGUF names by use: embedding, blocks by number, then all other tensors."""
+    """Return a key that sorts GGUF names by use: embedding, blocks by number, other tensors."""
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
     if block:
