@@ -40,7 +40,7 @@ def make_parser() -> Parser:
         description="Time fine-tuning and compare it with PEFT.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--torch-python", default=sys.executable, help="python with torch and peft")
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python with torch and peft")
     parser.add_argument("--precision", nargs="+", choices=tuple(CASTS), default=["bf16", "fp32"])
     parser.add_argument("--recompute", action="store_true", help="also time our training with --recompute")
     parser.add_argument("--ranks", type=int, default=2)

@@ -29,7 +29,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("model", help="GGUF file")
     parser.add_argument("--threads", type=int, default=2, help="threads of each program")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens to generate in a turn")
+    parser.add_argument("--tokens", type=int, default=48, help="number of tokens to generate in a round")
     parser.add_argument("--rounds", type=int, default=8, help="rounds, in which each program runs once")
     return parser
 

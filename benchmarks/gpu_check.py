@@ -117,7 +117,7 @@ def first(check: Check, section: Section) -> None:
     failed = [name for name, line in found.items() if "error" in line]
     section.judge("experiments", "none fails", ", ".join(failed) or "none failed", bool(found) and not failed)
     wishes = (("streams", "the stream of computing", "stays the current one"),)
-    wishes += (("lent arrays", "memory of activations", "comes back with the last view"),)
+    wishes += (("lent arrays", "memory of activations", "is free again after the last view"),)
     for name, what, wish in wishes:
         seen = {key: value for key, value in found.get(name, {}).items() if isinstance(value, bool)}
         section.judge(what, wish, str(seen), bool(seen) and all(seen.values()))
@@ -404,7 +404,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=about, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder of the report ($OUT)")
     parser.add_argument("--venv", type=Path, help="folder for a virtual environment with all that is missing")
-    parser.add_argument("--wheels", type=Path, help="install from this folder instead of a package index")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install, instead of a package index")
     parser.add_argument("--torch-python", help="interpreter that has torch, for the comparison")
     parser.add_argument("--mpi-root", type=Path, help="a CUDA-aware Open MPI: its folder, or an archive")
     parser.add_argument(
@@ -413,7 +413,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="tests of the part `tests`")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="ranks of the part `ranks`")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all parts together")
-    parser.add_argument("--pretend", action="store_true", help="run without a GPU, on a pretended CuPy")
+    parser.add_argument("--pretend", action="store_true", help="run without a GPU, with a simulated CuPy")
     return parser
 
 

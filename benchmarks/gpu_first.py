@@ -158,7 +158,7 @@ def product(place: Any) -> str | None:
         ops.prepare()
         x = place.from_host(np.ones((16, 16), np.float32))
         total = float(place.to_host(ops.linear(x, x)).sum())
-        return None if total == 16**3 else f"16 x 16 ones times their like add up to {total}"
+        return None if total == 16**3 else f"the product of 16 x 16 ones has the sum {total}"
     except Exception as error:  # shown in the report
         return f"{type(error).__name__}: {error}"
 
@@ -270,7 +270,7 @@ def host_costs(count: int) -> dict[str, Any]:
 
 
 def products(tried: Experiments) -> Iterator[Timed]:
-    """Yield for timing the matmuls of each linear layer: forward, dx and dw."""
+    """Yield the matmuls of each linear layer as operations to time: forward, dx and dw."""
     for name, shape in PRODUCTS.items():
         rows, inputs, outputs = tried.smaller(*shape)
         x, w, dy = drawn(BF16, rows, inputs), drawn(BF16, outputs, inputs), drawn(BF16, rows, outputs)
@@ -281,7 +281,7 @@ def products(tried: Experiments) -> Iterator[Timed]:
 
 
 def attention(tried: Experiments) -> Iterator[Timed]:
-    """Yield for timing causal attention and its gradient. Work above the diagonal is not counted."""
+    """Yield causal attention and its gradient as operations to time, without work above the diagonal."""
     for name, shape in ATTENTION.items():
         batch, length, heads, kv, width = tried.smaller(*shape)
         q, dy = (drawn(BF16, batch, length, heads, width) for _ in range(2))
@@ -294,7 +294,7 @@ def attention(tried: Experiments) -> Iterator[Timed]:
 
 
 def passes(tried: Experiments) -> Iterator[Timed]:
-    """Yield for timing the operations that memory bandwidth limits."""
+    """Yield as operations to time those that memory bandwidth limits."""
     for name, shape in PASSES.items():
         rows, width = tried.smaller(*shape)
         x, dy, w = drawn(BF16, rows, width), drawn(BF16, rows, width), drawn(BF16, width)
@@ -348,8 +348,8 @@ def measured(stepper: Stepper, batch: int, **changed: Any) -> dict[str, Any]:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Run all experiments. Return the exit status."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0, help="seconds in which experiments begin")
-    parser.add_argument("--tiny", action="store_true", help="use small sizes, to try this script itself")
+    parser.add_argument("--seconds", type=float, default=120.0, help="no experiment begins after X seconds")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, to test this script")
     options = parser.parse_args(arguments)
     tried = Experiments(options.seconds, options.tiny)
     tried.attempt("machine", machine)

@@ -59,9 +59,7 @@ def cuda_version() -> int:
         raise NotReady(f"no GPU: {error}; --pretend tries this script without one") from error
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status or not count.value:
-        raise NotReady(
-            f"no GPU: the driver finds {count.value} (status {status}); --pretend does without one"
-        )
+        raise NotReady(f"no GPU: the driver finds {count.value} (status {status}); --pretend needs none")
     driver.cuDriverGetVersion(ctypes.byref(version))
     return version.value // 1000
 
@@ -182,7 +180,7 @@ def what_to_bring(absent: list[str]) -> str:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
         f"Without a package index: pip download --only-binary=:all: --python-version {version} -d WHEELS "
-        f"{' '.join(map(shlex.quote, absent))} elsewhere, and here --wheels WHEELS"
+        f"{' '.join(map(shlex.quote, absent))} on another machine, then --wheels WHEELS here"
     )
 
 

@@ -216,7 +216,7 @@ def print_table(rows: list[Row], repeats: int) -> None:
 
 def main() -> None:
     """Time all operations and print the table."""
-    parser = argparse.ArgumentParser(description="Time operations against references and limits.")
+    parser = argparse.ArgumentParser(description="Time operations, their references and their limits.")
     parser.add_argument("--repeats", type=int, default=20, help="number of times that each operation runs")
     parser.add_argument("--only", default="", help="time only operations whose name contains this")
     arguments = parser.parse_args()

@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="number of timed steps in a run")
-    parser.add_argument("--torch-python", default=sys.executable, help="python with torch")
+    parser.add_argument("--torch-python", default=sys.executable, help="Python interpreter with torch")
     parser.add_argument("--peers", nargs="+", help="variants to run, such as fsdp2 'ddp bf16'; default: all")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     return parser
@@ -98,7 +98,7 @@ def print_table(workload: str, found: dict[str, list[dict[str, float]]], options
     rate = {name: [run["tokens_per_second"] for run in runs] for name, runs in found.items()}
     own = {name: statistics.median(rate[name]) for name in rate if name.startswith("ours full-shard")}
     heads = " ".join(f"{name.removeprefix('ours '):>15}" for name in own)
-    print(f"{workload}, {options.ranks} ranks, {options.rounds} rounds; last: ours over the line's tokens/s")
+    print(f"{workload}, {options.ranks} ranks, {options.rounds} rounds; ratio: our tokens/s to the line's")
     print(f"{'variant':22} {'tokens/s':>9} {'min':>8} {'max':>8} {'ms':>9} {'RSS MB':>7} {heads}")
     for name, values in rate.items():
         median, runs = statistics.median(values), found[name]

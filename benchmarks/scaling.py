@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--sweep", nargs="+", choices=tuple(SWEEPS), default=list(SWEEPS))
     parser.add_argument("--steps", type=int, default=5, help="number of timed steps in a job")
-    parser.add_argument("--most", type=int, help="most lines of a sweep to run")
+    parser.add_argument("--most", type=int, help="maximum number of lines per sweep")
     return parser
 
 

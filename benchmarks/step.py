@@ -176,7 +176,7 @@ def peak_rss() -> float:
 
 
 def pss() -> float:
-    """Return the memory of this process in MiB. A shared page is divided by the number of its processes."""
+    """Return this process's memory in MiB. A page that n processes share counts as 1/n of its size."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(text.partition("Pss:")[2].split()[0]) / 1024
 

@@ -2,9 +2,9 @@
 
     python benchmarks/step_hosts.py --hosts 2 --each 2 --rate 1gbit -- --workload W1 --batch 2
 
-As root: makes the hosts on this machine (tools/cluster/hosts_up.sh), with links of known speed. Each variant
-of strategy and transport is a job of step.py, run for few and for many steps, so that it is known what a step
-moves over the links: the most that any host sent, and received. The hosts share the machine's cores.
+Run as root: it makes the hosts on this machine (tools/cluster/hosts_up.sh), with links of known speed. Each
+variant of strategy and transport is a job of step.py. A job with few steps and one with many steps show the
+bytes that a step sends over the links: the most of any host, sent and received. The hosts share the cores.
 """
 
 import argparse

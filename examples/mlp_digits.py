@@ -35,7 +35,7 @@ def digits() -> tuple[Array, Array]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UsageError("the digits are in scikit-learn: pip install 'zero-mpi[examples]'") from error
+        raise UsageError("the digits need scikit-learn: pip install 'zero-mpi[examples]'") from error
     images, shown = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(shown))
     return (images[order] / 16).astype(np.float32), shown[order].astype(np.int64)

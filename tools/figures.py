@@ -143,7 +143,7 @@ def kept() -> str:
     picture.text(
         MARGIN,
         62,
-        "The default model on 2 nodes of 2 ranks, messages only. A filled cell is a slice that it has.",
+        "The default model on 2 nodes of 2 ranks, messages only. A filled cell is a slice that is kept.",
         "dim",
     )
     for row, name in enumerate(STRATEGIES):

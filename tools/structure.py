@@ -183,7 +183,7 @@ def check_circles(package: Path) -> Iterator[tuple[Path, Violation]]:
     done: set[str] = set()
     for module in sorted(places):
         yield from (
-            (places[circle[0]], (arrows[circle[0]][circle[1]], f"a circle of files: {' -> '.join(circle)}"))
+            (places[circle[0]], (arrows[circle[0]][circle[1]], f"circular imports: {' -> '.join(circle)}"))
             for circle in circles_from(module, [], arrows, done)
         )
 

@@ -78,7 +78,7 @@ def try_sources(archive: Path, wheel: Path, folder: Path, programs: Path) -> Non
         sys.exit(f"{archive.name}: {', '.join(missing)} not found")
     run(f"python -m pip --disable-pip-version-check -q wheel --no-deps -w built {archive}", folder, programs)
     if the_one(folder / "built", "*.whl").read_bytes() != wheel.read_bytes():
-        sys.exit(f"{archive.name}: expected the bytes of {wheel.name}, found others")
+        sys.exit(f"{archive.name}: expected the bytes of {wheel.name}, found other bytes")
     print(f"{archive.name}: {len(names)} files, with tests and docs; it builds the wheel to the same bytes")
 
 

@@ -122,7 +122,7 @@ class SafetensorsModel(Readable):
 
 
 def json_object(path: Path, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in `raw`. FileError for another value, a repeated name or invalid UTF-8."""
+    """Return the JSON object in `raw`. Raise FileError for another value, repeated names or invalid UTF-8."""
     try:
         value = parse_json(raw, unique=True, most_values=MAX_VALUES)
     except ValueError as error:

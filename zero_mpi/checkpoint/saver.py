@@ -293,7 +293,7 @@ def begin(final: Path) -> None:
 def resolve(
     folder: Any, module: ShardedModule, optimizer: Any, description: Description
 ) -> tuple[str, Facts]:
-    """Return the folder with links resolved, and facts that all ranks must share. ValueError if invalid."""
+    """Return the folder with links resolved, and facts that ranks must share. Raise ValueError if invalid."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)
@@ -359,6 +359,6 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
     if optimizer.module is not module:
         raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
     if module.precision is FP64 and optimizer.ema is not None:
-        raise UsageError(f"{what}: ema: files hold averages in float32: make it without ema in FP64")
+        raise UsageError(f"{what}: ema: files hold averages in float32: use an optimizer without ema in FP64")
     if any(isinstance(unit.unit, BlockUnit) for unit in module.units):
         raise ValueError(f"{what}: expected float parameters, got quantized ones (stored)")

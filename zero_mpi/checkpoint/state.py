@@ -305,7 +305,7 @@ def read_progress(state: GGUFFile) -> TrainingProgress:
 
 
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
-    """Return the JSON object in a key such as "training.settings". UsageError if it is missing or invalid."""
+    """Return the JSON object in a key ("training.settings"). Raise UsageError if it is missing or invalid."""
     raw = keys_of(state).text(key) or ""
     try:
         value = json.loads(raw if len(raw) <= MOST_SETTINGS else "")
@@ -403,7 +403,7 @@ def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingP
 
 
 def finite_blocks(file: GGUFFile) -> ReadBytes:
-    """Return a function read(name, start, out) of stored bytes. UsageError if a value is not finite."""
+    """Return a function read(name, start, out) of stored bytes. Raise UsageError if a value is not finite."""
     values = finite(file.read, file.path)
 
     def read(name: str, start: int, out: Array) -> None:

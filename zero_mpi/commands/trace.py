@@ -132,7 +132,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
-    """Add an event to the events of its rank. Raise any error if the event is invalid."""
+    """Add an event to the events of its rank. Raise ValueError or another error if it is invalid."""
     slices = ranks.setdefault(within(event["pid"], 0, MOST_RANKS) - FIRST, [])
     if event["ph"] != "X":
         return  # metadata, such as the name of a rank or a track
@@ -151,7 +151,7 @@ def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
 def within(value: Any, least: float, most: float) -> Any:
     """Return `value` if it is a number from `least` to `most`, else raise ValueError."""
     if isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"an event has the number {shown(value, LONGEST_NAME)}")
+        raise ValueError(f"an event has the invalid number {shown(value, LONGEST_NAME)}")
     return value
 
 
@@ -238,7 +238,7 @@ def table(recorded: Recorded) -> Iterator[str]:
         yield from (f"  {lasted / 1e3:>10.3f}  {name}" for name, lasted in longest)
     wrong, ends_in = recorded.about.get("clock_error_us"), recorded.about.get("ends_in")
     if isinstance(wrong, int | float) and 0 < wrong <= LATEST:
-        yield f"clocks of different hosts are aligned to {wrong:.0f} us"
+        yield f"clocks of different hosts agree within {wrong:.0f} us"
     if ends_in is not None:
         yield f"recording ended in step {shown(ends_in, 40)}: there were too many events"
 

@@ -112,7 +112,7 @@ def shortened(config: Config, model: ModelConfig) -> Config:
 def check_model(config: Config, model: ModelConfig) -> None:
     """Raise UsageError for a context longer than the model's, or for invalid name patterns."""
     if config.context > model.context_length:
-        raise UsageError(f"--context {config.context}: the model of --init has only {model.context_length}")
+        raise UsageError(f"--context {config.context}: the model of --init allows {model.context_length}")
     if model.lora is not None:
         model.lora.check(model.layers())
     auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)

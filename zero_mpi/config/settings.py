@@ -66,7 +66,7 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
 
 
 def warmup_steps(wanted: Any, steps: int | None) -> int:
-    """Return `--warmup` as a number, or as a percentage while `steps` is None. UsageError if invalid."""
+    """Return `--warmup` as a number, or as a percentage while `steps` is None. Raise UsageError if bad."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
         raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
@@ -98,7 +98,7 @@ class Config:
     # fmt: off
     out: str = flag("runs/default", str, "run", "folder for checkpoints, metrics and settings of the run")
     steps: int = flag(None, int, "run", "optimizer steps (default: 440; conversations with --init: 3 epochs)")
-    epochs: int | None = flag(None, int, "run", "passes over the training data, instead of --steps")
+    epochs: int | None = flag(None, int, "run", "number of passes over the training data, instead of --steps")
     seed: int = flag(0, int, "run", "random seed for weight initialization and data order", fixed=True)
     resume: str = flag(
         "auto", str, "run", "checkpoint to resume from: auto (newest in OUT), never, or a folder")
@@ -114,8 +114,8 @@ class Config:
     kv_heads: int | None = flag(
         None, int, "model", "number of key/value heads (default: as --heads)")
     ffn: int | None = flag(None, int, "model", "feed-forward width (default: depends on --arch)")
-    experts: int | None = flag(None, int, "model", "experts of each feed-forward (default: no mixture)")
-    experts_used: int | None = flag(None, int, "model", "experts that each token uses (default: 2)")
+    experts: int | None = flag(None, int, "model", "experts in each feed-forward (default: no mixture)")
+    experts_used: int | None = flag(None, int, "model", "number of experts per token (default: 2)")
     expert_ffn: int | None = flag(None, int, "model", "width of an expert (default: --ffn)")
     context: int = flag(None, int, "model", "tokens per training window", fixed=True)
     tied: bool | None = flag(

@@ -60,7 +60,7 @@ def sources_of(given: Sequence[str]) -> list[DataSource]:
         if not 0 < share >= LEAST_SHARE * total or not total < np.inf:
             raise UsageError(
                 f"--data {shown(path)}={share:g}: expected a share of at least {LEAST_SHARE:g} of all, "
-                f"{total:g}"
+                f"which sum to {total:g}"
             )
     names = [Path(path).name or path for path in shares]
     before = [names[:place].count(name) for place, name in enumerate(names)]  # a repeated NAME becomes NAME-2
@@ -77,7 +77,7 @@ def files_of(data: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def holds_token_files(data: Sequence[str]) -> bool:
-    """Return whether all sources are token files, which need no tokenizer. UsageError if only some are."""
+    """Return whether no source needs a tokenizer (token files). Raise UsageError if only some need none."""
     kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # checks all sources
     return all(kinds)
 
@@ -203,7 +203,7 @@ def _split(
     least = 2 if reader.packs or documents[0].counted is not None else context + 1  # windows of documents
     if total < least:
         of = f" of {source.name}" if source.name else ""
-        need = f"context {context} needs at least {least} tokens, {flag}{of} has {total}"
+        need = f"context {context} needs at least {least} tokens, but {flag}{of} has {total}"
         raise UsageError(f"{need}: use a smaller --context or more data")
     train, val = _hold_out(documents, fraction, seed) if flag == "--data" else ([], documents)
     if fraction and (refusal := _too_small(train, val, least)):

@@ -116,7 +116,7 @@ ICONV = "convert it first: iconv -f {} -t UTF-8 FILE > NEW.txt"
 ZIP = b"PK\x03\x04"
 BEGINNINGS = (
     Kind("a Parquet file", f"{TOKENIZE} (as .parquet); {TABLES}", b"PAR1"),
-    Kind("an Arrow file", f"extract its texts first, say with pyarrow; {TABLES}", b"ARROW1\0"),
+    Kind("an Arrow file", f"extract its texts first, for example with pyarrow; {TABLES}", b"ARROW1\0"),
     Kind("an Arrow stream", f"extract its texts first; {TABLES}", b"\xff\xff\xff\xff\x10"),
     Kind("gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (as .gz)", b"\x1f\x8b"),
     Kind("zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (as .zst)", b"\x28\xb5\x2f\xfd"),

@@ -57,7 +57,7 @@ def exactly(file: FileIO, count: int) -> bytes:
     """Return the next `count` bytes of a file. Raise ValueError if fewer follow."""
     data = file.read(count)
     if len(data or b"") != count:
-        raise ValueError(f"expected {count} bytes more, found the end of the file")
+        raise ValueError(f"expected {count} more bytes, found the end of the file")
     return data
 
 
@@ -147,7 +147,7 @@ def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
 
 
 def npy_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return where the ids are in a .npy. UsageError for another array, ValueError if it is no array."""
+    """Return where a .npy has its ids. Raise UsageError for other arrays, ValueError for other files."""
     try:
         with warnings.catch_warnings(action="ignore"):  # headers by Python 2 are valid but cause warnings
             shape, _, dtype = NPY_HEADERS[npy.read_magic(file)](file)

@@ -196,7 +196,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
 
 
 def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
-    """Return the flags with defaults chosen for the data, and the loaders. UsageError for too few tokens."""
+    """Return the flags with defaults for this data, and the loaders. Raise UsageError for too little data."""
 
     def unless_said(config: Config, **settings: Any) -> Config:
         return replace(config, **{name: settings[name] for name in settings if name in spec.unsaid})
@@ -250,7 +250,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
 
 
 def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
-    """Return the loaders of micro-batches for steps and for evaluations. UsageError for too few windows."""
+    """Return the loaders of micro-batches for steps and evaluations. Raise UsageError for too little data."""
     parts = [windows_of(config, part) for part in corpus.parts]
     order = SampleOrder([len(each) for each in parts], [part.share for part in corpus.parts], config.seed)
     steps = StepLoader(
@@ -268,7 +268,7 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 
 def windows_of(config: Config, part: Part) -> WindowSource:
-    """Return the windows of a source. UsageError if one of several sources is empty or has pairs."""
+    """Return the windows of a source. Raise UsageError if one of several sources is empty or has pairs."""
     if part.name and config.preference is not None:
         raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
     paired = config.preference is not None

@@ -67,7 +67,7 @@ class ResumePoint:
 
 
 def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
-    """Return the checkpoint to resume from on all ranks, or None. UsageError if none is usable. Collective.
+    """Return the checkpoint to resume from, or None. Raise UsageError if none is usable. Collective.
 
     A note for each skipped checkpoint is added to `notes`. Rank 0 lists the folders. Each rank checks a part
     of a checkpoint's bytes, so the ranks agree on the result for each checkpoint that is tried.
@@ -104,7 +104,7 @@ def resumable_folders(config: Config, out: Path) -> list[Path]:
 
 
 def open_checked(folder: Path, world: World) -> ResumePoint:
-    """Open a checkpoint and check its indices and this rank's share of its tensors. UsageError if invalid."""
+    """Open a checkpoint and check its indices and this rank's share of it. Raise UsageError if damaged."""
     if not os.path.isdir(folder):  # Path.is_dir raises if a name is too long
         link = shown(folder.parent / folders.LATEST)
         raise UsageError(f"{link} points to {shown(folder.name)}, which does not exist")

@@ -219,7 +219,7 @@ class Session(RunSpec):
 
 
 def build(world: World, spec: RunSpec) -> Session:
-    """Return the session of a resolved run. Raise UsageError on all ranks. Collective."""
+    """Return the session of a resolved run. Raise UsageError on all ranks if this fails. Collective."""
     notes, config = list(spec.notes), spec.config
     chosen = choose_transport(world, config, spec.model, notes)
     comm, nodes = chosen.comm, getattr(chosen.comm, "topology", None)
@@ -249,7 +249,7 @@ def build(world: World, spec: RunSpec) -> Session:
 
 
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
-    """Return the sharded module that the flags describe. UsageError if strategy or offload is impossible."""
+    """Return the module that the flags describe. Raise UsageError for an impossible strategy or offload."""
     stages, masters = model.stages(config.recompute), config.offload == STATE
     scales = auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
     layout = layout_config(config, model)
@@ -324,7 +324,7 @@ def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
 def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> None:
     """Give the objective its numbers of the initial model, read from a file in OUT or computed. Collective.
 
-    The file begins with a digest over its numbers and over the inputs of the run. Raises UsageError.
+    The file begins with a digest over its numbers and the run's inputs. Raises UsageError if computing fails.
     """
     if not objective.keeps:
         return

@@ -244,7 +244,7 @@ class PeftFolder(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], base: Metadata) -> PeftFolder:
-        """Read and check the headers. `base`: keys of the base model. FileError if the folder is invalid."""
+        """Read and check the headers of an adapter. `base`: keys of its base. Raise FileError if invalid."""
         folder, keys = Path(os.path.realpath(path)), GGUFKeys(base, "the base model")
         arch = keys.architecture or ""
         if arch not in FAMILIES:
@@ -267,7 +267,7 @@ class PeftFolder(WeightSource):
 
 
 def alpha_of(settings: Settings) -> float:
-    """Return alpha; the update is scaled by alpha / rank. FileError unless the adapter is plain LoRA."""
+    """Return alpha; the update is scaled by alpha / rank. Raise FileError unless it is a plain LoRA."""
     if settings.values.get("peft_type") != "LORA":
         raise settings.fault("peft_type", "LORA (only)")
     if settings.values.get("init_lora_weights") not in PLAIN_STARTS:
@@ -304,7 +304,7 @@ def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) ->
 
 
 def head_of(factor: TensorSpec, target: str, keys: GGUFKeys) -> int:
-    """Return the rows per head in the second factor of q or k. FileError if the base has other heads."""
+    """Return the rows per head in q's or k's second factor. Raise FileError if the base has other heads."""
     heads = keys.integer(f"{keys.architecture}.attention.head_count", 1) or 1
     if ".attn_k." in target:
         heads = keys.integer(f"{keys.architecture}.attention.head_count_kv", 1) or heads

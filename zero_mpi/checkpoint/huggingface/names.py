@@ -263,7 +263,7 @@ def parts_from(
 
 
 def to_gguf(arch: str, name: str) -> str | None:
-    """Return the GGUF name of a folder's tensor; None if it holds no weights. FileError for unknown names."""
+    """Return the GGUF name of a folder's tensor, or None without weights. Raise FileError if unknown."""
     family = FAMILIES[arch]
     if re.fullmatch(family.dropped, name):
         return None

@@ -213,7 +213,7 @@ def threads(found: list[NodePlacement]) -> Row:
         free = node.usable - sum(one.threads for one in node.placements)
         if free > 0 and not idle:
             idle = f"; {free} of {plural(node.usable, 'core')} of {node.name} idle"
-    more = "start more ranks, or train with --threads auto (other last bits than with one thread)"
+    more = "start more ranks, or train with --threads auto (last bits differ from those of one thread)"
     return assessed("threads", value + idle, not idle, more)
 
 
@@ -372,7 +372,7 @@ def device_rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
     for host, name in zip(found, names, strict=True):
         counts.append(f"{len(host.names)} on {name}")
         if host.error:
-            remedy = "nvidia-smi on that host; reload or update its driver"
+            remedy = "run nvidia-smi on that host; reload or update its driver"
             rows.append(Row("CUDA", f"{name}: {host.error}", NOTE, remedy))
         elif any(each.names or each.error for each in found):
             kinds = f"{plural(len(host.names), 'device')} ({', '.join(dict.fromkeys(host.names))})"

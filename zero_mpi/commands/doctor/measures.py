@@ -127,8 +127,8 @@ def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
         yield Row("run folder", f"{out}: a run cannot save checkpoints there: {found.problem}", BAD, remedy)
         return
     models, free = found.free / BYTES_A_PARAMETER / 1e6, short_size(found.free)
-    value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
-    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 are kept"
+    value = f"{out} on {found.system.kind}, {free} free: space for {models:,.0f} million parameters"
+    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 keeps three"
     if not found.system.lasting:
         remedy = "this folder is in the host's memory and ends with it: use a folder on disk, --out DIR"
     yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)

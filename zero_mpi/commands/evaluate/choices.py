@@ -136,7 +136,7 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
-    """Return the question of a line in a published form; None for other lines. ValueError for invalid fields.
+    """Return the question of a line in a published form, else None. Raise ValueError for invalid fields.
 
     `name`: the file's name, for fields that fit several forms; `delimiter`: text before an answer in CORE.
     """
@@ -267,8 +267,8 @@ def encode_choices(
         for ids, start in rows:
             over = max(0, len(ids) - context - 1)
             if not 0 < start - over < len(ids) - over:
-                problem = f"an answer is {len(ids) - start} of {len(ids)} tokens"
-                raise FileError(f"{where}: {problem}, expected 1 to {context}, the model's context")
+                problem = f"an answer has {len(ids) - start} of {len(ids)} tokens"
+                raise FileError(f"{where}: {problem}, expected 1 to {context}, which is the context")
             found.sequences.append(ids[over:])
             found.starts.append(start - over)
             found.cut += over > 0

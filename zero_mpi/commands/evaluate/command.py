@@ -100,7 +100,7 @@ def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
     if corpus.train.counted is not None and task.imatrix is not None:
         raise UsageError(f"--imatrix {task.imatrix}: conversations are padded: use a text")
     if not len(cut_up(corpus.parts[0], config.context, task.stride)):
-        raise UsageError(f"--context {config.context}: no answer begins within it: use a larger one")
+        raise UsageError(f"--context {config.context}: no answer begins within the context: use a larger one")
     return corpus
 
 
@@ -163,7 +163,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
-    """Return the results of all models on all ranks. Raise UsageError on all ranks. Collective."""
+    """Return the results of all models, on all ranks. Raise UsageError if an input is invalid. Collective."""
     watchdog.beat("opening the models")
     opened: Opened = same(world.comm, partial(open_models, task, world.node.rank), SAME_FILES)
     watchdog.beat("reading the text")

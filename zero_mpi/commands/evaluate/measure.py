@@ -48,7 +48,7 @@ FIGURES = 3  # number of sums per window: divergence, squared changes of probabi
 
 
 class WindowSet:
-    """Windows of a text, or conversations. The loss of a window is over its targets that count.
+    """Windows of a text, or conversations. A window's loss is a sum over those of its targets that count.
 
     A window has `context` inputs, each of which predicts the next token. If windows overlap, a target counts
     only in the first window that predicts it, so in later windows only the last `stride` targets count.
@@ -76,7 +76,7 @@ class WindowSet:
 
 
 class AnswerSet:
-    """Answers after their questions. The loss of an answer is over its own tokens only.
+    """Answers after their questions. An answer's loss is a sum over its own tokens only.
 
     A micro-batch pads its shorter sequences at the end. Earlier positions do not see the padding.
     """
@@ -120,7 +120,7 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
 def opened_module(
     world: World, config: Config, subject: Evaluated, watchdog: Watchdog
 ) -> Iterator[ShardedModule]:
-    """Yield a sharded model with its weights and free it afterwards. Raise UsageError. Collective."""
+    """Yield a sharded model with its weights, then free it. Raise UsageError for bad weights. Collective."""
     watchdog.beat(f"reading {subject.name}")
     notes: list[str] = []
     comm = choose_transport(world, replace(config, init=subject.path), subject.model, notes).comm

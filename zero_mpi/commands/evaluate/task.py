@@ -107,7 +107,7 @@ def make_parser() -> Parser:
     add("--windows", type=int, help="number of windows, spread over the text (default: all)")
     add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
     add("--json", metavar="FILE", help="write all results to FILE as JSON")
-    text = "KL divergence and equal likeliest tokens of both models, on --data"
+    text = "compare the models' probabilities on --data (KL divergence, top tokens)"
     add("--kl", action="store_true", help=text)
     text = "write the importance matrix of the model on --data, for export"
     add("--imatrix", metavar="FILE", help=text)
@@ -264,7 +264,7 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
     if config.bos == AUTO and len({*asks}) > 1:
         one, other = (opened.candidates[asks.index(wanted)].name for wanted in (True, False))
         yield (
-            f"--against: {one} expects a BOS token, {other} does not: both are read like the first; set "
+            f"--against: {one} expects a BOS token, {other} does not: both get what the first expects; set "
             "--bos always or never for both"
         )
     ours, *theirs = (each.keys for each in opened.candidates)

@@ -283,7 +283,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
         if name not in importance and mixes.needs_weights(name, kind, wanted):
-            remedy = "give --imatrix FILE, of evaluate --imatrix" if matrix is None else f"{matrix} has none"
+            remedy = "give --imatrix FILE from evaluate --imatrix" if matrix is None else f"{matrix} has none"
             raise UsageError(f"--type {wanted}: {kind.name} of {name} needs an importance matrix: {remedy}")
     masters, pair = None, source.path.with_name(OPTIMIZER)
     if trained_for and isinstance(source, GGUFFile) and is_file(pair):

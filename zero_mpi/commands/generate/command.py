@@ -142,7 +142,7 @@ class Chat:
             self.messages.append({"role": "system", "content": self.system})
 
     def prompt_ids(self, text: str) -> Array:
-        """Return the ids of the conversation with one more question. UsageError if the template fails."""
+        """Return the ids of the conversation plus a question. Raise UsageError if the template fails."""
         self.messages.append({"role": "user", "content": text})
         try:
             rendered = self.template.render(self.messages, generation_prompt=True)
@@ -190,7 +190,7 @@ def add_draw(parser: Parser) -> None:
     add("--temperature", type=float, default=0.8, help=temperature)
     add("--top-k", type=int, default=40, help="sample from the N likeliest tokens; 0: no limit")
     add("--top-p", type=float, default=1.0, help="then from the most likely tokens with total probability X")
-    least = "then from tokens with at least X times the best probability"
+    least = "of these, use tokens with at least X times the highest probability"
     add("--min-p", type=float, default=0.0, help=least)
     add("--seed", type=int, default=0, help="random seed for sampling")
 

@@ -121,7 +121,7 @@ class Restarts:
         self.stop = StopRequest()
 
     def run(self) -> int:
-        """Start the run until it is over and return the exit status. UsageError if it cannot be started."""
+        """Start the run until it is over. Return the exit status. Raise UsageError if a start fails."""
         first, settings = self._folder.checkpoint(), dict[str, str]()
         hosts = self._pool.choose() if self._pool else ()
         with tempfile.TemporaryDirectory(prefix="zero_mpi-supervise-") as place:

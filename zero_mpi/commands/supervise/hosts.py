@@ -75,7 +75,7 @@ class HostPool:
 
 
 def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
-    """Return the hosts of a file or of the batch job, or None without either. Raise UsageError."""
+    """Return the hosts of a file or of the batch job, None without either. UsageError if they are invalid."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     file = hostfile or ("" if nodes else environ.get("PBS_NODEFILE", ""))
     if not (file or nodes):
@@ -92,7 +92,7 @@ def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
-    """Return the nodes of a Slurm job with their numbers of ranks. UsageError if Slurm does not list them."""
+    """Return the nodes of a Slurm job with their numbers of ranks. Raise UsageError if Slurm fails."""
     question = ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]
     try:
         answer = subprocess.run(question, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)

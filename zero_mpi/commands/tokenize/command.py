@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         "files are the same at any number of ranks. The same command resumes a job that was stopped.",
         epilog=EXAMPLES,
     )
-    inputs = "text, .jsonl, either as .gz or .zst, .parquet, or folders (default: Python's library)"
+    inputs = "text or .jsonl (also as .gz or .zst), .parquet, or folders (default: Python's library)"
     size = "MiB of text per token file (default: 1/256 of all, from 1 to 256)"
     field = "JSON field or Parquet column with the text (default: text)"
     add = parser.add_argument
@@ -180,7 +180,7 @@ def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
 def inspect_files(
     world: World, encoding: work.Encoding, watchdog: Watchdog
 ) -> tuple[list[Table], list[list[int]]]:
-    """Inspect all files, each on one rank, and report files that are not text. Raise UsageError. Collective.
+    """Inspect all files, one rank each, and report files that are no text. UsageError on failure. Collective.
 
     Return the inputs for the manifest, and the weights of each file's pieces (no weights if it is no text).
     """

@@ -124,7 +124,7 @@ class PartWriter:
     def add(self, name: str, ids: NDArray[np.integer[Any]]) -> None:
         """Append a document. `name` is its name in errors. An empty document is skipped."""
         if len(ids) > MEGATRON_MOST:
-            raise UsageError(f"{name}: a document of {len(ids):,} tokens, at most {MEGATRON_MOST:,} fit")
+            raise UsageError(f"{name}: a document has {len(ids):,} tokens, but at most {MEGATRON_MOST:,} fit")
         if len(ids):
             raw = ids.astype(self._dtype, copy=False).tobytes()
             with naming(self._aside[BIN]):

@@ -134,14 +134,14 @@ class History:
     def record(self, step: int) -> None:
         """Add a step. Raise Differs if it does not follow the last step."""
         if not self.runs or step != self.at + 1:
-            raise Differs(f"step {step} follows on step {self.at}")
+            raise Differs(f"step {step} follows step {self.at}")
         self.at = step
 
     def save(self, step: int, name: object) -> None:
         """Add a checkpoint, maybe one that was written later. Raise Differs if the folder has another one."""
         in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
         if not self.runs or not in_order:
-            raise Differs(f"a checkpoint of step {step} follows on step {self.at}")
+            raise Differs(f"a checkpoint of step {step} follows step {self.at}")
         found = self.id_of(step)
         if found is not None and found != name:
             raise Differs(
@@ -220,7 +220,7 @@ def read_history(run: Path, expect: str | None) -> History:
         raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
     if untold := [path.name for step, path in history.folders.items() if step not in history.saved]:
         more = " and more" * (len(untold) > 8)
-        history.notes.append(f"not in this run, or abandoned: {', '.join(untold[:8])}{more}")
+        history.notes.append(f"checkpoints of no run, or abandoned: {', '.join(untold[:8])}{more}")
     if gone := len(history.saved) - len(history.kept):
         history.notes.append(f"{gone} of {len(history.saved)} checkpoints no longer exist")
     return history
@@ -246,11 +246,11 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
     if not history.head:
         raise Differs(f"{proof.PROOF} has no line")
     if records.step:
-        after = f"{METRICS} has a record of step {records.step} after the last of {proof.PROOF}"
+        after = f"{METRICS} has a record of step {records.step} after the last step in {proof.PROOF}"
         after += f", step {history.at}"
         if ended or records.step != history.at + 1:
             raise Differs(after)
-        history.notes.append(f"{after}, as after a kill: it is checked only by recomputation")
+        history.notes.append(f"{after}, as after a kill: only recomputation checks it")
         history.record(records.step)
 
 
@@ -275,7 +275,7 @@ def note_line(line: proof.Line, records: Records, history: History) -> None:
             raise Differs(f"expected a record of step {line.step} in {METRICS}, found {found}")
         if difference := other(proof.bits_of(records.take()), line.value):
             name, found, said = difference
-            raise Differs(f"step {line.step}: {METRICS} has {name} {found}, the chain {said}")
+            raise Differs(f"step {line.step}: {METRICS} has {name} {found}, but the chain has {said}")
 
 
 def replay(records: Records, history: History) -> None:

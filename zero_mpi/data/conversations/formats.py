@@ -123,14 +123,14 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 
 
 def holds_pairs(path: Path, labels: bool = False) -> bool:
-    """Return whether a file holds pairs of answers, or answers with labels; raises FileError."""
+    """Return whether a file holds pairs of answers, or answers with labels. Raise FileError if damaged."""
     return holds_conversations(path, OF_LABELS if labels else OF_PAIRS, [PAIR, *[LABELLED] * labels])
 
 
 def holds_conversations(
     path: Path, first: re.Pattern[bytes] = KEYS, forms: Sequence[tuple[str, ...]] = ()
 ) -> bool:
-    """Return whether a file holds conversations, by its name and the keys at its beginning; raises FileError.
+    """Return whether a file holds conversations, by name and first keys. Raise FileError if it is damaged.
 
     first, forms: keys that identify the rows to look for, in files of lines and in tables
     """

@@ -92,7 +92,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             parts.append(part)
             self.written += len(part)
             if self.written > most:
-                raise TemplateError(f"the text has more than {most} characters, the limit here")
+                raise TemplateError(f"the text has more than {most} characters, which is the limit")
         return "".join(parts).encode()
 
     def answer(self, template: Template, request: dict[str, Any], most: int) -> dict[str, Any]:

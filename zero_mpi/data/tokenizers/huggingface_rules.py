@@ -170,7 +170,7 @@ def check_normalizer(definition: Any) -> None:
     if definition is not None:
         if _growth(definition) > _MOST_GROWTH or len(json.dumps(definition)) > _MOST_JSON:
             raise ValueError(
-                f"a normalizer that makes a text more than {_MOST_GROWTH} times as long, or is long"
+                f"a normalizer that makes a text more than {_MOST_GROWTH} times as long, or has many letters"
             )
         try:
             normalizer_of(definition)
