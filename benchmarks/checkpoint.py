@@ -144,7 +144,7 @@ class Bench:
         self.settle(name)
 
     def save_behind(self, saver: Saver) -> None:
-        """Time how long a background save blocks the run, and its completion. Then time reading its files."""
+        """Time how long a background save blocks the run, and how long it takes. Then time reading it."""
         begun = time.perf_counter()
         self.time("save, async: held up", lambda: saver.save(STATE))
         saver.wait()

@@ -242,7 +242,7 @@ def sharded(
 
 
 def over_aware_mpi(check: Check, section: Section, given: Path, alone: Lines) -> None:
-    """Use the first MPI setting that moves device memory between ranks. Raises NotReady."""
+    """Use the first MPI setting that moves device memory between ranks. Raises NotReady without an MPI."""
     root, way = unpack(given, check.scratch), None
     for count in (count for count in check.ranks if count > 1):
         lines: Lines = {}

@@ -294,7 +294,7 @@ def attention(tried: Experiments) -> Iterator[Timed]:
 
 
 def passes(tried: Experiments) -> Iterator[Timed]:
-    """Yield as operations to time those that memory bandwidth limits."""
+    """Yield the operations that memory bandwidth limits, as operations to time."""
     for name, shape in PASSES.items():
         rows, width = tried.smaller(*shape)
         x, dy, w = drawn(BF16, rows, width), drawn(BF16, rows, width), drawn(BF16, width)
@@ -336,7 +336,7 @@ def rates(tried: Experiments, group: Callable[[Experiments], Iterator[Timed]]) -
 
 
 def measured(stepper: Stepper, batch: int, **changed: Any) -> dict[str, Any]:
-    """Return milliseconds per step and tokens per second. `changed`: attributes to set for this."""
+    """Return milliseconds per step and tokens per second. `changed`: attributes to set before timing."""
     stepper.take(stepper.workload, batch)
     with mock.patch.multiple(sizes, **changed) if changed else contextlib.nullcontext():
         stepper.warm_up()

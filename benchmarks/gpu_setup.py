@@ -212,7 +212,7 @@ def environment(python: str, scratch: Path) -> dict[str, str]:
 
 
 def make_ready(venv: Path | None, wheels: Path | None, scratch: Path) -> Ready:
-    """Return an interpreter with the packages that the checks need. Raises NotReady."""
+    """Return an interpreter with the packages that the checks need. Raises NotReady if there is none."""
     cuda = cuda_version()
     if cuda not in (12, 13):
         raise NotReady(f"the driver supports CUDA {cuda}; expected 12 or 13")

@@ -170,7 +170,7 @@ class Stepper:
         self.take(workload, workload.batch)
 
     def take(self, workload: Workload, batch: int) -> None:
-        """From now on, train on micro-batches of `batch` sequences."""
+        """Set the micro-batches of later steps to `batch` sequences."""
         self.workload = replace(workload, batch=batch)
         data = [micro_batch(self.workload, 0, number) for number in range(BATCHES)]
         self.data = [tuple(np.ascontiguousarray(part) for part in pair) for pair in data]

@@ -4,7 +4,7 @@
 
 Every line is a job of `step.py`. A sweep changes one size of a workload. Ranks: the batch is per rank, so on
 the same cores twice the ranks take twice the time; the memory of all ranks together shows what exists only
-once. Context: the tokens of a step stay the same, so a column that grows is a cost of the context.
+once. Context: the tokens of a step stay the same, so a column that grows shows a cost of the context.
 """
 
 import argparse

@@ -46,7 +46,7 @@ class Workload:
         return 6 * self.matrix_elements * self.tokens
 
     def flop_of_a_token(self, parameters: int) -> float:
-        """Return the operations of training on one token: 6 per parameter, and attention's without the mask.
+        """Return the operations of training on one token: 6 per parameter, plus attention without the mask.
 
         Shares of the peak use this count of Chowdhery et al., "PaLM", 2022, appendix B.
         """

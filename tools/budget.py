@@ -98,7 +98,7 @@ def check_lengths(root: Path) -> Iterator[str]:
 
 
 def check_flags(root: Path) -> Iterator[str]:
-    """Yield a message for each flag that only `train` has, or only the list."""
+    """Yield a message for each flag that is missing in `train` or in the list."""
     tree = ast.parse((root / PACKAGE / "config" / "settings.py").read_text())
     config = next(each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == "Config")
     fields = [each.target.id for each in config.body if isinstance(each, ast.AnnAssign)]

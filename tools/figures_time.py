@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Story:
-    """What happens in a step, by columns: forward stages, backward stages, the update."""
+    """Events of a step, by columns: forward stages, backward stages, the update."""
 
     columns: list[str]
     coming: list[Span]  # gathers in progress

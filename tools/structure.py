@@ -221,7 +221,7 @@ def check_size(line: int, what: str, place: str, length: int, limit: float) -> I
 
 
 def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation]:
-    """Yield a missing docstring of the module, or, if `public_names`, of a public function or class."""
+    """Yield a message for a missing docstring: of the module and, if `public_names`, of public objects."""
     if tree.body and ast.get_docstring(tree) is None:
         yield 1, "the module has no docstring"
     for node in tree.body if public_names else ():

@@ -59,7 +59,7 @@ class Writers:
 
     @property
     def syncs(self) -> bool:
-        """Whether this rank, as the first writer of its node, syncs files."""
+        """True if this rank, as the first writer of its node, syncs files."""
         here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
         return self.writes and self.comm.rank == min(here)
 

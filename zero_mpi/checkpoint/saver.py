@@ -128,7 +128,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a background save failed on this rank. Then `wait` raises the error on all ranks."""
+        """True if a background save failed on this rank. Then `wait` raises the error on all ranks."""
         return self._error is not None
 
     def wait(self) -> None:
@@ -200,7 +200,7 @@ def write_files(
     *,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Write all files into `folder`: the slices of all ranks, and the two facts in `said`. Collective.
+    """Write all files into `folder`: the slices of all ranks, with the progress in `said`. Collective.
 
     Returns the keys of the state on rank 0. Raises JobError on all ranks if a write fails.
     """
@@ -224,7 +224,7 @@ def write_files(
 
 
 def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str | None] = str) -> None:
-    """Call action() on rank 0. Raise JobError on all ranks if it fails or prepare() objects. Collective."""
+    """Call action() on rank 0. Raise JobError on all ranks if it fails or prepare() refuses. Collective."""
     problem = None
     if comm.rank == 0:
         try:

@@ -72,7 +72,7 @@ def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
 FORMAT_VERSION = 2
 ID, STATE_DIGEST = CHECKPOINT_ID, "training.state_digest"
 TENSOR_DIGESTS = "training.tensor_digests"
-MODEL, AVERAGE = "model", "ema"  # roles of the files beside optimizer.gguf
+MODEL, AVERAGE = "model", "ema"  # roles of all files except optimizer.gguf
 DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # keys for digests of the files
 READ_AT_ONCE = 1 << 22  # bytes that are digested at once
 
@@ -142,7 +142,7 @@ def signature(*files: Mapping[str, Any]) -> str:
 
 
 def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
-    """Return one digest of all tensors in all files. The role tells averages from tensors of the model."""
+    """Return one digest of all tensors in all files. Roles distinguish averages from the model's tensors."""
     return digest_of_state(
         {
             f"{role}.{name}" if role == AVERAGE else name: digest

@@ -116,7 +116,7 @@ SCALE_COUNTS = {"training.loss_scale_exponent": "scale_exponent", "training.loss
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint records about its run, apart from tensors and progress."""
+    """Facts about a run that its checkpoints record, apart from tensors and progress."""
 
     architecture: str
     model: Mapping[str, Any]  # GGUF keys of the architecture and the tokenizer
@@ -128,7 +128,7 @@ class Description:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the checkpoint holds only adapters."""
+        """True if the checkpoint holds only adapters."""
         return self.weights == folders.ADAPTER
 
 
@@ -214,7 +214,7 @@ class Contribution:
 
     @property
     def by_pieces(self) -> bool:
-        """Whether all slices begin and end at borders of pieces, which digests are made of."""
+        """True if all slices begin and end at borders of pieces, which digests are made of."""
         return bool(self.unit.quantum * self.values.itemsize % PIECE_BYTES == 0)
 
     def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
@@ -403,7 +403,7 @@ def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingP
 
 
 def finite_blocks(file: GGUFFile) -> ReadBytes:
-    """Return a function read(name, start, out) of stored bytes. Raise UsageError if a value is not finite."""
+    """Return a function read(name, start, out) of stored bytes that raises UsageError for inf or NaN."""
     values = finite(file.read, file.path)
 
     def read(name: str, start: int, out: Array) -> None:

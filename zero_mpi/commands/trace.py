@@ -54,7 +54,7 @@ LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
 MOST_LINE = 1 << 16  # most bytes in the line of an event
-DENSEST, ALWAYS = 50, 8 << 20  # most unpacked bytes: per byte of the file; in any case allowed
+DENSEST, ALWAYS = 50, 8 << 20  # most unpacked bytes: per byte of the file; allowed for any file
 
 
 # ---------------------------------------------------------------------------------------------- the file

@@ -132,7 +132,7 @@ class Rule(NamedTuple):
 
 
 class DataKind(NamedTuple):
-    """What --data is. is_text: text, or token files with a tokenizer; are_ids: token files."""
+    """Kind of --data. is_text: text, or token files with a tokenizer; are_ids: token files."""
 
     is_text: bool
     are_ids: bool = False

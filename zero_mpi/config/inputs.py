@@ -103,7 +103,7 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
 
 
 def shortened(config: Config, model: ModelConfig) -> Config:
-    """Return the configuration. If its default context is longer than the model's, it becomes the model's."""
+    """Return the configuration with a default context that is at most the model's context."""
     if "context" not in config.unsaid:
         return config
     return replace(config, context=min(config.context, model.context_length))
@@ -167,7 +167,7 @@ def choose_tokenizer(
 def tokenizer_of_ids(
     config: Config, init: WeightSource | None, model: ModelConfig | None
 ) -> Tokenizer | None:
-    """Return the tokenizer of the flags, or else that in the folder of the token files, or else None.
+    """Return the tokenizer that the flags name, or else the one stored with the token files, or None.
 
     Raise UsageError if the flags' tokenizer and the files' tokenizer use an id for different tokens.
     """
@@ -188,7 +188,7 @@ def tokenizer_of_ids(
 
 
 def check_same_tokens(flag: str, chosen: Tokenizer, path: Path, made: Tokenizer) -> None:
-    """Raise UsageError if two tokenizers use an id for different tokens. Ids that only one has are allowed.
+    """Raise UsageError if two tokenizers use an id for different tokens. Ids in only one of them are allowed.
 
     Two files of one model may differ in other keys, and a model may reserve ids for further tokens.
     """

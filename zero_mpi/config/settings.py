@@ -66,7 +66,7 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
 
 
 def warmup_steps(wanted: Any, steps: int | None) -> int:
-    """Return `--warmup` as a number, or as a percentage while `steps` is None. Raise UsageError if bad."""
+    """Return `--warmup` as a number, or a percentage while `steps` is None. Raise UsageError if invalid."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
         raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
@@ -313,7 +313,7 @@ class Config:
 
     @property
     def base_is_reference(self) -> bool:
-        """Whether the model without its adapters equals the model at the start of the run."""
+        """True if the model without its adapters equals the model at the start of the run."""
         return self.lora is not None and self.lora_init is None and self.add_tokens is None
 
     def stages_ahead(self, on_gpu: bool) -> int:

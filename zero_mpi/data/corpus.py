@@ -77,7 +77,7 @@ def files_of(data: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def holds_token_files(data: Sequence[str]) -> bool:
-    """Return whether no source needs a tokenizer (token files). Raise UsageError if only some need none."""
+    """Return whether all sources are token files. Raise UsageError if only some of them are."""
     kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # checks all sources
     return all(kinds)
 
@@ -200,7 +200,7 @@ def _split(
     documents, notes = reader.documents(flag, source.paths)
     *places, total = np.cumsum([0, *(document.tokens.size for document in documents)]).tolist()
     documents = [each._replace(at=at) for each, at in zip(documents, places, strict=True)]
-    least = 2 if reader.packs or documents[0].counted is not None else context + 1  # windows of documents
+    least = 2 if reader.packs or documents[0].counted is not None else context + 1  # packed windows are short
     if total < least:
         of = f" of {source.name}" if source.name else ""
         need = f"context {context} needs at least {least} tokens, but {flag}{of} has {total}"

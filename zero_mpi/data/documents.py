@@ -88,7 +88,7 @@ def opened(path: str, length: int) -> OpenFile:
 
 
 class TokenSpans:
-    """Spans of files that act as one sequence of ids, in the widest dtype of any span; slices are the same.
+    """Spans of files as one sequence of ids, in their widest dtype. A slice of it is a TokenSpans too.
 
     Ids are checked when they are read: an id that is not below `vocab` raises JobError.
     """
@@ -109,7 +109,7 @@ class TokenSpans:
 
     @property
     def stays(self) -> bool:
-        """Whether the ids stay in the files during a run because they have more than `MOST_HELD` bytes."""
+        """True if the ids stay in the files during a run because they have more than `MOST_HELD` bytes."""
         return self.size * self.dtype.itemsize > MOST_HELD
 
     def __len__(self) -> int:
@@ -210,7 +210,7 @@ def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterat
 
 
 def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> NDArray[Any]:
-    """Return ids (sum of sizes,): `sizes[i]` ids from `starts[i]` on, for each i. Read memory or files."""
+    """Return ids (sum of sizes,), from memory or files: for each i, `sizes[i]` ids from `starts[i]` on."""
     if isinstance(ids, TokenSpans):
         return ids.read(starts, sizes)
     result: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]

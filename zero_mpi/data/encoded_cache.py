@@ -42,7 +42,7 @@ Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
 """Documents, and notes for the user."""
 Beat = Callable[[], object]  # called repeatedly during long work, to show that the job is alive
-Pieces = Sequence[Any]  # texts, or arrays (n,) of the characters of texts
+Pieces = Sequence[Any]  # texts, or arrays (n,) of their characters
 Rows = list[NDArray[np.integer[Any]]]
 Encode = Callable[[list[str]], Iterator[Document]]
 """Encodes the documents, then appends notes for the user to the list."""

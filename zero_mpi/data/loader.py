@@ -321,7 +321,7 @@ class StepLoader:
         self.order = order or SampleOrder([len(windows)], [1.0], seed)
 
     def counted(self, step: int) -> int:
-        """Return the number of targets that count in a step (from 0). Its mean loss is divided by it."""
+        """Return the number of targets in a step (from 0) that count; its summed loss is divided by it."""
         return self.windows.counted(np.concatenate(self.batches(step)))
 
     def batches(self, step: int) -> list[Places]:
@@ -365,7 +365,7 @@ class EvalLoader:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Data of an evaluation: source name -> its held-out windows. Sources without any are left out."""
+    """Data of an evaluation: source name -> its held-out windows, without sources that hold out nothing."""
 
     loaders: dict[str, EvalLoader]
 

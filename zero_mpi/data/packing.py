@@ -73,7 +73,7 @@ def windows_over(
 def best_fit(sizes: Places, limit: int) -> Places:
     """Return the window number (P,) of each piece. Each piece has at most `limit` positions.
 
-    Windows are found by their number of free positions. Bit n of `lefts` is set if a window has n free ones.
+    Windows are found by their number of free positions. Bit n of `lefts`: a window has n free positions.
     """
     order = np.argsort(-sizes, kind="stable")
     windows: dict[int, list[int]] = {}  # numbers of windows, keyed by their number of free positions
@@ -256,7 +256,7 @@ class PairWindows(PackedWindows):
 def mismatched(pairs: PairBatch) -> PairBatch:
     """Return a micro-batch in which each prompt is followed by the answer of another sequence in its row.
 
-    This is the previous sequence, with better sides before worse sides. The length of a row stays the same.
+    With better sides first, it is the answer of the sequence before. Each row keeps its length.
     """
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()

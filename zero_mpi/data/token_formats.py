@@ -213,7 +213,7 @@ class TokenFormat(NamedTuple):
 
     name: str
     known: Callable[[str, Path], bool]  # recognises a format by a file's path and its name in `collect_files`
-    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError: a damaged file
+    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for a damaged file
 
 
 FORMATS = (

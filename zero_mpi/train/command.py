@@ -1,4 +1,4 @@
-"""`python -m zero_mpi.train`: trains a model as the flags say, or prints a plan of this with `--dry-run`.
+"""`python -m zero_mpi.train`: trains a model as the flags say, or with `--dry-run` prints a plan of the run.
 
 A dry run checks flags, model, text and checkpoints with the same function as a run, `resolve`. So it gives
 the same errors with the same exit status. Then it prints a plan for these nodes and their free shared memory,

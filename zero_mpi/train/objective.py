@@ -153,7 +153,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the part of the step's loss from some sequences, and its derivatives by their sums."""
+        """Return what sequences add to the step's loss, and the derivatives of that by their sums."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]

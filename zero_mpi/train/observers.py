@@ -177,7 +177,7 @@ class Divergence(Observer):
 
     def __init__(self, scale: LossScale) -> None:
         self._scale, self._loss = scale, 0.0
-        self._steps = self._bad = 0  # number of steps; number of latest steps that were not finite in a row
+        self._steps = self._bad = 0  # steps; consecutive steps until now that were not finite
 
     def ends(self, step: StepMade) -> None:
         """Count a step. Raise JobError on all ranks if too many consecutive steps were not finite.
@@ -197,7 +197,7 @@ class Divergence(Observer):
             )
 
     def worth_saving(self, step: int) -> bool:
-        """Return whether the weights may be saved, because the loss is finite. If not, log a message."""
+        """Return whether the loss is finite, so that the weights may be saved. If not, log a message."""
         if math.isfinite(self._loss):
             return True
         log.warning("no checkpoint is saved at step %d, because its loss is not finite", step)
@@ -230,7 +230,7 @@ class RankReport(NamedTuple):
     """Figures of a rank since its last report, except that `memory` is the current value."""
 
     memory: int  # bytes in use now
-    seconds: float | None  # of computing a micro-batch; None: no micro-batches, or a GPU
+    seconds: float | None  # seconds of computing a micro-batch; None: none, or a GPU
     waited: float  # seconds of waits for other ranks
     joules: float | None  # energy of the host, reported by one of its ranks; None: other ranks, or no counter
 
@@ -307,7 +307,7 @@ class StepTimer:
         self._count += 1
 
     def take(self) -> tuple[float | None, float]:
-        """Return the seconds per micro-batch since the last call (None: none), and the seconds of waiting."""
+        """Return seconds per micro-batch (None without any) and seconds of waiting, since the last call."""
         mean = self._seconds / self._count if self._count else None
         waited, self._waited = self._meter.wait_seconds - self._waited, self._meter.wait_seconds
         self._seconds, self._count = 0.0, 0

@@ -79,7 +79,7 @@ class RunSpec:
 
 
 def resolve(world: World, config: Config, *, cached: bool = True, begun: str | None = None) -> RunSpec:
-    """Return the specification of the run that `config` describes. UsageError on all ranks. Collective.
+    """Return the specification of the run of `config`. Raise UsageError on all ranks. Collective.
 
     If `cached` is false, text is encoded again even if its ids are cached. `begun`: fingerprint of the
     tokenizer with which the run began, used if no checkpoint stores it.
@@ -117,7 +117,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
 def read_inputs(
     config: Config, checkpoint: resume.ResumePoint | None, number: int, begun: str | None
 ) -> tuple[RunSpec, Facts]:
-    """Return the inputs that this rank reads itself, and facts that all ranks must share. UsageError.
+    """Return the inputs that this rank reads, and facts that all ranks must share. Raise UsageError if bad.
 
     `number`: this rank's index on its node, used if the launcher does not give it. `begun`: see `resolve`.
     """

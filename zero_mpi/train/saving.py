@@ -136,7 +136,7 @@ class EarlyStop(Observer):
         self._step = step.number
 
     def is_best(self) -> bool:
-        """Return whether the last step is the best so far and must be saved. The same on all ranks."""
+        """Return whether the last step is the best so far and must be saved: the same on all ranks."""
         return self.best.is_of(self._step)
 
     def is_over(self) -> bool:
@@ -170,7 +170,7 @@ def reason(best: Best) -> str:
 
 
 def point_best(session: Session) -> None:
-    """Make OUT/best a link to the best checkpoint of the resumed run, or remove the link. For one rank.
+    """Make OUT/best a link to the best checkpoint of the resumed run, or remove it. One rank calls this.
 
     Raises UsageError if OUT/best is not a link, JobError if the link cannot be made.
     """

@@ -51,7 +51,7 @@ class Start:
     memory: Memory | None = None  # planned memory of the largest rank
     flop: float = 0.0  # FLOP of the matmuls in a step
     ask: int = 0  # bytes of host memory to request for each node
-    base: str = ""  # memory of a quantized base model, for people
+    base: str = ""  # memory of a quantized base model, as text
 
     @property
     def ranks(self) -> int:
@@ -93,7 +93,7 @@ class Start:
 
 
 def plan(start: Start) -> Start:
-    """Return the start, with memory and work filled in from the plan."""
+    """Return `start` with the memory and the work that the planner estimates."""
     try:
         case = case_of(start)
         memory, session = plan_memory(case), start.session
@@ -106,7 +106,7 @@ def plan(start: Start) -> Start:
 
 
 def case_of(start: Start) -> Case:
-    """Return the case to plan: the run's settings, with what was chosen for `auto`."""
+    """Return the case to plan: the run's settings, with the choices made for `auto`."""
     session, ranks, kind = start.session, start.ranks, start.session.comm.kind
     nodes = (session.nodes or len(start.hosts)) if kind.spans_nodes else 1
     if session.module.group.size < ranks:
@@ -150,7 +150,7 @@ def lines(start: Start) -> Iterator[str]:
 
 
 def data_rows(config: Config, corpus: Corpus, loader: StepLoader) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) for the data, and for how often the run reads them."""
+    """Yield rows (title, text) on the data and on how often the run reads it."""
     documents = plural(corpus.documents - corpus.val_documents, "document")
     held_out = f"{corpus.tokens[1]:,} for validation"
     yield "data", f"{corpus.tokens[0]:,} tokens in {documents}, {held_out}, from {named(config.data)}"

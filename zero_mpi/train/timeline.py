@@ -139,7 +139,7 @@ class Timeline:
 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> int:
-    """Write a file completely or not at all, compressed if named .gz. Return its bytes. Raise OSError."""
+    """Write a file completely or not at all, compressed if named .gz. Return its bytes or raise OSError."""
     with (
         replacing(path) as partial,
         open(partial, "wb", opener=open_in_place) as plain,

@@ -201,7 +201,7 @@ class Trainer(Steps):
         return start
 
     def close(self) -> None:
-        """Log the validation loss next to the unigram entropy, and print a sample. For rank 0."""
+        """Log the validation loss next to the unigram entropy, and print a sample. Rank 0 calls this."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
             held_out, loss = self.session.held_out, self.evaluation.loss

@@ -1,7 +1,7 @@
 """The index of a GGUF file, which is its header, keys and tensor table, read strictly.
 
 A GGUF file is untrusted input. The index is read once, from start to end. Counts and lengths are compared
-with the remaining bytes before memory is allocated or a loop begins. Sizes are Python's, without overflow.
+with the remaining bytes before memory is allocated or a loop begins. Sizes are Python integers.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 

@@ -284,7 +284,7 @@ def alpha_of(settings: Settings) -> float:
 def _factor(
     weights: SafetensorsModel, source: str, arch: str, keys: GGUFKeys
 ) -> tuple[str, HuggingFaceTensor]:
-    """Return one factor with its GGUF name. `head`: number of rows per head, which keep together."""
+    """Return one factor with its GGUF name. `head`: number of rows per head, reordered together."""
     stored = weights.spec(source)
     ours, theirs = next(((o, t) for o, t in ENDS.items() if source.endswith(t)), ("", ""))
     stem = source.removeprefix(PREFIX).removesuffix(theirs)
@@ -297,7 +297,7 @@ def _factor(
 
 
 def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) -> tuple[Order, int]:
-    """Return the order of a factor's rows in the folder, and the rows per head. gpt2's keep their order."""
+    """Return the order of a factor's rows in the folder, and rows per head. gpt2's rows are not reordered."""
     if end == SECOND and order_of(keys.architecture or "", target) == Order.HALVES:
         return Order.HALVES, head_of(factor, target, keys)
     return Order.SAME, 0

@@ -247,7 +247,7 @@ def parts_from(
 ) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
     """Return the folder's tensors for a GGUF tensor of experts: name, shape, and the GGUF names inside.
 
-    If a tensor joins several GGUF tensors, only the first of them returns it. None: no tensor of experts.
+    A tensor that joins several GGUF tensors is returned for the first of them only. None: not of experts.
     """
     prefix, _, stem = name.removesuffix(".weight").rpartition(".")
     layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]
@@ -263,7 +263,7 @@ def parts_from(
 
 
 def to_gguf(arch: str, name: str) -> str | None:
-    """Return the GGUF name of a folder's tensor, or None without weights. Raise FileError if unknown."""
+    """Return the GGUF name of a folder's tensor, None if it has no weights. Raise FileError if unknown."""
     family = FAMILIES[arch]
     if re.fullmatch(family.dropped, name):
         return None

@@ -101,7 +101,7 @@ def object_of(settings: Settings, name: str) -> dict[str, Any]:
 def rope_of(settings: Settings) -> Settings:
     """Return base and scaling of the rotary frequencies, read in the newer or the older format.
 
-    As in transformers, the older format takes precedence, and so does an original context at the top level.
+    As in transformers, the older format overrides the newer, and a top-level original context a nested one.
     """
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
     found = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)

@@ -105,7 +105,7 @@ def thread_level(mpi: Any) -> Row:
 
 
 def progress(found: Iterable[Iterable[str]]) -> Row:
-    """Return the row on progress threads, which make blocking calls 20 times slower. `found`: per rank."""
+    """Return the row on progress threads, which make blocking calls 20 times slower. `found`: names."""
     name = next((name for names in found for name in names), "")
     value = f"{name} is set: blocking calls take many times longer" if name else "the MPI library starts none"
     return assessed("progress threads", value, not name, f"unset {name}")
@@ -359,7 +359,7 @@ def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER)
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")
     lines, end = run_probe(command, PROBE_SECONDS)
-    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # if the probe died, its exit
+    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # or how the process ended
     if about.get("error") or not about.get("names"):
         return Devices(error=about.get("error") or "the driver finds none", cupy=cupy)
     mpi = live.get("mpi") or live.get("error", "")

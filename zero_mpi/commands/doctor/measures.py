@@ -40,7 +40,7 @@ PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, withou
 SMALL = 64  # bytes of the message that measures latency
 BUFFERS = 4  # a rank's memory must hold this number of the largest messages
 FEWEST, MOST = 3, 60  # least and largest number of repeats
-SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow with less bytes per second (1 Gbit/s) or more seconds
+SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow with fewer bytes per second (1 Gbit/s) or more seconds
 NAME_IT = (
     "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
     "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
@@ -213,7 +213,7 @@ def low_precision(where: Ranks) -> Iterator[Row]:
 
 
 def across(where: Ranks) -> tuple[list[int], int]:
-    """Return the ranks with this rank's index on their node (() if a node has none), and how many rings."""
+    """Return the ranks at this rank's index on all nodes (() if one has none), and the number of rings."""
     sharing = min(map(len, where.nodes))
     return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 

@@ -1,6 +1,6 @@
 """Ranks and nodes of the job to check, and rows of the table: name, value, verdict, remedy.
 
-A node is a group of ranks that share memory, grouped like the transports do it (`comm.topology`).
+A node is a group of ranks that share memory, as the transports group them (`comm.topology`).
 """
 
 import platform

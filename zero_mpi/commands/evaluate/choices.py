@@ -203,7 +203,7 @@ class EncodedChoices:
 
 
 def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
-    """Return the questions in a file. FileError has the file, the line, and what was expected and found."""
+    """Return the questions in a file. Raise FileError with file, line, expected and found value."""
     found = list(each_line(path, "--choices", partial(one_choice, path.name, delimiter)))
     if not found:
         raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")

@@ -57,7 +57,7 @@ class EvaluationData:
 
 
 def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
-    """Return the data on all ranks. Raise UsageError on all ranks if one cannot read it. Collective."""
+    """Return the data on all ranks. Raise UsageError on all ranks if reading fails. Collective."""
     windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
 
     def read_questions() -> EncodedChoices | None:

@@ -131,7 +131,7 @@ def opened_module(
     read = finite(subject.source.read, subject.source.path)
     world.run_on_all(partial(module.load_slices, read))
     yield module
-    del module  # the model must be freed before its memory is
+    del module  # free the model before its memory
     comm.close()
 
 

@@ -54,7 +54,7 @@ A line of FILE.jsonl (answers are counted from 0):
 
 @dataclass(frozen=True)
 class Task:
-    """What to evaluate, and on which data."""
+    """Flags of an evaluation: the models, the data, and the results to compute."""
 
     config: Config  # settings that evaluate shares with training; `init` is the model
     lora: str | None = None  # adapter for the first model

@@ -1,4 +1,4 @@
-"""`zero-mpi export SOURCE TARGET --type q8_0`: converts a model to another type or format, on any ranks.
+"""`zero-mpi export SOURCE TARGET --type q8_0`: converts a model, on any number of ranks, to a type or format.
 
 Tensors are converted in chunks, so a model of any size takes a few MiB of memory. The result is written next
 to TARGET, flushed to disk and renamed. So TARGET is complete or does not exist.
@@ -293,7 +293,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
-    """Return the source's keys that stay true, with the tokenizer's keys if the source is a folder."""
+    """Return those keys of the source that stay valid, with the tokenizer's keys if it is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
     keys["general.file_type"] = np.uint32(mixes.file_type(wanted))
     if wanted in mixes.MIXES or wanted.startswith("q"):

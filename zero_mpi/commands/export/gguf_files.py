@@ -143,7 +143,7 @@ class Encoder:
 def check_finite(what: str, values: Floats) -> None:
     """Raise FileError unless all values are finite. `what` names the values."""
     if not np.isfinite(values).all():
-        raise FileError(f"{what}: expected finite numbers, found others")
+        raise FileError(f"{what}: expected finite numbers, found infinity or NaN")
 
 
 def too_large(what: str, values: Floats, kind: GGMLQuantizationType) -> FileError:

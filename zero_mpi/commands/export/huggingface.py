@@ -301,7 +301,7 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
     """Return the setting that produces the divisors in `rope_freqs.weight`; None without this tensor.
 
     The model's own setting is tried first. If it does not fit, the factor and the original context length are
-    searched; all Llama 3 models share the other numbers. Raises FileError for divisors that nothing fits.
+    searched; all Llama 3 models share the other numbers. Raises FileError for divisors that no setting gives.
     """
     if rope.ROPE_FREQS not in source.tensors:
         return None

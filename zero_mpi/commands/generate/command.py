@@ -1,4 +1,4 @@
-"""`zero-mpi generate MODEL.gguf --prompt "def "`: text from a model file, in one process.
+"""`zero-mpi generate MODEL.gguf --prompt "def "`: generates text with a model file, in one process.
 
 Generated text goes to a file or pipe as its exact bytes. On a terminal, control characters are escaped.
 Otherwise a model, or the author of its text, could move the cursor, rename the window or worse.

@@ -109,7 +109,7 @@ class Entry(dict[str, Any]):
 
 @dataclass
 class Run:
-    """What a run folder says about a run, for the report."""
+    """Data that a run folder has for the report."""
 
     path: Path
     curves: Curves

@@ -36,7 +36,7 @@ from zero_mpi.telemetry.metrics import METRICS, last_step
 
 NO_FOLDER = Path(os.devnull)  # used as run folder if the command has none
 NO_CHECKPOINT = "", 0
-SIGNS = (METRICS, events.NAME, status.NAME, folder_lock.NAME)  # the last two change all the time
+SIGNS = (METRICS, events.NAME, status.NAME, folder_lock.NAME)  # files that change while a run is alive
 MOST_REASON = 400  # most characters of a reason that is shown
 LOOK = 0.1  # seconds between checks of the launcher process
 CHECK_RUN_SECONDS = 1.0  # seconds between checks of the run folder
@@ -93,7 +93,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended: exit status, reason, and whether the run is over."""
+    """End of an attempt: exit status, reason, and the decision whether the run is over."""
 
     status: int  # exit status of the launcher, as in a shell
     said: Mapping[str, Any]  # content of status.json; empty if this start did not write it

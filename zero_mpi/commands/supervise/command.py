@@ -70,7 +70,7 @@ def make_parser() -> Parser:
 
 
 def prepare(arguments: Sequence[str]) -> Restarts:
-    """Return the loop for a command line. Raise UsageError for invalid flags."""
+    """Return the loop of restarts that a command line describes. Raise UsageError for invalid flags."""
     cut = arguments.index(BEFORE) if BEFORE in arguments else len(arguments)
     wanted = f"expected a command after {BEFORE}: zero-mpi supervise {BEFORE} mpirun ..."
     if cut == len(arguments) and arguments and not arguments[0].startswith("-"):

@@ -75,7 +75,7 @@ class HostPool:
 
 
 def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
-    """Return the hosts of a file or of the batch job, None without either. UsageError if they are invalid."""
+    """Return the hosts of a file or of the batch job, or None. Raise UsageError if they are invalid."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     file = hostfile or ("" if nodes else environ.get("PBS_NODEFILE", ""))
     if not (file or nodes):

@@ -180,7 +180,7 @@ def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
 def inspect_files(
     world: World, encoding: work.Encoding, watchdog: Watchdog
 ) -> tuple[list[Table], list[list[int]]]:
-    """Inspect all files, one rank each, and report files that are no text. UsageError on failure. Collective.
+    """Inspect all files, each on one rank. Raise UsageError for a file that cannot be read. Collective.
 
     Return the inputs for the manifest, and the weights of each file's pieces (no weights if it is no text).
     """

@@ -102,7 +102,7 @@ difference was found, but not everything could be recomputed."""
 
 @dataclass(frozen=True)
 class Request:
-    """What to verify: the run, its settings, and the flags that select steps."""
+    """Request to verify a run: the run, its settings, and the flags that select steps."""
 
     run: Path
     config: Config  # settings of the run, with the current paths and values of MEANS
@@ -379,7 +379,7 @@ def compute(
         say(world, f"{segment.text}: the same bits, {elapsed(time.monotonic() - begun)}")
     if session is not None:
         comm = session.comm
-        del session, steps  # their memory can only be freed after them
+        del session, steps  # free them before their memory
         comm.close()
 
 
@@ -393,7 +393,7 @@ def compare_state(world: World, folder: Path, session: Session, step: int) -> No
 
 
 def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, int, str]]:
-    """Yield (file, tensor, element, text) where this rank's shards differ from a checkpoint. FileError.
+    """Yield (file, tensor, element, text) where this rank's shards differ. Raise FileError if unreadable.
 
     Only the first element that differs is yielded for each tensor and chunk.
     """

@@ -104,7 +104,7 @@ class History:
         return [step for step in self.saved if step in self.folders]
 
     def id_of(self, step: int) -> str | None:
-        """Return the id of a step's checkpoint, None without it. Raise Differs if it is damaged."""
+        """Return the id of a step's checkpoint, or None if there is none. Raise Differs if it is damaged."""
         if step not in self.folders:
             return None
         with differing():
@@ -227,7 +227,7 @@ def read_history(run: Path, expect: str | None) -> History:
 
 
 def follow(run: Path, records: Records, history: History, ended: bool) -> None:
-    """Add the lines of a chain, and compare them with the records in metrics.jsonl. Raise Differs.
+    """Add the lines of a chain. Raise Differs if they contradict the records in metrics.jsonl.
 
     `ended`: whether the last job ended normally, so that the last line of each file must be complete.
     """

@@ -67,9 +67,9 @@ class RenderedText(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """Form in which a template takes tool calls: `content` of a message that only has calls; text or objects.
+    """Form in which a template takes tool calls. content: the content of a message that only has calls.
 
-    If the template prints arguments both as text and as objects, or prints neither, they stay unchanged.
+    text, objects: whether it prints such arguments. If both are equal, the arguments stay unchanged.
     """
 
     content: str | None = ""

@@ -1,4 +1,4 @@
-"""Files of conversations: one conversation per line or row, in one of the forms below, told by its keys.
+"""Files of conversations, one per line or row. Keys show which of the following forms a conversation has.
 
     {"messages": [{"role": "user", "content": "..."}, ...]}
     {"prompt": "...", "completion": "..."}                               or both are lists of messages
@@ -56,7 +56,7 @@ KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 OF_PAIRS, OF_LABELS = re.compile(rb'"rejected"\s*:'), re.compile(rb'"(?:rejected|label)"\s*:')
 PAIR, LABELLED = ("chosen", "rejected"), ("prompt", "completion", "label")
 MOST_REASONS = 6  # number of reasons that are counted separately
-VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that do not make a new reason
+VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that vary within one reason
 
 
 class BadRows:
@@ -277,7 +277,7 @@ def _keys_of(value: Message) -> str:
 
 
 def _is_trained(message: Message) -> bool:
-    """Return whether the keys of an assistant's message let it count. Raise ValueError for another value."""
+    """Return whether an assistant's message counts, as its keys say. Raise ValueError for other values."""
     found = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
     for key, value in found.items():
         if value not in (0, 1):
@@ -389,7 +389,7 @@ def _message(where: str, value: Any, of_role: str = "role", of_content: str = "c
 
 
 def _calls(where: str, value: Any) -> list[Message]:
-    """Return the tool calls in a JSON text (an object with name and arguments, or a list); or ValueError."""
+    """Return the tool calls in a JSON text, which is a call or a list of calls. Raise ValueError if not."""
     try:
         found = parse_json(value) if is_text(value) else value
     except ValueError:

@@ -30,7 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 256 << 20  # memory limit of this process in bytes; it uses 20 MiB when it starts
 LETTERS, GROWTH = 1 << 20, 2  # most characters of a text: LETTERS plus GROWTH for each byte of its variables
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # only for the rank
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # meant for the rank
 
 
 class Marks(Extension):
@@ -96,7 +96,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(parts).encode()
 
     def answer(self, template: Template, request: dict[str, Any], most: int) -> dict[str, Any]:
-        """Return the text, the positions in it, and the text up to each of `prompts`, or None if refused."""
+        """Return the text, positions in it, and for each of `prompts` the text up to it (None if refused)."""
         prompts, before = request.pop("prompts"), list[bytes | None]()
         found = {"text": self.rendered(template, request, most), "marked": self.marked, "begins": self.begins}
         for place in prompts:

@@ -144,7 +144,7 @@ class GGUFTokenizer(Tokenizer):
         return {special: self.spellings(ids) for special, ids in self.ids_in_text().items()}
 
     def ids_in_text(self) -> dict[bool, dict[str, int]]:
-        """Return token -> id of tokens to find in texts: for True with control tokens, for False without."""
+        """Return two maps token -> id of tokens to find in texts: True has control tokens, False has none."""
         kinds = {True: STANDING, False: (USER_DEFINED,)}
         return {
             special: {t: place for t, place in self.ids.items() if self.types[place] in wanted}

@@ -71,7 +71,7 @@ class Rules:
         return "".join(parts)
 
     def spellings(self, ids: Mapping[str, int], normalized: bool) -> FlaggedSpellings:
-        """Return a finder of added tokens, of those in the original text or of those in normalized text."""
+        """Return a finder of those added tokens that are looked for in original or in normalized text."""
         found = dict[str, str]()
         for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
             spelt = self.normalized(token) if normalized else token

@@ -90,7 +90,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """Whether no token crosses the beginning of a word."""
+        """True if no token crosses the beginning of a word."""
         return not any(_SEAM.search(token) for token in self.tokens)
 
     def _segmented(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
@@ -235,7 +235,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """Whether words can be encoded separately. An unknown space would merge with unknown letters."""
+        """True if words can be encoded separately. An unknown space would merge with unknown letters."""
         return SPACE in self.ids and not any(_SEAM.search(token) for token in self.tokens)
 
     @cached_property
