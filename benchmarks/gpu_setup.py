@@ -249,7 +249,7 @@ def launcher(ready: Ready) -> list[str] | None:
 
 
 def unpack(given: Path, scratch: Path) -> Path:
-    """Return the folder that contains bin/mpirun, unpacking an archive if needed. Raises NotReady."""
+    """Return the folder that contains bin/mpirun; unpack it from an archive if needed. Raises NotReady."""
     folder = given
     if given.is_file():
         folder = scratch / "mpi"

@@ -3,8 +3,8 @@
     python benchmarks/step_hosts.py --hosts 2 --each 2 --rate 1gbit -- --workload W1 --batch 2
 
 Run as root: it makes the hosts on this machine (tools/cluster/hosts_up.sh), with links of known speed. Each
-variant of strategy and transport is a job of step.py. A job with few steps and one with many steps show the
-bytes that a step sends over the links: the most of any host, sent and received. The hosts share the cores.
+variant of strategy and transport is a job of step.py. Jobs with few and with many steps show how many bytes a
+step sends over the links; the table has the largest numbers of any host. The hosts share the cores.
 """
 
 import argparse

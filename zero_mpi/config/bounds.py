@@ -189,7 +189,7 @@ CONTRADICTIONS = (
         lambda c: c.bits == PORTABLE and c.device == "cuda",
         "not available on a GPU: use --device cpu",
     ),
-    Rule("loss", lambda c: c.loss != CROSS_ENTROPY and not c.data, "needs pairs: add --data PAIRS.jsonl"),
+    Rule("loss", lambda c: c.loss != CROSS_ENTROPY and not c.data, "needs pairs: add --data FILE.jsonl"),
     apart("teacher", lambda c: c.loss != CROSS_ENTROPY, "--loss {loss}"),
     apart("teacher", lambda c: c.bits == PORTABLE, "--bits {bits}"),
     Rule("patience", lambda c: not c.holds_out, "--val-fraction 0 leaves no validation data"),

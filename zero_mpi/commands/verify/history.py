@@ -275,7 +275,7 @@ def note_line(line: proof.Line, records: Records, history: History) -> None:
             raise Differs(f"expected a record of step {line.step} in {METRICS}, found {found}")
         if difference := other(proof.bits_of(records.take()), line.value):
             name, found, said = difference
-            raise Differs(f"step {line.step}: {METRICS} has {name} {found}, but the chain has {said}")
+            raise Differs(f"step {line.step}: {METRICS} has {name} {found}, the chain {said}")
 
 
 def replay(records: Records, history: History) -> None:

@@ -65,7 +65,7 @@ class GGUFTokenizer(Tokenizer):
         asked = self._keys.flag(KEY + "add_bos_token")
         self.add_bos = self.usually_adds_bos if asked is None else asked
         if self.add_bos and self.bos is None:
-            raise UsageError(f"{place} asks for a bos token, but names none: expected {KEY}bos_token_id")
+            raise UsageError(f"{place} asks for a bos token and names none: expected {KEY}bos_token_id")
         named = [self.eos, self.special_id("eot"), self.special_id("eom")]
         known = [self.ids[token] for token in _ENDS if token in self.ids]
         self.ends = frozenset(known + [i for i in named if i is not None])
