@@ -108,7 +108,7 @@ def versions(python: str, wanted: list[str], env: Mapping[str, str]) -> dict[str
 
 
 def fits(requirement: str, version: str) -> bool:
-    """Return whether a version satisfies a requirement; True if pip, which knows this, is not installed."""
+    """Return whether a version satisfies a requirement. Without pip to check this, return True."""
     try:
         from pip._vendor.packaging.requirements import Requirement
     except ImportError:

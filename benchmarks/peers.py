@@ -111,7 +111,7 @@ def print_table(workload: str, found: dict[str, list[dict[str, float]]], options
 def main(arguments: Sequence[str]) -> None:
     """Measure each workload and print its table."""
     options = make_parser().parse_args(arguments)
-    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # they limit BLAS below the processor's ability
+    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # they keep BLAS from using all CPU features
         os.environ.pop(name, None)
     print(processor())
     for workload in options.workload:

@@ -2,7 +2,7 @@
 
 README is the first page, and other pages at the root of the project are on the site too. Links between pages
 are written for the repository, and are changed here to lead to the same place on the site. A file of the
-project that a page links is copied to the site. Of mkdocs, only `File.generated` is used, so that tests run
+project that a page links is copied to the site. Only `File.generated` of mkdocs is used, so that tests run
 without mkdocs.
 """
 

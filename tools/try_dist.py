@@ -39,7 +39,7 @@ def the_one(folder: Path, pattern: str) -> Path:
 
 
 def run(command: str, folder: Path, programs: Path, limit: float = 300) -> str:
-    """Return the output of a command, found in `programs` first. Exit if it fails."""
+    """Return the output of a command, which is searched in `programs` first. Exit if it fails."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
     kept["PATH"] = f"{programs}:{kept['PATH']}"
     done = subprocess.run(

@@ -318,8 +318,8 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
 
 
 def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
-    """Raise UsageError unless the files hold the states of all trained parameters, and averages exactly if
-    the optimizer keeps them."""
+    """Raise UsageError unless the files hold the states of all trained parameters, and averages if, and only
+    if, the optimizer keeps them."""
     state, average = files.state, files.average
     if (average is None) != (optimizer.ema is None):
         found = "no moving average, expected one" if average is None else "a moving average, expected none"

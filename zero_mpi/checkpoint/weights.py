@@ -164,7 +164,7 @@ class GrownWeights(WeightSource):
             self.tensors[name] = replace(spec, shape=(self.first + self.rows, spec.shape[1]))
             shape = None if trained is None else trained.spec(name + ADDED).shape
             if shape not in (None, (self.rows, spec.shape[1])):
-                raise UsageError(f"{base.path}: expected the model whose {self.rows} rows were added")
+                raise UsageError(f"{base.path}: expected the model to which {self.rows} rows were added")
 
     def spec(self, name: str) -> TensorSpec:
         whole = name.removesuffix(ADDED)

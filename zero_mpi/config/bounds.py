@@ -97,7 +97,7 @@ def rate_scales(texts: Sequence[str]) -> dict[str, float]:
     found = dict[str, float]()
     for text in texts:
         pattern, _, factor = text.rpartition("=")
-        found.pop(pattern, None)  # the last of several equal patterns counts, at its own position
+        found.pop(pattern, None)  # if a pattern is repeated, only its last entry counts
         try:
             found[pattern] = float(factor)
         except ValueError:

@@ -73,7 +73,7 @@ def windows_over(
 def best_fit(sizes: Places, limit: int) -> Places:
     """Return the window number (P,) of each piece. Each piece has at most `limit` positions.
 
-    Windows are found by their number of free positions. Bit n of `lefts`: a window has n free positions.
+    Windows are found by their number of free positions. If bit n of `lefts` is set, a window has n of them.
     """
     order = np.argsort(-sizes, kind="stable")
     windows: dict[int, list[int]] = {}  # numbers of windows, keyed by their number of free positions

@@ -84,9 +84,9 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     If `cached` is false, text is encoded again even if its ids are cached. `begun`: fingerprint of the
     tokenizer with which the run began, used if no checkpoint stores it.
 
-    The ranks first agree on everything that each rank reads itself. Later agreements need the result of the
-    one before: ranks with different flags would diverge, all ranks read a checkpoint together, only rank 0
-    reads the large text, and one rank of a node compiles the operations for all ranks of the node.
+    The ranks first agree on everything that each rank reads itself. Each later agreement needs an earlier
+    result: ranks with different flags would diverge, all ranks read a checkpoint together, only rank 0 reads
+    the large text, and one rank of a node compiles the operations for all ranks of the node.
     """
     notes = list[str]()
     check(world.comm, description.settings(config), SAME_FLAGS)

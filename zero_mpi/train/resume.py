@@ -140,7 +140,7 @@ def check_resume(point: ResumePoint, description: Description) -> None:
 
 
 def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokenizer | None:
-    """Return the tokenizer with which the run began: version 0.1.0 ignored some rules of Hugging Face."""
+    """Return the tokenizer with which the run began: 0.1.0 ignored some rules of Hugging Face tokenizers."""
     if tokenizer is None or begun is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})

@@ -55,7 +55,7 @@ TRAVELS = ("parameters", "gradients")  # after these words, the label of a trans
 def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
     """Record a timeline of the ranks of `comm` in a `with` block and write it to `path`. Collective.
 
-    For custom training loops. Call `step` at the start of each step; without a call, the block is one step:
+    Use it in custom training loops. Call `step` at the start of each step; without calls, all is one step:
 
         with tracing(comm, "trace.json.gz") as timeline:
             for step in range(10):

@@ -122,7 +122,7 @@ FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function;
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of AI2's files with its nested answers as flat fields, as other publications do it."""
+    """Return a line of AI2's files with nested answers as flat fields, as in the published data sets."""
     inside = value.get("question")
     if not isinstance(inside, dict) or not isinstance(inside.get("choices"), list):
         return value

@@ -189,7 +189,7 @@ def add_draw(parser: Parser) -> None:
     temperature = "sampling temperature; 0: always the most likely token"
     add("--temperature", type=float, default=0.8, help=temperature)
     add("--top-k", type=int, default=40, help="sample from the N likeliest tokens; 0: no limit")
-    add("--top-p", type=float, default=1.0, help="then from the most likely tokens with total probability X")
+    add("--top-p", type=float, default=1.0, help="use only the most likely tokens with total probability X")
     least = "of these, use tokens with at least X times the highest probability"
     add("--min-p", type=float, default=0.0, help=least)
     add("--seed", type=int, default=0, help="random seed for sampling")

@@ -250,7 +250,7 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
         after += f", step {history.at}"
         if ended or records.step != history.at + 1:
             raise Differs(after)
-        history.notes.append(f"{after}, as after a kill: only recomputation checks it")
+        history.notes.append(f"{after}, as after a kill: only recomputation checks this record")
         history.record(records.step)
 
 

@@ -220,7 +220,7 @@ def respell(
 
     Returns the length, even if `out` is too short; FREE if the map points outside itself. `nodes`: a double
     array (Kanda 2018). A node has its letter, a flag that a prefix ends in it, and the base of its children.
-    The value of a prefix is the offset in `spellings` of its replacement, which a 0 ends.
+    The value of a prefix is the offset in `spellings` of its replacement, which ends with 0.
     """
     place = length = 0
     while place < len(text):

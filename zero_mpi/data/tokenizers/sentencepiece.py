@@ -207,7 +207,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         self._unknown = self.unknown
         given = self._keys.octets(CHARSMAP)
         self._nodes, self._spellings = np.zeros(0, np.int64), np.zeros(0, np.uint8)
-        if given:  # the size of a table, the table, and normalized spellings, which a 0 ends
+        if given:  # the size of a table, the table, and normalized spellings, each of which ends with 0
             size = int.from_bytes(given[:4], "little")
             if len(given) < 4 or size % 4 or not 0 < size < len(given) - 4:
                 raise self._keys.fault(CHARSMAP, "the size of a table, the table and spellings")
