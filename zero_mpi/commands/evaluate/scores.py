@@ -179,7 +179,7 @@ def lines(figures: Figures) -> Iterator[str]:
 def about_text(text: dict[str, Any]) -> Iterator[str]:
     """Yield lines on the part of the text that was predicted."""
     some = "" if text["windows"] == text["windows_of_the_text"] else f" of {text['windows_of_the_text']:,}"
-    kind, every = "windows of", f"one begins every {text['stride'] or 0:,}"
+    kind, every = "windows of", f"a new one every {text['stride'] or 0:,}"
     if text["stride"] is None:
         kind, every = "conversations of at most", "their trained tokens"
     yield (

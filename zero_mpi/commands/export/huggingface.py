@@ -284,7 +284,7 @@ def key_scaling(keys: Keys) -> dict[str, Any] | None:
 
 
 def longrope(keys: Keys) -> dict[str, Any] | None:
-    """Return Phi 3's scaling, from two tensors and two keys, or None. Raise FileError for a lone tensor."""
+    """Return Phi 3's scaling, from two tensors and two keys, or None. Raise FileError if one is missing."""
     names = [name for name in rope.LONG_FACTORS if name in keys.source.tensors]
     magnitude = keys.number("rope.scaling.attn_factor", 1.0)
     if not names and magnitude == 1:
