@@ -165,7 +165,7 @@ def save(variant: step.Run, repeats: int) -> tuple[float, float]:
 def measured(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, float], dict[str, float]]]:
     """Yield (number of hosts, speeds of the machine, seconds of each line) for each job."""
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
-    from hosts import hosts, why_no_hosts  # module of the tests
+    from hosts import hosts, why_no_hosts  # in tests/cluster
 
     if reason := why_no_hosts():
         raise UsageError(reason)

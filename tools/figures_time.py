@@ -31,7 +31,7 @@ TOP = 150
 
 @dataclass(frozen=True)
 class Span:
-    """Columns [start, stop) in which something happens to a unit."""
+    """Columns [start, stop) in which a unit is gathered, present, or used by a stage."""
 
     unit: int
     start: float

@@ -49,7 +49,7 @@ def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
 
 
 def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
-    """Return how many of the `sizes[i]` flags from `starts[i]` on are true; ranges ascend, no overlap."""
+    """Return how many of the `sizes[i]` flags from `starts[i]` are true. Ranges are sorted and disjoint."""
     found = np.zeros(sizes.size, np.int64)
     some = sizes > 0
     borders = np.stack([starts[some], (starts + sizes)[some]], axis=1).ravel()
@@ -224,7 +224,7 @@ class PairWindows(PackedWindows):
         limit = np.maximum(context // 2, context - of_pairs.min(axis=1))
         sizes = np.minimum(lengths, np.repeat(limit, 2))
         targets = counted_within(stream.counted, begins + 1, sizes)
-        whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # no side lost its answer
+        whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # neither answer was cut off
         kept = np.repeat(whole, 2) & (sizes > 0)
         cut, empty = (of_pairs > limit[:, None]).any(axis=1), ~whole
         self.pieces = Packable(begins[kept], sizes[kept], targets[kept], int(cut.sum()), int(empty.sum()))

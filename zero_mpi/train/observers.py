@@ -230,7 +230,7 @@ class RankReport(NamedTuple):
     """Figures of a rank since its last report, except that `memory` is the current value."""
 
     memory: int  # bytes in use now
-    seconds: float | None  # seconds of computing a micro-batch; None: none, or a GPU
+    seconds: float | None  # to compute a micro-batch; None: no micro-batch, or a GPU
     waited: float  # seconds of waits for other ranks
     joules: float | None  # energy of the host, reported by one of its ranks; None: other ranks, or no counter
 

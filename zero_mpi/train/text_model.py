@@ -154,8 +154,8 @@ class TextModel:
     ) -> Iterator[int]:
         """Yield `tokens` ids that continue `prompt` (at least one id). `choose` draws each id, given `draw`.
 
-        If the prompt begins with all ids that the model has read so far, the model only reads the new ids.
-        This is so for the next turn of a conversation.
+        If the prompt begins with all ids that the model has read so far, as in a conversation's next turn,
+        the model only reads the new ids.
         """
         if not len(prompt):
             raise UsageError("the prompt is empty: give at least one token")

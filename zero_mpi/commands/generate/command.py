@@ -85,7 +85,7 @@ class Speaker:
 
 
 class LlamaCpp:
-    """Model in a GGUF file, computed by llama.cpp. Raises UsageError without the package or the file."""
+    """Model in a GGUF file, computed by llama.cpp. Raises UsageError if one of them is missing."""
 
     def __init__(self, path: str) -> None:
         if find_spec("xllamacpp") is None:

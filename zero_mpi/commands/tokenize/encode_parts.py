@@ -314,7 +314,7 @@ class ProgressSum:
         self._due = 0.0
 
     def run(self, work: Callable[[ProgressSum], None]) -> bool:
-        """Do this rank's `work`. Return whether all ranks have completed their work. Collective.
+        """Call this rank's `work`. Return whether all ranks have completed their work. Collective.
 
         A problem on one rank stops all ranks and is raised on all ranks.
         """
@@ -355,7 +355,7 @@ class ProgressSum:
 
     def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
         documents, tokens, finished, stops = rest
-        self._moved()  # since a sum is complete, all ranks make progress
+        self._moved()  # every rank contributed to the sum, so none is stuck
         self._is_done = finished == self._world.size
         self._over = self._is_done or stops > 0
         now = time.monotonic()

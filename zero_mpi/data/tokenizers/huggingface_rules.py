@@ -166,7 +166,7 @@ def normalizer_of(definition: Any) -> Any:
 
 
 def check_normalizer(definition: Any) -> None:
-    """Raise ValueError for a normalizer that is unknown or makes a text much longer. The error names it."""
+    """Raise ValueError for a normalizer that is unknown or makes a text much longer; name it in the error."""
     if definition is not None:
         if _growth(definition) > _MOST_GROWTH or len(json.dumps(definition)) > _MOST_JSON:
             raise ValueError(
