@@ -75,7 +75,7 @@ def units() -> str:
     picture.text(
         MARGIN,
         62,
-        "A bar is a unit, a flat buffer that is gathered as one. A colour is an owner.",
+        "Each bar is a unit: a flat buffer that is gathered as one. Colours show the owners.",
         "dim",
     )
     rank_legend(picture, WIDTH - MARGIN - 320, 38)

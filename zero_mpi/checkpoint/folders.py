@@ -137,7 +137,7 @@ def point(out: Path, which: str, name: str) -> None:
     try:
         link.symlink_to(name)
     except OSError as error:
-        error.filename = str(link)  # the system puts the link's target here
+        error.filename = str(link)  # the system names the link's target instead
         raise
     link.replace(out / which)
     sync_folder(out)

@@ -226,7 +226,7 @@ def _split(
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
     """Return training and held-out documents, each in the order of the corpus.
 
-    A single document loses its tail. If all files mark document ends, each file loses its tail.
+    A single document is split and its tail held out; so is each file if all files mark document ends.
     """
     if fraction == 0:
         return documents, []

@@ -100,7 +100,7 @@ LINES = (".jsonl", ".ndjson")
 
 
 class Kind(NamedTuple):
-    """Kind of a file, with its remedy. Its head has `data` at byte `at`, and `inside` anywhere."""
+    """Kind of a file, with its remedy. Its files have `data` at byte `at`, and `inside` near the start."""
 
     name: str
     remedy: str

@@ -111,7 +111,7 @@ class History:
             return keys_of(open_checkpoint(self.folders[step]).state).text(ID)
 
     def begin(self, step: int, run: Mapping[str, Any]) -> None:
-        """Add the start of a job at a step. Raise Differs if no job can start there."""
+        """Record that a job starts at a step. Raise Differs if no job can start there."""
         origin = run.get(proof.ORIGIN)
         continues = origin == proof.CHAIN and step == self.at
         if continues and step == self._tip[0]:

@@ -153,7 +153,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _symbols(self) -> tuple[NDArray[np.int32], PairTable]:
-        """The symbol of each code point and, last, of -1, and the table from pairs to joined symbols.
+        """The symbols of all code points and, last, of -1; and a table from pairs to joined symbols.
 
         Symbols are tokens, and letters that occur in tokens. Building the table of a large vocabulary takes a
         second.
