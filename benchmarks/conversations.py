@@ -1,10 +1,10 @@
-"""Times encoding of conversations, compared with Transformers and `tokenizers` on the same cores.
+"""Times the encoding of conversations, compared with Transformers and `tokenizers` on the same cores.
 
     taskset -c 0 python benchmarks/conversations.py MODEL.gguf
 
-Rows of one to six turns, of random words with a fixed seed, are written as JSON Lines. Both programs take
-turns to read the file, render each row by the model's chat template and encode it; ours also finds the tokens
-that count in the loss. `ratio` is that of the medians, above 1 if ours is faster. Counts are printed.
+Rows of one to six turns with random words, from a fixed seed, are written as JSON Lines. Both programs take
+turns to read the file, render each row with the model's chat template and encode it. Ours also finds the
+tokens that count in the loss. `ratio` is the ratio of the medians, above 1 if ours is faster.
 """
 
 import json
@@ -56,12 +56,12 @@ def make_parser() -> Parser:
     )
     parser.add_argument("model", help="GGUF file of a model with a chat template")
     parser.add_argument("--rows", type=int, default=3000, help="conversations")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, in which each program runs once")
     return parser
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Write conversations of one to six turns; a turn is a message of the user and an answer."""
+    """Write conversations of one to six turns. A turn is a message of the user and the answer to it."""
     draw = random.Random(1)
     with path.open("w") as file:
         for _ in range(count):
@@ -74,7 +74,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def main() -> None:
-    """Time both programs in turns; print a line for each program, and the ratio."""
+    """Time both programs, which take turns. Print a line for each program, and the ratio."""
     options = make_parser().parse_args(sys.argv[1:])
     source = open_weights(options.model)
     tokenizer = tokenizer_of(source, read_model(source))

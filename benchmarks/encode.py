@@ -1,12 +1,12 @@
-"""Times each kind of tokenizer that a GGUF file may have, compared with the library `tokenizers`.
+"""Times each kind of tokenizer that a GGUF file can have, compared with the package `tokenizers`.
 
     taskset -c 0 python benchmarks/encode.py
     python benchmarks/encode.py --lines
 
-The text is the source of Python's library; `tokenizers` learns the vocabularies from the beginning of that
-text. Both programs take turns to encode the text, with files or single lines as documents, on the cores that
-the process may use. `ratio` is the ratio of medians, above 1 if ours is faster. SentencePiece tokenizers are
-converted for the library in the usual way. Equal counts of ids show that both programs did the same work.
+The text is the source code of Python's library. `tokenizers` learns the vocabularies from the beginning of
+this text. Both programs take turns to encode it, with files or single lines as documents, on the cores that
+the process may use. `ratio` is the ratio of medians, above 1 if ours is faster. For the package,
+SentencePiece tokenizers are converted as usual. Equal numbers of ids show that both did the same work.
 """
 
 import json
@@ -37,14 +37,14 @@ def make_parser() -> Parser:
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--megabytes", type=int, default=4, help="of text")
-    parser.add_argument("--vocabulary", type=int, default=8000, help="tokens of the learned vocabularies")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each")
-    parser.add_argument("--lines", action="store_true", help="encode each line as a document, not each file")
+    parser.add_argument("--vocabulary", type=int, default=8000, help="size of the learned vocabularies")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, in which each tokenizer runs once")
+    parser.add_argument("--lines", action="store_true", help="encode each line, not each file, as a document")
     return parser
 
 
 def files(size: int) -> list[str]:
-    """Return the texts of files of Python's library, up to `size` bytes in total."""
+    """Return the texts of files in Python's library, up to `size` bytes in total."""
     found, total = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         text = path.read_text(errors="replace")
@@ -63,7 +63,7 @@ def keys_of(model: str, tokens: Sequence[tuple[str, int]], **more: Any) -> dict[
 
 
 def spaced(library: Any) -> Any:
-    """Return a tokenizer of the library that treats spaces as SentencePiece does."""
+    """Return a tokenizer of the package, changed to treat spaces as SentencePiece does."""
     normalizers = tokenizers.normalizers
     steps = [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
     library.normalizer = normalizers.Sequence(steps)
@@ -71,7 +71,7 @@ def spaced(library: Any) -> Any:
 
 
 def by_merges(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
-    """Return our tokenizer and the library's for SentencePiece BPE (merges by score)."""
+    """Return our tokenizer and the package's for SentencePiece BPE (merges by score)."""
     learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
     learnt.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
     learnt.train_from_iterator(text, tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False))
@@ -91,7 +91,7 @@ def by_merges(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
 
 
 def by_likelihood(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
-    """Return our tokenizer and the library's for a SentencePiece unigram model."""
+    """Return our tokenizer and the package's for a SentencePiece unigram model."""
     learnt = tokenizers.Tokenizer(tokenizers.models.Unigram())
     learnt.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
     trainer = tokenizers.trainers.UnigramTrainer(vocab_size=size, show_progress=False, unk_token=UNKNOWN)
@@ -107,7 +107,7 @@ def by_likelihood(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
 
 
 def by_bytes(text: Sequence[str], size: int) -> tuple[Tokenizer, Any]:
-    """Return our tokenizer and the library's for byte-level BPE; the library learns the merges."""
+    """Return our tokenizer and the package's for byte-level BPE. The package learns the merges."""
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
     learnt.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -128,21 +128,21 @@ KINDS: dict[str, Callable[[Sequence[str], int], tuple[Tokenizer, Any]]] = {
 
 
 def timed(encode: Callable[[Sequence[str]], Any], documents: Sequence[str]) -> tuple[float, int]:
-    """Encode the documents; return the seconds and the number of ids."""
+    """Encode the documents. Return the seconds that it took, and the number of ids."""
     start = time.perf_counter()
     found = encode(documents)
     return time.perf_counter() - start, sum(map(len, found))
 
 
 def compared(name: str, ours: Tokenizer, library: Any, documents: Sequence[str], rounds: int) -> str:
-    """Time both tokenizers; return a line with their rates, the ratio, and their numbers of ids."""
+    """Time both tokenizers. Return a line with their rates, the ratio, and their numbers of ids."""
 
     def by_library(texts: Sequence[str]) -> list[Any]:
         found = library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, np.uint32) for each in found]
 
     size = sum(len(text.encode()) for text in documents) / 1e6
-    ours.encode(documents[0])  # the first call makes tables and compiles loops
+    ours.encode(documents[0])  # the first call builds tables and compiles loops
     turns = [(*timed(ours.encode_batch, documents), *timed(by_library, documents)) for _ in range(rounds)]
     here, ids, there, others = map(statistics.median, zip(*turns, strict=True))
     rates = f"{size / here:6.1f} MB/s, tokenizers {size / there:6.1f} MB/s, ratio {there / here:5.2f}"

@@ -1,6 +1,6 @@
-"""Counts the calls by which this process opens, writes and renames files, in all threads: it replaces the
-functions of Python's os module. Calls of C libraries (MPI, /dev/shm) are not counted; `kernel_writes` returns
-the system's own count of writes, which includes sockets."""
+"""Counts the calls by which this process, in all its threads, opens, writes and renames files: it replaces
+the functions of Python's os module. Calls of C libraries (MPI, /dev/shm) are not counted. `kernel_writes`
+returns the system's own count of writes, which includes writes to sockets."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ BY_HANDLE = ("write", "pwrite", "pwritev", "ftruncate", "fsync", "fdatasync")
 
 
 class FileCalls:
-    """Context that counts each call by file name in `counts`, and the bytes `written` to each file."""
+    """Context manager that counts calls by file name in `counts`, and the bytes `written` to each file."""
 
     def __init__(self) -> None:
         self.counts, self.written = Counter[tuple[str, str]](), Counter[str]()
@@ -32,7 +32,7 @@ class FileCalls:
             setattr(os, name, real)
 
     def of(self, call: str, file: str = "") -> int:
-        """Return the number of calls for files whose name ends in `file`."""
+        """Return the number of calls on files whose names end in `file`."""
         return sum(
             count for (name, path), count in self.counts.items() if name == call and path.endswith(file)
         )
@@ -57,7 +57,7 @@ class FileCalls:
 
 
 def kernel_writes() -> int:
-    """Return the number of writes of this process that the system has counted; 0 if unknown."""
+    """Return how many writes of this process the system has counted; 0 if unknown."""
     try:
         return int(Path("/proc/self/io").read_text().split("syscw: ")[1].split()[0])
     except OSError:

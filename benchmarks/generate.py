@@ -1,8 +1,8 @@
-"""Times generation in tokens per second, compared with llama.cpp on as many threads.
+"""Times generation in tokens per second, compared with llama.cpp on the same number of threads.
 
     python benchmarks/generate.py MODEL.gguf --threads 2
 
-Both programs continue the same prompt by the same number of tokens, in turns; the prompt is not timed.
+Both programs take turns to continue the same prompt by the same number of tokens; the prompt is not timed.
 `ratio` is the ratio of medians, above 1 if ours is faster. llama.cpp comes from the package xllamacpp.
 """
 
@@ -29,13 +29,13 @@ def make_parser() -> Parser:
     )
     parser.add_argument("model", help="GGUF file")
     parser.add_argument("--threads", type=int, default=2, help="threads of each program")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens to generate in a turn")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each")
+    parser.add_argument("--tokens", type=int, default=48, help="number of tokens to generate in a round")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds, in which each program runs once")
     return parser
 
 
 def main() -> None:
-    """Time both programs in turns; print a line for each program, and the ratio."""
+    """Time both programs, which take turns. Print a line for each program, and the ratio."""
     options = make_parser().parse_args(sys.argv[1:])
     ops.use_threads(options.threads)
     model, params = TextModel(options.model), xllamacpp.CommonParams()
@@ -56,7 +56,7 @@ def main() -> None:
         return float(found["timings"]["predicted_per_second"])
 
     rates: dict[str, list[float]] = {"zero_mpi": [], "llama.cpp": []}
-    for _ in range(options.rounds + 1):  # the first turn of each program warms up
+    for _ in range(options.rounds + 1):  # the first round only warms up
         for rate, run in zip(rates.values(), (ours, theirs), strict=True):
             rate.append(run())
     medians = [statistics.median(each[1:]) for each in rates.values()]

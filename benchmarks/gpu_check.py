@@ -1,10 +1,10 @@
-"""Runs every check that needs a GPU, in one call of less than ten minutes, and writes a report.
+"""Runs every check that needs a GPU, in less than ten minutes, and writes a report.
 
     python3 benchmarks/gpu_check.py --out REPORT --venv /tmp/zero_mpi --torch-python python3
 
-Each part runs its programs with a time limit, so a part that fails does not stop the next ones. The report
-(`report.md`, `report.json`) is written again after each part, `programs.log` holds all output. Exit status: 0
-if all checks pass, 1 if one fails or was not run, 2 if there is no GPU. `--pretend` needs none.
+Each part runs its programs with a time limit, so a part that fails does not stop the parts after it. The
+report (`report.md`, `report.json`) is written again after each part; `programs.log` has all output. Exit
+status: 0 if all checks pass, 1 if one fails or was not run, 2 if there is no GPU. `--pretend` needs no GPU.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # found from any working folder
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that imports work in any working folder
 
 from gpu_jobs import Job, Outcome, Report, Section, run
 from gpu_setup import ATTEMPTS, ROOT, NotReady, Ready, aware, launcher, make_pretend, make_ready, unpack
 from workloads import ALL, PEAK
 
-LIMIT = 570.0  # seconds in all
-LEAST = 5.0  # seconds that must be left to begin a part
+LIMIT = 570.0  # seconds for all parts together
+LEAST = 5.0  # a part only begins if this many seconds are left
 BAD_USAGE = 2
-FIRST_SECONDS, RANKS_SECONDS = 100, 45  # limit for all experiments; for each number of ranks
-TESTS_SECONDS = {1: 180.0, 2: 90.0}  # number of ranks -> limit
+FIRST_SECONDS, RANKS_SECONDS = 100, 45  # limit of seconds: for all experiments; for each number of ranks
+TESTS_SECONDS = {1: 180.0, 2: 90.0}  # number of ranks -> limit in seconds
 SUMMARY = re.compile(r"=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s")
-FP32_BOUND = 1e-5  # largest relative distance of any step's loss
-BF16_BOUNDS = 1e-3, 5e-2  # median step, any step: W2 is unstable at step 14
+FP32_BOUND = 1e-5  # limit on the relative difference of losses, at any step
+BF16_BOUNDS = 1e-3, 5e-2  # limits for the median step and for any step: W2 is unstable at step 14
 SHARDED = ["W3:fp32", "W3:bf16", "W1:bf16"]
 CPU_THREADS = "8"
 TURNS, STEPS = 3, 10  # 30 timed steps of each program
-START_SECONDS, TURN_SECONDS = 150, 40  # the start includes compilation
-AHEAD = 1.1  # required ratio to torch's tokens per second
+START_SECONDS, TURN_SECONDS = 150, 40  # limits in seconds; a start includes compilation
+AHEAD = 1.1  # required ratio of our tokens per second to torch's
 TARGETS = {"gpt2-124m": ("compile", 500_000.0), "llama-1b": ("fsdp2", 50_000.0)}
-TUNED = ("gpt2-124m",)  # also timed with tuned products: GPU memory suffices
-FASTEST = 600  # TFLOP/s
+TUNED = ("gpt2-124m",)  # workloads also timed with tuned matmuls, where GPU memory suffices
+FASTEST = 600  # required TFLOP/s
 MOST_IDLE = 0.05
-MEASURED, DRAWN = 20, 3  # steps
+MEASURED, DRAWN = 20, 3  # numbers of steps
 
 
 @dataclass
 class Check:
-    """Settings and state that all parts share. background: jobs still running, by name."""
+    """Settings and state that all parts share. background: name -> job that still runs."""
 
     ready: Ready
     out: Path
     scratch: Path
-    deadline: float  # of time.monotonic()
+    deadline: float  # in seconds of time.monotonic()
     pretend: bool
     tests: Sequence[str]
     ranks: Sequence[int]
@@ -66,17 +66,17 @@ class Check:
     background: dict[str, Job] = field(default_factory=dict)
 
     def left(self, most: float) -> float:
-        """Return `most` seconds, or less if the deadline is nearer."""
+        """Return `most` seconds, or the seconds to the deadline if these are fewer."""
         return max(0.0, min(most, self.deadline - time.monotonic()))
 
     def script(self, name: str, *flags: str) -> list[str]:
-        """Return the command that runs a script of this folder."""
+        """Return the command that runs a script in this folder."""
         return [self.ready.python, str(ROOT / "benchmarks" / name), *flags]
 
     def run(
         self, section: Section, command: Sequence[str], limit: float, env: Mapping[str, str] | None = None
     ) -> Outcome:
-        """Run a program; write its output to the log, and add its problem to the section if it fails."""
+        """Run a program and log its output. If it fails, add its problem to the section."""
         outcome = run(command, self.ready.env if env is None else env, ROOT, self.left(limit))
         self.log(command, outcome)
         if outcome.status:
@@ -91,7 +91,7 @@ class Check:
 
 
 def shown(command: Sequence[str]) -> str:
-    """Return a command as text for the report."""
+    """Return a command as a line of text, for the report."""
     return " ".join(part.removeprefix(f"{ROOT}/") for part in command)
 
 
@@ -99,7 +99,7 @@ def shown(command: Sequence[str]) -> str:
 
 
 def first(check: Check, section: Section) -> None:
-    """Check the machine, CuPy and results; time operations and whole steps in bf16."""
+    """Check the machine, CuPy and the results of operations. Time operations and whole steps in bf16."""
     flags = ["--seconds", str(FIRST_SECONDS), *(["--tiny"] if check.pretend else [])]
     outcome = check.run(section, check.script("gpu_first.py", *flags), FIRST_SECONDS + 20)
     found = {line.pop("what"): line for line in outcome.objects}
@@ -117,7 +117,7 @@ def first(check: Check, section: Section) -> None:
     failed = [name for name, line in found.items() if "error" in line]
     section.judge("experiments", "none fails", ", ".join(failed) or "none failed", bool(found) and not failed)
     wishes = (("streams", "the stream of computing", "stays the current one"),)
-    wishes += (("lent arrays", "memory of activations", "comes back with the last view"),)
+    wishes += (("lent arrays", "memory of activations", "is free again after the last view"),)
     for name, what, wish in wishes:
         seen = {key: value for key, value in found.get(name, {}).items() if isinstance(value, bool)}
         section.judge(what, wish, str(seen), bool(seen) and all(seen.values()))
@@ -134,7 +134,7 @@ def first(check: Check, section: Section) -> None:
 
 
 def tests(check: Check, section: Section) -> None:
-    """Run tests/gpu with the installed CuPy, in one process and on two ranks."""
+    """Run tests/gpu with the installed CuPy, in one process and on several ranks."""
     started = launcher(check.ready)
     for ranks, limit in TESTS_SECONDS.items():
         command = [check.ready.python, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--color=no"]
@@ -159,7 +159,7 @@ def tests(check: Check, section: Section) -> None:
 
 
 def losses_command(check: Check, *kinds: str) -> list[str]:
-    """Return the command that trains all workloads for some steps, the smallest first."""
+    """Return the command that trains the workloads for some steps, the smallest first."""
     names = ["tiny-gpt2", "tiny-llama"] if check.pretend else ["W3", "W1", "W2"]
     runs = [f"{name}:{kind}" for name in names for kind in kinds]
     steps = "3" if check.pretend else "20"
@@ -167,14 +167,14 @@ def losses_command(check: Check, *kinds: str) -> list[str]:
 
 
 def start_losses_of_cpu(check: Check) -> None:
-    """Start the losses on the CPU in the background; they take a minute or two."""
+    """Start to compute the losses on the CPU in the background, which takes a minute or two."""
     threads = "1" if check.pretend else CPU_THREADS
     command = [*losses_command(check, "fp32"), "--device", "cpu", "--threads", threads]
     check.background["losses"] = Job(command, check.ready.env, ROOT)
 
 
 def losses(check: Check, section: Section) -> None:
-    """Compare the losses of the workloads on the GPU with those on the CPU."""
+    """Compare the losses on the GPU with those on the CPU, for each workload."""
     command = [*losses_command(check, "fp32", "bf16"), "--device", "cuda"]
     computed = {line["run"]: line["losses"] for line in check.run(section, command, 120).objects}
     job = check.background.pop("losses")
@@ -206,11 +206,11 @@ def distances(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, fl
 
 # --------------------------------------------------------------------------------------------------- ranks
 
-Lines = dict[str, dict[str, Any]]  # name of a run -> its line of JSON
+Lines = dict[str, dict[str, Any]]  # name of a run -> the JSON object that it printed
 
 
 def ranks(check: Check, section: Section) -> None:
-    """Check that 1, 2 and 4 ranks on one GPU give equal bits, over host memory and a CUDA-aware MPI."""
+    """Check that 1, 2 and 4 ranks on one GPU give equal bits, with staged transfers and a CUDA-aware MPI."""
     alone = sharded(check, section, [], None)
     if not alone:
         section.judge("one rank", "to train", "it does not", False)
@@ -234,7 +234,7 @@ def ranks(check: Check, section: Section) -> None:
 def sharded(
     check: Check, section: Section, started: list[str], env: Mapping[str, str] | None, *flags: str
 ) -> Lines:
-    """Run steps of four micro-batches in total on some ranks; return the printed lines."""
+    """Run steps with four micro-batches on some ranks. Return what each run printed."""
     runs = ["tiny-gpt2:fp32", "tiny-gpt2:bf16"] if check.pretend else SHARDED
     own = ["--device", "cuda", "--micro-batches", "4", "--steps", "2" if check.pretend else "5", *flags]
     command = [*started, *check.script("gpu_train.py", "losses", *own, "--run", *runs)]
@@ -242,12 +242,12 @@ def sharded(
 
 
 def over_aware_mpi(check: Check, section: Section, given: Path, alone: Lines) -> None:
-    """Use the first MPI setting that moves device memory between two ranks. Raises NotReady."""
+    """Use the first MPI setting that moves device memory between ranks. Raises NotReady without an MPI."""
     root, way = unpack(given, check.scratch), None
     for count in (count for count in check.ranks if count > 1):
         lines: Lines = {}
         for attempt in ATTEMPTS if way is None else (way,):
-            tried = Section(section.name, section.about)  # a failed attempt is listed but fails nothing
+            tried = Section(section.name, section.about)  # a failed attempt is no failure of the check
             started, env = aware(root, check.ready, attempt)
             lines = sharded(check, tried, [*started, "-n", str(count)], env, "--transport", "mpi")
             if lines and not tried.problems:
@@ -259,7 +259,7 @@ def over_aware_mpi(check: Check, section: Section, given: Path, alone: Lines) ->
 
 
 def compare(section: Section, what: str, alone: Lines, others: Lines) -> None:
-    """Judge whether losses, norms and the digest of the parameters are equal bit for bit."""
+    """Judge whether losses, norms and the digest of the parameters have equal bits."""
     keys = "losses", "norms", "digest"
     pairs = [(line, others.get(name, {})) for name, line in alone.items()]
     same = [line for line, other in pairs if all(other.get(key) == line[key] for key in keys)]
@@ -273,7 +273,7 @@ def compare(section: Section, what: str, alone: Lines, others: Lines) -> None:
 
 @dataclass
 class Racer:
-    """Running training program: its first answer, the times of its steps, and its last answer."""
+    """A running training program: its first answer, the times of its steps, and its last answer."""
 
     name: str
     program: Job
@@ -283,7 +283,7 @@ class Racer:
     problem: str = ""
 
     def close(self, check: Check) -> None:
-        """End the program and its children."""
+        """End the program and its child processes."""
         self.end, outcome = self.program.close(check.left(20))
         self.problem = outcome.problem
         check.log(self.program.command, outcome)
@@ -296,14 +296,14 @@ class Racer:
 
 
 def race(check: Check, section: Section, workload: str) -> list[Racer]:
-    """Time our steps and torch's in turns; all programs stay loaded, so that GPU conditions are equal."""
+    """Time our steps and torch's, which take turns. All programs stay loaded, so the GPU's state is equal."""
     mode, _ = TARGETS[workload]
     flags, env = ["--workload", workload], check.ready.env
     step = check.script("gpu_train.py", "steps", *flags)
     racers = [Racer("ours", Job(step, env, ROOT))]
     if workload in TUNED:
         racers.append(Racer("ours, products tuned", Job(step, env | {"ZERO_MPI_GPU_TUNE": "1"}, ROOT)))
-    if check.torch_python is not None:  # torch keeps the environment of this script
+    if check.torch_python is not None:  # torch runs in the environment of this script
         command = [check.torch_python, str(ROOT / "benchmarks/gpu_torch.py"), *flags, "--mode", mode]
         racers.append(Racer(f"torch {mode}", Job(command, os.environ, ROOT)))
     try:
@@ -323,7 +323,7 @@ def race(check: Check, section: Section, workload: str) -> list[Racer]:
 
 
 def speed(check: Check, section: Section, workload: str) -> None:
-    """Judge tokens per second, share of the peak and memory; compare them with torch's."""
+    """Judge tokens per second, share of the peak, and memory, compared with torch."""
     _, wanted = TARGETS[workload]
     racers = race(check, section, workload)
     title = f"{workload}: {TURNS} turns of {STEPS} steps each"
@@ -336,10 +336,10 @@ def speed(check: Check, section: Section, workload: str) -> None:
     if ours is None or peer is None:
         ran = check.torch_python is not None
         found = "not both ran" if ran else "not run: no --torch-python"
-        section.judge(f"{workload} beside torch", f"{AHEAD} x", found, False if ran else None)
+        section.judge(f"{workload}, compared with torch", f"{AHEAD} x", found, False if ran else None)
         return
     ratio = ours.tokens_per_second / peer.tokens_per_second
-    section.judge(f"{workload} beside {peer.name}", f"at least {AHEAD} x", f"{ratio:.3f} x", ratio >= AHEAD)
+    section.judge(f"{workload}, against {peer.name}", f"at least {AHEAD} x", f"{ratio:.3f} x", ratio >= AHEAD)
     own, theirs = ((racer.end or {}).get("pool_mb") for racer in (ours, peer))
     fits = None if own is None or theirs is None else own <= theirs
     what = f"{workload}, memory taken from the GPU"
@@ -347,7 +347,7 @@ def speed(check: Check, section: Section, workload: str) -> None:
 
 
 def row(racer: Racer, workload: str) -> dict[str, Any]:
-    """Return the table row of a program."""
+    """Return the row of the table for a program."""
     assert racer.start is not None
     tokens = racer.tokens_per_second
     quarter = statistics.quantiles(racer.ms, n=4) if len(racer.ms) > 1 else racer.ms * 3
@@ -362,23 +362,23 @@ def row(racer: Racer, workload: str) -> dict[str, Any]:
 
 
 def gpt2(check: Check, section: Section) -> None:
-    """Compare GPT-2 124M at T 1024 in bf16 with torch.compile, SDPA and fused AdamW."""
+    """Compare GPT-2 124M at T 1024 in bf16 with torch (torch.compile, SDPA and fused AdamW)."""
     speed(check, section, "gpt2-124m")
 
 
 def llama(check: Check, section: Section) -> None:
-    """Compare the shape of Llama-3.2-1B at T 2048 in bf16 with torch's FSDP2 on one GPU."""
+    """Compare a model of the size of Llama-3.2-1B at T 2048 in bf16 with torch's FSDP2 on one GPU."""
     speed(check, section, "llama-1b")
 
 
 def overhead(check: Check, section: Section) -> None:
-    """Judge the share of a step of 32k tokens in which no kernel runs; write a time line."""
+    """Judge the fraction of a step of 32k tokens in which no kernel runs. Write a timeline."""
     path = check.out / "timeline.json"
     program = Job(check.script("gpu_train.py", "steps", "--trace", str(path)), check.ready.env, ROOT)
     start = program.answer(check.left(90))
     found = program.ask(MEASURED, check.left(60)) if start else None
     if found is not None:
-        program.ask(DRAWN, check.left(60))  # write a short time line for people
+        program.ask(DRAWN, check.left(60))  # writes a short timeline for people to read
     _, outcome = program.close(check.left(20))
     check.log(program.command, outcome)
     what, wish = "idle time of the GPU", f"under {MOST_IDLE:.0%}"
@@ -394,7 +394,7 @@ def overhead(check: Check, section: Section) -> None:
 
 # ------------------------------------------------------------------------------------------------- command
 
-PRETENDING = first, ranks, tests, losses  # parts that make sense without a GPU
+PRETENDING = first, ranks, tests, losses  # parts that also work without a GPU
 PARTS = {part.__name__: part for part in (first, ranks, gpt2, tests, llama, losses, overhead)}
 
 
@@ -403,22 +403,22 @@ def make_parser() -> argparse.ArgumentParser:
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=about, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder of the report ($OUT)")
-    parser.add_argument("--venv", type=Path, help="make an environment there and install what is missing")
-    parser.add_argument("--wheels", type=Path, help="install from this folder instead of a package index")
+    parser.add_argument("--venv", type=Path, help="folder for a virtual environment with all that is missing")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install, instead of a package index")
     parser.add_argument("--torch-python", help="interpreter that has torch, for the comparison")
     parser.add_argument("--mpi-root", type=Path, help="a CUDA-aware Open MPI: its folder, or an archive")
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=[*PARTS], help="run only these, in order"
+        "--parts", nargs="+", choices=PARTS, default=[*PARTS], help="run only these parts, in this order"
     )
-    parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="for the part of that name")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="for the part of that name")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds in all")
-    parser.add_argument("--pretend", action="store_true", help="run without a GPU, on a pretended CuPy")
+    parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="tests of the part `tests`")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="rank counts to test")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all parts together")
+    parser.add_argument("--pretend", action="store_true", help="run without a GPU, with a simulated CuPy")
     return parser
 
 
 def carry_out(check: Check, report: Report, parts: Sequence[Callable[[Check, Section], None]]) -> None:
-    """Run the parts in order; write the report after each part."""
+    """Run the parts in order. Write the report after each part."""
     if losses in parts:
         start_losses_of_cpu(check)
     try:
@@ -431,7 +431,7 @@ def carry_out(check: Check, report: Report, parts: Sequence[Callable[[Check, Sec
                     section.not_run("no time was left")
                 else:
                     part(check, section)
-            except Exception as error:  # an error of this script; the next parts still run
+            except Exception as error:  # an error of this script must not stop the next parts
                 section.problems.append(f"{type(error).__name__}: {error}")
             section.seconds = time.monotonic() - begun
             report.write(check.out)
@@ -442,7 +442,7 @@ def carry_out(check: Check, report: Report, parts: Sequence[Callable[[Check, Sec
 
 
 def tell(section: Section) -> None:
-    """Print the verdicts of a part."""
+    """Print the verdicts of a part, and its problems."""
     print(f"[{section.name}] {section.state} ({section.seconds:.0f} s)", flush=True)
     for verdict in section.verdicts:
         mark = {True: "ok    ", False: "FAILED", None: "-     "}[verdict.ok]
@@ -452,7 +452,7 @@ def tell(section: Section) -> None:
 
 
 def prepare(options: argparse.Namespace, scratch: Path) -> Ready:
-    """Prepare and return the interpreter and its environment. Raises NotReady."""
+    """Prepare the interpreter and its environment, and return them. Raises NotReady."""
     if options.out is None:
         raise NotReady("--out is missing: give the folder of the report")
     try:
@@ -468,7 +468,7 @@ def prepare(options: argparse.Namespace, scratch: Path) -> Ready:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the check; return the exit status."""
+    """Run the check. Return the exit status."""
     options, begun = make_parser().parse_args(arguments), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="zero_mpi-gpu-") as scratch:
         try:
@@ -492,7 +492,7 @@ def main(arguments: Sequence[str]) -> int:
         (check.out / "programs.log").write_text("")
         chosen = [PARTS[name] for name in options.parts]
         carry_out(check, report, [part for part in chosen if part in PRETENDING or not options.pretend])
-    print(f"{'everything is as it should be' if report.passed else 'not everything passed'}: {options.out}")
+    print(f"{'all checks passed' if report.passed else 'not all checks passed'}: {options.out}")
     return 0 if report.passed else 1
 
 

@@ -1,11 +1,11 @@
-"""Runs experiments on a new GPU in one process; prints a line of JSON for each, even if it fails.
+"""Runs experiments on a new GPU in one process. Prints a line of JSON for each, even if it fails.
 
     python benchmarks/gpu_first.py --seconds 120
 
-The most informative ones come first: the machine, its packages and the duration of a start; whether CuPy does
-what the package relies on; whether results are right; the host time of a call; the speed of operations
-(TFLOP/s or GB/s of the bytes that must be read and written, on random data, as zeros are faster); whole steps
-of GPT-2 124M with one setting changed at a time. --seconds ends the start of new ones.
+The most informative experiments come first: the machine, its packages and the time of a start; whether CuPy
+behaves as zero_mpi needs; whether results are right; the host time of a call; the speed of operations
+(TFLOP/s, or GB/s of the bytes that must be moved; on random data, because zeros are faster); whole steps of
+GPT-2 124M, with one setting changed at a time. After --seconds, no experiment begins.
 """
 
 import argparse
@@ -64,8 +64,8 @@ ATTENTION = {  # sequences, positions, query heads, key/value heads, width
 }
 PASSES = {"gpt2": (32768, 768), "llama": (16384, 2048)}  # rows, width
 ODD_SHAPES = ((1, 1, 1), (1, 7, 3), (33, 17, 65), (1, 64, 50257), (256, 64, 1), (256, 1, 64), (128, 96, 40))
-FLAT = 64 << 20  # elements of an update
-CALLS, REPEATS, WARM_UP = 5, 9, 3  # calls between two events; timed repeats; untimed calls
+FLAT = 64 << 20  # number of elements in an optimizer update
+CALLS, REPEATS, WARM_UP = 5, 9, 3  # calls between two events; timed repeats; untimed repeats
 HOST_CALLS = 300
 BATCHES, MICRO_STEPS = (8, 32, 4), 6
 
@@ -73,30 +73,30 @@ Timed = tuple[str, str, float, str, Callable[[], Any]]  # operation, shape, work
 
 
 class Experiments:
-    """Runner of experiments, one after the other; prints the result of each."""
+    """Runs experiments one after the other, and prints the result of each."""
 
     def __init__(self, seconds: float, tiny: bool) -> None:
         self.seconds, self.tiny = seconds, tiny
 
     def attempt(self, what: str, do: Callable[[], dict[str, Any]]) -> None:
-        """Call `do`; print its result, its error, or that no time was left."""
+        """Call `do`. Print its result, or its error, or that no time was left."""
         if time.perf_counter() - BEGUN > self.seconds:
             found: dict[str, Any] = {"left_out": "no time"}
         else:
             try:
                 found = do()
-            except Exception as error:  # the next experiment still runs
+            except Exception as error:  # an error must not stop the next experiment
                 found = {"error": f"{type(error).__name__}: {error}"[:600]}
         at = round(time.perf_counter() - BEGUN, 1)
         print(json.dumps({"at": at, "what": what} | found, default=str), flush=True)
 
     def smaller(self, *shape: int) -> tuple[int, ...]:
-        """Return the shape; if `tiny`, one with at most 32 elements per dimension."""
+        """Return the shape; if `tiny`, cut to at most 32 elements in each dimension."""
         return tuple(min(length, 32) for length in shape) if self.tiny else shape
 
 
 def drawn(kind: Any, *shape: int, scale: float = 1.0) -> Any:
-    """Return random numbers on the GPU; the same million of them is repeated."""
+    """Return an array of random numbers on the GPU. A million numbers are made and repeated."""
     some = (np.random.default_rng(0).standard_normal(1 << 20, np.float32) * np.float32(scale)).astype(kind)
     return device.in_use().from_host(np.resize(some, shape))
 
@@ -111,7 +111,7 @@ def off(got: Any, want: Any) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about device and packages, the seconds of a start, and the problem of a product."""
+    """Return facts on device and packages, the seconds of a start, and the problem of a matmul."""
     took = {}
     for name in ("cupy", "nvmath.bindings.cublasLt", "cudnn"):
         begun = time.perf_counter()
@@ -153,13 +153,13 @@ def version(package: str) -> str | None:
 
 
 def product(place: Any) -> str | None:
-    """Compute a small product, which loads the libraries; return its problem, or None."""
+    """Compute a small matmul, which loads the libraries. Return the problem, or None."""
     try:
         ops.prepare()
         x = place.from_host(np.ones((16, 16), np.float32))
         total = float(place.to_host(ops.linear(x, x)).sum())
-        return None if total == 16**3 else f"16 x 16 ones times their like add up to {total}"
-    except Exception as error:  # the report shows the error
+        return None if total == 16**3 else f"the product of 16 x 16 ones has the sum {total}"
+    except Exception as error:  # shown in the report
         return f"{type(error).__name__}: {error}"
 
 
@@ -171,7 +171,7 @@ def loaded() -> list[str]:
 
 
 def smi() -> str:
-    """Return the output of nvidia-smi, or the reason why there is none."""
+    """Return the output of nvidia-smi, or why there is none."""
     command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
@@ -180,7 +180,7 @@ def smi() -> str:
 
 
 def streams() -> dict[str, Any]:
-    """Return whether the compute stream stays the current stream."""
+    """Return whether the stream on which we compute remains the current stream."""
     gpu = device.in_use()
     cuda = gpu.cupy.cuda
     gpu.to_host(gpu.zeros(64).reshape(8, 8)[:, 1:3])
@@ -191,25 +191,25 @@ def streams() -> dict[str, Any]:
 
 
 def lent_arrays() -> dict[str, Any]:
-    """Return whether views keep the lent array as base, and the last view's end returns its memory."""
+    """Return whether views keep a lent array as their base, and when its memory can be lent again."""
     pool, shape = pool_of(device.in_use()), (64, 96)
     first = pool.take(shape)
     place, views = first.data.ptr, [first[:, :32], first.reshape(-1), first.T, first.view(np.uint8)]
     views += [views[0][1:, None, 3:], views[1].reshape(96, 64)[::2]]
-    found = {"views and their views have it as base": all(view.base is first for view in views)}
+    found = {"all views have the array as base": all(view.base is first for view in views)}
     found["flags show gaps"] = first[8:].flags.c_contiguous and not views[0].flags.c_contiguous
     del first
-    found["it is not lent while a view is left"] = True
+    found["not lent again while a view is left"] = True
     while views:
         other = pool.take(shape)
-        found["it is not lent while a view is left"] &= other.data.ptr != place
+        found["not lent again while a view is left"] &= other.data.ptr != place
         del views[0]
     later = [pool.take(shape) for _ in range(2)]
-    return found | {"it is lent again afterwards": place in [x.data.ptr for x in later]}
+    return found | {"lent again afterwards": place in [x.data.ptr for x in later]}
 
 
 def right_products() -> dict[str, Any]:
-    """Return relative errors of products of odd shapes, and the shapes that cuBLASLt refuses."""
+    """Return the relative errors of matmuls with odd shapes, and the shapes that cuBLASLt refuses."""
     rng, gpu, found, refused = np.random.default_rng(0), device.in_use(), {}, []
     for kind in (np.dtype(np.float32), BF16, np.dtype(np.float16)):
         worst = 0.0
@@ -226,7 +226,7 @@ def right_products() -> dict[str, Any]:
 
 
 def right_attention(b: int, t: int, h: int, d: int) -> dict[str, Any]:
-    """Return relative errors of y, dq, dk and dv against float64, by cuDNN and by our kernels."""
+    """Return the relative errors of y, dq, dk and dv against float64, for cuDNN and for our kernels."""
     gpu, found = device.in_use(), {}
     parts = np.random.default_rng(1).standard_normal((4, b, t, h, d)).astype(np.float32).astype(BF16)
     q, k, v, dy = parts.astype(np.float64)
@@ -246,7 +246,7 @@ def right_attention(b: int, t: int, h: int, d: int) -> dict[str, Any]:
 
 
 def host_costs(count: int) -> dict[str, Any]:
-    """Return the microseconds of host time that each kind of call takes."""
+    """Return the microseconds of host time that a call of each kind takes."""
     gpu, small, w, row = device.in_use(), drawn(BF16, 64, 768), drawn(BF16, 768, 768), drawn(BF16, 768)
     q, calls = drawn(BF16, 1, 64, 12, 64), {}
     calls["gelu"] = partial(ops.gelu, small)
@@ -270,7 +270,7 @@ def host_costs(count: int) -> dict[str, Any]:
 
 
 def products(tried: Experiments) -> Iterator[Timed]:
-    """Yield the timed products forward, dx and dw of each linear layer."""
+    """Yield the matmuls of each linear layer as operations to time: forward, dx and dw."""
     for name, shape in PRODUCTS.items():
         rows, inputs, outputs = tried.smaller(*shape)
         x, w, dy = drawn(BF16, rows, inputs), drawn(BF16, outputs, inputs), drawn(BF16, rows, outputs)
@@ -281,7 +281,7 @@ def products(tried: Experiments) -> Iterator[Timed]:
 
 
 def attention(tried: Experiments) -> Iterator[Timed]:
-    """Yield timed causal attention and its gradient; products above the diagonal are not counted."""
+    """Yield causal attention and its gradient as operations to time, without work above the diagonal."""
     for name, shape in ATTENTION.items():
         batch, length, heads, kv, width = tried.smaller(*shape)
         q, dy = (drawn(BF16, batch, length, heads, width) for _ in range(2))
@@ -294,7 +294,7 @@ def attention(tried: Experiments) -> Iterator[Timed]:
 
 
 def passes(tried: Experiments) -> Iterator[Timed]:
-    """Yield the timed operations that memory bandwidth limits."""
+    """Yield the operations that memory bandwidth limits, as operations to time."""
     for name, shape in PASSES.items():
         rows, width = tried.smaller(*shape)
         x, dy, w = drawn(BF16, rows, width), drawn(BF16, rows, width), drawn(BF16, width)
@@ -317,7 +317,7 @@ def passes(tried: Experiments) -> Iterator[Timed]:
 
 
 def rate(work: float, unit: str, call: Callable[[], Any]) -> dict[str, Any]:
-    """Time a call; return its microseconds and its rate."""
+    """Time a call. Return its microseconds and its rate."""
     for _ in range(WARM_UP):
         call()
     times = milliseconds(lambda: [call() for _ in range(CALLS)], REPEATS)
@@ -329,14 +329,14 @@ def rate(work: float, unit: str, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def rates(tried: Experiments, group: Callable[[Experiments], Iterator[Timed]]) -> dict[str, Any]:
-    """Time the operations of a group; if their arrays cannot be made, report it and return."""
+    """Time the operations of a group. If their arrays do not fit in memory, report that and stop."""
     for operation, shape, work, unit, call in group(tried):
         tried.attempt(f"{operation}, {shape}", partial(rate, work, unit, call))
     return {"complete": True}
 
 
 def measured(stepper: Stepper, batch: int, **changed: Any) -> dict[str, Any]:
-    """Return milliseconds of a step and tokens per second; `changed`: attributes of sizes to set."""
+    """Return milliseconds per step and tokens per second. `changed`: attributes to set before timing."""
     stepper.take(stepper.workload, batch)
     with mock.patch.multiple(sizes, **changed) if changed else contextlib.nullcontext():
         stepper.warm_up()
@@ -346,10 +346,10 @@ def measured(stepper: Stepper, batch: int, **changed: Any) -> dict[str, Any]:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Run all experiments; return the exit status."""
+    """Run all experiments. Return the exit status."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0, help="begin no experiment later")
-    parser.add_argument("--tiny", action="store_true", help="use small sizes, to try this script itself")
+    parser.add_argument("--seconds", type=float, default=120.0, help="no experiment begins after X seconds")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, to test this script")
     options = parser.parse_args(arguments)
     tried = Experiments(options.seconds, options.tiny)
     tried.attempt("machine", machine)

@@ -1,7 +1,7 @@
-"""Runs programs with a time limit, and writes the report of their results.
+"""Runs programs with a time limit, and writes a report on their results.
 
-Each program leads a process session. At its limit the program is killed with all processes of that session;
-output printed before still counts. The report is written after every part, as JSON and as Markdown.
+Each program leads a process session. At its limit, the program is killed with all processes of the session;
+what it printed before still counts. The report is written after every part, as JSON and as Markdown.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import IO, Any
 
 TIMED_OUT = 124
-GRACE = 3.0  # seconds that a program has to end by itself
-LOOK = 0.01  # seconds between two polls for an answer
-SHOWN = 1500  # last characters of a failed program's output that the report shows
+GRACE = 3.0  # seconds in which a program must end by itself
+LOOK = 0.01  # seconds between two looks for an answer
+SHOWN = 1500  # most characters, from the end of a failed program's output, that the report shows
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit status, output and duration of a program."""
+    """Exit status, output and duration of a program that has ended."""
 
     status: int
     printed: str
@@ -36,12 +36,12 @@ class Outcome:
 
     @property
     def objects(self) -> list[dict[str, Any]]:
-        """Return the printed lines that are JSON objects."""
+        """Return those printed lines that are JSON objects."""
         return [found for line in self.printed.splitlines() if (found := as_object(line)) is not None]
 
     @property
     def problem(self) -> str:
-        """Return the last output of a failed program; empty if the program succeeded."""
+        """Return how a failed program ended, with its last output; "" if it succeeded."""
         if self.status == 0:
             return ""
         how = "ended after its time limit" if self.status == TIMED_OUT else f"status {self.status}"
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def as_object(line: str) -> dict[str, Any] | None:
-    """Return a line as a JSON object; None if it is not a JSON object."""
+    """Return the JSON object in a line, or None if the line is not a JSON object."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -59,12 +59,12 @@ def as_object(line: str) -> dict[str, Any] | None:
 
 
 class Job:
-    """Running program; it may answer each number on its stdin by a line of JSON."""
+    """A running program. It may answer each number on its stdin with a line of JSON."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         self.command, self.begun = list(command), time.monotonic()
         self._printed, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (kept open)
-        self._read = 0  # bytes of the output that were read
+        self._read = 0  # number of bytes of the output read so far
         self.process = subprocess.Popen(
             self.command,
             env=dict(env),
@@ -76,10 +76,10 @@ class Job:
         )
 
     def answer(self, limit: float) -> dict[str, Any] | None:
-        """Return the program's next JSON object; None if it has ended or is too slow."""
+        """Return the next JSON object that the program prints; None if it has ended or is too slow."""
         until = time.monotonic() + limit
         while True:
-            ended = self.process.poll() is not None  # before the read: all output is there if it has ended
+            ended = self.process.poll() is not None  # asked before reading, to miss no output
             line, cut, _ = os.pread(self._printed.fileno(), 1 << 20, self._read).partition(b"\n")
             if cut:
                 self._read += len(line) + 1
@@ -91,7 +91,7 @@ class Job:
                 time.sleep(LOOK)
 
     def ask(self, count: int, limit: float) -> dict[str, Any] | None:
-        """Send a number to the program; return its answer."""
+        """Send a number to the program. Return its answer."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(f"{count}\n".encode())
@@ -101,13 +101,13 @@ class Job:
         return self.answer(limit)
 
     def close(self, limit: float) -> tuple[dict[str, Any] | None, Outcome]:
-        """Close the program's stdin; return its last answer and its outcome."""
+        """Close the program's stdin. Return its last answer and its outcome."""
         self._close_stdin()
         last = self.answer(limit)
         return last, self.wait(min(limit, GRACE))
 
     def wait(self, limit: float) -> Outcome:
-        """Wait at most `limit` seconds, then kill the program; return its outcome."""
+        """Wait at most `limit` seconds, then kill the program. Return its outcome."""
         self._close_stdin()
         try:
             status = self.process.wait(max(0.0, limit))
@@ -119,7 +119,7 @@ class Job:
         return outcome
 
     def end(self) -> None:
-        """Kill the program and its children, and close its output files."""
+        """Kill the program and its child processes, and close its output files."""
         self._close_stdin()
         self._kill()
         self._printed.close()
@@ -127,7 +127,7 @@ class Job:
 
     def _close_stdin(self) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # unsent input of a program that has ended
+        with contextlib.suppress(OSError):  # the program may have ended before it read its input
             self.process.stdin.close()
 
     def _kill(self) -> None:
@@ -143,12 +143,12 @@ class Job:
 
 
 def run(command: Sequence[str], env: Mapping[str, str], cwd: Path, limit: float) -> Outcome:
-    """Run a program to its end or its limit."""
+    """Run a program until it ends or reaches its limit. Return its outcome."""
     return Job(command, env, cwd).wait(limit)
 
 
 def text(file: IO[bytes]) -> str:
-    """Return the text of an output file."""
+    """Return the content of an output file as text."""
     file.seek(0)
     return file.read().decode(errors="replace")
 
@@ -158,7 +158,7 @@ def text(file: IO[bytes]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one check. ok: None if the check could not run."""
+    """Result of one check. ok: whether it passed; None if it could not run."""
 
     what: str
     wanted: str
@@ -170,7 +170,7 @@ class Verdict:
 class Section:
     """Results of a part of the check.
 
-    tables: title -> rows, each by column; problems: last output of its programs that failed.
+    tables: title -> rows, each of them column -> value; problems: how programs failed, with their output
     """
 
     name: str
@@ -189,17 +189,17 @@ class Section:
         return PASSED if True in outcomes else NOT_RUN
 
     def judge(self, what: str, wanted: str, found: str, ok: bool | None) -> None:
-        """Add a verdict."""
+        """Add the result of a check."""
         self.verdicts.append(Verdict(what, wanted, found, ok))
 
     def not_run(self, why: str) -> None:
-        """Add a verdict that this check could not run."""
+        """Add a result which says that this part was not run."""
         self.judge(self.about, "to be seen", f"not run: {why}", None)
 
 
 @dataclass
 class Report:
-    """All sections, and facts about the machine."""
+    """All sections of a report, and facts about the machine."""
 
     title: str
     notes: list[str]
@@ -207,7 +207,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Return whether all checks passed; a check that was not run counts as failed."""
+        """Return whether all checks passed. A check that was not run counts as failed."""
         verdicts = [verdict for section in self.sections for verdict in section.verdicts]
         return all(section.state == PASSED for section in self.sections) and all(v.ok for v in verdicts)
 
@@ -220,7 +220,7 @@ class Report:
         (folder / "report.md").write_text("\n".join(self.lines()) + "\n")
 
     def lines(self) -> Iterator[str]:
-        """Yield the report as Markdown: first all verdicts, then the tables of each part."""
+        """Yield the report as Markdown: all verdicts first, then the tables of each section."""
         yield from (f"# {self.title}", "", *(f"- {note}" for note in self.notes))
         yield from ("", "| part | seconds | | what | wanted | found |", "|---|---|---|---|---|---|")
         for section in self.sections:
@@ -237,7 +237,7 @@ class Report:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a Markdown table with the columns of all rows, in the order in which they first occur."""
+    """Yield a Markdown table. Its columns are those of all rows, in the order in which they first occur."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
@@ -246,7 +246,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def cell(value: Any) -> str:
-    """Return a value as a table cell: numbers with four digits, texts without line breaks."""
+    """Return a value as a cell of a table: a number with four digits, or text without line breaks."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return " ".join(str(value).split()).replace("|", "/")

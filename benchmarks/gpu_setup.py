@@ -1,8 +1,8 @@
 """Sets up a bare GPU machine for the checks: finds its GPU, a Python with the packages, and an MPI.
 
-This module runs first, so it uses only the standard library. It makes the virtual environment of `--venv`,
-which also sees the packages of the python that runs this module (so that an installed CuPy is used again).
-Missing packages are installed from a folder of wheels or from the package index.
+This module runs before anything is installed, so it uses only the standard library. It makes the virtual
+environment of `--venv`, which also sees the packages of the Python that runs this module, for example an
+installed CuPy. Missing packages are installed from a folder of wheels or from the package index.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PRETEND = ROOT / "tests" / "pretend"
 MORE = ("pytest>=8.3", "pytest-mpi>=0.6", "hypothesis>=6.112", "mpich>=4.3", "numba>=0.61")
-# Required besides the extras, with their dependencies, so that messages name all wheels to bring.
+# Packages that are needed in addition to the extras, with dependencies, so that messages list all wheels.
 GPU = ("nvmath-python>=0.9", "nvidia-cudnn-frontend>=1.18", "cuda-pathfinder>=1.3.4", "cuda-core>=0.5")
 INSTALL_SECONDS = 240
 TOO_SLOW = f"not done in {INSTALL_SECONDS} s"
 
 
 class NotReady(Exception):
-    """Error whose one-line message says what is missing and what to do."""
+    """Error with a message of one line, which says what is missing and what to do."""
 
 
 @dataclass
 class Ready:
-    """Prepared interpreter, the environment variables of its programs, and notes on the setup."""
+    """A prepared interpreter, the environment variables for its programs, and notes on the setup."""
 
     python: str
     env: dict[str, str]
@@ -45,7 +45,7 @@ class Ready:
 
 
 def quietly(command: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> Any:
-    """Run a command without input; return its status and output."""
+    """Run a command without input. Return its status and output."""
     held = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     return subprocess.run(command, env=env, **held, **more)
 
@@ -59,15 +59,13 @@ def cuda_version() -> int:
         raise NotReady(f"no GPU: {error}; --pretend tries this script without one") from error
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status or not count.value:
-        raise NotReady(
-            f"no GPU: the driver finds {count.value} (status {status}); --pretend does without one"
-        )
+        raise NotReady(f"no GPU: the driver finds {count.value} (status {status}); --pretend needs none")
     driver.cuDriverGetVersion(ctypes.byref(version))
     return version.value // 1000
 
 
 def requirements(cuda: int) -> list[str]:
-    """Return the requirements of zero_mpi, with the extras for this version of CUDA."""
+    """Return the requirements of zero_mpi, with the extras that fit this version of CUDA."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras[f"cuda{cuda}"], *extras.get(f"cudnn{cuda}", ()), *MORE]
@@ -77,12 +75,12 @@ def requirements(cuda: int) -> list[str]:
 
 
 def name_of(requirement: str) -> str:
-    """Return the package name of a requirement."""
+    """Return the name of the package in a requirement."""
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
 def make_venv(folder: Path) -> str:
-    """Make a virtual environment that also sees this python's packages; return its interpreter."""
+    """Make a virtual environment that also sees this Python's packages. Return its interpreter."""
     python = folder / "bin" / "python"
     if not python.exists():
         command = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
@@ -96,7 +94,7 @@ def make_venv(folder: Path) -> str:
 
 
 def versions(python: str, wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return the packages of an interpreter: name -> version."""
+    """Return the installed packages of an interpreter: name -> version."""
     code = (
         "import importlib.metadata as m, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -110,7 +108,7 @@ def versions(python: str, wanted: list[str], env: Mapping[str, str]) -> dict[str
 
 
 def fits(requirement: str, version: str) -> bool:
-    """Return whether a version meets a requirement; True if pip is not installed."""
+    """Return whether a version satisfies a requirement. Without pip to check this, return True."""
     try:
         from pip._vendor.packaging.requirements import Requirement
     except ImportError:
@@ -119,10 +117,10 @@ def fits(requirement: str, version: str) -> bool:
 
 
 def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[str, str]) -> list[str]:
-    """Install missing packages; return notes. Raises NotReady if CuPy or NumPy cannot be installed.
+    """Install missing packages. Return notes. Raises NotReady if CuPy or NumPy cannot be installed.
 
-    A package in a wrong version is installed again; if that fails, the present version is used. pip first
-    installs all packages with their dependencies; if that fails, it installs each package by itself.
+    A package with a wrong version is installed again; if this fails, the present version is used. pip first
+    installs all packages together with their dependencies; if this fails, it installs each package alone.
     """
     notes: list[str] = []
     absent = lacking(python, wanted, env)
@@ -132,9 +130,9 @@ def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[st
         said = pip(python, [*more, *absent], wheels, env)
         notes.append(f"pip install {' '.join(absent)}: {said}")
         absent = lacking(python, wanted, env)
-        if said == TOO_SLOW:  # keep the remaining time for the checks
+        if said == TOO_SLOW:  # leaves the remaining time to the checks
             break
-    for name in absent if wheels else ():  # one missing wheel must not stop the others
+    for name in absent if wheels else ():  # a missing wheel must not prevent the installation of others
         pip(python, ["--no-deps", name], wheels, env)
     absent = lacking(python, wanted, env)
     if absent:
@@ -147,18 +145,18 @@ def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[st
 
 
 def needed(absent: Iterable[str]) -> bool:
-    """Return whether one of these packages is indispensable."""
+    """Return whether the checks cannot run without one of these packages."""
     return any(name.startswith(("cupy", "numpy")) for name in absent)
 
 
 def lacking(python: str, wanted: list[str], env: Mapping[str, str]) -> list[str]:
-    """Return the requirements that the packages of an interpreter do not meet."""
+    """Return those requirements that the packages of an interpreter do not satisfy."""
     found = versions(python, wanted, env)
     return [one for one in wanted if name_of(one) not in found or not fits(one, found[name_of(one)])]
 
 
 def loadable_mpi(python: str, wheels: Path | None, env: Mapping[str, str]) -> list[str]:
-    """Install the wheel of mpi4py if the present mpi4py cannot be loaded; return notes."""
+    """Install the wheel of mpi4py if the installed mpi4py cannot be loaded. Return notes."""
     done = quietly([python, "-c", "from mpi4py import MPI"], env)
     if done.returncode == 0 or not versions(python, ["mpi4py"], env):
         return []
@@ -167,7 +165,7 @@ def loadable_mpi(python: str, wheels: Path | None, env: Mapping[str, str]) -> li
 
 
 def pip(python: str, arguments: list[str], wheels: Path | None, env: Mapping[str, str]) -> str:
-    """Run this python's pip for another interpreter; return "done" or the error."""
+    """Run this Python's pip for another interpreter. Return "done" or the error."""
     where = ["--no-index", "--find-links", str(wheels)] if wheels else ["--timeout", "5", "--retries", "0"]
     tool = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install", "-q"]
     try:
@@ -178,21 +176,21 @@ def pip(python: str, arguments: list[str], wheels: Path | None, env: Mapping[str
 
 
 def what_to_bring(absent: list[str]) -> str:
-    """Return instructions to bring wheels to a machine that reaches no package index."""
+    """Return instructions for bringing wheels to a machine that cannot reach a package index."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
         f"Without a package index: pip download --only-binary=:all: --python-version {version} -d WHEELS "
-        f"{' '.join(map(shlex.quote, absent))} elsewhere, and here --wheels WHEELS"
+        f"{' '.join(map(shlex.quote, absent))} on another machine, then --wheels WHEELS here"
     )
 
 
 def last_line(said: str) -> str:
-    """Return the last line that a program printed."""
+    """Return the last line of a program's output."""
     return (said.strip().splitlines() or ["no output"])[-1]
 
 
 def library_folders(python: str) -> list[str]:
-    """Return the library folders of NVIDIA's packages, in this python and in the given one."""
+    """Return the library folders of NVIDIA's packages, for this Python and for `python`."""
     done = quietly([python, "-c", "import sys; print('\\n'.join(sys.path))"])
     roots = [Path(path) / "nvidia" for path in done.stdout.splitlines() if path]
     found = [folder for root in roots if root.is_dir() for folder in sorted(root.glob("*/lib"))]
@@ -204,7 +202,7 @@ def environment(python: str, scratch: Path) -> dict[str, str]:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     folders, own = library_folders(python), Path(sys.prefix) / "lib"
-    folders += [str(own)] if any(own.glob("libmpi.so*")) else []  # where an MPI from PyPI is
+    folders += [str(own)] if any(own.glob("libmpi.so*")) else []  # folder of an MPI from PyPI
     env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [env.get("LD_LIBRARY_PATH"), *folders]))
     env["CUPY_CACHE_DIR"] = str(scratch / "cupy")
     places = dict.fromkeys(str(Path(place).parent) for place in (python, sys.executable))
@@ -214,10 +212,10 @@ def environment(python: str, scratch: Path) -> dict[str, str]:
 
 
 def make_ready(venv: Path | None, wheels: Path | None, scratch: Path) -> Ready:
-    """Return an interpreter that has the packages of the checks. Raises NotReady."""
+    """Return an interpreter with the packages that the checks need. Raises NotReady if there is none."""
     cuda = cuda_version()
     if cuda not in (12, 13):
-        raise NotReady(f"the driver is of CUDA {cuda}; expected 12 or 13")
+        raise NotReady(f"the driver supports CUDA {cuda}; expected 12 or 13")
     if wheels is not None and not wheels.is_dir():
         raise NotReady(f"--wheels {wheels}: no such folder")
     python = sys.executable if venv is None else make_venv(venv)
@@ -235,7 +233,7 @@ def make_ready(venv: Path | None, wheels: Path | None, scratch: Path) -> Ready:
 
 
 def make_pretend(scratch: Path) -> Ready:
-    """Return this python with the CuPy of tests/pretend, which needs no GPU."""
+    """Return this Python with the CuPy in tests/pretend, which needs no GPU."""
     env = environment(sys.executable, scratch)
     env["PYTHONPATH"] = os.pathsep.join([str(PRETEND), env["PYTHONPATH"]])
     return Ready(sys.executable, env, ["pretend: no GPU is used, so the measured times mean nothing"])
@@ -245,13 +243,13 @@ def make_pretend(scratch: Path) -> Ready:
 
 
 def launcher(ready: Ready) -> list[str] | None:
-    """Return the mpiexec in the folder of the interpreter, or else the one on PATH."""
+    """Return the mpiexec next to the interpreter, or else the one on PATH."""
     found = shutil.which("mpiexec", path=ready.env["PATH"])
     return None if found is None else [found]
 
 
 def unpack(given: Path, scratch: Path) -> Path:
-    """Return the folder that contains bin/mpirun, after unpacking an archive. Raises NotReady."""
+    """Return the folder that contains bin/mpirun; unpack it from an archive if needed. Raises NotReady."""
     folder = given
     if given.is_file():
         folder = scratch / "mpi"
@@ -260,11 +258,11 @@ def unpack(given: Path, scratch: Path) -> Path:
     for place in (folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))):
         if (place / "bin" / "mpirun").exists():
             return place
-    raise NotReady(f"--mpi-root {given}: no bin/mpirun in it, nor in a folder of it")
+    raise NotReady(f"--mpi-root {given}: neither it nor a folder in it has bin/mpirun")
 
 
 def untar(archive: Path, folder: Path) -> None:
-    """Unpack an archive by Python, or by tar if this Python cannot (e.g. zstd). Raises NotReady."""
+    """Unpack an archive with Python, or with tar if Python cannot read it (e.g. zstd). Raises NotReady."""
     with contextlib.suppress(tarfile.TarError, TypeError), tarfile.open(archive) as opened:
         opened.extractall(folder, filter="tar")
         return
@@ -274,7 +272,7 @@ def untar(archive: Path, folder: Path) -> None:
 
 
 UCX_ON = ["--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any"]
-ATTEMPTS: dict[str, tuple[list[str], dict[str, str]]] = {  # settings by which Open MPI may move device memory
+ATTEMPTS: dict[str, tuple[list[str], dict[str, str]]] = {  # settings by which Open MPI can move device memory
     "ucx with IPC": (UCX_ON, {"UCX_TLS": "sm,self,cuda_copy,cuda_ipc"}),
     "ucx without IPC": (UCX_ON, {"UCX_TLS": "sm,self,cuda_copy"}),
     "ob1 without IPC": (["--mca", "pml", "ob1", "--mca", "btl_smcuda_use_cuda_ipc", "0"], {}),
@@ -282,7 +280,7 @@ ATTEMPTS: dict[str, tuple[list[str], dict[str, str]]] = {  # settings by which O
 
 
 def aware(root: Path, ready: Ready, attempt: str) -> tuple[list[str], dict[str, str]]:
-    """Return launcher and environment of the Open MPI in `root`, even if it was moved after its build."""
+    """Return launcher and environment for the Open MPI in `root`, which may have moved since its build."""
     flags, more = ATTEMPTS[attempt]
     env = ready.env | dict.fromkeys(("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX"), str(root)) | more
     env["PATH"] = os.pathsep.join([str(root / "bin"), env["PATH"]])

@@ -1,10 +1,10 @@
-"""Times PyTorch's training step on one GPU, for comparison with ours; used like `gpu_train.py steps`.
+"""Times PyTorch's training step on one GPU, for comparison with ours. It is used like `gpu_train.py steps`.
 
     echo 20 | python benchmarks/gpu_torch.py --workload gpt2-124m --mode compile
 
-PyTorch runs in its usual fast way: torch.compile, fused attention (SDPA), fused AdamW, float32 parameters
-under autocast to bf16 ("compile"; "eager" is not compiled); or FSDP2 over one GPU with bf16 parameters
-("fsdp2"), where each block is compiled, as in torchtitan. The vocabulary is rounded up to a multiple of 128.
+PyTorch runs in its usual fast way. "compile": torch.compile, fused attention (SDPA), fused AdamW, and float32
+parameters under autocast to bf16. "eager": the same without torch.compile. "fsdp2": FSDP2 on one GPU with
+bf16 parameters and compiled blocks, as in torchtitan. The vocabulary is rounded up to a multiple of 128.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from torch_models import Model
 from workloads import ALL, BATCHES, BETAS, CLIP, DECAY, EPS, LR, Workload
 
 MODES = ("compile", "eager", "fsdp2")
-WARM_UP = 6  # steps, which include compilation
+WARM_UP = 6  # number of steps that are not timed; they include compilation
 ROUNDED_TO = 128
 
 
 class GroupedAttention(nn.Module):
-    """Causal attention with fewer key/value heads and rotary positions over half-split pairs."""
+    """Causal attention with fewer key/value heads than query heads, and rotary positions on split halves."""
 
     def __init__(self, size: Workload) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class GroupedAttention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def turned(self, x: Any) -> Any:
-        """Return x with rotary positions applied."""
+        """Return x after rotating it by its positions."""
         a, b = x.chunk(2, dim=-1)
         turned = torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1)
         return turned.to(x.dtype)
@@ -73,7 +73,7 @@ def make_model(size: Workload) -> nn.Module:
 
 
 def distributed(model: nn.Module) -> nn.Module:
-    """Return the model wrapped in FSDP2 over one rank, with torchtitan's settings."""
+    """Return the model in FSDP2 over one rank, with the settings of torchtitan."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -89,7 +89,7 @@ def distributed(model: nn.Module) -> nn.Module:
 
 
 class Stepper:
-    """Model in training with its optimizer."""
+    """A model in training, with its optimizer."""
 
     def __init__(self, size: Workload, mode: str) -> None:
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ class Stepper:
             return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].reshape(-1))
 
     def step(self) -> None:
-        """Run one step without waiting for the GPU."""
+        """Run one step, but do not wait for the GPU."""
         loss = self.loss_of(self.data[self.done % BATCHES])
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -123,7 +123,7 @@ class Stepper:
         self.done += 1
 
     def timed(self, count: int) -> list[float]:
-        """Run `count` steps; return the milliseconds of each between two GPU events."""
+        """Run `count` steps. Return the milliseconds of each step, measured by GPU events."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
         for event in events[1:]:
@@ -134,17 +134,17 @@ class Stepper:
 
 
 def say(**found: Any) -> None:
-    """Print a line of JSON."""
+    """Print the arguments as a line of JSON."""
     print(json.dumps(found), flush=True)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Answer the numbers on stdin until stdin ends."""
+    """Answer each number on stdin with the times of that number of steps, until stdin ends."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workload", choices=tuple(ALL), default="gpt2-124m")
-    parser.add_argument("--batch", type=int, help="sequences, instead of the workload's")
+    parser.add_argument("--batch", type=int, help="sequences per micro-batch (default: the workload's)")
     parser.add_argument("--mode", choices=MODES, default="compile")
     options = parser.parse_args(arguments)
     size = ALL[options.workload]

@@ -3,14 +3,14 @@
     mpirun -n 2 python benchmarks/gpu_train.py losses --run W3:fp32 W1:bf16 --device cuda --micro-batches 4
     echo 20 | python benchmarks/gpu_train.py steps --workload gpt2-124m --precision bf16
 
-`losses` prints a line of JSON for each run when the run ends. Micro-batches do not depend on the number of
-ranks, so in exact mode the line does not either. Losses can be compared between devices and precisions.
+`losses` prints a line of JSON for each run when it ends. Micro-batches do not depend on the number of ranks,
+so in exact mode the line does not either. Losses can be compared between devices and precisions.
 
-`steps` answers each number N on stdin by a line of JSON with the milliseconds of N steps; at the end of stdin
-it prints the memory use. So two programs can take turns on one GPU without a restart (`gpu_torch.py` works in
-the same way). A step's time is that between two GPU events, so it includes all waits of the GPU. `--trace`
-writes a time line of all kernels by torch's profiler, if torch is installed: CuPy has no profiler that sees
-every kernel of a process.
+`steps` answers each number N on stdin with a line of JSON, the milliseconds of N steps. At the end of stdin
+it prints the memory in use. So two programs can take turns on a GPU without a restart (`gpu_torch.py` works
+in the same way). The time of a step is that between two GPU events, so it includes all waits of the GPU.
+`--trace` writes a timeline of all kernels with torch's profiler, if torch is installed, because CuPy has no
+profiler that sees every kernel of a process.
 """
 
 import argparse
@@ -55,15 +55,15 @@ def make_parser() -> Parser:
     losses.add_argument("--run", nargs="+", default=["W3:fp32"], help=RUNS)
     losses.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     losses.add_argument("--steps", type=int, default=20)
-    losses.add_argument("--micro-batches", type=int, default=1, help="in a step, over all ranks")
+    losses.add_argument("--micro-batches", type=int, default=1, help="micro-batches per step, over all ranks")
     losses.add_argument("--transport", choices=("auto", "mpi", "staged", "nccl"), default="auto")
     losses.add_argument("--strategy", default="full-shard")
-    losses.add_argument("--threads", help="threads of each rank")
+    losses.add_argument("--threads", help="threads per rank")
     steps.add_argument("--workload", choices=tuple(ALL), default="gpt2-124m")
-    steps.add_argument("--batch", type=int, help="sequences, instead of the workload's")
+    steps.add_argument("--batch", type=int, help="sequences per micro-batch (default: the workload's)")
     steps.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
     steps.add_argument("--recompute", action="store_true")
-    steps.add_argument("--trace", metavar="FILE", help="file for a time line of the timed steps")
+    steps.add_argument("--trace", metavar="FILE", help="file for a timeline of the timed steps")
     return parser
 
 
@@ -82,7 +82,7 @@ def prepared(config: Config, model: ModelConfig, comm: Comm) -> tuple[ShardedMod
 def train(
     module: ShardedModule, optimizer: ShardedAdamW, workload: Workload, options: argparse.Namespace
 ) -> Iterator[tuple[float, float]]:
-    """Train; yield loss and gradient norm of each step. Collective."""
+    """Train. Yield the loss and the gradient norm of each step. Collective."""
     accumulator = GradAccum(module, options.micro_batches)
     tokens = options.micro_batches * workload.tokens
     for number in range(options.steps):
@@ -106,7 +106,7 @@ def digest(module: ShardedModule) -> str:
 
 
 class Runs:
-    """Runs that share one communicator: on a GPU, making one may include a live test of the MPI."""
+    """Runs that share one communicator, because making one on a GPU may include a test of the MPI."""
 
     def __init__(self, world: World, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
@@ -114,7 +114,7 @@ class Runs:
         self.notes: list[str] = []
 
     def measure(self, name: str) -> dict[str, Any]:
-        """Train one run; return its line of results. Collective."""
+        """Make one training run. Return its line of results. Collective."""
         workload_name, _, precision = name.partition(":")
         if workload_name not in ALL or precision not in PRECISIONS:
             raise UsageError(f"--run {name}: expected {RUNS}")
@@ -137,7 +137,7 @@ class Runs:
 
 
 def print_losses(world: World, options: argparse.Namespace) -> None:
-    """Print a line for each run. Collective."""
+    """Print a line with the results of each run. Collective."""
     set_threads(Config(threads=options.threads))
     number = world.node.rank
     world.run_on_all(lambda: device.use(options.device, number))
@@ -155,7 +155,7 @@ def print_losses(world: World, options: argparse.Namespace) -> None:
 
 
 class Stepper:
-    """Model in training, with timing of its steps by GPU events."""
+    """A model in training, whose steps are timed by GPU events."""
 
     def __init__(
         self, name: str, precision: str = "bf16", recompute: bool = False, offload: str = "none"
@@ -170,13 +170,13 @@ class Stepper:
         self.take(workload, workload.batch)
 
     def take(self, workload: Workload, batch: int) -> None:
-        """Train on micro-batches of `batch` sequences from now on."""
+        """Set the micro-batches of later steps to `batch` sequences."""
         self.workload = replace(workload, batch=batch)
         data = [micro_batch(self.workload, 0, number) for number in range(BATCHES)]
         self.data = [tuple(np.ascontiguousarray(part) for part in pair) for pair in data]
 
     def step(self) -> None:
-        """Run one step in the same way as `train`."""
+        """Run a step that does the same as in `train`."""
         x, targets = self.data[self.done % BATCHES]
         self.accumulator.accumulate(x, CrossEntropy(targets, 1.0 / self.workload.tokens))
         self.loss = self.accumulator.total_loss()
@@ -184,18 +184,18 @@ class Stepper:
         self.done += 1
 
     def warm_up(self) -> None:
-        """Run some steps that are not timed."""
+        """Run some steps without timing them."""
         for _ in range(WARM_UP):
             self.step()
         device.in_use().synchronize()
 
     def timed(self, count: int) -> list[float]:
-        """Run `count` steps; return the milliseconds of each."""
+        """Run `count` steps. Return the milliseconds of each step."""
         return milliseconds(self.step, count)
 
 
 def milliseconds(work: Callable[[], Any], count: int) -> list[float]:
-    """Do some work `count` times; return the GPU's milliseconds for each time."""
+    """Call `work` `count` times. Return the milliseconds that the GPU needed for each call."""
     cuda, stream = device.in_use().cupy.cuda, device.in_use().stream
     events = [cuda.Event() for _ in range(count + 1)]
     events[0].record(stream)
@@ -207,7 +207,7 @@ def milliseconds(work: Callable[[], Any], count: int) -> list[float]:
 
 
 def memory() -> dict[str, float]:
-    """Return MiB: taken by CuPy, peak of activations, and in use on the GPU by all processes."""
+    """Return memory in MiB: allocated by CuPy, peak of activations, used on the GPU by all processes."""
     cupy = device.in_use().cupy
     free, total = cupy.cuda.runtime.memGetInfo()
     return {
@@ -218,16 +218,16 @@ def memory() -> dict[str, float]:
 
 
 def say(**found: Any) -> None:
-    """Print a line of JSON."""
+    """Print the arguments as a line of JSON."""
     print(json.dumps(found), flush=True)
 
 
 def traced(path: str, count: int, step: Callable[[], None]) -> dict[str, float]:
-    """Write a time line of `count` steps; return the share of time without a kernel or copy."""
+    """Write a timeline of `count` steps. Return the fraction of time without a kernel or copy."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()  # the start of the profiler disturbs this step
+        step()  # the profiler, which starts here, disturbs this step
         device.in_use().synchronize()
         begun = time.perf_counter()
         for _ in range(count):
@@ -240,9 +240,9 @@ def traced(path: str, count: int, step: Callable[[], None]) -> dict[str, float]:
 
 
 def idle_share(events: list[dict[str, Any]], seconds: float) -> dict[str, float]:
-    """Return how long the GPU was busy in the last `seconds` of a time line, with how many kernels, and idle.
+    """Return for the last `seconds` of a timeline the busy time, number of kernels, and idle fraction.
 
-    Intervals of several streams are united before they are added.
+    Intervals of different streams are united before their lengths are added.
     """
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in kinds)
@@ -259,7 +259,7 @@ def idle_share(events: list[dict[str, Any]], seconds: float) -> dict[str, float]
 
 
 def time_steps(options: argparse.Namespace) -> None:
-    """Answer the numbers on stdin until stdin ends."""
+    """Answer each number on stdin with the times of that number of steps, until stdin ends."""
     device.use("cuda")
     ops.prepare()
     stepper = Stepper(options.workload, options.precision, options.recompute, options.offload)
@@ -275,7 +275,7 @@ def time_steps(options: argparse.Namespace) -> None:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print losses or time steps, as the command line says; return the exit status."""
+    """Print losses or time steps, as the command line says. Return the exit status."""
     options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     if options.what == "losses":
         print_losses(world, options)

@@ -1,10 +1,10 @@
-"""Compares the losses of training in bfloat16 and in float32, step by step on real text.
+"""Compares the losses of training in bfloat16 with those in float32, step by step on real text.
 
     python benchmarks/losses.py --workload W3 W1 --steps 200 --ranks 2
     python benchmarks/losses.py --init MODEL.gguf --steps 40 -- --context 128 --batch-size 4
 
-Two jobs of zero_mpi.train differ in --precision only. They use its default text unless --data follows the --.
-Each comparison prints the largest difference of a step's losses, and both last validation losses.
+The two jobs of zero_mpi.train differ only in --precision. They use its default text, unless --data follows
+the --. A comparison prints the largest difference between losses of a step, and both final validation losses.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def workload_flags(name: str, ranks: int, folder: str) -> list[str]:
-    """Return the flags of zero_mpi.train for a workload; vocabulary 256 means tokens that are bytes."""
+    """Return the flags of zero_mpi.train for a workload. With vocabulary 256, tokens are bytes."""
     size = WORKLOADS[name]
     named = {"arch": size.arch, "batch-size": size.batch * ranks, "micro-batch": size.batch, **size.flags}
     named["lr"] = LR
@@ -53,7 +53,7 @@ def workload_flags(name: str, ranks: int, folder: str) -> list[str]:
 
 
 def write_words(path: Path, vocabulary: int) -> Path:
-    """Write a token file of the words in Python's library; rare words share one token."""
+    """Write a token file of the words in Python's library. All rare words share one token."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     words = re.findall(r"\w+|\s+|.", "".join(source.read_text(errors="replace") for source in sources))
     ids = {word: min(place, vocabulary - 1) for place, (word, _) in enumerate(Counter(words).most_common())}
@@ -62,7 +62,7 @@ def write_words(path: Path, vocabulary: int) -> Path:
 
 
 def train(flags: Sequence[str], ranks: int, out: Path) -> list[dict[str, float]]:
-    """Run a training; return its metrics records."""
+    """Run a training. Return the records in its metrics file."""
     command = [launcher(), "-n", str(ranks), sys.executable, "-m", "zero_mpi.train", "--out", str(out)]
     command += ["--sample", "0", "--save-every", "0", "--keep", "1", *flags]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -72,7 +72,7 @@ def train(flags: Sequence[str], ranks: int, out: Path) -> list[dict[str, float]]
 
 
 def compare(name: str, flags: Sequence[str], ranks: int, folder: str) -> None:
-    """Train in both precisions and print the differences."""
+    """Train in both precisions, and print how far the losses are apart."""
     outs = [(kind, Path(folder, f"{name}-{kind}")) for kind in PRECISIONS]
     runs = [train([*flags, "--precision", kind], ranks, out) for kind, out in outs]
     wide, low = ([line for line in run if "loss" in line] for run in runs)
@@ -86,7 +86,7 @@ def compare(name: str, flags: Sequence[str], ranks: int, folder: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a comparison for each workload, or one for a model."""
+    """Run one comparison for each workload, or one for the model of --init."""
     options = make_parser().parse_args(arguments)
     steps = ["--steps", str(options.steps), *options.flags]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,13 @@
-"""Times steps of a mixture of experts: ours, a dense model of the same active size, transformers with DDP.
+"""Times steps of a mixture of experts, of a dense model of equal active size, and of transformers with DDP.
 
     mpirun -n 2 python benchmarks/moe.py
     mpirun -n 2 python benchmarks/moe.py --dense
     TORCH-PYTHON -m torch.distributed.run --nproc-per-node 2 benchmarks/moe.py --torch
 
-The model is Qwen3 with 8 blocks of width 512 and 32 experts of width 256; a token uses 4 of them (dense:
-width 1024). Each rank trains on 4 sequences of 256 random tokens. Prints the median tokens per second.
-Run the commands in turns.
-`--make FILE` writes a mixture of random weights as BF16; export it as Q4_0 to measure memory.
+The model is Qwen3 with 8 blocks of width 512 and 32 experts of width 256, of which a token uses 4 (dense:
+width 1024). Each rank trains on 4 sequences of 256 random tokens. Prints the median tokens per second. Run
+the three commands in turns. `--make FILE` writes a mixture with random weights in BF16; export it as Q4_0 to
+measure memory.
 """
 
 import argparse
@@ -27,12 +27,12 @@ LARGE |= {"experts": 48, "experts_used": 4, "expert_ffn": 768}
 
 
 def tokens(step: int, rank: int) -> np.ndarray:
-    """Return random tokens (B, T + 1) of a step."""
+    """Return random tokens (B, T + 1) for a step."""
     return np.random.default_rng([step, rank]).integers(VOCABULARY, size=(BATCH, CONTEXT + 1))
 
 
 def ours(dense: bool, precision: str) -> tuple[int, int, Callable[[int], object]]:
-    """Return rank, number of ranks, and a function that runs a step of zero_mpi."""
+    """Return rank, number of ranks, and a function that makes a step of zero_mpi."""
     from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, connect, ops
     from zero_mpi.models import ARCHITECTURES
     from zero_mpi.nn import CrossEntropy
@@ -59,7 +59,7 @@ def ours(dense: bool, precision: str) -> tuple[int, int, Callable[[int], object]
 
 
 def theirs(precision: str) -> tuple[int, int, Callable[[int], object]]:
-    """Return rank, number of ranks, and a function that runs a step of transformers."""
+    """Return rank, number of ranks, and a function that makes a step of transformers."""
     import torch
     from torch import distributed
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -96,7 +96,7 @@ def theirs(precision: str) -> tuple[int, int, Callable[[int], object]]:
 
 
 def make(path: str) -> None:
-    """Write a mixture of random weights as BF16."""
+    """Write a mixture with random weights in BF16."""
     import ml_dtypes
     from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -123,7 +123,7 @@ def make(path: str) -> None:
 
 
 def main() -> None:
-    """Time the steps that the command line asks for."""
+    """Time the steps that the command line selects."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--dense", action="store_true")

@@ -2,10 +2,10 @@
 
     python benchmarks/ops.py --repeats 30
 
-The limit of a matrix product is the rate of a large sgemm. The limit of any other operation is the time in
-which NumPy adds two arrays with as many bytes. Limits are measured in turns with the operations, on one
-thread, and every timed call follows an untimed one. The ratio compares medians. The share of the limit
-compares least times, on which other work on the machine has less effect.
+The limit of a matrix product is the speed of a large sgemm. The limit of any other operation is the time in
+which NumPy adds two arrays with the same number of bytes. Limits and operations are measured in turns, on one
+thread, and every timed call follows a call that is not timed. The ratio compares medians. The share of the
+limit compares least times, because other work on the machine affects them less.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SQUARE = 1024  # rows of the sgemm that sets the limit
 
 @dataclass
 class Row:
-    """Operation on certain arrays, with its amount of work and its measured seconds."""
+    """An operation on certain arrays, with its amount of work and its measured seconds."""
 
     name: str
     shape: str
@@ -43,12 +43,12 @@ class Row:
 
 
 def numbers(*shape: int, seed: int = 0) -> Array:
-    """Return random float32 numbers."""
+    """Return an array of random float32 numbers."""
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
 def row(name: str, *arguments: object, moved: Sequence[Array] = (), flops: float = 0, **named: object) -> Row:
-    """Return the row of an operation; `moved`: arrays that it reads or writes once."""
+    """Return the row for an operation. `moved`: arrays that it reads or writes once."""
     shape = " ".join("x".join(map(str, x.shape)) for x in arguments if isinstance(x, np.ndarray))
     fast = partial(getattr(ops, name), *arguments, **named)
     plain = partial(getattr(reference, name), *arguments, **named)
@@ -81,7 +81,7 @@ def norms(n: int, width: int) -> list[Row]:
 
 
 def pointwise(n: int, width: int) -> list[Row]:
-    """Return rows for activations, a sum and rotary positions."""
+    """Return rows for activations, a sum, and rotary positions."""
     x, y, z = numbers(n, width), numbers(n, width, seed=1), numbers(n, width, seed=2)
     heads = x.reshape(n // 256, 256, width // 64, 64)
     angle = numbers(256, 32)
@@ -97,7 +97,7 @@ def pointwise(n: int, width: int) -> list[Row]:
 
 
 def embeddings(b: int, t: int, vocabulary: int, width: int) -> list[Row]:
-    """Return rows for the embedding tables of tokens and positions."""
+    """Return rows for the embedding tables of tokens and of positions."""
     tokens = np.random.default_rng(0).integers(vocabulary, size=(b, t))
     w, dy, places = numbers(vocabulary, width), numbers(b, t, width), numbers(t, width)
     return [
@@ -109,7 +109,7 @@ def embeddings(b: int, t: int, vocabulary: int, width: int) -> list[Row]:
 
 
 def attention(b: int, t: int, heads: int, width: int) -> list[Row]:
-    """Return rows for attention and its gradient; the limit counts products up to the diagonal."""
+    """Return rows for attention and its gradient. Their limit only counts matmuls up to the diagonal."""
     q, k, v, dy = (numbers(b, t, heads, width, seed=seed) for seed in range(4))
     scale = width**-0.5
     _, kept = ops.causal_attention(q, k, v, scale)
@@ -121,7 +121,7 @@ def attention(b: int, t: int, heads: int, width: int) -> list[Row]:
 
 
 def losses(n: int, width: int, vocabulary: int) -> list[Row]:
-    """Return rows for cross-entropy, alone and with the head's products."""
+    """Return rows for cross-entropy, alone and together with the head's matmuls."""
     x, w, dw = numbers(n, width), numbers(vocabulary, width), np.zeros((vocabulary, width), np.float32)
     targets = np.random.default_rng(0).integers(vocabulary, size=n)
     logits = x @ w.T
@@ -133,7 +133,7 @@ def losses(n: int, width: int, vocabulary: int) -> list[Row]:
 
 
 def flat(size: int) -> list[Row]:
-    """Return rows for the operations on a rank's flat shards."""
+    """Return rows for operations on the flat shards of a rank."""
     p, g, m, v = (numbers(size, seed=seed) for seed in range(4))
     options = {
         "grad_scale": 1.0,
@@ -151,7 +151,7 @@ def flat(size: int) -> list[Row]:
 
 
 def all_rows() -> list[Row]:
-    """Return rows for a byte-level llama of width 384 at 8 x 256 tokens, and for GPT-2's head."""
+    """Return rows for a byte-level llama of width 384 at 8 x 256 tokens, and for the head of GPT-2."""
     return [
         *products(2048, 384, 1024),
         *norms(2048, 384),
@@ -166,7 +166,7 @@ def all_rows() -> list[Row]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Call twice; return the seconds of the second call."""
+    """Call twice. Return the seconds of the second call."""
     call()
     start = time.perf_counter()
     call()
@@ -174,14 +174,14 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 class Limits:
-    """Limits of the machine: operations per second of an sgemm, and bytes per second."""
+    """Limits of the machine: operations per second of an sgemm, and bytes per second of an addition."""
 
     def __init__(self) -> None:
         self.a, self.b = numbers(SQUARE, SQUARE), numbers(SQUARE, SQUARE, seed=1)
         self.c = np.empty_like(self.a)
 
     def time(self, item: Row) -> float:
-        """Measure and return the least seconds for the row's products or for its bytes."""
+        """Measure and return the least seconds in which the row's work can be done."""
         if item.flops:
             return seconds(partial(np.matmul, self.a, self.b, out=self.c)) * item.flops / (2.0 * SQUARE**3)
         x, y, z = np.zeros((3, max(1, int(item.nbytes) // 12)), np.float32)
@@ -189,7 +189,7 @@ class Limits:
 
 
 def measure(rows: list[Row], repeats: int) -> None:
-    """Time all rows and their limits in turns."""
+    """Time all rows and their limits, in turns."""
     limits = Limits()
     for item in rows:
         item.fast(), item.plain()
@@ -201,9 +201,9 @@ def measure(rows: list[Row], repeats: int) -> None:
 
 
 def print_table(rows: list[Row], repeats: int) -> None:
-    """Print one line per operation."""
+    """Print a table with one line per operation."""
     print(f"{ops.backend()}, numpy {np.__version__}, {platform.machine()}, 1 thread, {repeats} repeats")
-    print("| operation | arrays | ms | least ms | reference ms | ratio | limit | share of it |")
+    print("| operation | arrays | ms | least ms | reference ms | ratio | limit | share of limit |")
     print("|---|---|---|---|---|---|---|---|")
     for item in rows:
         fast, plain = statistics.median(item.fast_times), statistics.median(item.plain_times)
@@ -215,8 +215,8 @@ def print_table(rows: list[Row], repeats: int) -> None:
 
 
 def main() -> None:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description="Time operations against references and limits.")
+    """Time all operations and print the table."""
+    parser = argparse.ArgumentParser(description="Time operations, their references and their limits.")
     parser.add_argument("--repeats", type=int, default=20, help="number of times that each operation runs")
     parser.add_argument("--only", default="", help="time only operations whose name contains this")
     arguments = parser.parse_args()

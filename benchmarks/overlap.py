@@ -1,11 +1,11 @@
-"""Measures how much of FULL_SHARD's communication is hidden, between hosts with links of known speed.
+"""Measures how much of FULL_SHARD's communication overlaps with computation, over links of known speed.
 
     python benchmarks/overlap.py --rate 1gbit none
 
-As root: makes two hosts on this machine (tools/cluster/hosts_up.sh) for each rate and runs overlap_step.py on
-them, which times a step, the same step with transfers waited for at once, computation alone and transfers
-alone. Hidden: the share of the smaller of computation and transfers that the step does not take longer for.
-`none` is a link as fast as the machine. The two hosts share its cores. Other flags go to overlap_step.py.
+Run as root: for each rate it makes two hosts on this machine (tools/cluster/hosts_up.sh) and runs
+overlap_step.py on them. That job times a step, the same step with immediate waits, computation alone, and
+transfers alone. `hidden` is how much shorter the step is than the sum of computation and transfers, as a
+fraction of the smaller of these two. `none` is a link as fast as the machine. The hosts share its cores.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 
 HERE = Path(__file__).resolve().parent
-PATIENCE = 900  # seconds for a job
+PATIENCE = 900  # seconds that a job may take
 WAYS = ("step", "at once", "computation", "transfers")
 
 
@@ -27,20 +27,20 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="python benchmarks/overlap.py",
-        description="Time what hides behind computation.",
+        description="Measure how much communication overlaps with computation.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--rate", nargs="+", default=["1gbit", "none"], help="of the hosts' links")
+    parser.add_argument("--rate", nargs="+", default=["1gbit", "none"], help="speed of the hosts' links")
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich")
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="one JSON object a rate")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per rate")
     return parser
 
 
 def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Yield the result of a job on two hosts, for each rate."""
+    """Yield for each rate the result of a job on two hosts."""
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
-    from hosts import hosts, why_no_hosts  # the tests' own
+    from hosts import hosts, why_no_hosts  # module of the tests
     from jobs import COMPILED
 
     if reason := why_no_hosts():
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print the results."""
+    """Measure, and print the results."""
     options, flags = make_parser().parse_known_args(arguments)
     results = measure(options, flags)
     if not options.json:
@@ -69,7 +69,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def print_table(results: Iterator[Mapping[str, object]]) -> None:
-    """Print the table, with times in milliseconds."""
+    """Print a table of the results, with times in milliseconds."""
     titles = " ".join(f"{way:>11}" for way in WAYS)
     print(f"{'rate':10} {titles} {'hidden':>7} {'wait':>7} {'sent MB':>8} {'MB/s':>6}")
     for line in results:

@@ -1,17 +1,17 @@
-"""The job of overlap.py: times the parts of a FULL_SHARD step on the ranks it runs on, in turns.
+"""The job that overlap.py starts: times the parts of a FULL_SHARD step on all ranks, in turns.
 
     mpirun -f HOSTS -n 2 python benchmarks/overlap_step.py --layers 12 --batch 3
 
-step          a training step as it is
-at once       the same step with every transfer waited for where it is started
-computation   the same step with transfers left out
-transfers     the gathers and reductions of a step, in their order and by the same code, nothing computed
+step          a normal training step
+at once       the same step, but each transfer is awaited where it is started
+computation   the same step without transfers
+transfers     the gathers and reductions of a step, in their order, without computation
 
-With --asleep no block computes: it sleeps, as a processor does while a device computes. That shows what the
-order of transfers hides by itself, whatever else runs on the cores.
+With --asleep, a block does not compute but sleeps, as a processor does while a device computes. This shows
+how much the order of transfers hides, without the effect of other work on the cores.
 
-Prints one JSON object: medians over steps of the slowest rank in milliseconds, `hidden` = (computation +
-transfers - step) / the smaller of the two, `wait` of a step, `sent` megabytes of a rank in a step.
+Prints one JSON object with medians over steps, in milliseconds of the slowest rank: `hidden` = (computation +
+transfers - step) / the smaller of these two; `wait` in a step; `sent` megabytes of a rank in a step.
 """
 
 import argparse
@@ -36,20 +36,20 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.nn.layer import Gradients, Layer, Param, Stage, Weights
 from zero_mpi.train.resolve import set_threads
 
-# Few tokens a rank, so that a link of 1 Gbit takes about as long as the products.
+# There are few tokens per rank, so that a link of 1 Gbit takes about as long as the matmuls.
 LLAMA = replace(WORKLOADS["W1"], layers=12, batch=3)
 WAYS = ("step", "at once", "computation", "transfers")
 
 
 class StagedComm(MPIComm):
-    """Communicator with normal transfers, transfers that are awaited at once, or none."""
+    """Communicator whose transfers are normal, awaited at once, or left out."""
 
     at_once = left_out = False
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         if not self.left_out:
             return self._staged(super().allgather(shard, full, partition, label))
-        if shard is not None:  # the rest keeps what an earlier gather brought
+        if shard is not None:  # the other shards stay as an earlier gather left them
             full[partition.part(self.rank)] = shard
         return DONE
 
@@ -68,7 +68,7 @@ class StagedComm(MPIComm):
                 full, out, partition, contributors=contributors, accumulate=accumulate, label=label
             )
             return self._staged(handle)
-        assert not accumulate, "a step of one round adds to nothing"
+        assert not accumulate, "a step of one round has no earlier sum"
         out[...] = full[partition.part(self.rank)]
         return DONE
 
@@ -82,7 +82,7 @@ class StagedComm(MPIComm):
 
 
 class Asleep(Layer):
-    """Replacement of a block with the same parameters and shapes; it sleeps, twice as long in backward."""
+    """Layer with the parameters and shapes of a block, which only sleeps: twice as long in backward."""
 
     def __init__(self, block: Layer, seconds: float) -> None:
         self._block, self._seconds = block, seconds
@@ -101,12 +101,12 @@ class Asleep(Layer):
 
 @dataclass
 class Bench:
-    """Model on its ranks, and the times of its steps in each way."""
+    """A model on its ranks, and the times of its steps in each of WAYS."""
 
     comm: StagedComm
     workload: Workload
     prefetch: int
-    asleep: float | None  # seconds for the forward of a block
+    asleep: float | None  # seconds that a block sleeps in forward
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     waits: list[float] = field(default_factory=list)
     sent: int = 0
@@ -122,7 +122,7 @@ class Bench:
         self.accumulator = GradAccum(self.module, self.comm.size)
 
     def step(self, number: int) -> None:
-        """Make a full training step."""
+        """Make a complete training step."""
         x, targets = micro_batch(self.workload, self.comm.rank, number % BATCHES)
         tokens = self.comm.size * self.workload.tokens
         self.accumulator.accumulate(x, CrossEntropy(targets, 1.0 / tokens))
@@ -130,14 +130,14 @@ class Bench:
         self.optimizer.step(max_norm=CLIP)
 
     def transfers(self) -> None:
-        """Run the gathers and reductions of a step, like a rank without a micro-batch."""
+        """Run the gathers and reductions of a step, as a rank without micro-batches does."""
         self.module.forward_backward(None, None, 1.0, contributors=self.comm.size)
         self.module.sync_gradients()
         self.module.zero_gradients()
         self.module.drop_gathered()
 
     def round(self, number: int, timed: bool = True) -> None:
-        """Run each way once."""
+        """Run and time each of WAYS once."""
         meter = self.comm.meter
         waited, sent = meter.wait_seconds, meter.sent_bytes
         self.time("step", lambda: self.step(number), timed)
@@ -152,7 +152,7 @@ class Bench:
         self.time("transfers", self.transfers, timed)
 
     def time(self, way: str, action: Callable[[], None], timed: bool) -> None:
-        """Run `action` on all ranks at once."""
+        """Run `action` on all ranks at the same time. Record its seconds if `timed`."""
         self.comm.barrier()
         begun = time.perf_counter()
         action()
@@ -160,8 +160,8 @@ class Bench:
             self.seconds[way].append(time.perf_counter() - begun)
 
     def result(self) -> dict[str, float]:
-        """Return the milliseconds of each way, and the figures computed from them."""
-        assert self.optimizer.skipped == 0, "a step without an update is not the one to be timed"
+        """Return the milliseconds of each of WAYS, and the figures computed from them."""
+        assert self.optimizer.skipped == 0, "a step that skips its update must not be timed"
         ms = {way: 1e3 * median_of_longest(self.comm, values) for way, values in self.seconds.items()}
         computation, transfers = ms["computation"], ms["transfers"]
         return ms | {
@@ -173,12 +173,12 @@ class Bench:
 
 
 def sleeping(stage: Stage, seconds: float) -> Stage:
-    """Return a sleeping block for a block; return any other stage unchanged."""
+    """Return a sleeping block in place of a block. Return any other stage unchanged."""
     return replace(stage, layer=Asleep(stage.layer, seconds)) if stage.scope.startswith("blk.") else stage
 
 
 def median_of_longest(comm: Comm, values: Sequence[float]) -> float:
-    """Return the median over steps of the longest time of all ranks."""
+    """Return the median over steps of the longest time of any rank."""
     return statistics.median(max(together) for together in zip(*comm.allgather_object(values), strict=True))
 
 
@@ -186,20 +186,20 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/overlap_step.py",
-        description="Time the parts of a step.",
+        description="Time the parts of a FULL_SHARD step.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for size in SIZES:
-        parser.add_argument(f"--{size}", type=int, default=getattr(LLAMA, size), help="of the llama")
+        parser.add_argument(f"--{size}", type=int, default=getattr(LLAMA, size), help="size of the llama")
     parser.add_argument("--prefetch", type=int, default=1)
-    parser.add_argument("--asleep", type=float, metavar="MS", help="what a block sleeps in forward")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds that are not timed")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each way")
+    parser.add_argument("--asleep", type=float, metavar="MS", help="ms that a block sleeps in forward")
+    parser.add_argument("--warmup", type=int, default=2, help="number of rounds that are not timed")
+    parser.add_argument("--steps", type=int, default=10, help="number of timed rounds")
     return parser
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Measure the steps of this job and return the result."""
+    """Measure the steps of this job. Return the result."""
     workload = replace(LLAMA, **{size: getattr(options, size) for size in SIZES})
     asleep = None if options.asleep is None else options.asleep / 1e3
     bench = Bench(StagedComm(), workload, options.prefetch, asleep)
@@ -211,7 +211,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print the result."""
+    """Measure, and print the result."""
     options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     set_threads(Config())
     result = measure(options)

@@ -1,12 +1,12 @@
-"""Compares our training step with PyTorch's, in alternating runs: medians and ratios.
+"""Compares our training step with PyTorch's in alternating runs: prints medians and ratios.
 
     python benchmarks/peers.py --workload W1 W3 --rounds 5 --torch-python PYTHON
 
-Every run is a job of its own; a round runs each variant once, in another order each time, so that what else
-the machine does hits all of them. Variants are in float32 unless their name ends in bf16; torch's bf16 is
-autocast, that of `fsdp2-low` FSDP2's own policy. The first line names the units of the processor. PYTHON is
-an interpreter with torch 2.13.0 (CPU); ours is the one that runs this. Ratios are tokens a second, ours over
-theirs.
+Every run is a separate job. A round runs each variant once, in another order each time, so that other load on
+the machine affects all of them. Variants use float32 unless their name ends in bf16. torch's bf16 is
+autocast; that of `fsdp2-low` is FSDP2's own policy. The first line names the matrix units of the processor.
+PYTHON is an interpreter with torch 2.13.0 (CPU); this interpreter runs ours. A ratio is our tokens per second
+over theirs.
 """
 
 import argparse
@@ -22,28 +22,28 @@ from workloads import WORKLOADS
 from zero_mpi.environment import of_processor
 from zero_mpi.train import description as same_bits
 
-UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # of x86-64, the best first
-BF16 = " bf16"  # behind the name of a variant
+UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # names of matrix units of x86-64, the best first
+BF16 = " bf16"  # end of a variant's name
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        description="Time training steps beside PyTorch's.",
+        description="Compare our training steps with PyTorch's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
-    parser.add_argument("--torch-python", default=sys.executable, help="python with torch")
+    parser.add_argument("--steps", type=int, default=10, help="number of timed steps in a run")
+    parser.add_argument("--torch-python", default=sys.executable, help="Python interpreter with torch")
     parser.add_argument("--peers", nargs="+", help="variants to run, such as fsdp2 'ddp bf16'; default: all")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     return parser
 
 
 def ours(workload: str, strategy: str, precision: str, options: argparse.Namespace) -> list[str]:
-    """Return the command of one of our runs."""
+    """Return the command for one of our runs."""
     flags = ["--workload", workload, "--strategy", strategy, "--precision", precision]
     return step_command(options.ranks, [*flags, "--steps", str(options.steps)])
 
@@ -51,14 +51,14 @@ def ours(workload: str, strategy: str, precision: str, options: argparse.Namespa
 def theirs(
     workload: str, mode: str, precision: str, ranks: int, threads: int, options: argparse.Namespace
 ) -> list[str]:
-    """Return the command of one of torch's runs."""
+    """Return the command for one of torch's runs."""
     flags = ["--workload", workload, "--mode", mode, "--ranks", str(ranks), "--threads", str(threads)]
     flags += ["--precision", precision, "--steps", str(options.steps)]
     return [options.torch_python, str(HERE / "torch_step.py"), *flags]
 
 
 def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return name -> command."""
+    """Return the name and the command of each variant."""
     cores, ranks = len(os.sched_getaffinity(0)), options.ranks
     own, peers = {}, {}
     for precision in options.precision:
@@ -75,13 +75,13 @@ def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]
 
 
 def processor() -> str:
-    """Return the processor's name and its units for matrix products, as Linux names them."""
+    """Return the name of the processor, and its matrix units under Linux's names."""
     units = [unit for unit in UNITS if unit in of_processor("flags").split()]
     return f"{same_bits.processor()}: {' '.join(units) or 'no units that are known'}"
 
 
 def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Return the results of all variants' runs."""
+    """Return variant -> results of its runs."""
     commands = variants(workload, options)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     order = random.Random(0)
@@ -94,11 +94,11 @@ def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[s
 
 
 def print_table(workload: str, found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
-    """Print medians, and the ratio of ours to theirs."""
+    """Print medians, and the ratio of our tokens per second to those of each line."""
     rate = {name: [run["tokens_per_second"] for run in runs] for name, runs in found.items()}
     own = {name: statistics.median(rate[name]) for name in rate if name.startswith("ours full-shard")}
     heads = " ".join(f"{name.removeprefix('ours '):>15}" for name in own)
-    print(f"{workload}, {options.ranks} ranks, {options.rounds} rounds; last: ours over the line's tokens/s")
+    print(f"{workload}, {options.ranks} ranks, {options.rounds} rounds; ratio: our tokens/s to the line's")
     print(f"{'variant':22} {'tokens/s':>9} {'min':>8} {'max':>8} {'ms':>9} {'RSS MB':>7} {heads}")
     for name, values in rate.items():
         median, runs = statistics.median(values), found[name]
@@ -109,9 +109,9 @@ def print_table(workload: str, found: dict[str, list[dict[str, float]]], options
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print a table for each workload."""
+    """Measure each workload and print its table."""
     options = make_parser().parse_args(arguments)
-    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # hold a BLAS below what the processor has
+    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # they keep BLAS from using all CPU features
         os.environ.pop(name, None)
     print(processor())
     for workload in options.workload:

@@ -1,12 +1,12 @@
-"""Compares the step times of `zero-mpi plan` with measured ones, on hosts with slow links.
+"""Compares the step times that `zero-mpi plan` predicts with measured times, on hosts with slow links.
 
     python benchmarks/plan_check.py [--rate 1gbit] [--hosts 2] [--only W1 ...] [--steps 5]
 
-Makes hosts in namespaces (root; see tests/cluster/hosts.py) whose links have the rate. Before each line a job
-like the timed one measures what a message takes in a host and between hosts, and how fast matrix products
-go on all ranks at once, on average; all else is as the plan assumes it. From these numbers alone it works out
-the step. The table shows it beside the median of the timed steps. `waits` is the time that a rank stands for
-others: the communication that the schedule did not hide. On a machine that others use it tells nothing.
+Run as root: it makes hosts in namespaces (tests/cluster/hosts.py) whose links have the given rate. Before
+each line, a job on the same ranks measures the time of messages inside a host and between hosts, and the
+average speed of matmuls on all ranks at once. From these numbers alone, the plan predicts the step. The table
+shows the prediction and the median of the timed steps. `waits` is the time that a rank waits for other ranks,
+which is the communication that is not hidden. The result is useless if the machine has other load.
 """
 
 import argparse
@@ -33,12 +33,12 @@ HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 SMALL, LARGE = 8, 8 << 20  # bytes of the messages that are timed
 REPEATS = 8
-PRODUCTS = 1.5  # seconds
+PRODUCTS = 1.5  # seconds for which matmuls are timed
 
 
 @dataclass(frozen=True)
 class Line:
-    """Job to time."""
+    """A job to time, which is a line of the table."""
 
     workload: str
     per_host: int
@@ -51,14 +51,14 @@ class Line:
     width: int | None = None
 
     def sized(self) -> Workload:
-        """Return the workload with batch, context and width of the line."""
+        """Return the workload, changed to the batch, context and width of the line."""
         workload = WORKLOADS[self.workload]
         changed = {"batch": self.batch, "context": self.context, "width": self.width}
         return replace(workload, **{name: size for name, size in changed.items() if size is not None})
 
 
 LINES = [
-    Line("W1", 1, "full-shard", batch=1, context=64),  # next to nothing to compute: the links alone
+    Line("W1", 1, "full-shard", batch=1, context=64),  # hardly any computation, so that only links matter
     Line("W1", 1, "no-shard", batch=1, context=64),
     Line("W1", 2, "full-shard", batch=1, context=64),
     Line("W1", 2, "full-shard", batch=1, context=64, transport="auto"),
@@ -79,14 +79,14 @@ LINES = [
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        description="Hold the plan's time of a step against runs on hosts with slow links.",
+        description="Compare the plan's step times with runs on hosts with slow links.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--rate", default="1gbit", help="of each host's link")
+    parser.add_argument("--rate", default="1gbit", help="speed of each host's link")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a job")
-    parser.add_argument("--lines", type=int, default=len(LINES), help="only the first so many")
+    parser.add_argument("--steps", type=int, default=5, help="number of timed steps in a job")
+    parser.add_argument("--lines", type=int, default=len(LINES), help="number of lines to run")
     return parser
 
 
@@ -94,8 +94,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def probe(world: World, arguments: Sequence[str]) -> int:
-    """Print the times of messages, while all ranks send."""
-    set_threads(Config())  # as a job does: more threads than cores would measure only themselves
+    """Measure messages and matmuls on all ranks, and print the numbers."""
+    set_threads(Config())  # as in a job: with more threads than cores, threads would wait for cores
     found = rates(world.mpi.COMM_WORLD, int(arguments[0]))
     if world.rank == 0:
         print(json.dumps(found))
@@ -103,7 +103,7 @@ def probe(world: World, arguments: Sequence[str]) -> int:
 
 
 def rates(comm: object, per_host: int, large: int = LARGE, repeats: int = REPEATS) -> dict[str, float]:
-    """Measure messages of up to `large` bytes, and products on all ranks at once."""
+    """Return the times of messages of up to `large` bytes, and the speed of matmuls on all ranks at once."""
     found = {"alpha": exchange(comm, SMALL, comm.size // 2), "flops": products_per_second(comm)}
     found["beta"] = (exchange(comm, large, comm.size // 2, repeats) - found["alpha"]) / large * (1 / per_host)
     if per_host > 1:
@@ -113,9 +113,9 @@ def rates(comm: object, per_host: int, large: int = LARGE, repeats: int = REPEAT
 
 
 def exchange(comm: object, nbytes: int, apart: int, repeats: int = REPEATS) -> float:
-    """Seconds in which every rank swaps `nbytes` with the one `apart` from it; the best of some.
+    """Return the seconds in which all ranks swap `nbytes` with the rank `apart` from them (best of several).
 
-    Each time the slowest rank tells: those of a host share its link, and each time another one is first.
+    The slowest rank's time counts, because the ranks of a host share its link and any of them may be first.
     """
     other = comm.rank ^ apart
     sent, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
@@ -129,7 +129,7 @@ def exchange(comm: object, nbytes: int, apart: int, repeats: int = REPEATS) -> f
 
 
 def products_per_second(comm: object) -> float:
-    """Operations a second of a rank's products, while all ranks do as many: as the doctor measures them."""
+    """Return the operations per second of a rank's matmuls while all ranks do the same, as doctor does."""
     comm.Barrier()
     return float(np.mean(comm.allgather(rate(PRODUCTS, square_product(np.float32)))))
 
@@ -138,7 +138,7 @@ def products_per_second(comm: object) -> float:
 
 
 def compare(options: argparse.Namespace) -> Iterator[tuple[Line, dict[str, float], StepTime]]:
-    """(line, what step.py measured, what the plan says) for every line."""
+    """Yield (line, measurements of step.py, prediction of the plan) for every line."""
     sys.path[:0] = [str(TESTS), str(TESTS / "cluster")]
     from hosts import hosts
     from jobs import COMPILED
@@ -171,12 +171,12 @@ def step_flags(line: Line, steps: int) -> list[str]:
 
 
 def predicted(line: Line, hosts: int, found: dict[str, float]) -> StepTime:
-    """Return the plan of a line, from the probe's numbers."""
+    """Return the plan's prediction for a line, based on the numbers of the probe."""
     return step_time(case_of(line, hosts), machine_of(found))
 
 
 def machine_of(found: dict[str, float]) -> Machine:
-    """Return the machine with the probe's numbers."""
+    """Return a machine that has the numbers of the probe."""
     between = Link(found["alpha"], found["beta"])
     node = Link(found.get("alpha_node", 0.0), found.get("beta_node", 0.0))
     return Machine(node, between, flops=found["flops"], moves=found.get("moves", ASSUMED.moves))
@@ -200,7 +200,7 @@ def case_of(line: Line, hosts: int) -> Case:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table."""
+    """Print the table. Return the exit status."""
     options = make_parser().parse_args(arguments)
     ratios = []
     print("| line | ranks | measured ms | plan ms | ratio | waits ms | plan | GFLOP/s | MB/s |")

@@ -2,11 +2,11 @@
 
     python benchmarks/plan_scale.py [--rate 20mbit] [--hosts 8 16] [--each 8] [--steps 2]
 
-As root: makes the hosts as namespaces of this machine (tools/cluster/hosts_up.sh). All ranks share its cores,
-so the links are made slow enough that they, and not the cores, decide. A job for each number of hosts and
-strategy measures by the means of plan_check.py what messages, products and passes over arrays take while all
-ranks do the same, and what a plain write takes; from these numbers alone the plan works out every line. The
-job then times steps, and under full-shard all gathers, one after the other, and a save by rank 0.
+Run as root: it makes the hosts as namespaces of this machine (tools/cluster/hosts_up.sh). All ranks share the
+machine's cores, so the links are slow enough to dominate. For each number of hosts and strategy, a job
+measures messages, matmuls, passes over arrays and a plain write, as plan_check.py does, while all ranks do
+the same. From these numbers alone, the plan predicts every line. Then the job times steps and, with
+full-shard, gathers of all units, one after the other, and a save by rank 0.
 """
 
 import argparse
@@ -43,35 +43,35 @@ from zero_mpi.train.resolve import set_threads
 HERE = Path(__file__).resolve().parent
 STRATEGIES = ("full-shard", "hybrid-shard", "no-shard")
 GATHERS, SAVE = "gathers of full-shard", "save of full-shard"
-LARGE, REPEATS = 1 << 19, 6  # bytes of the messages that are timed: all of a host have room in its queue
-PASS, PASSES = 1 << 19, 1.0  # elements of the arrays that are passed over, seconds
-WIDTH = 192  # of the model: a step takes the links some seconds
-PATIENCE = 240  # seconds for a job
+LARGE, REPEATS = 1 << 19, 6  # bytes of timed messages: the messages of a host's ranks fit in its queue
+PASS, PASSES = 1 << 19, 1.0  # elements of the arrays that are added, seconds of adding
+WIDTH = 192  # width of the model, with which the transfers of a step take seconds
+PATIENCE = 240  # seconds that a job may take
 BOUND = 0.15
 BARRIERS = 20
 GATHERINGS = 5
-BURST = "32kb"  # that an idle link saves up: little beside a message
+BURST = "32kb"  # bytes that an idle link may send at once: few, compared with a message
 
 
 def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="python benchmarks/plan_scale.py",
-        description="Hold the plan against runs of many ranks on hosts with slow links.",
+        description="Compare the plan with runs of many ranks on hosts with slow links.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--rate", default="20mbit", help="of each host's link")
+    parser.add_argument("--rate", default="20mbit", help="speed of each host's link")
     parser.add_argument("--hosts", nargs="+", type=int, default=[8, 16])
-    parser.add_argument("--each", type=int, default=8, help="ranks a host")
+    parser.add_argument("--each", type=int, default=8, help="ranks per host")
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument(
-        "--steps", type=int, default=2, help="timed steps of each strategy; saves are as many"
+        "--steps", type=int, default=2, help="number of timed steps, and of saves, for each strategy"
     )
     return parser
 
 
 def line_of(strategy: str, each: int) -> Line:
-    """Return the case of a strategy that is timed and planned: a small model, shared memory in hosts."""
+    """Return the job to time and to plan: a small model, with shared memory inside hosts."""
     return Line("W3", each, strategy, batch=1, context=32, transport="auto", width=WIDTH)
 
 
@@ -79,7 +79,7 @@ def line_of(strategy: str, each: int) -> Line:
 
 
 def job(world: World, arguments: Sequence[str]) -> int:
-    """Measure on all ranks, and print what rank 0 knows of it as JSON."""
+    """Measure on all ranks. Print the results of rank 0 as JSON."""
     options = make_parser().parse_args(arguments)
     set_threads(Config())
     ranks = world.mpi.COMM_WORLD
@@ -100,7 +100,7 @@ def job(world: World, arguments: Sequence[str]) -> int:
 
 
 def step_options(strategy: str, options: argparse.Namespace) -> argparse.Namespace:
-    """Return the flags of step.py."""
+    """Return the flags of step.py for a strategy."""
     flags = plan_check.step_flags(line_of(strategy, options.each), options.steps)
     return step.make_parser().parse_args(flags)
 
@@ -116,7 +116,7 @@ def passes_per_second() -> float:
 
 
 def patient_alpha(comm: Comm) -> float:
-    """Return the seconds of a message between ranks that sleep while they wait, as in a save."""
+    """Return the seconds of a message between ranks that sleep while they wait, as they do in a save."""
     patient, seconds = comm.background(), []
     for _ in range(BARRIERS):
         begun = time.perf_counter()
@@ -127,7 +127,7 @@ def patient_alpha(comm: Comm) -> float:
 
 
 def gathers(variant: step.Run) -> float:
-    """Return the seconds to gather each unit once, one after the other."""
+    """Return the seconds in which each unit is gathered once, one after the other."""
     seconds = []
     for _ in range(GATHERINGS):
         variant.comm.barrier()
@@ -141,7 +141,7 @@ def gathers(variant: step.Run) -> float:
 
 
 def save(variant: step.Run, repeats: int) -> tuple[float, float]:
-    """Return the seconds of a checkpoint of rank 0, and bytes per second of a plain write of that size."""
+    """Return the seconds of a checkpoint that rank 0 writes, and the bytes per second of a plain write."""
     comm: Comm = variant.comm
     model = ARCHITECTURES[variant.workload.arch].from_flags(variant.workload.flags)
     description = Description(model.arch, model.metadata() | {"tokenizer.ggml.model": "none"}, {}, {})
@@ -163,9 +163,9 @@ def save(variant: step.Run, repeats: int) -> tuple[float, float]:
 
 
 def measured(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, float], dict[str, float]]]:
-    """(hosts, what the machine does, seconds of each line) of a job for each number of hosts."""
+    """Yield (number of hosts, speeds of the machine, seconds of each line) for each job."""
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
-    from hosts import hosts, why_no_hosts  # the tests' own
+    from hosts import hosts, why_no_hosts  # in tests/cluster
 
     if reason := why_no_hosts():
         raise UsageError(reason)
@@ -183,7 +183,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, float
 
 
 def planned(name: str, hosts: int, each: int, found: dict[str, float]) -> float:
-    """Return the planned seconds of a line."""
+    """Return the seconds that the plan predicts for a line."""
     machine = machine_of(found)
     case = case_of(line_of(STRATEGIES[0] if name in (GATHERS, SAVE) else name, each), hosts)
     if name == SAVE:
@@ -194,13 +194,13 @@ def planned(name: str, hosts: int, each: int, found: dict[str, float]) -> float:
 
 
 def planned_gathers(case: Case, machine: Machine) -> float:
-    """Return the planned seconds of all gathers, one after the other."""
+    """Return the predicted seconds of gathering all units, one after the other."""
     units = range(len(case.layout.units))
     return sum(gather_seconds(case, machine, unit, case.kept_bytes(unit)) for unit in units)
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print the table."""
+    """Measure, plan, and print the table. Return the exit status."""
     options = make_parser().parse_args(arguments)
     ratios = []
     print("| ranks | line | measured ms | plan ms | ratio |")

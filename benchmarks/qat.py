@@ -1,10 +1,10 @@
-"""Measures how much a quantized type raises the loss of a fine-tuned model, without and with --qat.
+"""Measures how much a quantized type raises the loss of a fine-tuned model, with and without --qat.
 
     python benchmarks/qat.py MODEL.gguf
 
-Two ranks fine-tune the model on Python's help texts twice, export both results to the type and measure the
-held-out loss of the exported files, and of the first one before it was quantized. `won back` is the share of
-the loss by quantization that --qat avoids.
+Two ranks fine-tune the model twice on Python's help texts, with and without --qat. Both results are exported
+to the type. The held-out loss is measured for the exported files, and for the result without --qat before it
+is quantized. The last line shows how much of the loss by quantization --qat avoids.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from pydoc_data.topics import topics
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    about = "Measure what a type costs a fine-tuned model, and what --qat wins back."
+    about = "Measure how much a type raises the loss of a fine-tuned model, and how much --qat lowers it."
     parser = argparse.ArgumentParser(prog="python benchmarks/qat.py", description=about)
-    parser.add_argument("model", type=Path, help="GGUF to fine-tune")
+    parser.add_argument("model", type=Path, help="GGUF file to fine-tune")
     parser.add_argument("--type", default="q4_0", help="type of the exported files (default: q4_0)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: 60)")
     parser.add_argument("--ranks", type=int, default=2, help="MPI ranks (default: 2)")
@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Train, export, evaluate and print the table."""
+    """Train, export and evaluate. Print the table."""
     options = make_parser().parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder, names = Path(made), sorted(topics)
@@ -56,7 +56,7 @@ def main() -> None:
     print(f"fine-tuned, floats       {floats:.4f} nats per token")
     print(f"fine-tuned, then {options.type:8} {plain:.4f}")
     print(f"--qat {options.type:8}, exported {qat:.4f}")
-    print(f"won back                 {100 * (plain - qat) / (plain - floats):.0f} %")
+    print(f"loss avoided by --qat    {100 * (plain - qat) / (plain - floats):.0f} %")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Measures time, traffic and memory of training steps against ranks, context, vocabulary and depth.
+"""Measures how time, traffic and memory of training steps grow with ranks, context, vocabulary and depth.
 
     python benchmarks/scaling.py [--sweep ranks context vocabulary layers] [--steps 3]
 
-Every line is a job of `step.py`. A sweep changes one size of a workload. Ranks: the batch is per rank, so
-twice the ranks on the same cores take twice the time; the memory of all ranks together shows what is there
-once. Context: the tokens of a step stay the same, so that a column that grows is a cost of the context.
+Every line is a job of `step.py`. A sweep changes one size of a workload. Ranks: the batch is per rank, so on
+the same cores twice the ranks take twice the time; the memory of all ranks together shows what exists only
+once. Context: the tokens of a step stay the same, so a column that grows shows a cost of the context.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from step_jobs import run_once, step_command
 
 @dataclass(frozen=True)
 class Line:
-    """Job: its number of ranks, and flags of step.py."""
+    """A job: its number of ranks, and its flags for step.py."""
 
     ranks: int
     flags: tuple[str, ...]
 
 
 def line(ranks: int, **flags: int | str) -> Line:
-    """Return a line from its flags."""
+    """Return a job with these flags for step.py."""
     return Line(ranks, tuple(text for name, value in flags.items() for text in (f"--{name}", str(value))))
 
 
@@ -43,17 +43,17 @@ SWEEPS = {
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        description="Time training steps of growing sizes.",
+        description="Time training steps while one size grows.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--sweep", nargs="+", choices=tuple(SWEEPS), default=list(SWEEPS))
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a job")
-    parser.add_argument("--most", type=int, help="only the first so many lines of a sweep")
+    parser.add_argument("--steps", type=int, default=5, help="number of timed steps in a job")
+    parser.add_argument("--most", type=int, help="maximum number of lines per sweep")
     return parser
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print a table for each sweep."""
+    """Run each sweep and print its table."""
     options = make_parser().parse_args(arguments)
     for name in options.sweep:
         columns = ("ms", "tokens/s", "wait ms", "sent MB", "RSS MB", "PSS of all", "activations")

@@ -2,11 +2,11 @@
 
     mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard --transport auto
 
-The variants take turns, round by round; medians of the slowest rank's steps are shown. The peak is that of
-products of 1024 x 1024 matrices on all ranks at once, measured in the same run. GEMM share: how long the
-step's products with weights alone would take at that peak, over the time of the step. Wait: of the rank that
-waits longest. Memory is the process's, so it is a variant's own where only one is run: peak RSS of the
-largest rank, PSS of all ranks (shared memory counts once), activations that a rank ever held.
+The variants take turns, round by round. The table shows medians of the slowest rank's steps. The peak is the
+speed of matmuls of 1024 x 1024 matrices on all ranks at once, measured in the same run. GEMM share: the time
+of the step's matmuls with weights at that peak, divided by the time of the step. Wait: time of the rank that
+waits longest. Memory is that of the process, so run one variant alone to see its own: peak RSS of the largest
+rank, PSS of all ranks (shared memory counts once), and the most activations of a rank.
 """
 
 import argparse
@@ -51,27 +51,27 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="W1")
     for size in SIZES:
-        parser.add_argument(f"--{size}", type=int, help="other than the workload's")
+        parser.add_argument(f"--{size}", type=int, help="size to use instead of the workload's")
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=["full-shard"])
     parser.add_argument("--transport", nargs="+", choices=("auto", "mpi", "shared"), default=["auto"])
     parser.add_argument("--reduction", nargs="+", choices=("exact", "fast"), default=["exact"])
     parser.add_argument("--precision", nargs="+", choices=tuple(PRECISIONS), default=["fp32"])
     parser.add_argument(
-        "--bits", choices=portable.CHOICES, default=portable.requested(), help="one for all variants of a run"
+        "--bits", choices=portable.CHOICES, default=portable.requested(), help="kernels of all variants"
     )
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--threads", help="threads a rank, or auto")
-    parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each variant in a round")
-    parser.add_argument("--rounds", type=int, default=1, help="how often the variants take turns")
-    parser.add_argument("--json", action="store_true", help="one JSON object a variant")
+    parser.add_argument("--threads", help="threads per rank, or auto")
+    parser.add_argument("--warmup", type=int, default=3, help="number of steps that are not timed")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per variant and round")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of all variants")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per variant")
     return parser
 
 
 @dataclass
 class Run:
-    """Variant: its name, the function for a step, and the costs of its steps."""
+    """A variant: its names, its model and optimizer, and the costs of its steps."""
 
     name: tuple[str, str, str]
     comm: Comm
@@ -81,7 +81,7 @@ class Run:
     workload: Workload
     seconds: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
-    sent: int = 0  # bytes of the last step
+    sent: int = 0  # bytes that this rank sent in the last step
 
     def timed_step(self, number: int) -> None:
         """Make one step on all ranks at once, and record its costs."""
@@ -94,7 +94,7 @@ class Run:
         self.sent = meter.sent_bytes - sent
 
     def step(self, number: int) -> float:
-        """Make one step; return the loss."""
+        """Make one step. Return the loss."""
         comm, workload = self.comm, self.workload
         tokens, targets = micro_batch(workload, comm.rank, number % BATCHES)
         self.accumulator.accumulate(tokens, CrossEntropy(targets, 1.0 / (comm.size * workload.tokens)))
@@ -104,20 +104,20 @@ class Run:
 
 
 def micro_batch(workload: Workload, rank: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return random tokens and targets (batch, context)."""
+    """Return random tokens and targets, (batch, context) each."""
     shape = (workload.batch, workload.context + 1)
     drawn = np.random.default_rng((rank, number)).integers(workload.vocabulary, size=shape)
     return drawn[:, :-1], drawn[:, 1:]
 
 
 def sized(options: argparse.Namespace) -> Workload:
-    """Return the workload with the sizes that the flags change."""
+    """Return the workload, with sizes changed as the flags say."""
     changed = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     return replace(WORKLOADS[options.workload], **changed)
 
 
 def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
-    """Yield the variants in the flags."""
+    """Yield a run for each variant that the flags select."""
     workload = sized(options)
     model = ARCHITECTURES[workload.arch].from_flags(workload.flags)
     axes = options.transport, options.reduction, options.strategy, options.precision
@@ -143,7 +143,7 @@ def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
 
 
 def gemm_rate(comm: Comm, repeats: int = 7) -> float:
-    """Operations a second of one rank's sgemm while all ranks do the same; the best of some."""
+    """Return the operations per second of a rank's sgemm while all ranks do the same; the best of several."""
     a, b, c = (np.ones((GEMM, GEMM), np.float32) for _ in range(3))
     best = 0.0
     for _ in range(repeats):
@@ -155,7 +155,7 @@ def gemm_rate(comm: Comm, repeats: int = 7) -> float:
 
 
 def measure(world: World, options: argparse.Namespace) -> list[dict[str, object]]:
-    """Measure all variants and return their results."""
+    """Measure all variants. Return a result for each of them."""
     runs = list(make_runs(world, options))
     peak = 0.0
     for variant in runs:
@@ -176,18 +176,18 @@ def peak_rss() -> float:
 
 
 def pss() -> float:
-    """Return this process's memory in MiB; a shared page is divided by the number of its processes."""
+    """Return this process's memory in MiB. A page that n processes share counts as 1/n of its size."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(text.partition("Pss:")[2].split()[0]) / 1024
 
 
 def median_of_longest(comm: Comm, values: list[float]) -> float:
-    """Return the median over steps of the longest time of all ranks."""
+    """Return the median over steps of the longest time of any rank."""
     return statistics.median(max(together) for together in zip(*comm.allgather_object(values), strict=True))
 
 
 def result(variant: Run, peak: float, memory: list[tuple[float, float, float]]) -> dict[str, object]:
-    """Return one line of the table."""
+    """Return the result of a variant, which is a line of the table."""
     comm, workload = variant.comm, variant.workload
     slowest = median_of_longest(comm, variant.seconds)
     return {
@@ -225,7 +225,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def print_table(workload: str, results: list[dict[str, object]]) -> None:
-    """Print the table."""
+    """Print the results as a table."""
     head = results[0]
     print(f"{workload}, {head['ranks']} rank(s), sgemm {head['peak_gflops']:.0f} GFLOP/s per rank")
     names = f"{'strategy':14} {'transport':10} {'reduction':10} {'precision':9} {'bits':8}"

@@ -1,10 +1,10 @@
-"""Measures time and traffic of a step over several hosts, with messages and with shared memory.
+"""Measures the time and the traffic of a step over several hosts, with messages and with shared memory.
 
     python benchmarks/step_hosts.py --hosts 2 --each 2 --rate 1gbit -- --workload W1 --batch 2
 
-As root: makes the hosts on this machine (tools/cluster/hosts_up.sh), with links of known speed. Each variant
-of strategy and transport is a job of step.py, run for few and for many steps, so that it is known what a step
-moves over the links: the most that any host sent, and received. The hosts share the machine's cores.
+Run as root: it makes the hosts on this machine (tools/cluster/hosts_up.sh), with links of known speed. Each
+variant of strategy and transport is a job of step.py. Jobs with few and with many steps show how many bytes a
+step sends over the links; the table has the largest numbers of any host. The hosts share the cores.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 
 HERE = Path(__file__).resolve().parent
-FEW, PATIENCE = 2, 600  # steps, seconds
+FEW, PATIENCE = 2, 600  # least number of steps; seconds that a job may take
 WARMUP = 1
 
 
@@ -28,23 +28,23 @@ def make_parser() -> Parser:
     """Return the parser of the command line; arguments after -- are for step.py."""
     parser = Parser(
         prog="python benchmarks/step_hosts.py",
-        description="Time steps over hosts. What comes after -- goes to step.py.",
+        description="Time steps over hosts. Arguments after -- go to step.py.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--each", type=int, default=2, help="ranks a host")
-    parser.add_argument("--rate", default="1gbit", help="of each host's link, or none")
+    parser.add_argument("--each", type=int, default=2, help="ranks per host")
+    parser.add_argument("--rate", default="1gbit", help="speed of each host's link, or none")
     parser.add_argument("--strategy", nargs="+", default=["full-shard", "hybrid-shard", "no-shard"])
     parser.add_argument("--transport", nargs="+", default=["mpi", "shared"])
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=1, help="how often the variants take turns")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of all variants")
     return parser
 
 
 def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, object]]:
     """Yield a result for each variant and round."""
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
-    from hosts import hosts, why_no_hosts  # the tests' own
+    from hosts import hosts, why_no_hosts  # module of the tests
 
     if reason := why_no_hosts():
         raise UsageError(reason)
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[
 
 
 def job(here: Any, options: argparse.Namespace, steps: int, flags: Sequence[str]) -> tuple[dict, list[int]]:
-    """Return the result of a job of step.py, and the bytes that each host's link sent and received."""
+    """Return the result of a job of step.py, and the bytes that the link of each host sent and received."""
     from jobs import COMPILED
 
     before = here.traffic()

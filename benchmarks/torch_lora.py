@@ -1,9 +1,9 @@
-"""The same fine-tuning step by PEFT, the peer: SmolLM2-135M with LoRA, random weights, one process or DDP.
+"""Fine-tuning step of PEFT, to compare with ours: SmolLM2-135M with LoRA, random weights, one process or DDP.
 
     python benchmarks/torch_lora.py --ranks 2 --precision autocast
 
-Started by `finetune.py`. `autocast` casts products to bfloat16, `bf16` keeps weights and adapters in it.
-Needs torch 2.13.0, transformers and peft, which are no dependencies of zero_mpi.
+`finetune.py` starts it. `autocast` casts inputs of matmuls to bfloat16; `bf16` also keeps weights and
+adapters in bfloat16. It needs torch 2.13.0, transformers and peft, on which zero_mpi does not depend.
 """
 
 import argparse
@@ -20,7 +20,7 @@ WARMUP = 2
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Time fine-tuning steps of PEFT.")
     parser.add_argument("--precision", choices=("fp32", "autocast", "bf16"), default="fp32")
     parser.add_argument("--recompute", action="store_true")
@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_model(options: argparse.Namespace) -> Any:
-    """Return SmolLM2-135M with adapters of rank 8 on all its projections."""
+    """Return SmolLM2-135M with adapters of rank 8 on all of its projections."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -48,7 +48,7 @@ def make_model(options: argparse.Namespace) -> Any:
 
 
 def measure(rank: int, options: argparse.Namespace) -> None:
-    """Train, and print the result on rank 0."""
+    """Train on this rank. Rank 0 prints the result."""
     import torch
     from torch import distributed
 
@@ -79,7 +79,7 @@ def measure(rank: int, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Start the ranks."""
+    """Start the ranks and wait for them."""
     options = make_parser().parse_args()
     os.environ |= {name: str(options.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     if options.ranks == 1:

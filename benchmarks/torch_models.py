@@ -1,4 +1,4 @@
-"""The workloads' models in torch's usual way, with its fused attention, so that the peer is a fair one."""
+"""Models of the workloads in torch's usual way, with its fused attention, so that the comparison is fair."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from workloads import Workload
 
 
 class Attention(nn.Module):
-    """Causal attention from one matrix for q, k and v."""
+    """Causal attention with one matrix for q, k and v."""
 
     def __init__(self, size: Workload) -> None:
         super().__init__()
@@ -23,13 +23,13 @@ class Attention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def turned(self, x: Any) -> Any:
-        """Rotary positions over half-split pairs."""
+        """Return x after rotating its split halves by their positions."""
         a, b = x.chunk(2, dim=-1)
-        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)  # so that bfloat16 stays what it is
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)  # cast, so that a bfloat16 x stays bfloat16
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
     def forward(self, x: Any) -> Any:
-        """x (B, T, C) -> (B, T, C)."""
+        """Return attention of x (B, T, C), as (B, T, C)."""
         shape = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
         q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(x).split(x.shape[2], dim=-1))
         if self.rotary:
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Feed-forward down(silu(gate(x)) * up(x))."""
 
     def __init__(self, size: Workload) -> None:
         super().__init__()
@@ -48,29 +48,29 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(size.ffn, size.width, bias=False)
 
     def forward(self, x: Any) -> Any:
-        """x (B, T, C) -> (B, T, C)."""
+        """Return the feed-forward of x (B, T, C), as (B, T, C)."""
         return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 class MLP(nn.Module):
-    """down(gelu(up(x)))."""
+    """Feed-forward down(gelu(up(x)))."""
 
     def __init__(self, size: Workload) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(size.width, size.ffn), nn.Linear(size.ffn, size.width)
 
     def forward(self, x: Any) -> Any:
-        """x (B, T, C) -> (B, T, C)."""
+        """Return the feed-forward of x (B, T, C), as (B, T, C)."""
         return self.down(functional.gelu(self.up(x), approximate="tanh"))
 
 
 def norm(size: Workload) -> Any:
-    """The architecture's norm."""
+    """Return a norm of the architecture's kind."""
     return nn.RMSNorm(size.width, eps=1e-5) if size.arch == "llama" else nn.LayerNorm(size.width, eps=1e-5)
 
 
 class Block(nn.Module):
-    """Attention and feed-forward with shortcuts."""
+    """Block with attention, feed-forward and residual connections."""
 
     def __init__(self, size: Workload) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ class Block(nn.Module):
         self.mlp = SwiGLU(size) if size.arch == "llama" else MLP(size)
 
     def forward(self, x: Any) -> Any:
-        """x (B, T, C) -> (B, T, C)."""
+        """Return the output (B, T, C) of the block for x (B, T, C)."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class Model(nn.Module):
-    """Tokens -> logits."""
+    """Model that returns logits for tokens."""
 
     def __init__(self, size: Workload) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Model(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Any) -> Any:
-        """ids (B, T) -> logits (B, T, V)."""
+        """Return logits (B, T, V) of ids (B, T)."""
         x = self.tokens(ids)
         if self.positions is not None:
             x = x + self.positions.weight

@@ -1,9 +1,9 @@
-"""The same training step in PyTorch, the peer: one process, DDP, FSDP2 or ZeroRedundancyOptimizer over gloo.
+"""Training step of PyTorch, to compare with ours: one process, DDP, FSDP2 or ZeroRedundancyOptimizer (gloo).
 
     python benchmarks/torch_step.py --workload W1 --mode fsdp2 --ranks 2 --precision bf16
 
-bf16 is torch.autocast; in mode fsdp2-low it is FSDP2's own policy: parameters gathered in bfloat16, reduced
-in float32. torch is not a dependency of zero_mpi: pip install torch==2.13.0 where this is to run.
+bf16 is torch.autocast; in mode fsdp2-low it is FSDP2's own policy: gather parameters in bfloat16, reduce
+gradients in float32. zero_mpi does not depend on torch: pip install torch==2.13.0 to run this.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="W1")
     parser.add_argument("--mode", choices=MODES, default="eager")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1, help="of a rank")
+    parser.add_argument("--threads", type=int, default=1, help="threads per rank")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def distribute(model: Any, mode: str) -> Any:
-    """Return the model wrapped for the mode."""
+    """Return the model, wrapped for the mode."""
     import torch
 
     if mode == "compile":
@@ -61,7 +61,7 @@ def distribute(model: Any, mode: str) -> Any:
 
 
 def make_optimizer(model: Any, mode: str) -> Any:
-    """Return fused AdamW, with sharded state in mode zero."""
+    """Return fused AdamW; in mode zero its state is sharded."""
     import torch
 
     settings = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "fused": True}
@@ -73,7 +73,7 @@ def make_optimizer(model: Any, mode: str) -> Any:
 
 
 def measure(rank: int, options: argparse.Namespace) -> None:
-    """Run one rank; rank 0 prints the result."""
+    """Run one rank. Rank 0 prints the result."""
     import torch
     from torch import distributed
     from torch.nn import functional as F
@@ -111,7 +111,7 @@ def measure(rank: int, options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace, size: Workload, times: list[float], many: bool) -> None:
-    """Print the median of the slowest rank's times, and the largest memory."""
+    """Print the median over steps of the slowest rank's time, and the largest memory of a rank."""
     from torch import distributed
 
     own = (times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
@@ -137,14 +137,14 @@ def report(options: argparse.Namespace, size: Workload, times: list[float], many
 
 
 def free_port() -> int:
-    """Return a free port on the loopback device for the ranks."""
+    """Return a free port on the loopback device, over which the ranks connect."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Start the ranks."""
+    """Start the ranks and wait for them."""
     options = make_parser().parse_args(arguments)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(options.threads)

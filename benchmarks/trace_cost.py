@@ -1,11 +1,11 @@
-"""Measures the cost of a timeline: training steps with and without one, in turns; and of one span.
+"""Measures the cost of a timeline: times training steps with and without it, in turns, and a single span.
 
     mpirun -n 2 python benchmarks/trace_cost.py --workload W3 --rounds 20
 
-Steps with and without a time line take turns in blocks of a few; `with/without` is the ratio of the medians
-of the slowest rank's steps. What is collective about a time line (clocks, writing) happens between steps and
-is not part of them. Below: spans and transfers a step, what one costs in a loop, and their product as a share
-of a step, which is free of the noise of the machine. (On a GPU stamps are events; that cost is not in it.)
+Steps with and without a timeline take turns in short blocks. `with/without` is the ratio of the medians of
+the slowest rank's steps. Collective work for a timeline (clocks, writing) happens between steps and is not
+part of them. The last line has the spans and transfers per step, the cost of one in a loop, and the product
+as a share of a step, without the noise of the machine. (On a GPU stamps are events, whose cost is not in it.)
 """
 
 import statistics
@@ -33,20 +33,20 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N python benchmarks/trace_cost.py",
-        description="Time steps with and without a time line.",
+        description="Time steps with and without a timeline.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="W3")
     parser.add_argument("--strategy", choices=STRATEGIES, default="full-shard")
     parser.add_argument("--transport", choices=("auto", "mpi", "shared"), default="auto")
-    parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of each kind")
+    parser.add_argument("--warmup", type=int, default=3, help="number of steps that are not timed")
+    parser.add_argument("--steps", type=int, default=5, help="number of steps in a block")
+    parser.add_argument("--rounds", type=int, default=10, help="number of blocks of each kind")
     return parser
 
 
 def variant(world: World, options: Namespace) -> Run:
-    """Return the run with the timed steps."""
+    """Return the run whose steps are timed."""
     sizes = dict.fromkeys(("vocabulary", "layers", "width", "heads", "ffn", "context", "batch"))
     chosen = {"strategy": [options.strategy], "transport": [options.transport], "reduction": ["exact"]}
     chosen["precision"] = ["fp32"]
@@ -55,7 +55,7 @@ def variant(world: World, options: Namespace) -> Run:
 
 
 def measure(bench: Run, options: Namespace, folder: Path) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of steps without and with a timeline, and the spans per step."""
+    """Return seconds of steps without a timeline, seconds with it, and spans per step."""
     without: list[float] = []
     watched: list[float] = []
     counts: list[float] = []
@@ -76,7 +76,7 @@ def measure(bench: Run, options: Namespace, folder: Path) -> tuple[list[float], 
 
 
 def cost_of_a_span() -> float:
-    """Return the seconds of a lap with its stamp."""
+    """Return the seconds that it takes to record one span."""
     recorder = spans.SpanRecorder(device.HOST.stopwatch())
     begun = time.perf_counter()
     for _ in range(LOOPS):
@@ -85,7 +85,7 @@ def cost_of_a_span() -> float:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Measure and print the costs."""
+    """Measure the costs and print them. Return the exit status."""
     options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     set_threads(Config())
     bench = variant(world, options)

@@ -1,7 +1,7 @@
-"""Sizes of the training workloads that all benchmarks use, for our models and for other libraries.
+"""Sizes of the training workloads that all benchmarks use, for our models and for those of other libraries.
 
-float32 on CPUs; AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) after clipping the global norm at
-1; random tokens, another micro-batch for each rank and step. The batch is per rank (weak scaling).
+float32 on CPUs. AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) after clipping the global norm at
+1. Tokens are random; each rank and step has another micro-batch. The batch is per rank (weak scaling).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
-BATCHES = 4  # different micro-batches of a rank, in turn
-PEAK = 989e12  # dense bf16 operations a second of an H100 or H200, by its data sheet
+BATCHES = 4  # number of different micro-batches that a rank uses in turn
+PEAK = 989e12  # dense bf16 operations per second of an H100 or H200, from its data sheet
 
 
 @dataclass(frozen=True)
 class Workload:
     """Sizes of a model and of a rank's micro-batch."""
 
-    arch: str  # "llama": RMSNorm, rotary, SwiGLU, head of its own; "gpt2": LayerNorm, biases, GELU, tied head
+    arch: str  # "llama": RMSNorm, rotary, SwiGLU, untied head; "gpt2": LayerNorm, biases, GELU, tied head
     vocabulary: int
     layers: int
     width: int
@@ -26,29 +26,29 @@ class Workload:
     ffn: int
     context: int
     batch: int
-    kv_heads: int | None = None  # of a model with fewer of them
-    tied: bool | None = None  # None: as the architecture has it
+    kv_heads: int | None = None  # None: as many as query heads
+    tied: bool | None = None  # None: as usual for the architecture
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a micro-batch."""
+        """Number of tokens in a micro-batch."""
         return self.batch * self.context
 
     @property
     def matrix_elements(self) -> int:
-        """Number of weights that each token is multiplied with."""
+        """Number of weights by which each token is multiplied."""
         feed_forward = (3 if self.arch == "llama" else 2) * self.width * self.ffn
         return self.layers * (4 * self.width**2 + feed_forward) + self.vocabulary * self.width
 
     @property
     def gemm_flop(self) -> int:
-        """Floating-point operations of a micro-batch's products with weights: forward, dx and dw."""
+        """Floating-point operations of a micro-batch's matmuls with weights: forward, dx and dw."""
         return 6 * self.matrix_elements * self.tokens
 
     def flop_of_a_token(self, parameters: int) -> float:
-        """Operations of training on one token: 6 a parameter, and attention's products without the mask.
+        """Return the operations of training on one token: 6 per parameter, plus attention without the mask.
 
-        Chowdhery et al., "PaLM", 2022, appendix B, count them so, as do all shares of a peak.
+        Shares of the peak use this count of Chowdhery et al., "PaLM", 2022, appendix B.
         """
         return 6.0 * parameters + 12.0 * self.layers * self.width * self.context
 
@@ -71,7 +71,7 @@ WORKLOADS = {
     "W2": Workload("gpt2", 50257, 12, 768, 12, 3072, 256, 2),
     "W3": Workload("gpt2", 256, 4, 128, 4, 512, 64, 4),
 }
-GPU_WORKLOADS = {  # beside them, on a GPU; the tiny ones show the scripts at work without one
+GPU_WORKLOADS = {  # more workloads, for a GPU; the tiny ones test the scripts without a GPU
     "gpt2-124m": Workload("gpt2", 50257, 12, 768, 12, 3072, 1024, 32, tied=True),
     "llama-1b": Workload("llama", 128256, 16, 2048, 32, 8192, 2048, 4, kv_heads=8, tied=True),
     "tiny-gpt2": Workload("gpt2", 61, 1, 32, 2, 64, 8, 2, tied=True),

@@ -2,7 +2,7 @@
 
     mpirun -n 3 python examples/custom_loop.py
 
-The data are counting sequences: each token is the previous one plus the step of its sequence. The loss is
+The data is counting sequences: each token is the previous token plus the step of its sequence. The loss is
 printed in full precision and is the same, digit for digit, at any number of ranks. The lines of `command`
 also work in a notebook, and without MPI.
 """
@@ -19,14 +19,14 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
 
 VOCABULARY, CONTEXT = 32, 16
-STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 4  # sequences in a micro-batch
+STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 4  # SEQUENCES: in each micro-batch
 MODEL = {"vocab_size": VOCABULARY, "context": CONTEXT, "dim": 48, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
 def micro_batch(step: int, index: int | None) -> tuple[Array | None, Any]:
-    """Return tokens and criterion of a micro-batch, which depend on step and index, not on the rank.
+    """Return tokens and criterion of a micro-batch. They depend on step and index, but not on the rank.
 
-    (None, None) for a rank without one. The criterion divides by the tokens of the full step.
+    Returns (None, None) if index is None. The criterion divides by the number of tokens of the full step.
     """
     if index is None:
         return None, None
@@ -38,7 +38,7 @@ def micro_batch(step: int, index: int | None) -> tuple[Array | None, Any]:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Train, and print the loss. Returns the exit status."""
+    """Train and print the loss. Return the exit status."""
     comm = connect()
     module = ShardedModule(Llama.from_flags(MODEL).stages(), comm, FULL_SHARD, prefetch=1)
     module.initialize(seed=0)

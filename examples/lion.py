@@ -2,7 +2,7 @@
 
     mpirun -n 3 python examples/lion.py
 
-The model learns to count and is saved halfway. The second half is trained twice, with the same losses.
+The model learns to count and is saved halfway. The second half is trained twice and gives the same losses.
 """
 
 import sys

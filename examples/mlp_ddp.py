@@ -2,8 +2,8 @@
 
     mpirun -n 3 python examples/mlp_ddp.py
 
-Every rank computes its share of the rows of a batch. The squared error is divided by the rows of the full
-batch, so gradients are summed over ranks and never divided.
+Every rank computes its share of the rows in a batch. The squared error is divided by the rows of the full
+batch, so gradients are summed over ranks and need no division.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def batch(step: int) -> tuple[Array, Array]:
 
 
 def start(module: DDP) -> None:
-    """Draw different initial values on every rank, then send those of rank 0 to all."""
+    """Draw initial values, different on every rank, and then send those of rank 0 to all ranks."""
     draw = np.random.default_rng(module.comm.rank)
     module.load_state_dict(
         {
@@ -42,7 +42,7 @@ def start(module: DDP) -> None:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Train, and print the loss. Returns the exit status."""
+    """Train and print the loss. Return the exit status."""
     comm = connect()
     module = DDP(STAGES, comm, bucket_mb=0.01)
     start(module)
@@ -52,7 +52,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         error = module.forward(x) - target
         module.backward(2.0 / ROWS * error)
         optimizer.step()
-        losses = np.zeros(comm.size)  # one element per rank, summed in the same order on all
+        losses = np.zeros(comm.size)  # one element per rank: all ranks add them in the same order
         losses[comm.rank] = np.square(error, dtype=np.float64).sum() / ROWS
         loss = comm.sum_vector(losses).sum()
         if comm.rank == 0 and (step + 1) % 20 == 0:

@@ -1,10 +1,10 @@
-"""A sharded model that is not a transformer: a perceptron with two hidden layers reads handwritten digits.
+"""A sharded model that is no transformer: a perceptron with two hidden layers recognizes handwritten digits.
 
     mpirun -n 3 python examples/mlp_digits.py
 
 The 1797 images of 8 x 8 pixels come with scikit-learn (`pip install 'zero-mpi[examples]'`). A fifth of them
-is held out; the last line is the accuracy on these. A batch is cut into micro-batches that do not depend on
-the ranks, so the output is the same, digit for digit, at any number of ranks.
+is held out, and the last line is the accuracy on this fifth. A batch is cut into micro-batches that do not
+depend on the ranks, so the output is the same, digit for digit, at any number of ranks.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.nn import GELU, Chain, Linear, Stage
 
 PIXELS, HIDDEN, CLASSES, HELD_OUT = 64, 128, 10, 360
-STEPS, MICRO_BATCHES, IMAGES = 60, 4, 64  # images in a micro-batch
+STEPS, MICRO_BATCHES, IMAGES = 60, 4, 64  # IMAGES: in each micro-batch
 
 
 def digits() -> tuple[Array, Array]:
-    """Return images (N, 64) from 0 to 1 and their digits (N,), in a fixed random order."""
+    """Return images (N, 64) with values from 0 to 1, and their digits (N,), in a fixed random order."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UsageError("the digits are in scikit-learn: pip install 'zero-mpi[examples]'") from error
+        raise UsageError("the digits need scikit-learn: pip install 'zero-mpi[examples]'") from error
     images, shown = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(shown))
     return (images[order] / 16).astype(np.float32), shown[order].astype(np.int64)
@@ -47,7 +47,7 @@ def linear(name: str, inputs: int, outputs: int) -> Linear:
 
 
 def stages() -> list[Stage]:
-    """Return one unit per layer: while a layer computes, the parameters of the next one are gathered."""
+    """Return one unit per layer, so that parameters are gathered while the layer before computes."""
     return [
         Stage("first", Chain(linear("first", PIXELS, HIDDEN), GELU())),
         Stage("second", Chain(linear("second", HIDDEN, HIDDEN), GELU())),
@@ -56,7 +56,7 @@ def stages() -> list[Stage]:
 
 
 def micro_batch(data: tuple[Array, Array], step: int, index: int | None) -> tuple[Array | None, Any]:
-    """Return the images of a micro-batch and their criterion; None for a rank without a micro-batch."""
+    """Return the images and the criterion of a micro-batch; None if index is None."""
     if index is None:
         return None, None
     images, shown = data
@@ -65,9 +65,9 @@ def micro_batch(data: tuple[Array, Array], step: int, index: int | None) -> tupl
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Train, then read the images that were held out. Returns the exit status."""
+    """Train, and then recognize the held-out images. Return the exit status."""
     comm = connect()
-    images, shown = world.run_on_root(digits)  # rank 0 reads for all
+    images, shown = world.run_on_root(digits)  # rank 0 reads them and sends them to all ranks
     train, test = (images[HELD_OUT:], shown[HELD_OUT:]), (images[:HELD_OUT], shown[:HELD_OUT])
     module = ShardedModule(stages(), comm, FULL_SHARD)
     module.initialize(seed=0)
@@ -79,7 +79,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         optimizer.step(max_norm=1.0)
         if comm.rank == 0 and (step + 1) % 5 == 0:
             print(f"step {step + 1} loss {loss!r}")
-    read = module.forward(test[0], training=False).argmax(axis=-1)  # collective: all ranks read all images
+    read = module.forward(test[0], training=False).argmax(axis=-1)  # collective: all ranks compute all images
     if comm.rank == 0:
         print(f"accuracy {(read == test[1]).mean():.4f} of {HELD_OUT} images held out")
     return 0

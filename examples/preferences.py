@@ -2,11 +2,11 @@
 
     mpirun -n 2 python examples/preferences.py
 
-The pairs are questions such as "What does str.split do?": the chosen answer is the first paragraph of the
-documentation, the rejected one describes another name or is half of the chosen one. A tenth of the pairs is
-held out. Their accuracy and margin, printed before and after, say how often and by how much the model prefers
-the chosen answer more than the initial model does. Only adapters are trained; more flags of training may
-follow. It takes two minutes on two cores.
+The pairs are questions such as "What does str.split do?". The chosen answer is the first paragraph of the
+documentation; the rejected answer describes another name or is half of the chosen one. A tenth of the pairs
+is held out. Accuracy and margin on these pairs, printed before and after training, say how often and by how
+much the model prefers the chosen answer more than the initial model does. Only adapters are trained. More
+flags of training may follow. It takes two minutes on two cores.
 """
 
 import json
@@ -37,11 +37,11 @@ FLAGS = {
     "--eval-windows": "8",
     "--sample": "0",
 }
-MOST = 160  # characters of the longest answer
+MOST = 160  # most characters of an answer
 
 
 def pairs() -> list[dict[str, str]]:
-    """Return a chosen and a rejected answer to each question, sorted by question."""
+    """Return for each question a chosen and a rejected answer, sorted by question."""
     known = [(question, text) for question, text in conversations().items() if len(text) <= MOST]
     found = []
     for number, (question, text) in enumerate(known):
@@ -52,7 +52,7 @@ def pairs() -> list[dict[str, str]]:
 
 
 def write_pairs() -> None:
-    """Write every tenth pair to HELD_OUT, the others to DATA."""
+    """Write every tenth pair to HELD_OUT, and all others to DATA."""
     DATA.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(each) + "\n" for each in pairs()]
     HELD_OUT.write_text("".join(lines[::10]), encoding="utf-8")
@@ -60,7 +60,7 @@ def write_pairs() -> None:
 
 
 def tell(out: Path) -> None:
-    """Print accuracies and margins before and after training."""
+    """Print accuracy and margin before and after training."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     for name in ("accuracies", "margins"):
@@ -70,7 +70,7 @@ def tell(out: Path) -> None:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Train with FLAGS unless the command line overrides them."""
+    """Train with FLAGS, which the command line may override. Return the exit status."""
     signals.enter(PREPARING)
     model = world.run_on_all(find_model)
     world.on_root(write_pairs)

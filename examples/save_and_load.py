@@ -2,9 +2,9 @@
 
     mpirun -n 3 python examples/save_and_load.py
 
-It trains half of the steps, saves, loads into a new module and trains the other half. With a folder each call
-does one half: the second may have another number of ranks, and prints what the first would have, digit for
-digit:
+It trains half of the steps, saves, loads into a new module and trains the other half. If a folder is given,
+each call trains one half. The second call may use another number of ranks, and its output is the same, digit
+for digit:
 
     mpirun -n 3 python examples/save_and_load.py halfway
     mpirun -n 2 python examples/save_and_load.py halfway
@@ -24,11 +24,11 @@ from zero_mpi.device.types import Array
 from zero_mpi.launch.world import World, run
 from zero_mpi.nn import Layer, Param, Stage
 
-HALF, MICRO_BATCHES, ROWS, WIDTH = 40, 4, 16, 24  # rows in a micro-batch
+HALF, MICRO_BATCHES, ROWS, WIDTH = 40, 4, 16, 24  # ROWS: in each micro-batch
 
 
 class Affine(Layer):
-    """y (B, O) = x (B, I) W + b with `NAME.weight` (I, O) and `NAME.bias` (O,)."""
+    """Layer y = x W + b for x (B, I), with `NAME.weight` (I, O) and `NAME.bias` (O,)."""
 
     def __init__(self, name: str, inputs: int, outputs: int) -> None:
         self.weight, self.bias, self.shape = f"{name}.weight", f"{name}.bias", (inputs, outputs)
@@ -47,7 +47,7 @@ class Affine(Layer):
 
 
 class Bend(Layer):
-    """y = x / sqrt(1 + x x): a curve that needs nothing but arithmetic. No parameters."""
+    """Layer y = x / sqrt(1 + x x), a curve that only needs arithmetic. It has no parameters."""
 
     def forward(self, p: Any, x: Array) -> tuple[Array, Any]:
         root = np.sqrt(1 + x * x)
@@ -70,7 +70,7 @@ def make(comm: Comm) -> tuple[ShardedModule, ShardedAdamW]:
 
 
 def read(step: int, micro_batch: int | None) -> tuple[Array | None, Any]:
-    """Return points and criterion of a micro-batch: the squared error of the product of both coordinates."""
+    """Return points and criterion of a micro-batch: squared error against the product of both coordinates."""
     if micro_batch is None:
         return None, None
     x = np.random.default_rng((step, micro_batch)).uniform(-1, 1, (ROWS, 2)).astype(np.float32)
@@ -79,7 +79,7 @@ def read(step: int, micro_batch: int | None) -> tuple[Array | None, Any]:
 
 
 def train(module: ShardedModule, optimizer: ShardedAdamW, first: int) -> None:
-    """Train half of the steps, from number `first` on, and print losses."""
+    """Train half of the steps, beginning with number `first`, and print the losses."""
     accum = GradAccum(module, MICRO_BATCHES)
     for step in range(first, first + HALF):
         for micro_batch in accum:
@@ -91,7 +91,7 @@ def train(module: ShardedModule, optimizer: ShardedAdamW, first: int) -> None:
 
 
 def both_halves(comm: Comm, folder: Path) -> None:
-    """Train the first half and save; load into a new module and train the second."""
+    """Train the first half and save it. Load it into a new module and train the second half."""
     module, optimizer = make(comm)
     train(module, optimizer, 0)
     zero_mpi.save(folder, module, optimizer)
@@ -100,22 +100,22 @@ def both_halves(comm: Comm, folder: Path) -> None:
 
 
 def one_half(comm: Comm, folder: Path) -> None:
-    """Train from the checkpoint in the folder, if it exists, and save."""
+    """Train one half, from the checkpoint in the folder if there is one, and save."""
     module, optimizer = make(comm)
-    there = comm.broadcast_object(folder.exists())  # rank 0 checks for all
+    there = comm.broadcast_object(folder.exists())  # rank 0 looks, and all ranks use its result
     train(module, optimizer, zero_mpi.load(folder, module, optimizer) if there else 0)
     zero_mpi.save(folder, module, optimizer)
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Train, with a save and a load on the way. Returns the exit status."""
+    """Train, and save and load halfway. Return the exit status."""
     comm = connect()
     if arguments:
         one_half(comm, Path(arguments[0]))
         return 0
     with tempfile.TemporaryDirectory() as own:
         both_halves(comm, Path(comm.broadcast_object(own)) / "halfway")
-        comm.barrier()  # rank 0 keeps the folder until all have read it
+        comm.barrier()  # rank 0 removes the folder after all ranks have read it
     return 0
 
 

@@ -2,8 +2,8 @@
 
     mpirun -n 3 python examples/sharded_linear.py
 
-Ten rows on three ranks are 4, 3 and 3. Forward gathers the rows, multiplies and drops them at once; backward
-gathers them again. Weights, gradients and moments of a row stay on its owner.
+Of ten rows, three ranks own 4, 3 and 3. Forward gathers the rows, multiplies and drops them at once; backward
+gathers them again. Weights, gradients and moments of a row stay on the rank that owns it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SHIFT = draw.standard_normal(OUTPUTS).astype(np.float32)
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Fit, and print the loss. Returns the exit status."""
+    """Fit the layer and print the loss. Return the exit status."""
     comm = connect()
     layer = ShardedLinear(comm, INPUTS, OUTPUTS, name="map")
     layer.initialize(seed=0)
@@ -34,7 +34,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         error = layer.forward(x) - (x @ MAP.T + SHIFT)
         layer.backward(2.0 / (ROWS * OUTPUTS) * error)
         optimizer.step()
-        losses = np.zeros(comm.size)  # one element per rank, summed in the same order on all
+        losses = np.zeros(comm.size)  # one element per rank: all ranks add them in the same order
         losses[comm.rank] = np.square(error, dtype=np.float64).sum() / (ROWS * OUTPUTS)
         loss = comm.sum_vector(losses).sum()
         if comm.rank == 0 and (step + 1) % 20 == 0:

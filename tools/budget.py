@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Count the lines of the package and of the tests and the words of the pages, and check their budgets.
+"""Count the lines of the package and of the tests, and the words of the pages, and check their budgets.
 
     python tools/budget.py [ROOT]
 
-Prints the lines of each folder of the package and of the tests and the words of the pages, with their
+Prints the lines of the tests and of each folder of the package, and the words of the pages, with their
 budgets, and the lengths of functions. Exits with status 1 if a budget is exceeded, or if `train` has a flag
 that is not in FLAGS. A change that exceeds a budget must first remove other lines or words. A commit that
 adds a flag to FLAGS must say why the flag is needed.
@@ -40,13 +40,13 @@ ROOMS = {
     "telemetry": 1326,
     "train": 3486,
 }
-# The files to read to understand a step: full packages, and these files of ops and comm.
+# The engine: files to read to understand a step. These are full packages, and these files of ops and comm.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
-MEDIAN, P90 = 8, 25  # lines of a function
-WORDS = {"pages": 25230, "README.md": 1000}  # as `wc -w` counts them
+MEDIAN, P90 = 8, 25  # limits on the lines of functions
+WORDS = {"pages": 25230, "README.md": 1000}  # number of words, as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),
@@ -54,20 +54,20 @@ PAGES = {
 
 
 def count_lines(places: list[Path]) -> int:
-    """Count the lines of Python in some files and folders."""
+    """Return the number of lines of Python in some files and folders."""
     files = [path for place in places for path in (place.rglob("*.py") if place.is_dir() else [place])]
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
 
 
 def held(what: str, found: int, allowed: int, unit: str) -> Iterator[str]:
-    """Print a count and its budget, and yield a line if the budget is exceeded."""
+    """Print a count with its budget. Yield a message if the budget is exceeded."""
     print(f"{what:12} {found:6} {unit}, budget {allowed} ({found - allowed:+})")
     if found > allowed:
-        yield f"{what}: {found} {unit}, budget {allowed}: take {unit} out"
+        yield f"{what}: {found} {unit}, budget {allowed}: remove {unit}"
 
 
 def check_lines(root: Path) -> Iterator[str]:
-    """Check the budgets of the engine, the package, its folders and the tests; a new folder needs one."""
+    """Check the budgets of the engine, the package and its folders, and the tests. A new folder needs one."""
     package = root / PACKAGE
     places = {"engine": [package / name for name in ENGINE], "package": [package], "tests": [root / "tests"]}
     for what, allowed in TOTAL.items():
@@ -86,7 +86,7 @@ def check_words(root: Path) -> Iterator[str]:
 
 
 def check_lengths(root: Path) -> Iterator[str]:
-    """Print the lengths of functions, and yield a line if they exceed the limits."""
+    """Print the lengths of functions. Yield a message if they exceed the limits."""
     trees = (ast.parse(path.read_text(), filename=str(path)) for path in (root / PACKAGE).rglob("*.py"))
     nodes = [node for tree in trees for node in ast.walk(tree)]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -98,7 +98,7 @@ def check_lengths(root: Path) -> Iterator[str]:
 
 
 def check_flags(root: Path) -> Iterator[str]:
-    """Yield a line for each flag that is in only one of `train` and the list."""
+    """Yield a message for each flag that is missing in `train` or in the list."""
     tree = ast.parse((root / PACKAGE / "config" / "settings.py").read_text())
     config = next(each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == "Config")
     fields = [each.target.id for each in config.body if isinstance(each, ast.AnnAssign)]
@@ -111,7 +111,7 @@ def check_flags(root: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the counts and the violations. Return the exit status."""
+    """Print the counts and the exceeded budgets. Return the exit status."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
     found = [*check_lines(root), *check_words(root), *check_lengths(root), *check_flags(root)]
     for text in found:

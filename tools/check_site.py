@@ -3,8 +3,8 @@
 
     python tools/check_site.py [FOLDER]
 
-Prints a line for each fault, and counts; exits with status 1 if there is a fault. A link may lead to any
-host, but scripts, styles, pictures and fonts that a page loads must be in the folder.
+Prints each fault, and counts. Exits with status 1 if there is a fault. A link may lead to any host, but the
+folder must have all scripts, styles, pictures and fonts that its pages load.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOADED = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)")
 
 
 class Page(HTMLParser):
-    """Parser of a page that collects its links, loads and anchors."""
+    """Parser that collects the links, the loaded files and the anchors of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Page(HTMLParser):
         self.anchors = {""}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect from an element; HTMLParser calls this."""
+        """Collect what an element contributes; HTMLParser calls this."""
         given = {name: value or "" for name, value in attrs}
         self.anchors |= {given.get("id", ""), given.get("name", "")}
         if tag == "a" and "href" in given:
@@ -46,19 +46,19 @@ class Page(HTMLParser):
 
 @cache
 def read(path: Path) -> Page:
-    """Return a page after reading it."""
+    """Read a page. Return it as a Page."""
     page = Page()
     page.feed(path.read_text(encoding="utf-8"))
     return page
 
 
 def is_outside(link: str) -> bool:
-    """Return True if a link leads to a host."""
+    """Return whether a link leads to another host."""
     return re.match(r"(\w+:)?//|\w+:", link) is not None
 
 
 def faults_of(path: Path) -> Iterator[str]:
-    """Yield the faults of a page's links and loads."""
+    """Yield the faults in the links and loads of a page."""
     page = read(path)
     yield from (f"loads {load}" for load in page.loads if is_outside(load) and not load.startswith("data:"))
     for link in (page.links | page.loads) - {""}:
@@ -67,13 +67,13 @@ def faults_of(path: Path) -> Iterator[str]:
         if is_outside(link):
             continue
         if not target.exists():
-            yield f"leads to {link}, which is not there"
+            yield f"leads to {link}, which does not exist"
         elif target.suffix == ".html" and anchor not in read(target.resolve()).anchors:
-            yield f"leads to {link}, where nothing has this name"
+            yield f"leads to {link}, where no element has this id"
 
 
 def faults(site: Path) -> Iterator[str]:
-    """Yield all faults of the site."""
+    """Yield the faults of all pages of the site."""
     for path in sorted(site.rglob("*.html")):
         yield from (f"{path.relative_to(site)} {fault}" for fault in faults_of(path.resolve()))
     for path in sorted(site.rglob("*.css")):
@@ -87,7 +87,7 @@ def faults(site: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the faults and the counts; return the exit status."""
+    """Print the faults and the counts. Return the exit status."""
     site = Path(sys.argv[1]) if len(sys.argv) > 1 else SITE
     found = list(faults(site))
     for fault in found:

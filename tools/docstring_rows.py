@@ -1,4 +1,4 @@
-"""Extension of mkdocstrings that formats each docstring with `reference.listed` (mkdocs.yml)."""
+"""Extension of mkdocstrings that formats each docstring with `reference.listed` (see mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Rows(griffe.Extension):  # type: ignore[misc]
-    """Griffe extension that converts rows of names and meanings to lists."""
+    """Extension of griffe that converts rows of names and meanings to Markdown lists."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Format the docstring of an object; griffe calls this for each object."""
+        """Format the docstring of an object. griffe calls this for each object."""
         from reference import listed
 
         if obj.docstring:

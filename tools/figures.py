@@ -3,10 +3,10 @@
 
     python tools/figures.py [FOLDER]
 
-Nothing is drawn by hand: units, slices, schedules, rounds and bytes come from the layout, the schedule and
-the plan of the runtime, for the model that `zero_mpi.train` trains without flags. The files go to
+No picture is drawn by hand: units, slices, schedules, rounds and bytes come from the layout, the schedule and
+the planner of the package, for the model that `zero_mpi.train` trains without flags. The files go to
 docs/images; a test draws them again and compares. figures_time.py draws the pictures of schedules and sums,
-figures_packages.py that of imports.
+figures_packages.py the picture of imports.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def default_model() -> ModelConfig:
 
 
 def case(strategy: str, **others: Any) -> Case:
-    """Return the case of the default model on four ranks, with one micro-batch per rank."""
+    """Return a case of the planner: the default model on four ranks, with one micro-batch per rank."""
     return Case(default_model(), ranks=RANKS, batch_size=2 * RANKS, strategy_name=strategy, **others)
 
 
 def rank_legend(picture: Picture, x: float, y: float, ranks: int = RANKS) -> None:
-    """Draw the legend of the ranks' colours."""
+    """Draw a legend with the colour of each rank."""
     for rank in range(ranks):
         picture.box(x + 82 * rank, y - 10, 12, 12, f"rank{rank}")
         picture.text(x + 82 * rank + 18, y, f"rank {rank}", "dim")
@@ -56,7 +56,7 @@ def rank_legend(picture: Picture, x: float, y: float, ranks: int = RANKS) -> Non
 
 
 def slices(picture: Picture, partition: Partition, x: float, y: float, scale: float, height: float) -> None:
-    """Draw a flat buffer with its slices, each in the colour of its rank."""
+    """Draw a flat buffer as its slices, each in the colour of the rank that owns it."""
     for rank in range(partition.parts):
         part = partition.part(rank)
         if part.start < part.stop:
@@ -65,17 +65,17 @@ def slices(picture: Picture, partition: Partition, x: float, y: float, scale: fl
 
 
 def units() -> str:
-    """Draw each unit of the model as a bar with its slices, and one block enlarged."""
+    """Draw each unit of the model as a bar with its slices, and one block magnified."""
     layout = case("full-shard").layout
     picture = Picture(
         WIDTH,
         "Units and slices: the default model on 4 ranks",
-        "Six units as bars, each cut into four slices; the first block shown larger with its parameters.",
+        "Six units as bars, each cut into four slices; the first block magnified, with its parameters.",
     )
     picture.text(
         MARGIN,
         62,
-        "One bar is one unit: a flat buffer that travels as a whole. One colour, one owner.",
+        "Each bar is a unit: a flat buffer that is gathered as one. Colours show the owners.",
         "dim",
     )
     rank_legend(picture, WIDTH - MARGIN - 320, 38)
@@ -88,15 +88,15 @@ def units() -> str:
         own = unit.partition(RANKS).counts
         kept = f"{own[0]:,}" if len(set(own)) == 1 else f"{min(own):,} to {max(own):,}"
         picture.text(WIDTH - MARGIN, y + 9, f"{unit.length:,} elements", "ink small end")
-        picture.text(WIDTH - MARGIN, y + 23, f"{kept} a rank", "dim small end")
+        picture.text(WIDTH - MARGIN, y + 23, f"{kept} per rank", "dim small end")
     near(picture, layout.units[1], 84 + 32 * len(layout.units) + 46)
     return picture.done(84 + 32 * len(layout.units) + 202)
 
 
 def near(picture: Picture, unit: Unit, top: float) -> None:
-    """Draw one unit enlarged, with its parameters above its slices."""
-    picture.text(MARGIN, top, f"{unit.name} from near", "ink bold")
-    picture.text(MARGIN + 130, top, "a slice takes no notice of where a parameter ends", "dim")
+    """Draw a unit magnified, with its parameters above its slices."""
+    picture.text(MARGIN, top, f"{unit.name} magnified", "ink bold")
+    picture.text(MARGIN + 130, top, "a slice may end inside a parameter", "dim")
     scale = (WIDTH - 2 * MARGIN) / unit.length
     for name, param in unit.params.items():
         x, width = MARGIN + unit.offsets[name] * scale, param.size * scale
@@ -115,7 +115,7 @@ def near(picture: Picture, unit: Unit, top: float) -> None:
     picture.text(
         MARGIN,
         top + 130,
-        f"Slices end on multiples of {unit.quantum:,} elements, parameters start on them.",
+        f"Slices end on multiples of {unit.quantum:,} elements, parameters begin at them.",
         "dim",
     )
 
@@ -124,7 +124,7 @@ def near(picture: Picture, unit: Unit, top: float) -> None:
 
 
 def held(of: Case, kind: str, rank: int) -> list[int]:
-    """Return the owners of the slices of `kind` that a rank keeps from step to step."""
+    """Return the owners of those slices of `kind` that a rank keeps from step to step."""
     strategy = of.strategy
     own = [rank % of.owners]
     whole = list(range(of.owners))
@@ -134,16 +134,16 @@ def held(of: Case, kind: str, rank: int) -> list[int]:
 
 
 def kept() -> str:
-    """Draw which parameters, gradients and moments each rank keeps under each strategy."""
+    """Draw, for each strategy, which parameters, gradients and moments a rank keeps."""
     picture = Picture(
         WIDTH,
         "What each rank keeps from step to step",
-        "For each strategy, four ranks on two nodes with the slices that they hold.",
+        "For each strategy, the slices that four ranks on two nodes hold.",
     )
     picture.text(
         MARGIN,
         62,
-        "The default model on 2 nodes of 2 ranks, messages only. A filled cell is a slice that is there.",
+        "The default model on 2 nodes of 2 ranks, messages only. A filled cell is a slice that is kept.",
         "dim",
     )
     for row, name in enumerate(STRATEGIES):
@@ -152,7 +152,7 @@ def kept() -> str:
         picture.text(MARGIN, top + 14, name, "ink bold")
         memory = plan_memory(of)
         state = memory.parameters + memory.masters + memory.gradients + memory.moments
-        picture.text(MARGIN, top + 36, f"{state / MIB:.1f} MiB a rank", "ink")
+        picture.text(MARGIN, top + 36, f"{state / MIB:.1f} MiB per rank", "ink")
         picture.text(MARGIN, top + 54, state_in_words(memory), "dim small")
         for rank in range(RANKS):
             x = 290 + 166 * rank
@@ -167,13 +167,13 @@ def kept() -> str:
 
 
 def state_in_words(memory: Memory) -> str:
-    """Return the MiB of parameters, gradients and moments as text."""
+    """Return a text with the MiB of parameters, gradients and moments."""
     parts = (memory.parameters, memory.gradients, memory.moments)
     return " + ".join(f"{part / MIB:.1f}" for part in parts)
 
 
 def strip(picture: Picture, owners: int, there: list[int], x: float, y: float) -> None:
-    """Draw a row of cells, one per slice."""
+    """Draw a row of cells, one for each slice. `there`: the filled cells."""
     width = 140 / owners
     for owner in range(owners):
         kind = f"rank{owner}" if owner in there else "faint"
@@ -184,16 +184,16 @@ def strip(picture: Picture, owners: int, there: list[int], x: float, y: float) -
 
 
 def traffic() -> str:
-    """Draw the bytes inside and between nodes per step, for each strategy and both transports."""
+    """Draw the bytes that a step sends inside and between nodes, for each strategy and two transports."""
     picture = Picture(
         WIDTH,
-        "What travels in a step",
-        "Bars of megabytes that all ranks together give away in a step, inside nodes and between them.",
+        "Bytes sent in a step",
+        "Bars: the megabytes that all ranks send in a step, inside nodes and between them.",
     )
     picture.text(
         MARGIN,
         62,
-        "The default model on 2 nodes of 2 ranks, one micro-batch a rank: all ranks together, in MiB.",
+        "The default model on 2 nodes of 2 ranks, one micro-batch per rank: sum of all ranks in MiB.",
         "dim",
     )
     rows = [(name, wanted) for name in STRATEGIES for wanted in ("auto", "mpi")]
@@ -223,7 +223,7 @@ def traffic() -> str:
 
 
 def pictures() -> dict[str, Callable[[], str]]:
-    """Return file name -> function that draws the picture."""
+    """Return name of a file -> function that draws its picture."""
     import figures_packages
     import figures_time
 
@@ -232,7 +232,7 @@ def pictures() -> dict[str, Callable[[], str]]:
 
 
 def main() -> None:
-    """Write all pictures into the folder of the command line, by default docs/images."""
+    """Write all pictures into the folder that the command line names, or docs/images."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in pictures().items():

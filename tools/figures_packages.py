@@ -1,7 +1,7 @@
-"""Draws the picture of the packages in ARCHITECTURE.md: each package above those that it imports.
+"""Draws the picture of the packages in ARCHITECTURE.md. Each package is above the packages that it imports.
 
-The places of the boxes are written here. Each arrow is checked with the functions of structure.py: an arrow
-without an import, or an import that leads upwards, ends the drawing.
+The positions of the boxes are set here. Each arrow is checked with the functions of structure.py: drawing
+fails if an arrow has no import, or if an import leads upwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from svg import MARGIN, Picture
 PACKAGE = Path(__file__).resolve().parents[1] / "zero_mpi"
 COLUMN, ROW, HEIGHT = 129, 80, 52
 TOP = 74
-# Package: row, first column, columns, and a few words about it.
+# Package: row, first column, number of columns, and a few words about it.
 BOXES = {
     "commands": (0, 0, 7, "evaluate, verify, export, ..."),
     "train": (1, 0, 7, "resolve, setup, trainer, saving"),
@@ -33,7 +33,7 @@ BOXES = {
     "device": (9, 0, 5, "host or GPU, buffers, the ordered sum"),
 }
 LAST_ROW = 9
-# An import, and the column of its arrow.
+# An import, with the column of its arrow.
 ARROWS = (
     ("commands", "train", 3), ("train", "plan", 1), ("train", "launch", 5), ("train", "data", 6),
     ("plan", "config", 1), ("config", "checkpoint", 1), ("checkpoint", "models", 0),
@@ -45,7 +45,7 @@ ARROWS = (
 
 
 def used(package: str) -> set[str]:
-    """Return the packages that the modules of a package import."""
+    """Return those packages that the modules of a package import."""
     return {
         layer_of(name.removeprefix("zero_mpi."))
         for path in (PACKAGE / package).rglob("*.py")
@@ -55,10 +55,10 @@ def used(package: str) -> set[str]:
 
 
 def packages() -> str:
-    """Draw the main packages as boxes, each above those that it imports."""
+    """Draw the main packages as boxes. Each box is above those of the packages that it imports."""
     picture = Picture(
         2 * MARGIN + 7 * COLUMN,
-        "The main packages, each above those that it imports",
+        "The main packages; each is above those that it imports",
         "; ".join(f"{above} imports {below}" for above, below, _ in ARROWS),
     )
     for above, below, column in ARROWS:

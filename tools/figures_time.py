@@ -1,4 +1,4 @@
-"""Draws pictures of a step: when units are gathered and reduced, the routes of sums, the order of sums.
+"""Draws pictures of a step: when units are gathered and reduced, the ways of sums, and the order of sums.
 
 The columns of a schedule are its stages and turns, with the actions that `ShardedModule` runs. The numbers of
 elements in boxes come from `zero_mpi.plan.traffic`, and `Rounds` determines the positions of
@@ -44,7 +44,7 @@ TOP = 150
 
 @dataclass(frozen=True)
 class Span:
-    """Columns [start, stop) of an activity of a unit."""
+    """Columns [start, stop) in which a unit is gathered, present, or used by a stage."""
 
     unit: int
     start: float
@@ -114,7 +114,7 @@ def draw_story(
 ) -> str:
     """Draw a schedule, with a row per unit and a column per stage or turn.
 
-    `after`: name of the gather after all sums, or ""; `later`: it may extend into the next step.
+    `after`: name of a gather that follows all sums, or ""; `later`: it may extend into the next step.
     """
     got = story(layout, names)
     picture = Picture(WIDTH, title, about)
@@ -139,11 +139,11 @@ def draw_story(
 
 
 def legend(picture: Picture, gathers: bool, after: str) -> None:
-    """Draw the legend of the marks."""
+    """Draw a legend of the marks."""
     x = float(MARGIN)
     marks = [
-        ("work", "a stage computes with it"),
-        ("there", "whole on this rank"),
+        ("work", "a stage uses the unit"),
+        ("there", "gathered on this rank"),
         ("sum", "its gradient is reduced"),
     ]
     if gathers or after:
@@ -171,17 +171,17 @@ def heads(picture: Picture, columns: list[str], ahead: int, bottom: float) -> No
 
 
 def place(picture: Picture, span: Span, kind: str) -> None:
-    """Draw a box over a span."""
+    """Draw a box that covers a span."""
     x, y = LEFT + CELL * span.start, TOP + HIGH * span.unit
     pad = 3 if kind == "there" else 6
     picture.box(x + pad, y + pad, CELL * (span.stop - span.start) - 2 * pad, HIGH - 2 * pad, kind, r=3)
 
 
 def arrow(picture: Picture, span: Span, kind: str, low: bool = False) -> None:
-    """Draw a transfer from its start to the point where it must be complete."""
+    """Draw a transfer as an arrow from its start to the point at which it must be complete."""
     y = TOP + HIGH * (span.unit + 0.5)
     start, stop = LEFT + CELL * span.start, LEFT + CELL * span.stop
-    if start == stop:  # started where it is needed: nothing hides it
+    if start == stop:  # it starts where it is needed, so nothing hides it
         start -= 0.42 * CELL
     picture.arrow((start + 4, y), (stop - 2, y), kind)
 
@@ -196,33 +196,29 @@ def stage_case(strategy: str, config: Config | None = None, **others: Any) -> tu
 def full_shard() -> str:
     """Draw full-shard: units are gathered before each use and dropped after it."""
     layout, names = stage_case("full-shard")
-    about = (
-        "A unit is gathered one stage ahead (--prefetch 1), used, and dropped; for backward it comes again."
-    )
+    about = "A unit is gathered one stage ahead (--prefetch 1), used, and dropped. Backward gathers it again."
     return draw_story("A step under full-shard, on one rank", about, layout, names, gathers=True)
 
 
 def full_shard_late() -> str:
     """Draw full-shard without prefetch."""
     layout, names = stage_case("full-shard", prefetch=0)
-    about = "Without looking ahead every gather is waited for: less memory by one unit, nothing hidden."
+    about = "Without prefetch each gather is awaited: memory for one unit less, no overlap."
     return draw_story("The same with --prefetch 0", about, layout, names, gathers=True)
 
 
 def shard_grad_op() -> str:
     """Draw shard-grad-op: full parameters, reduced gradients, one gather after the update."""
     layout, names = stage_case("shard-grad-op")
-    about = (
-        "Parameters stay whole. Gradients go to their owners; the update brings the new values to all ranks."
-    )
+    about = "Parameters stay gathered. Gradients go to their owners. After the update, new values go to all."
     after = "the new values are gathered"
     return draw_story("A step under shard-grad-op", about, layout, names, after=after, later=True)
 
 
 def no_shard() -> str:
-    """Draw no-shard: buckets, and a gather of the sums."""
+    """Draw no-shard: buckets of gradients, and a gather of their sums."""
     layout, names = stage_case("no-shard", bucket_mb=2.0)
-    about = "Units are buckets (here --bucket-mb 2), filled from the end of the model, as gradients come."
+    about = "Units are buckets (here --bucket-mb 2), filled from the end of the model, like gradients."
     after = "exact mode: the sums are gathered"
     return draw_story("A step under no-shard", about, layout, names, after=after)
 
@@ -239,7 +235,7 @@ def turns() -> str:
 
 
 def nodes() -> str:
-    """Draw a sum that passes from node to node, and a gather that reaches each node once."""
+    """Draw how a sum passes from node to node, and how a gather reaches each node once."""
     ranks, per_node = 6, 2
     partition = Partition(6144, ranks, 1024)
     way = Lanes(ranks, per_node)
@@ -248,26 +244,26 @@ def nodes() -> str:
     picture = Picture(
         WIDTH,
         "One unit of 6,144 elements on 3 nodes of 2 ranks",
-        "Left, the way of a sum from node to node; right, the way of a gather. Numbers are elements sent.",
+        "Left: how a sum goes from node to node. Right: how a gather goes. Numbers are elements sent.",
     )
     picture.text(
         MARGIN,
         62,
-        "Ranks of the same place on their nodes form a lane, which carries what its ranks own.",
+        "Ranks with one index on their nodes form a lane, which carries the shards that they own.",
         "dim",
     )
-    side(picture, MARGIN, "a reduction: the running sum travels", between, forward=True)
-    side(picture, WIDTH / 2 + 10, "a gather: every slice comes to a node once", gathered, forward=False)
-    note = f"Inside a node, rank 0 lets the other one read {int(inside[0]):,} elements of its gradient."
-    order = "Each node adds what its ranks give, in their order: ((r0 + r1) + r2) + ... as on one node."
-    home = "From the last node a sum goes straight home to its owner. " + note
+    side(picture, MARGIN, "a reduction: the running sum moves on", between, forward=True)
+    side(picture, WIDTH / 2 + 10, "a gather: each node gets every slice once", gathered, forward=False)
+    note = f"Inside a node, the other rank reads {int(inside[0]):,} elements of rank 0's gradient."
+    order = "Each node adds its ranks' values in rank order: ((r0 + r1) + r2) + ... as on one node."
+    home = "The last node sends a sum to its owner. " + note
     picture.text(MARGIN, 346, order, "dim")
     picture.text(MARGIN, 366, home, "dim")
     return picture.done(388)
 
 
 def side(picture: Picture, x: float, title: str, sent: Array, forward: bool) -> None:
-    """Draw three nodes in a row, and arrows along the lanes."""
+    """Draw three nodes in a row, and arrows along the lanes between them."""
     picture.text(x, 100, title, "ink bold")
     for node in range(3):
         left = x + 150 * node
@@ -283,7 +279,7 @@ def side(picture: Picture, x: float, title: str, sent: Array, forward: bool) -> 
 
 
 def along(picture: Picture, x: float, y: float, kind: str, forward: bool) -> None:
-    """Draw one lane: sums from node to node and straight to the owner, or slices from each to each."""
+    """Draw a lane: sums from node to node and then to the owner, or slices from each node to all others."""
     for node in range(2):
         left = x + 150 * node + 98
         if forward:
@@ -303,17 +299,17 @@ def along(picture: Picture, x: float, y: float, kind: str, forward: bool) -> Non
 
 
 def order() -> str:
-    """Where micro-batches are computed with 1, 2, 3 and 4 ranks, and the one sum that they all make."""
+    """Draw where 1, 2, 3 and 4 ranks compute the micro-batches, and the one sum that results from them."""
     micro_batches = 6
     picture = Picture(
         WIDTH,
-        "One step of 6 micro-batches: other ranks compute them, the sum is the same",
+        "One step of 6 micro-batches: on different ranks, but with the same sum",
         "Rows for 1, 2, 3 and 4 ranks: in which round and on which rank each micro-batch is computed.",
     )
     picture.text(
         MARGIN,
         62,
-        "A box is a micro-batch, its colour the rank that computes it. Boxes of a round stand together.",
+        "A box is a micro-batch in the colour of its rank. Boxes of a round are side by side.",
         "dim",
     )
     y = 84
@@ -338,7 +334,7 @@ def order() -> str:
         chain = f"({chain} + g{index})"
     picture.text(MARGIN, y + 32, "every element", "ink bold")
     picture.text(150, y + 32, chain[1:-1], "ink")
-    picture.text(WIDTH - MARGIN, y + 32, "float32, one addition after the other", "dim end")
+    picture.text(WIDTH - MARGIN, y + 32, "float32, additions in this order", "dim end")
     return picture.done(y + 52)
 
 

@@ -1,7 +1,7 @@
-"""Makes the pages of the reference for mkdocstrings, with the public names of each package.
+"""Makes the pages of the API reference for mkdocstrings: the public names of each package, from `__all__`.
 
-Our docstrings list things as "name   what it is", in columns; `listed` makes a list of Markdown of these.
-Nothing is imported: the names stand in the source.
+Our docstrings list things in columns, as "name   what it is". `listed` makes a Markdown list of them. No
+module is imported: the names are read from the source code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PAGES = {
     "reference/models.md": ("Reference: models", "zero_mpi.models"),
     "reference/comm.md": ("Reference: transports", "zero_mpi.comm"),
 }
-# Other modules that a user program may need; their pages have all names.
+# Further modules that a user's program may need; all of their names are shown.
 MORE = ("zero_mpi.launch.world", "zero_mpi.launch.connect", "zero_mpi.errors")
 ROW = re.compile(r"(?P<name>[`\w][^.\s]*(?:,? [^.\s]+){0,4}) {2,}(?P<text>\S.*)")
 
@@ -35,26 +35,26 @@ def public_names(package: str) -> list[str]:
 
 
 def reference_pages() -> dict[str, str]:
-    """Return path on the site -> Markdown."""
+    """Return path on the site -> text of the page in Markdown."""
     found = {path: page(title, package) for path, (title, package) in PAGES.items()}
     wholes = "\n\n".join(f"::: {module}" for module in MORE)
     return found | {"reference/more.md": f"# Reference: to start and to end\n\n{wholes}\n"}
 
 
 def page(title: str, package: str) -> str:
-    """Return the page of a package: its docstring, then each public name."""
+    """Return the page of a package: its docstring, followed by each public name."""
     tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
     names = "\n\n".join(f"::: {package}.{name}" for name in public_names(package))
     return f"# {title}\n\n{listed(ast.get_docstring(tree) or '')}\n\n{names}\n"
 
 
 def listed(text: str) -> str:
-    """Return a docstring with its rows of names and meanings as a Markdown list."""
+    """Return a docstring in which rows of names and meanings are a Markdown list."""
     return "\n".join(rows(text.splitlines()))
 
 
 def rows(lines: list[str]) -> Iterator[str]:
-    """Yield the lines, with each row and the indented lines below it as a list item."""
+    """Yield the lines. Each row, with the indented lines below it, becomes an item of a list."""
     inside = False
     for line in lines:
         row = ROW.fullmatch(line)

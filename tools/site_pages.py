@@ -1,9 +1,9 @@
-"""The pages of the site, from where they lie in the project: what mkdocs asks while it builds (mkdocs.yml).
+"""Functions that mkdocs calls to build the site from pages in several folders of the project (mkdocs.yml).
 
-README is the first page, and those at the root of the project become pages too. Links between pages are
-written as the repository needs them; here each is made the one that leads to the same place on the site. A
-file of the project that a page links comes along. Of mkdocs only `File.generated` is used, so that tests can
-do without it.
+README is the first page, and other pages at the root of the project are on the site too. Links between pages
+are written for the repository, and are changed here to lead to the same place on the site. A file of the
+project that a page links is copied to the site. Only `File.generated` of mkdocs is used, so that tests run
+without mkdocs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from reference import reference_pages
 
 ROOT = Path(__file__).resolve().parents[1]
-# Pages that the site has elsewhere than docs/ does: those at the root, and the table of all pages.
+# Pages whose path on the site is not that in docs/: pages at the root, and the table of all pages.
 MOVED = {
     "README.md": "index.md",
     "docs/index.md": "pages.md",
@@ -26,19 +26,19 @@ MOVED = {
 }
 ASSETS = ROOT / "tools" / "site_assets"
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-NAME = re.compile(r"<code>(?=[^<]{1,26}</code>)")  # what fits into a line of a telephone
-FILE = re.compile(r"(?<=\[)[\w./-]+\.md(?=\]\(([^)#\s]+))")  # a link that is called by its file
+NAME = re.compile(r"<code>(?=[^<]{1,26}</code>)")  # short enough for a line on a phone
+FILE = re.compile(r"(?<=\[)[\w./-]+\.md(?=\]\(([^)#\s]+))")  # a link whose text is the name of a file
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[#)])")
 
 
 def pages() -> dict[str, str]:
-    """Return path in the project -> path on the site, for all pages that are written by hand."""
+    """Return path in the project -> path on the site, for all pages that people write."""
     own = {f"docs/{path.name}": path.name for path in sorted((ROOT / "docs").glob("*.md"))}
     return own | MOVED
 
 
 def places() -> dict[str, str]:
-    """Return the same for pages, pictures, and files of the project that a page links."""
+    """Return path in the project -> path on the site, for pages, pictures, and files that a page links."""
     found = pages()
     found |= {f"docs/images/{path.name}": f"images/{path.name}" for path in (ROOT / "docs/images").iterdir()}
     for page in pages():
@@ -48,13 +48,13 @@ def places() -> dict[str, str]:
 
 
 def linked(page: str) -> list[str]:
-    """Return the paths in the project that a page links."""
+    """Return the paths in the project to which a page has links."""
     parts = CODE.split((ROOT / page).read_text(encoding="utf-8"))
     return [target(page, link) for part in parts[::2] for link in LINK.findall(part)]
 
 
 def target(page: str, link: str) -> str:
-    """Return the path in the project for a link of a page."""
+    """Return the path in the project to which a link of a page leads."""
     return os.path.normpath(Path(page).parent / link)
 
 
@@ -64,7 +64,7 @@ def title(page: str) -> str:
 
 
 def with_links_of_the_site(page: str, text: str, places: dict[str, str]) -> str:
-    """The text of a page, each link from where the page is on the site; files are called by their titles."""
+    """Return the text of a page with links for the site. Links named after files get titles of pages."""
     here = Path(places[page]).parent
 
     def called(name: re.Match[str]) -> str:
@@ -79,8 +79,8 @@ def with_links_of_the_site(page: str, text: str, places: dict[str, str]) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages and files of the site that are not in docs/; mkdocs calls this."""
-    from mkdocs.structure.files import File  # is not there where tests read this file
+    """Add those pages and files of the site that are not in docs/. mkdocs calls this."""
+    from mkdocs.structure.files import File  # not installed where only tests use this module
 
     def add(path: str, **how: Any) -> None:
         if old := files.get_file_from_path(path):
@@ -98,9 +98,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return the text of a page before it becomes HTML; mkdocs calls this.
+    """Return the text of a page, which mkdocs converts to HTML next. mkdocs calls this.
 
-    A page without headings leaves the room of their list to its tables.
+    A page without headings has no list of headings, so that its tables can be wider.
     """
     if "\n## " not in markdown and not page.file.src_uri.startswith("reference/"):
         page.meta["hide"] = ["toc"]
@@ -110,12 +110,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Return a page's HTML, without the backslash before bars in tables; mkdocs calls this."""
+    """Return the HTML of a page, without backslashes before bars in tables. mkdocs calls this."""
     html = re.sub(r"<(t[dh])[ >].*?</\1>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
     return NAME.sub('<code class="name">', html)
 
 
 def on_post_build(config: Any) -> None:
-    """Called by mkdocs at the end: what is of use only to a host whose address is known goes."""
+    """Remove files that need the address of a host, which is not known. mkdocs calls this at the end."""
     for name in ("404.html", "sitemap.xml", "sitemap.xml.gz"):
         (Path(config.site_dir) / name).unlink(missing_ok=True)

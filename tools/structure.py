@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Check the structure of the tree: the direction of imports, circles, sizes, docstrings.
+"""Check the structure of the tree: directions of imports, circular imports, sizes, docstrings.
 
     python tools/structure.py [ROOT]
 
 The tree is an ordered list of layers, which are packages or single files (`ORDER`). A layer imports only
 layers before it, and its files have no circular imports. Imports inside functions count, and so does the full
-name of a module in a string, because it starts or loads the module. Imports under `if TYPE_CHECKING:` do not
-count. Tests, tools and examples import only names that exist. Prints each violation as `path:line: text` and
-exits with status 1 if there is one.
+name of a module in a string, because such a string starts or loads the module. Imports under `if
+TYPE_CHECKING:` do not count. Tests, tools and examples import only names that exist. Prints each violation as
+`path:line: text`. Exits with status 1 if there is a violation.
 """
 
 import ast
@@ -19,7 +19,7 @@ from pathlib import Path
 
 PACKAGE = "zero_mpi"
 
-# What lies at the top of the package; each imports only those before it.
+# Packages and files at the top of the package. Each of them imports only those before it.
 ORDER = (
     "errors", "environment", "files", "arguments", "telemetry",
     "device", "data", "cli",
@@ -27,21 +27,21 @@ ORDER = (
     "checkpoint", "config", "plan", "train", "commands", "__main__",
 )  # fmt: skip
 
-# Imports that the order allows but the design does not: a layer, and layers that it must not use.
+# Imports that the order permits but the design does not: a layer, and layers that it must not import.
 NEVER: dict[str, tuple[str, ...]] = {
-    "comm": ("ops", "nn"),  # transports carry and add arrays; they know no operation and no layer
-    "nn": ("comm",),  # a layer holds no arrays and knows no ranks: that is what lets them be sharded
-    "data": ("device", "ops", "comm", "cli", "telemetry"),  # functions of their arguments alone
+    "comm": ("ops", "nn"),  # transports carry and add arrays, without operations or layers
+    "nn": ("comm",),  # a layer holds no arrays and knows no ranks, so it can be sharded
+    "data": ("device", "ops", "comm", "cli", "telemetry"),  # its functions depend only on their arguments
     "models": ("comm",),
     "sharding": ("models",),
     "optim": ("models", "nn"),
 }
-# The only modules of a layer that another layer may use.
+# If a pair of layers is listed here, the first may import only these modules of the second.
 ONLY: dict[tuple[str, str], tuple[str, ...]] = {
     ("sharding", "nn"): ("nn.layer", "nn.linear", "nn.loss", "nn.batch"),
 }
 
-# Libraries that only some modules may import.
+# Libraries, and the only modules that may import them.
 GUARDED: dict[str, tuple[str, ...]] = {
     "mpi4py": ("comm.start_mpi",),
     "cupy": ("device.*", "ops.gpu.*", "comm.*"),
@@ -52,7 +52,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
 }
 
 MAX_FUNCTION, MAX_FILE = 40, 500
-# What is longer still: lines of a file, or of a function in it. These numbers may only fall.
+# Files and functions that are too long, with their lines. These numbers may only fall.
 DEBT = {
     "zero_mpi/ops/cpu/attention.py:backward": 44,
     "zero_mpi/ops/cpu/blas.py:sgemm": 42,
@@ -60,22 +60,22 @@ DEBT = {
     "tests/fuzz/fuzz_gguf.py:model": 44,
 }
 FOLDERS = (PACKAGE, "tools", "examples", "benchmarks", "tests")
-FREE_LENGTH = ("tests",)  # a table of cases may be long; its functions may not
+FREE_LENGTH = ("tests",)  # a table of test cases may be long; functions may not
 
-UNDOCUMENTED = re.compile(r"(\w+\.)?(overload|implements\(.*)$")  # their argument has the docstring
+UNDOCUMENTED = re.compile(r"(\w+\.)?(overload|implements\(.*)$")  # decorators that replace a docstring
 
 Violation = tuple[int, str]
 
 
 def matches(module: str, pattern: str) -> bool:
-    """Return True if a module's name (without the package) matches a pattern of the tables."""
+    """Return whether the name of a module, without the package, matches a pattern of the tables."""
     if pattern.endswith(".*"):
         return module == pattern[:-2] or module.startswith(pattern[:-1])
     return pattern in ("*", module)
 
 
 def layer_of(module: str) -> str:
-    """Return the layer of a module: `comm` for `comm.mpi`."""
+    """Return the layer of a module, such as `comm` for `comm.mpi`."""
     return module.partition(".")[0]
 
 
@@ -86,12 +86,12 @@ def module_name(path: Path, package: Path) -> str:
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    """Return True if a node is `if TYPE_CHECKING:` or `if typing.TYPE_CHECKING:`."""
+    """Return whether a node is `if TYPE_CHECKING:` or `if typing.TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes except those under `if TYPE_CHECKING:`."""
+    """Yield all nodes of a tree except those under `if TYPE_CHECKING:`."""
     for node in ast.iter_child_nodes(tree):
         if is_type_checking(node):
             for other in node.orelse:  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, full dotted name) of each import of a file."""
+    """Yield the line and the full dotted name of each import in a file."""
     for node in running_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -117,12 +117,12 @@ def imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, str
 
 
 def is_named_whole(value: object, package: Path) -> bool:
-    """Return True if a constant of the source is the name of a module."""
+    """Return whether a constant in the source is the full name of a module."""
     return isinstance(value, str) and not value.endswith(".") and is_module(value, package)
 
 
 def absolute(node: ast.ImportFrom, path: Path, package: Path) -> str:
-    """Return the module in `from X import`, with relative imports resolved."""
+    """Return the module in `from X import`. Relative imports are resolved."""
     if node.level == 0:
         return node.module or ""
     folder = path.parents[node.level - 1].relative_to(package.parent)
@@ -130,13 +130,13 @@ def absolute(node: ast.ImportFrom, path: Path, package: Path) -> str:
 
 
 def is_module(name: str, package: Path) -> bool:
-    """Return True if a dotted name is a module of the package, and not a name inside a module."""
+    """Return whether a dotted name is a module of the package, and not a name inside a module."""
     place = package.parent.joinpath(*name.split("."))
     return name.startswith(f"{PACKAGE}.") and (place.with_suffix(".py").exists() or place.is_dir())
 
 
 def why_not(module: str, target: str) -> str | None:
-    """Return why a module may not import another of the package; None if it may."""
+    """Return why a module must not import another module of the package; None if it may."""
     layer, other = layer_of(module), layer_of(target)
     if layer == other:
         return None
@@ -151,7 +151,7 @@ def why_not(module: str, target: str) -> str | None:
 
 
 def check_imports(tree: ast.AST, path: Path, package: Path) -> Iterator[Violation]:
-    """Arrows that point back, guarded libraries, layers that the order does not know."""
+    """Yield imports against the order, imports of guarded libraries, and layers that are not in the order."""
     module = module_name(path, package)
     if not module:
         return
@@ -171,7 +171,7 @@ def check_imports(tree: ast.AST, path: Path, package: Path) -> Iterator[Violatio
 
 
 def check_circles(package: Path) -> Iterator[tuple[Path, Violation]]:
-    """Yield circular imports."""
+    """Yield circular imports, each with the file where it begins."""
     arrows: dict[str, dict[str, int]] = {}
     places = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
     for module, path in places.items():
@@ -183,7 +183,7 @@ def check_circles(package: Path) -> Iterator[tuple[Path, Violation]]:
     done: set[str] = set()
     for module in sorted(places):
         yield from (
-            (places[circle[0]], (arrows[circle[0]][circle[1]], f"a circle of files: {' -> '.join(circle)}"))
+            (places[circle[0]], (arrows[circle[0]][circle[1]], f"circular imports: {' -> '.join(circle)}"))
             for circle in circles_from(module, [], arrows, done)
         )
 
@@ -191,7 +191,7 @@ def check_circles(package: Path) -> Iterator[tuple[Path, Violation]]:
 def circles_from(
     module: str, way: list[str], arrows: dict[str, dict[str, int]], done: set[str]
 ) -> Iterator[list[str]]:
-    """Each circle that a walk along the arrows closes; every module is walked through once."""
+    """Yield each circle of imports that begins at `module`. Each module is visited only once."""
     if module in way:
         yield [*way[way.index(module) :], module]
     elif module not in done:
@@ -201,7 +201,7 @@ def circles_from(
 
 
 def check_sizes(tree: ast.Module, text: str, name: str, limit: float) -> Iterator[Violation]:
-    """Files and functions that are longer than allowed, or shorter than their debt says."""
+    """Yield files and functions that are longer than allowed, or shorter than DEBT says."""
     lines = len(text.splitlines())
     yield from check_size(1, "the file", name, lines, limit)
     for node in ast.walk(tree):
@@ -212,16 +212,16 @@ def check_sizes(tree: ast.Module, text: str, name: str, limit: float) -> Iterato
 
 
 def check_size(line: int, what: str, place: str, length: int, limit: float) -> Iterator[Violation]:
-    """One length against its limit, or its debt."""
+    """Yield a message if a length exceeds its limit, or is less than its entry in DEBT."""
     allowed = DEBT.get(place, limit)
     if length > allowed:
         yield line, f"{what} has {length} lines, at most {allowed} allowed"
     elif limit < length < allowed:
-        yield line, f"{what} has {length} lines now: say so in DEBT of tools/structure.py"
+        yield line, f"{what} has only {length} lines now: change DEBT in tools/structure.py"
 
 
 def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation]:
-    """A docstring for the module and, with `public_names`, for what it offers."""
+    """Yield a message for a missing docstring: of the module and, if `public_names`, of public objects."""
     if tree.body and ast.get_docstring(tree) is None:
         yield 1, "the module has no docstring"
     for node in tree.body if public_names else ():
@@ -236,7 +236,7 @@ def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation
 
 @functools.cache
 def names_of(file: Path) -> frozenset[str]:
-    """Return the names that a module defines, imports or assigns."""
+    """Return the names that a file defines, imports or assigns."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -249,7 +249,7 @@ def names_of(file: Path) -> frozenset[str]:
 
 
 def check_names(tree: ast.AST, package: Path) -> Iterator[Violation]:
-    """Each name that `from zero_mpi... import` asks for and no module has."""
+    """Yield each name that a `from zero_mpi... import` asks for, but that no module has."""
     for node in ast.walk(tree):
         origin = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
         if not origin or origin.split(".")[0] != PACKAGE:
@@ -279,7 +279,7 @@ def check_file(path: Path, root: Path) -> Iterator[Violation]:
 
 
 def violations(root: Path) -> list[str]:
-    """Return every violation in the tree, as `path:line: text`."""
+    """Return all violations in the tree, as `path:line: text`."""
     files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
     found = [(path, violation) for path in files for violation in sorted(check_file(path, root))]
     found += check_circles(root / PACKAGE)
@@ -287,7 +287,7 @@ def violations(root: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print the violations; return the exit status."""
+    """Print the violations. Return the exit status."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
     found = violations(root)
     print("\n".join(found) if found else "structure: clean")

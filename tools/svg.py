@@ -1,7 +1,7 @@
-"""Draws a small SVG: rectangles, lines, arrows, text, in colours that fit a light and a dark page.
+"""Draws small SVG pictures of rectangles, lines, arrows and text, in colours for light and dark pages.
 
-A picture brings its own background, and a style sheet inside the file turns it dark where the reader's system
-is dark. Coordinates are whole pixels or tenths of them, so the same numbers give the same bytes everywhere.
+A picture has its own background. A style sheet inside the file makes it dark if the reader's system is dark.
+Coordinates are rounded to tenths of a pixel, so the same numbers give the same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 MARGIN = 28
-# Of ranks: four colours that most colour-blind people can tell apart (Okabe and Ito), light and dark page.
+# Colours of ranks, which most colour-blind people can tell apart (Okabe and Ito): on a light and a dark page.
 RANKS = (("#2b7bba", "#5aa5dd"), ("#b96b00", "#f0ad4e"), ("#14805f", "#3fc49a"), ("#a8518c", "#d98cc0"))
 COLOURS = {
     "paper": ("#ffffff", "#15181d"),
@@ -28,7 +28,7 @@ FONT = "font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue','
 
 
 def style() -> str:
-    """Return the style sheet: fill and stroke classes of each colour, and their dark values."""
+    """Return the style sheet: classes for fill and stroke in each colour, and their dark variants."""
 
     def rules(side: int) -> str:
         return "".join(
@@ -43,12 +43,12 @@ def style() -> str:
 
 
 def number(value: float) -> str:
-    """Return a coordinate as text, to a tenth of a pixel."""
+    """Return a coordinate as text, rounded to a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 class Picture:
-    """SVG picture, made line by line; screen readers read `title` and `about`."""
+    """An SVG picture that is built line by line. Screen readers read `title` and `about`."""
 
     def __init__(self, width: int, title: str, about: str) -> None:
         self.width, self.title, self.about = width, title, about
@@ -56,7 +56,7 @@ class Picture:
         self.text(MARGIN, 38, title, "ink head")
 
     def box(self, x: float, y: float, w: float, h: float, kind: str, *, edge: str = "", r: float = 2) -> None:
-        """Draw a rectangle; `kind` and `edge` are classes of fill and outline."""
+        """Draw a rectangle. `kind` and `edge`: classes of its fill and of its outline."""
         line = f" l-{edge} thin" if edge else ""
         self.parts.append(
             f'<rect x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}" '
@@ -64,13 +64,13 @@ class Picture:
         )
 
     def line(self, points: Sequence[tuple[float, float]], kind: str, *, dashes: str = "") -> None:
-        """Draw a line through points."""
+        """Draw a line through the given points."""
         way = " ".join(f"{number(x)},{number(y)}" for x, y in points)
         dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
         self.parts.append(f'<polyline points="{way}" class="line l-{kind}"{dashed}/>')
 
     def arrow(self, start: tuple[float, float], stop: tuple[float, float], kind: str) -> None:
-        """Draw a straight arrow, along one axis."""
+        """Draw a straight arrow, which must be horizontal or vertical."""
         (x0, y0), (x1, y1) = start, stop
         length = abs(x1 - x0) + abs(y1 - y0)
         dx, dy = (x1 - x0) / length, (y1 - y0) / length
@@ -85,11 +85,11 @@ class Picture:
         self.parts.append(f'<polygon points="{way}" class="{kind}"/>')
 
     def text(self, x: float, y: float, text: str, kind: str = "ink") -> None:
-        """Draw a line of text with its baseline at y."""
+        """Draw a line of text whose baseline is at y."""
         self.parts.append(f'<text x="{number(x)}" y="{number(y)}" class="{kind}">{escape(text)}</text>')
 
     def done(self, height: float) -> str:
-        """Return the text of the file."""
+        """Return the text of the SVG file."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {number(height)}" '
             f'width="{self.width}" height="{number(height)}" role="img" aria-labelledby="title about">'

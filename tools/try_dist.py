@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Test the result of `make dist` like a new user: outside the tree, in a new environment.
+"""Test the result of `make dist` as a new user would: outside the tree, in a new environment.
 
     PYTHON tools/try_dist.py [FOLDER]
 
-With the Python that runs it, 3.11 or newer, and packages from the index that pip uses: the wheel is installed
-with MPICH's, `zero-mpi --version` says the version, four ranks train for 20 steps on a small text, and the
-run says that it is done. The archive of the sources has what a packager needs, and builds the same wheel.
-Prints a line for each; exits with status 1 and what was said at the first that fails.
+It uses the Python that runs it (3.11 or newer), and packages from the index that pip uses. The wheel is
+installed with MPICH, `zero-mpi --version` prints the version, four ranks train for 20 steps on a small text,
+and the run reports that it is done. The source archive has the files that a packager needs, and builds the
+same wheel. Prints a line for each test. Exits with status 1, and the program's output, at the first failure.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ DIST = Path(__file__).resolve().parents[1] / "dist"
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400))
 SIZES = "--layers 2 --dim 32 --heads 2 --context 64 --sample 0 --log-every 1"
 TRAIN = f"mpirun -n 4 python -m zero_mpi.train --steps 20 --data text.txt {SIZES} --out run"
-# Files that the archive must have in addition to the package.
+# Files that the source archive must have, apart from the package.
 WANTED = ("LICENSE", "README.md", "CHANGELOG.md", "Makefile", "docs/index.md", "docs/images/packages.svg",
           "tests/serial/test_docs.py", "examples/custom_loop.py", "packaging/conda/recipe.yaml")  # fmt: skip
 
 
 def the_one(folder: Path, pattern: str) -> Path:
-    """Return the only file that matches a pattern."""
+    """Return the only file that matches a pattern. Exit if there is not exactly one."""
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
-        sys.exit(f"{folder}: expected one {pattern}, found {len(found)}: call `make dist` before")
+        sys.exit(f"{folder}: expected one {pattern}, found {len(found)}: run `make dist` first")
     return found[0].resolve()
 
 
 def run(command: str, folder: Path, programs: Path, limit: float = 300) -> str:
-    """Return the output of a command with the programs of the environment first; exit if it fails."""
+    """Return the output of a command, which is searched in `programs` first. Exit if it fails."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
     kept["PATH"] = f"{programs}:{kept['PATH']}"
     done = subprocess.run(
@@ -51,7 +51,7 @@ def run(command: str, folder: Path, programs: Path, limit: float = 300) -> str:
 
 
 def try_wheel(wheel: Path, folder: Path, programs: Path) -> None:
-    """Install the wheel, ask for its version, and train with it."""
+    """Install the wheel, ask for its version, and train a model with it."""
     run(f"python -m pip --disable-pip-version-check -q install {wheel}[mpich]", folder, programs)
     version = wheel.name.split("-")[1]
     said = run("zero-mpi --version", folder, programs).splitlines()[0]
@@ -70,20 +70,20 @@ def try_wheel(wheel: Path, folder: Path, programs: Path) -> None:
 
 
 def try_sources(archive: Path, wheel: Path, folder: Path, programs: Path) -> None:
-    """Look into the archive of the sources, and build the wheel from it."""
+    """Check which files the source archive has, and build the wheel from it."""
     with tarfile.open(archive) as sources:
         names = {name.partition("/")[2] for name in sources.getnames()}
     missing = [name for name in WANTED if name not in names]
     if missing:
-        sys.exit(f"{archive.name}: expected {', '.join(missing)}: not there")
+        sys.exit(f"{archive.name}: {', '.join(missing)} not found")
     run(f"python -m pip --disable-pip-version-check -q wheel --no-deps -w built {archive}", folder, programs)
     if the_one(folder / "built", "*.whl").read_bytes() != wheel.read_bytes():
-        sys.exit(f"{archive.name}: expected the bytes of {wheel.name}, built others")
+        sys.exit(f"{archive.name}: expected the bytes of {wheel.name}, found other bytes")
     print(f"{archive.name}: {len(names)} files, with tests and docs; it builds the wheel to the same bytes")
 
 
 def main() -> None:
-    """Entry point."""
+    """Find the two files and test each of them."""
     dist = Path(sys.argv[1]) if len(sys.argv) > 1 else DIST
     wheel, archive = the_one(dist, "*.whl"), the_one(dist, "*.tar.gz")
     with tempfile.TemporaryDirectory(prefix="try-dist-") as name:

@@ -1,11 +1,11 @@
-"""Layout of checkpoint folders. A new checkpoint appears under its name complete and on disk, or not at all.
+"""Layout of checkpoint folders. A new checkpoint gets its name when it is complete and on disk, or never.
 
     OUT/step-00000100/model.gguf, optimizer.gguf      OUT/latest -> step-00000100, OUT/best -> step-00000060
 
 If a run keeps a moving average, the folder of a step also has ema.gguf.
 
-A checkpoint is written into a temporary folder next to its target. Files and folder are fsynced, then a
-rename makes the checkpoint visible, and a second rename replaces `latest`. So the checkpoint that `latest`
+A checkpoint is written into a temporary folder next to its target. Its files and the folder are fsynced, then
+a rename makes the checkpoint visible, and a second rename replaces `latest`. So the checkpoint that `latest`
 names is complete even if the process is killed at any moment. Only one rank calls these functions.
 """
 
@@ -41,18 +41,18 @@ def step_folder(out: Path, step: int) -> Path:
 
 
 def partial_folder(final: Path) -> Path:
-    """Return the temporary folder into which the checkpoint `final` is written."""
+    """Return the name of the temporary folder in which the checkpoint `final` is written."""
     return final.with_name(f".{final.name}.partial")
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove as much of a folder as possible. `shutil.rmtree` would wait forever if the path is a pipe."""
+    """Remove as much of a folder as possible. `shutil.rmtree` would wait forever at a pipe."""
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(final: Path) -> Path:
-    """Make an empty temporary folder for the checkpoint `final`; remove the one of an earlier attempt."""
+    """Make an empty temporary folder for the checkpoint `final`. Remove what an earlier attempt left."""
     folder = partial_folder(final)
     remove_tree(folder)
     folder.mkdir()
@@ -60,10 +60,10 @@ def begin(final: Path) -> Path:
 
 
 def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False) -> Path:
-    """Rename a complete temporary folder, set `latest` to it, and remove all but the newest `keep`.
+    """Give a complete temporary folder its final name, point `latest` to it, and remove old checkpoints.
 
-    A checkpoint of the same step is replaced. `keep` 0 keeps all. Nothing is removed before the new
-    checkpoint and the link are on disk. If `is_best`, the link `best` is set to this checkpoint too.
+    A checkpoint of the same step is replaced. The newest `keep` checkpoints stay; 0 keeps all. Nothing is
+    removed before the new one and the link are on disk. If `is_best`, the link `best` points to it too.
     """
     final = step_folder(out, step)
     put(folder, final)
@@ -75,7 +75,7 @@ def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False
 
 
 def put(folder: Path, final: Path) -> None:
-    """Rename a complete folder to `final`, replace a folder of that name, and flush the rename to disk."""
+    """Rename a complete folder to `final`, replacing a folder of that name, and flush the rename to disk."""
     sync_folder(folder)
     if final.exists():
         replace_folder(folder, final)
@@ -85,12 +85,12 @@ def put(folder: Path, final: Path) -> None:
 
 
 def moved_aside(final: Path) -> Path:
-    """Return the name that the old checkpoint `final` has until the new checkpoint has replaced it."""
+    """Return the name that the old checkpoint `final` has while a new checkpoint replaces it."""
     return final.with_name(f".{final.name}.old")
 
 
 def replace_folder(folder: Path, final: Path) -> None:
-    """Replace the folder `final` by `folder`; at every moment the old or the new one has a known name."""
+    """Replace the folder `final` by `folder`. At every moment, one of them has a name that `clean` knows."""
     if exchange(folder, final):
         return  # `folder` now names the old checkpoint; `clean` removes it
     old = moved_aside(final)
@@ -104,7 +104,7 @@ def replace_folder(folder: Path, final: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders atomically; return False if the system does not support this."""
+    """Exchange the names of two folders atomically. Return False if the system does not support this."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -117,7 +117,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def point_best(out: Path, step: int) -> None:
-    """Set the link OUT/best to the checkpoint of `step`; for step 0, which has none, remove the link."""
+    """Point the link OUT/best to the checkpoint of `step`. Remove the link for step 0, which has none."""
     name = step_folder(out, step).name if step else ""
     if name and named(out, BEST) != name:
         point(out, BEST, name)
@@ -126,27 +126,27 @@ def point_best(out: Path, step: int) -> None:
 
 
 def named(out: Path, link: str) -> str:
-    """Return the target of a link in OUT; empty if there is no link."""
+    """Return the target of a link in OUT; "" if there is no such link."""
     return os.readlink(out / link) if (out / link).is_symlink() else ""
 
 
 def point(out: Path, which: str, name: str) -> None:
-    """Replace the symbolic link OUT/latest or OUT/best atomically."""
+    """Replace the symbolic link OUT/latest or OUT/best atomically. `name`: the new target."""
     link = out / f".{which}.partial"
     link.unlink(missing_ok=True)
     try:
         link.symlink_to(name)
     except OSError as error:
-        error.filename = str(link)  # the system's error has the link's target as its file name
+        error.filename = str(link)  # the system names the link's target instead
         raise
     link.replace(out / which)
     sync_folder(out)
 
 
 def remove_old(out: Path, step: int, keep: int) -> None:
-    """Remove checkpoints up to `step`, except for the newest `keep` and the best one; `keep` 0 keeps all.
+    """Remove checkpoints up to `step`, except the newest `keep` and the best one; `keep` 0 keeps all.
 
-    Checkpoints of later steps stay: they belong to a run that was restarted or resumed from an earlier step.
+    Checkpoints of later steps stay. They belong to a run that was restarted, or resumed from an earlier step.
     """
     so_far = [folder for number, folder in steps(out) if number <= step]
     for folder in so_far[:-keep] if keep else []:
@@ -155,7 +155,7 @@ def remove_old(out: Path, step: int, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Rename a checkpoint and then remove it, so that a half-removed folder never looks like a checkpoint."""
+    """Rename a checkpoint before removing it, so that a half-removed folder never looks like a checkpoint."""
     old = moved_aside(folder)
     remove_tree(old)
     folder.rename(old)
@@ -163,7 +163,7 @@ def remove(folder: Path) -> None:
 
 
 def entries(out: Path) -> list[Path]:
-    """Return the entries of a run's folder; empty if the folder is missing or is being renamed."""
+    """Return the entries of a run's folder; [] if the folder is missing or is being renamed."""
     try:
         return list(out.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -171,9 +171,9 @@ def entries(out: Path) -> list[Path]:
 
 
 def clean(out: Path) -> None:
-    """Remove the files that interrupted saves and removals left in OUT.
+    """Remove the files that interrupted saves or removals left in OUT.
 
-    If a checkpoint was renamed for a replacement that never came, it gets its name back.
+    If a checkpoint was renamed to be replaced, but nothing replaced it, it gets its name back.
     """
     for entry in entries(out):
         if not LEFT_BEHIND.fullmatch(entry.name):
@@ -189,7 +189,7 @@ def clean(out: Path) -> None:
 
 
 def steps(out: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the checkpoints in OUT, oldest first."""
+    """Return (step, folder) of the checkpoints in OUT, the oldest first."""
     found = [(match, entry) for entry in entries(out) if (match := STEP_FOLDER.fullmatch(entry.name))]
     return sorted(
         (int(match[1]), entry) for match, entry in found if not entry.is_symlink() and entry.is_dir()
@@ -197,15 +197,15 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 
 
 def candidates(out: Path) -> list[Path]:
-    """Return the checkpoints to resume from in order of preference: `latest`, then older ones, newest first.
+    """Return the checkpoints to resume from, the best first: `latest`, then older ones, the newest first.
 
-    A later step that was written after `latest` comes before it: that job ended before it could set the link.
-    All other later steps belong to an abandoned run. Without a valid link, the highest step comes first.
+    A later step that was written after `latest` comes first: its job ended before it could set the link.
+    Other later steps belong to an abandoned run. Without a valid link, the highest step comes first.
     """
     link, found = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
         return [folder for _, folder in found]
-    target = Path(os.path.realpath(link))  # Path.resolve raises for links that form a circle
+    target = Path(os.path.realpath(link))  # Path.resolve raises an error for a circle of links
     match = STEP_FOLDER.fullmatch(target.name)
     if target.parent != Path(os.path.realpath(out)) or not match:
         return [link, *(folder for _, folder in found)]
@@ -215,7 +215,7 @@ def candidates(out: Path) -> list[Path]:
 
 
 def written_at(folder: Path) -> int:
-    """Return the time in ns at which a checkpoint's last file was written; 0 if it has no file."""
+    """Return the time in ns at which the last file of a checkpoint was written; 0 if it has no file."""
     try:
         return (folder / OPTIMIZER).stat().st_mtime_ns
     except OSError:
@@ -223,7 +223,7 @@ def written_at(folder: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk. An OSError has the folder's name."""
+    """Flush a folder's entries to disk. An OSError has the name of the folder."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with naming(folder):

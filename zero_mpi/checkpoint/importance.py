@@ -1,7 +1,7 @@
-"""Importance matrices in llama.cpp's format: the mean square of the inputs of each matrix, per column.
+"""Importance matrices in llama.cpp's format: for each matrix, the mean square of its inputs per column.
 
-For each matrix NAME, a GGUF of the type `imatrix` holds the sums of the squares of its inputs over tokens,
-NAME.in_sum2 (M, in), and the number of tokens, NAME.counts (M, 1); M is the number of experts, or 1.
+For each matrix NAME, a GGUF of type `imatrix` holds NAME.in_sum2 (M, in), the sums of the squares of its
+inputs over tokens, and NAME.counts (M, 1), the number of tokens. M is the number of experts, or 1.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ENDS = SUMS, COUNTS = ".in_sum2", ".counts"
 
 
 def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Floats]:
-    """Return the mean square of each column, (M, in), for the model's matrices that the file has.
+    """Return the mean square of each column, (M, in), for those matrices of the model that the file has.
 
-    shapes: shapes of the model's tensors. An expert that no token used gets ones. Raises FileError for
-    another kind of file, unexpected sizes, or numbers that are not finite.
+    shapes: name -> shape of the model's tensors. An expert that no token used gets ones. Raises FileError for
+    another kind of file, for wrong sizes, or for numbers that are not finite.
     """
     file = GGUFFile.open(path)
     if (said := GGUFKeys(file.metadata, str(file.path)).text("general.type")) != "imatrix":
@@ -54,7 +54,7 @@ def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int
 def write_importance(
     path: Path, totals: Mapping[str, tuple[Floats, Floats]], texts: list[str], chunks: int, context: int
 ) -> None:
-    """Write the sums (M, in) and counts (M, 1) of each matrix, from `chunks` windows of `context` tokens."""
+    """Write the sums (M, in) and counts (M, 1) of each matrix over `chunks` windows of `context` tokens."""
     tensors = {name + end: x for name, both in totals.items() for end, x in zip(ENDS, both, strict=True)}
     keys = {"general.type": "imatrix", "imatrix.datasets": texts, "imatrix.chunk_count": np.uint32(chunks)}
     keys["imatrix.chunk_size"] = np.uint32(context)

@@ -1,8 +1,8 @@
 """Types of a model's tensors in a quantized file: one type for all matrices, or one of llama.cpp's mixes.
 
-Vectors, norms and position embeddings stay float32. In a file of one type, a matrix whose row length is no
-multiple of the block becomes F16, and embedding and head get 8 bits if matrices have 4 or 5: every token
-passes through these two, and small models lose most there. `MIXES` is the table in src/llama-quant.cpp.
+Vectors, norms and position embeddings stay float32. In a file of one type, a matrix whose row length is not a
+multiple of the block becomes F16. If matrices have 4 or 5 bits, embedding and head get 8, because every token
+passes through them, and small models lose most there. `MIXES` is the table in src/llama-quant.cpp.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FILE_TYPES = {  # types that a file's matrices may have, and their numbers in th
     "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9,
 }  # fmt: skip
 COARSE = tuple(Kind[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
-ENDS = (EMBEDDING, HEAD)  # a tied model has no separate head
+ENDS = (EMBEDDING, HEAD)  # tensors at both ends of a model; a tied model has no separate head
 PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
 KEPT = ["position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short"]
 KEPT += ["ffn_gate_inp"]
 
-# Columns: name, general.file_type, type of most matrices; then exceptions PART=TYPE, or PART=TYPE:CONDITION.
-# `conditions` lists the conditions. v: attn_v and attn_qkv; head: output.weight or the tied embedding (Q6_K).
+# Columns: name, general.file_type, type of most matrices, then exceptions PART=TYPE or PART=TYPE:CONDITION
+# (see `conditions`). v: attn_v and attn_qkv; head: output.weight or the tied embedding (default Q6_K).
 TABLE = """
 q2_k    10 Q2_K    v=Q4_K:shared,Q3_K down=Q3_K o=Q3_K
 q2_k_s  21 Q2_K    v=Q4_K:shared down=Q4_K:eighth
@@ -55,14 +55,14 @@ tq1_0   36 TQ1_0   embedding=Q4_K
 tq2_0   37 TQ2_0   embedding=Q4_K
 mxfp4_moe 38 MXFP4 head=Q8_0
 """
-QAT = "training.qat"  # key of a checkpoint: the type that its parameters are rounded to
+QAT = "training.qat"  # a checkpoint's key for the type to which its parameters are rounded
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "mxfp4": "mxfp4_moe"}
-PARTS = (  # part of a tensor's name -> part of the table; the first match is used
+PARTS = (  # part of a tensor's name -> part in the table; the first match counts
     ("attn_qkv.weight", "v"), ("attn_kv_b.weight", "v"), ("attn_v.weight", "v"), ("attn_k.weight", "k"),
     ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
     ("ffn_down", "down"),
 )  # fmt: skip
-EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # attn_output differs for 8 experts
+EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # other attn_output with 8 experts
 WEIGHTED = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
 FALLBACK = {
     **dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0), Kind.Q4_0),
@@ -74,7 +74,7 @@ FALLBACK = {
 
 
 class Mix(NamedTuple):
-    """Row of the table. rules: part -> (type, condition) pairs; the first pair that applies is used."""
+    """Row of the table. rules: part -> pairs (type, condition), of which the first that applies is used."""
 
     number: int
     base: Kind
@@ -82,7 +82,7 @@ class Mix(NamedTuple):
 
 
 def parsed(number: str, base: str, *parts: str) -> Mix:
-    """Return the Mix of one row of the table, given as its words."""
+    """Return the Mix for a row of the table, which is given as words."""
     rules = {}
     for part, _, choices in (each.partition("=") for each in parts):
         pairs = (choice.partition(":") for choice in choices.split(","))
@@ -99,9 +99,9 @@ TRAINED_FOR = [  # types that training may round to in each step
 
 
 def conditions(i: int, n: int, sharing: int, experts: int, weighted: bool) -> set[str]:
-    """Return the conditions of the table that hold for block `i` of `n`.
+    """Return the conditions of the table that are true for block `i` of `n`.
 
-    sharing: query heads per head of k and v; weighted: whether an importance matrix is given
+    sharing: number of query heads per head of k and v; weighted: whether there is an importance matrix
     """
     more, eighth = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2, i < n // 8
     met = {"shared": sharing >= 4, "shared4": sharing >= 4 or experts >= 4, "first2": i < 2, "first4": i < 4}
@@ -111,17 +111,17 @@ def conditions(i: int, n: int, sharing: int, experts: int, weighted: bool) -> se
 
 
 def known_type(name: str) -> str:
-    """Return the key in FILE_TYPES or MIXES of a type that is given by name or by alias."""
+    """Return the key in FILE_TYPES or MIXES for a type, which is given by name or by alias."""
     return ALIASES.get(name, name)
 
 
 def file_type(wanted: str) -> int:
-    """Return the value of the key general.file_type for a type."""
+    """Return the value of the key general.file_type for the type `wanted`."""
     return FILE_TYPES[wanted] if wanted in FILE_TYPES else MIXES[wanted].number
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor is a matrix that may be quantized."""
+    """Return whether a tensor is a matrix that can be quantized."""
     stem, _, last = name.rpartition(".")
     part = stem.rpartition(".")[2]
     has_rows = last == "weight" and sum(dim > 1 for dim in shape[:-1]) > 0 and shape[-1] > 0
@@ -136,10 +136,10 @@ def types_of(
     weighted: bool = False,
     fine_ends: bool = False,
 ) -> dict[str, Kind]:
-    """Return the type of each tensor in a file that is quantized to the type or mix `wanted`.
+    """Return the type of each tensor in a file that is quantized to `wanted`, a type or a mix.
 
-    keys: the model's GGUF keys; pure: all matrices get one type; weighted: an importance matrix is given;
-    fine_ends: embedding and head get at least 8 bits
+    keys: the model's GGUF keys; pure: whether all matrices get one type; weighted: whether there is an
+    importance matrix; fine_ends: whether embedding and head get at least 8 bits
     """
     mix = None if pure else MIXES.get(wanted)
     matrices = {name: shape for name, shape in shapes.items() if is_matrix(name, shape)}
@@ -152,7 +152,7 @@ def types_of(
 
 
 def fitting(kind: Kind, width: int) -> Kind:
-    """Return `kind`, or the first fallback type whose block length divides `width`."""
+    """Return `kind`, or the first of its fallback types whose block length divides `width`."""
     for choice in (kind, FALLBACK.get(kind, Kind.F16)):
         if width % GGML_QUANT_SIZES[choice][0] == 0:
             return choice
@@ -162,7 +162,7 @@ def fitting(kind: Kind, width: int) -> Kind:
 def mixed(
     metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], wanted: str, weighted: bool
 ) -> dict[str, Kind]:
-    """Return the type that a mix assigns to each matrix, even if rows do not fill that type's blocks."""
+    """Return the type that a mix gives to each matrix, even if rows are not multiples of its blocks."""
     keys, mix = GGUFKeys(metadata), MIXES[wanted]
     arch = keys.text("general.architecture") or ""
 
@@ -196,7 +196,7 @@ def mixed(
 
 
 def part_of(name: str, names: Mapping[str, Any]) -> str:
-    """Return the part of the table (such as v or down) that a tensor belongs to."""
+    """Return the part of the table to which a tensor belongs, such as v or down."""
     if name == HEAD or (name == EMBEDDING and HEAD not in names):
         return "head"
     if name == EMBEDDING:
@@ -205,11 +205,11 @@ def part_of(name: str, names: Mapping[str, Any]) -> str:
 
 
 def block_of(name: str) -> int:
-    """Return the number of the transformer block that a tensor belongs to; 0 outside the blocks."""
+    """Return the number of the transformer block to which a tensor belongs; 0 if it is in no block."""
     found = re.match(r"blk\.(\d+)\.", name)
     return int(found[1]) if found else 0
 
 
 def needs_weights(name: str, kind: Kind, wanted: str) -> bool:
-    """Return whether llama.cpp quantizes this tensor of a mix only with an importance matrix."""
+    """Return whether llama.cpp needs an importance matrix to quantize this tensor of a mix."""
     return name not in ENDS and (kind in WEIGHTED or (wanted == "q2_k_s" and kind == Kind.Q2_K))

@@ -1,10 +1,10 @@
-"""Writes the files of a checkpoint from all ranks, in chunks.
+"""Writes the files of a checkpoint from all ranks, chunk by chunk.
 
 Slices are sent in chunks to the ranks that write (`Writers`). A rank that writes only its own slices does not
-copy them. While a thread writes one chunk, the next chunk is hashed and sent. So a writer needs buffers for
-two chunks of at most half a unit each. The headers hold the digests of all tensors. Since the length of a
-header does not depend on the digests, rank 0 writes the headers last. Then each host syncs the data that it
-wrote. If any rank fails, all ranks raise the error at the end.
+copy them. While a thread writes one chunk, the next chunk is hashed and sent. So a writer has buffers for two
+chunks, each of at most half a unit. The headers hold the digests of all tensors. Since the length of a header
+does not depend on the digests, rank 0 writes the headers last. Then each host syncs the data that it wrote.
+If any rank fails, all ranks raise the error at the end.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from zero_mpi.files.open import open_in_place
 
 @dataclass(frozen=True)
 class Writers:
-    """For each rank of `comm`, its node and the rank that writes its slices; and this rank's `group`.
+    """For each rank of `comm`, its node and the rank that writes its slices; for this rank, its `group`.
 
-    A group consists of ranks of one node; its first rank writes for all of them. The number of writers suits
-    the file system (`files.file_systems`). Only the host that wrote data can sync it, and the processes of a
-    host share its cache. So one writer of each host syncs each file once, after all ranks have written.
+    A group consists of ranks on one node, and its first rank writes for all of them. The number of writers
+    suits the file system (`files.file_systems`). Only the host that wrote data can sync it, and the processes
+    of a host share its cache. So after all ranks have written, one writer of each host syncs each file once.
     """
 
     comm: Comm
@@ -49,7 +49,7 @@ class Writers:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's group."""
+        """Ranks in the group of this rank."""
         number = self.writer_of[self.comm.rank]
         return tuple(rank for rank, writer in enumerate(self.writer_of) if writer == number)
 
@@ -59,18 +59,18 @@ class Writers:
 
     @property
     def syncs(self) -> bool:
-        """True if this rank syncs a file, as the first writer of each node does."""
+        """True if this rank, as the first writer of its node, syncs files."""
         here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
         return self.writes and self.comm.rank == min(here)
 
     def close(self) -> None:
-        """Close the transport of the group. Collective."""
+        """Close the group's transport. Collective."""
         if self.group is not self.comm:
             self.group.close()
 
 
 def rank_0_of(comm: Comm) -> Writers:
-    """Return Writers in which rank 0 is the only writer and receives the slices of all ranks."""
+    """Return Writers with rank 0 as the only writer, to which all ranks send their slices."""
     return Writers(comm, comm, (0,) * comm.size, (0,) * comm.size)
 
 
@@ -85,10 +85,10 @@ def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
 
 
 def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None) -> tuple[int, ...]:
-    """Return the writing rank of each rank: the first of its group. `nodes`: the node of each rank.
+    """Return for each rank the rank that writes its slices. `nodes`: the node of each rank.
 
     `a_node`: maximum number of writers per node; None: the number that suits the file system. If hosts must
-    not write one file at the same time, rank 0 writes for all, even if `a_node` is given.
+    not write to a file at the same time, rank 0 writes for all, even if `a_node` is given.
     """
     several = len(set(nodes)) > 1
     if several and not found.hosts and (found.known or a_node is None):
@@ -104,17 +104,17 @@ def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None)
 
 @dataclass(frozen=True)
 class JoinedSlices(Partition):
-    """Concatenated shards of some ranks, addressed as one buffer."""
+    """Shards of some ranks, one after the other, addressed as one buffer."""
 
     slices: tuple[slice, ...] = ()
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """The start of each slice in the joined buffer, and then the end of the last slice."""
+        """Start of each slice in the joined buffer, followed by the end of the last slice."""
         return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
 
     def segments(self, chunk: Chunk) -> list[tuple[int, slice]]:
-        """Return (start in the unit's buffer, range of the chunk) for each slice that overlaps a chunk."""
+        """Return, for each slice that overlaps a chunk, (start in the unit's buffer, range in the chunk)."""
         found, at = list[tuple[int, slice]](), 0
         for number, part in enumerate(self.slices):
             inside = chunk.of_slice(self, number)
@@ -125,56 +125,56 @@ class JoinedSlices(Partition):
 
 
 def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
-    """Return the joined slices of some ranks, given in ascending order."""
+    """Return the joined slices of some ranks, which are given in ascending order."""
     slices = tuple(partition.part(rank) for rank in ranks)
     return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
 
 
-CHUNK_ELEMENTS = 1 << 21  # elements of a chunk: 8 MiB, efficient for a disk and little memory
-BLANK = "0" * 64  # placeholder of a digest in a header
-READ_AT_ONCE = 1 << 22  # bytes read at a time
-DISK_BYTES = 16 << 20  # after this many bytes the system is asked to write them to disk
-MOST_BUFFERS = 1024  # most buffers that the system accepts in one call
-PADDING = 64  # two tensors with at most so many zero bytes between them are written in one call
+CHUNK_ELEMENTS = 1 << 21  # elements of a chunk: 8 MiB, which is efficient for a disk and needs little memory
+BLANK = "0" * 64  # placeholder for a digest in a header
+READ_AT_ONCE = 1 << 22  # bytes that are read at once
+DISK_BYTES = 16 << 20  # number of bytes after which the system is asked to write them to disk
+MOST_BUFFERS = 1024  # most buffers in one system call
+PADDING = 64  # tensors with at most this many zero bytes between them are written in one call
 
 Digests = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Content:
-    """Content of one file: (name, shape, type) in the file's order, and the contributions of values."""
+    """Content of a file: (name, shape, type) of its tensors in order, and contributions to their values."""
 
     path: Path
     architecture: str
     tensors: Sequence[Announced]
     contributions: Sequence[Contribution]
-    constants: Mapping[str, Array] = field(default_factory=dict)  # the same on all ranks; rank 0 writes them
+    constants: Mapping[str, Array] = field(default_factory=dict)  # equal on all ranks; rank 0 writes them
 
 
 Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
-"""Function from the digests of each file's tensors to each file's keys."""
+"""Function from the digests of each file's tensors to the keys of each file."""
 
 
 class OutputFile:
-    """A file that is open for writing: `new`, or created by another rank.
+    """A file that is open for writing. Either this rank creates it (`new`), or another rank has created it.
 
-    It uses system calls instead of MPI-IO, because MPI's Sync flushes a file once per rank and not once per
-    host. Adjacent data is written in one call, and errors are the system's, with the file's name. The ranges
-    that different ranks write do not overlap.
+    We use system calls instead of MPI-IO, because MPI's Sync flushes a file once per rank and not once per
+    host. Adjacent data is written in one call, and errors are the system's, with the name of the file. Ranks
+    write ranges that do not overlap.
     """
 
     def __init__(self, path: Path, new: bool = True) -> None:
         self.path = path
         self._handle = open_in_place(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC) * new)
-        self._since = 0  # bytes written since the last request to write to disk
+        self._since = 0  # bytes written since the system was last asked to write to disk
 
     def resize(self, nbytes: int) -> None:
-        """Set the file's length; bytes that no rank writes are zeros."""
+        """Set the length of the file. Bytes that no rank writes are zeros."""
         with naming(self.path):
             os.ftruncate(self._handle, nbytes)
 
     def write_at(self, offset: int, *data: Array | bytes) -> None:
-        """Write `data` (C-contiguous items), one after the other, from a byte offset on. Thread-safe."""
+        """Write all items of `data` (C-contiguous) in order, beginning at byte `offset`. Thread-safe."""
         left, first = deque(memoryview(part).cast("B") for part in data), offset
         with naming(self.path):
             while left:
@@ -187,19 +187,19 @@ class OutputFile:
         self._since += offset - first
         if self._since >= DISK_BYTES:
             # We tell the system that it need not cache these bytes any more. So it writes them to disk now,
-            # while other work continues, and not only at the end. Bytes that are not on disk yet stay in the
+            # while other work continues, and not only at the end. Bytes that are not yet on disk stay in the
             # cache. A file system may reject this advice.
             self._since = 0
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Flush all bytes that this host's processes wrote to disk."""
+        """Flush to disk all bytes that processes of this host wrote."""
         with naming(self.path):
             os.fsync(self._handle)
 
     def close(self, durable: bool = True) -> None:
-        """Close the file, after a sync if `durable`; a second call does nothing."""
+        """Close the file, after a sync if `durable`. A second call does nothing."""
         if self._handle < 0:
             return
         try:
@@ -212,7 +212,7 @@ class OutputFile:
 
 
 class Output:
-    """One file that this rank writes. After its first error (`problem`) it only joins collectives."""
+    """A file that this rank helps to write. After its first error (`problem`) it only joins collectives."""
 
     def __init__(self, writers: Writers, content: Content, keys: Mapping[str, Any]) -> None:
         self.writers, self.comm, self.content = writers, writers.comm, content
@@ -224,7 +224,7 @@ class Output:
             self.attempt(self._open)
 
     def open(self) -> None:
-        """Open the file that rank 0 has created, if this rank writes to it."""
+        """Open the file, which rank 0 has created, if this rank writes to it."""
         if self.writers.writes and self.comm.rank != 0:
             self.attempt(self._open)
 
@@ -234,7 +234,7 @@ class Output:
             self._file.resize(self._nbytes)
 
     def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Call action(*arguments) unless an earlier call failed. An OSError is stored as `problem`."""
+        """Call action(*arguments), unless an earlier call failed. Store an OSError as `problem`."""
         if self.problem is None:
             try:
                 action(*arguments)
@@ -242,7 +242,7 @@ class Output:
                 self.problem = error
 
     def write(self, runs: Iterable[Run]) -> None:
-        """Write runs of tensors. Runs that are adjacent in the file are written in one call."""
+        """Write runs of tensors. Runs that are adjacent in the file are written together."""
         start, end, parts = 0, 0, list[Array | bytes]()
         for name, first, values in runs:
             offset = self._offsets[name] + first * values.itemsize
@@ -260,13 +260,13 @@ class Output:
             self.attempt(self._file.write_at, offset, *data)
 
     def stamp(self, keys: Mapping[str, Any]) -> None:
-        """Write the header with its final keys. Its length must not have changed."""
+        """Write the header again with its final keys, which must not change its length."""
         header, _, _ = pack_file(self.content.architecture, dict(keys), self.content.tensors)
         assert len(header) == self._header_bytes, "the length of the header changed"
         self.put(0, header)
 
     def close(self, durable: bool) -> None:
-        """Close the file. If `durable`, one writing rank of each host syncs it first."""
+        """Close the file. If `durable`, one writer of each host syncs it before."""
         if self._file is not None:
             try:
                 self._file.close(durable and self.writers.syncs)
@@ -274,7 +274,7 @@ class Output:
                 self.problem = self.problem or error
 
     def read_digest(self, name: str, nbytes: int) -> str:
-        """Read a tensor's bytes from the file and return their digest."""
+        """Return the digest of a tensor's bytes, which are read from the file."""
         with self.content.path.open("rb") as file:
             file.seek(self._offsets[name])
             sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
@@ -282,7 +282,7 @@ class Output:
 
 
 class ChunkPipeline:
-    """Writes a file in chunks: a thread writes one chunk while the next is gathered and hashed."""
+    """Writes a file in chunks: while a thread writes one chunk, the next is gathered and hashed."""
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread
@@ -290,7 +290,7 @@ class ChunkPipeline:
         self._buffers = [empty(0), empty(0)]
 
     def send(self, given: Contribution) -> list[tuple[str, bytes]]:
-        """Write one contribution of all ranks to the file. Return the digests of the pieces on this rank."""
+        """Write a contribution of all ranks to the file. Return the digests of the pieces on this rank."""
         digests: list[tuple[str, bytes]] = []
         group, share = self.writers.group, share_of(given.partition, self.writers.ranks)
         begins = given.partition.bounds[self.writers.comm.rank]
@@ -310,12 +310,12 @@ class ChunkPipeline:
         return digests
 
     def _length(self, given: Contribution) -> int:
-        """Return the elements per chunk: at most half a unit, and a multiple of a digest's piece."""
+        """Return the number of elements in a chunk: at most half a unit, and a multiple of a piece."""
         quantum = PIECE_BYTES // int(given.values.itemsize)
         return min(CHUNK_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
     def _buffer(self, given: Contribution) -> Array:
-        """Return a buffer for a chunk. The write in progress does not use this buffer."""
+        """Return a buffer for a chunk that the write in progress does not use."""
         self._buffers.reverse()
         if self._buffers[0].size < self._length(given) or self._buffers[0].dtype != given.values.dtype:
             self._buffers[0] = empty(self._length(given), given.values.dtype)
@@ -326,7 +326,7 @@ class ChunkPipeline:
         self._written = self._thread.submit(self.output.write, list(runs))
 
     def finish(self) -> None:
-        """Wait until all chunks are written."""
+        """Wait until every chunk is written."""
         if self._written is not None:
             self._written.result()
 
@@ -334,9 +334,9 @@ class ChunkPipeline:
 def write_together(
     writers: Writers, contents: Sequence[Content], stamp: Stamp, *, tick: Callable[[str], None]
 ) -> None:
-    """Write and sync all files. Collective; raise JobError on all ranks if a file fails.
+    """Write and sync all files. Raise JobError on all ranks if a file cannot be written. Collective.
 
-    `tick` is called often with a description of the current work.
+    `tick` is called often, with a description of the current work.
     """
     comm = writers.comm
     blank = [dict.fromkeys([name for name, *_ in content.tensors], BLANK) for content in contents]
@@ -349,7 +349,7 @@ def write_together(
     if comm.rank == 0:
         for output, keys in zip(outputs, stamp(*digests), strict=True):
             output.stamp(keys)
-    agree(comm, outputs)  # all have written, so the rank that syncs for its host syncs all its data
+    agree(comm, outputs)  # the rank that syncs for its host must do this after the host's last write
     for output in outputs:
         tick(f"flushing {output.content.path.name} to disk")
         output.close(durable=True)
@@ -357,7 +357,7 @@ def write_together(
 
 
 def agree(comm: Comm, outputs: Iterable[Output]) -> None:
-    """Raise JobError on all ranks if any rank had a problem; close open files first."""
+    """Raise JobError on all ranks if any rank had a problem. Before this, close open files."""
     problems = [output.problem for output in outputs if output.problem is not None]
     try:
         agree_on(comm, explain(problems[0]) if problems else None)
@@ -368,16 +368,16 @@ def agree(comm: Comm, outputs: Iterable[Output]) -> None:
 
 
 def agree_on(comm: Comm, problem: str | None) -> None:
-    """Raise the first rank's problem as JobError on all ranks, if any rank has one. Collective."""
+    """Raise JobError on all ranks, with the first rank's problem, if any rank has a problem. Collective."""
     for rank, text in enumerate(comm.allgather_object(problem)):
         if text:
             raise JobError(f"rank {rank}: {text}" if rank else text)
 
 
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
-    """Write all tensors of a file. Return their digests, on rank 0 only. Collective."""
+    """Write all tensors of a file. Return their digests on rank 0. Collective."""
     chunks, digests, odd = ChunkPipeline(output, thread), dict[str, str](), list[str]()
-    parts = defaultdict[str, list[bytes]](list)  # digests of each tensor's pieces, by unit and rank
+    parts = defaultdict[str, list[bytes]](list)  # digests of each tensor's pieces, ordered by unit and rank
     for given in output.content.contributions:
         tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
         found = output.comm.gather_object(chunks.send(given))
@@ -392,7 +392,7 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
     assert not odd or not any(output.writers.writer_of), "with row sharding, rank 0 writes all"
-    if odd and output.comm.rank == 0:  # slices cut pieces (row sharding), so rank 0 reads the file
+    if odd and output.comm.rank == 0:  # rank 0 reads the file, because slices of rows cut pieces
         table, read = checked_table(output.content.tensors), output.read_digest
         output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in odd))
     return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}

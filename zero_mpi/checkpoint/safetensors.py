@@ -1,7 +1,7 @@
-"""The safetensors format: the length of a JSON header in 8 bytes, the header, and then the tensors.
+"""The safetensors format: 8 bytes with the length of the header, a JSON header, and then the tensors.
 
-The file is untrusted input. The header's length is limited, every dtype, shape and offset is compared with
-the file's size, and tensors must fill the data without gap or overlap, as the format requires. A model is one
+The file is untrusted input. The header's length is limited; every dtype, shape and offset is compared with
+the file's size; and tensors must fill the data without gap or overlap, as the format requires. A model is one
 file, or several files with an index that names the file of each tensor.
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -25,8 +25,8 @@ from zero_mpi.files.open import open_file, read_file
 from zero_mpi.files.parse import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 32 << 20  # bytes; thousands of times the usual size; limits time and memory
-MAX_VALUES = 1 << 20  # values in a header or an index: enough for 100,000 tensors
+MAX_HEADER = 32 << 20  # most bytes of a header, thousands of times the usual size; limits time and memory
+MAX_VALUES = 1 << 20  # most values in a header or an index: enough for 100,000 tensors
 MAX_DIMS = 64  # NumPy's own limit
 METADATA = "__metadata__"
 BITS = {
@@ -39,7 +39,7 @@ WEIGHTS = {name: GGMLQuantizationType[name] for name in ("F32", "F16", "BF16")}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: dtype as the format spells it, shape, and position in the file (bytes)."""
+    """One tensor: dtype as the format writes it, shape, and position in the file in bytes."""
 
     name: str
     dtype: str
@@ -51,14 +51,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class SafetensorsModel(Readable):
-    """The index of one or several files; the data is read on demand. No file stays open."""
+    """Index of one or several files; data is read on demand, and no file stays open."""
 
     parts: tuple[StoredFile, ...]
     tensors: dict[str, Entry]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> SafetensorsModel:
-        """Read and check the header of one file, but no data. Raise UsageError if it is invalid."""
+        """Read and check the header of a file, but no data. Raise UsageError if the header is invalid."""
         with open_file(path, "a safetensors file") as file:
             stored = StoredFile(Path(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size)
             first = bytes(stored.take(file, 0, min(8, stored.nbytes)))
@@ -82,7 +82,7 @@ class SafetensorsModel(Readable):
 
     @classmethod
     def open_folder(cls, folder: str | os.PathLike[str]) -> SafetensorsModel:
-        """Open model.safetensors in a folder, or the parts that model.safetensors.index.json names."""
+        """Open model.safetensors in a folder, or the files that model.safetensors.index.json names."""
         folder = Path(folder)
         if (folder / SINGLE).exists() or not (folder / INDEX).exists():
             return cls.open(folder / SINGLE)
@@ -105,9 +105,9 @@ class SafetensorsModel(Readable):
         self.parts[entry.part].values(entry.offset, spec, start, out)
 
     def spec(self, name: str) -> TensorSpec:
-        """Return shape and type of a tensor of weights; FileError for a dtype other than F32, F16, BF16.
+        """Return shape and type of a tensor. Raise FileError for any dtype except F32, F16 and BF16.
 
-        F64 is refused too, because float32 cannot hold the same numbers.
+        F64 is refused too, because float32 cannot hold all of its numbers.
         """
         entry = self.tensors[name]
         if entry.dtype not in WEIGHTS:
@@ -122,7 +122,7 @@ class SafetensorsModel(Readable):
 
 
 def json_object(path: Path, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in `raw`. FileError for other values, a repeated name or invalid UTF-8."""
+    """Return the JSON object in `raw`. Raise FileError for another value, repeated names or invalid UTF-8."""
     try:
         value = parse_json(raw, unique=True, most_values=MAX_VALUES)
     except ValueError as error:
@@ -133,14 +133,14 @@ def json_object(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
-    """Return one tensor of the header; raise FileError unless its length follows from dtype and shape."""
+    """Return a tensor of the header. Raise FileError unless dtype and shape give its length."""
 
     def fault(what: str) -> FileError:
         return FileError(f"{path}: tensor {show(name)}: {what}")
 
     if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
         raise fault("expected dtype, shape and data_offsets")
-    if any("\ud800" <= letter <= "\udfff" for letter in name):  # JSON can hold lone surrogates
+    if any("\ud800" <= letter <= "\udfff" for letter in name):  # JSON text may contain lone surrogates
         raise fault("expected a name that UTF-8 can hold")
     dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
@@ -163,7 +163,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) -> None:
-    """Raise FileError unless each tensor begins where the previous one ends, and the last ends the file."""
+    """Raise FileError unless each tensor begins where the one before ends, and the last one ends the file."""
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:
@@ -175,7 +175,7 @@ def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) ->
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Return tensor -> file name from an index. All files must be in the folder of the index."""
+    """Return tensor -> name of its file, read from an index. The files must be in the index's folder."""
     where = json_object(path, read_file(path, MAX_HEADER, "an index")).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise FileError(f"{path}: expected a weight_map from tensors to files")
@@ -186,8 +186,8 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def pack_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Return header and length prefix of a file with these (name, dtype, shape) tensors, without gaps."""
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires this
+    """Return the start of a file, length and header, for (name, dtype, shape) tensors without gaps."""
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires this key
     end = 0
     for name, dtype, shape in tensors:
         place = [end, end := end + prod(shape) * BITS[dtype] // 8]

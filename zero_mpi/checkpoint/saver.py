@@ -1,6 +1,6 @@
-"""Saves the checkpoints of a run, one at a time, at once or in a thread while training continues.
+"""Saves the checkpoints of a run, one at a time, either directly or in a thread while training continues.
 
-In the background, each rank keeps a copy of its slices until they are written. If a save fails, all ranks
+For a background save, each rank keeps a copy of its slices until they are written. If a save fails, all ranks
 raise the error: in `save`, or in the next `wait`, which the caller must call once `failed` is true.
 """
 
@@ -63,30 +63,30 @@ from zero_mpi.sharding.precision import FP64
 from zero_mpi.sharding.unit import BlockUnit
 from zero_mpi.telemetry import spans
 
-Parts = dict[str, list[Contribution]]  # each file's contributions, by the file's role
+Parts = dict[str, list[Contribution]]  # role of a file -> contributions to it
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint. Only rank 0 knows its id and digest."""
+    """A complete checkpoint. Its id and digest are only known on rank 0."""
 
     folder: Path
     step: int
-    digest: str  # digest of all tensors, the same for any number of ranks
-    id: str  # a hash of all keys of its files, digests included
+    digest: str  # digest of all tensors, equal at any number of ranks
+    id: str  # hash of all keys of all files, with their digests
     seconds: float
 
 
 class Saver:
-    """Writes checkpoints to OUT/step-NNNNNNNN and sets the link OUT/latest. Collective methods say so.
+    """Writes checkpoints to OUT/step-NNNNNNNN and points the link OUT/latest to the newest one.
 
-    keep         number of checkpoints to keep, in addition to the best one; 0: all
-    parallel     several ranks write: as many as suit the file system, or `writers_per_node` on each node if
-                 given; otherwise the other ranks send their slices to rank 0, which writes
-    background   `save` returns immediately, and at most one checkpoint is being written
-    tick         called with a description of the current work, for a watchdog
+    keep         number of checkpoints to keep, apart from the best one; 0: all
+    parallel     whether several ranks write: as many as suit the file system, or `writers_per_node` per node
+    if given; otherwise all ranks send their slices to rank 0, which writes
+    background   whether `save` returns immediately; at most one checkpoint is written at a time
+    tick         function that gets a description of the current work, for a watchdog
 
-    prepare      called on rank 0 before OUT is written to; makes OUT and may return a reason to refuse
+    prepare      function that rank 0 calls before it writes to OUT; it makes OUT, and may return why not
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Saver:
     ) -> None:
         self.out, self.optimizer, self.description, self.keep = out, optimizer, description, keep
         self.background, self.tick = background, tick
-        self.comm = optimizer.module.comm.background()  # waiting ranks leave the cores to working ranks
+        self.comm = optimizer.module.comm.background()  # ranks that wait do not use cores that others need
         self.writers = writers_for(self.comm, out, writers_per_node) if parallel else rank_0_of(self.comm)
         self.longest = 0.0
         self.prepare: Callable[[], str | None] = partial(out.mkdir, parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class Saver:
         self._finished: list[Saved] = []
 
     def save(self, progress: TrainingProgress) -> None:
-        """Save the current state. Collective. Raise JobError on all ranks if this or the last save failed."""
+        """Save the current state. Raise JobError on all ranks if this or the last save failed. Collective."""
         self.wait()
         parts = parts_of(self.optimizer, self.description)
         if not self.background:
@@ -128,11 +128,11 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """True if a background save failed on this rank; `wait` raises the error on all ranks."""
+        """True if a background save failed on this rank. Then `wait` raises the error on all ranks."""
         return self._error is not None
 
     def wait(self) -> None:
-        """Wait until no save is in progress. Collective. If the save failed, raise its error on all ranks."""
+        """Wait until no save is in progress. If the save failed, raise its error on all ranks. Collective."""
         if self._thread is not None:
             with spans.during(spans.CHECKPOINT, "wait for the background save"):
                 self._thread.join()
@@ -142,13 +142,13 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait for the save in progress, and close the transport. Collective."""
+        """Wait for the save in progress, and close its transport. Collective."""
         self.wait()
         self.writers.close()
         self.comm.close()
 
     def finished(self) -> list[Saved]:
-        """Return the checkpoints that were completed since the last call."""
+        """Return the checkpoints that have become complete since the last call."""
         done = self._finished[:]
         del self._finished[: len(done)]
         return done
@@ -158,7 +158,7 @@ class Saver:
             with spans.during(spans.BACKGROUND, "save", f"step {progress.step}"):
                 self._snapshot.complete.wait()
                 self._finished.append(self._write(progress, parts))
-        except BaseException as error:  # raised by `wait`
+        except BaseException as error:  # `wait` raises it
             self._error = error
 
     def _write(self, progress: TrainingProgress, parts: Parts) -> Saved:
@@ -185,7 +185,7 @@ class Saver:
 
 
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
-    """Return this rank's contributions to each file of a checkpoint, as views, in the order of the files."""
+    """Return this rank's contributions to each file of a checkpoint, as views, in the files' order."""
     trained = description.is_adapter
     average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.ema is not None else {}
     return {MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
@@ -200,9 +200,9 @@ def write_files(
     *,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Write all files into `folder`: the slices of all ranks, and the data in `said`. Collective.
+    """Write all files into `folder`: the slices of all ranks, with the progress in `said`. Collective.
 
-    On rank 0, return the keys of the state. Raise JobError on all ranks if a write fails.
+    Returns the keys of the state on rank 0. Raises JobError on all ranks if a write fails.
     """
     progress, description = said
     names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
@@ -224,7 +224,7 @@ def write_files(
 
 
 def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str | None] = str) -> None:
-    """Call action() on rank 0. JobError on all ranks if it fails or prepare() gives a reason. Collective."""
+    """Call action() on rank 0. Raise JobError on all ranks if it fails or prepare() refuses. Collective."""
     problem = None
     if comm.rank == 0:
         try:
@@ -241,16 +241,16 @@ FOLDER = str | os.PathLike[str]
 
 
 def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> Path:
-    """Write parameters, moments and step counts into `folder`, which `load` can read. Collective.
+    """Write parameters, moments and step counts into `folder`, from which `load` reads them. Collective.
 
-    The data is written next to its target and renamed, so the target is always complete or unchanged. It must
-    be a new folder, or a folder that `save` wrote, which is replaced. It gets `model.gguf`, `optimizer.gguf`
-    and, if the optimizer keeps an average, `ema.gguf` in float32. Gradients are not saved, so call it between
-    steps. Returns the folder's path.
+    Data is written next to the target and renamed, so the target is always complete or unchanged. It must be
+    a new folder, or a folder that `save` wrote, which is then replaced. It gets `model.gguf`,
+    `optimizer.gguf` and, if the optimizer keeps an average, `ema.gguf` in float32. Gradients are not saved,
+    so call it between steps. Returns the folder's path.
 
     Raises on all ranks: ValueError for a module or optimizer of another class, or of different modules;
     UsageError for a folder with other files, for names and shapes that GGUF does not accept (names of up to
-    33 bytes, up to 4 dimensions) and if ranks differ; JobError if the system refuses to write.
+    33 bytes, up to 4 dimensions) and if ranks differ; JobError if the system does not let it write.
     """
     description = Description(ARCHITECTURE, {}, {}, {})
     instance("save: module", module, ShardedModule, "a ShardedModule")
@@ -282,7 +282,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
 
 def begin(final: Path) -> None:
-    """Make the temporary folder of `save`. If a checkpoint was moved aside and not replaced, move it back."""
+    """Make the temporary folder of `save`. If an earlier call moved the checkpoint aside, move it back."""
     aside = folders.moved_aside(final)
     if aside.exists() and not final.exists():
         aside.rename(final)
@@ -293,7 +293,7 @@ def begin(final: Path) -> None:
 def resolve(
     folder: Any, module: ShardedModule, optimizer: Any, description: Description
 ) -> tuple[str, Facts]:
-    """Return the folder with links resolved, and facts that all ranks must share; ValueError if invalid."""
+    """Return the folder with links resolved, and facts that ranks must share. Raise ValueError if invalid."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)
@@ -304,7 +304,7 @@ def resolve(
 
 
 def check_place(final: Path) -> None:
-    """Raise UsageError if the path holds anything that `save` did not write, because it would be lost."""
+    """Raise UsageError if the path has anything that `save` did not write, because it would be lost."""
     if not exists(final):
         return
     if not is_folder(final):
@@ -320,13 +320,13 @@ def check_place(final: Path) -> None:
 def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> int:
     """Fill parameters, moments and step counts from files of `save`. Return the step count. Collective.
 
-    Each rank reads its own slices, so the number of ranks and the strategy may differ from the saved run's. A
-    run continues with the same bits as an uninterrupted run. Learning rates and weight decay are those of
+    Each rank reads its own slices, so the number of ranks and the strategy may differ from those of the save.
+    A run continues with the same bits as if never interrupted. Learning rates and weight decay are those of
     `optimizer`. Accumulated gradients are dropped. The count includes skipped steps of `ShardedAdamW.step`.
 
     Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;
-    UsageError if files are damaged or do not match, or their names or shapes differ from the module's, before
-    anything is filled; and UsageError for values that are not finite, possibly after some were filled.
+    UsageError, before anything is filled, if files are damaged, do not match, or have other names or shapes
+    than the module; and UsageError for values that are not finite, possibly after some were filled.
     """
     instance("load: module", module, ShardedModule, "a ShardedModule")
     comm = module.comm
@@ -351,7 +351,7 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
 
 def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None:
-    """Raise ValueError for invalid arguments."""
+    """Raise ValueError for arguments that are not valid, UsageError for an average in FP64."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"{what}: folder: expected the name of a folder, got {came(folder)}")
     example = "a ShardedAdamW, whose moments are saved too (parameters only: state_dict, load_state_dict)"
@@ -359,6 +359,6 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
     if optimizer.module is not module:
         raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
     if module.precision is FP64 and optimizer.ema is not None:
-        raise UsageError(f"{what}: ema: files hold averages in float32: make it without ema in FP64")
+        raise UsageError(f"{what}: ema: files hold averages in float32: use an optimizer without ema in FP64")
     if any(isinstance(unit.unit, BlockUnit) for unit in module.units):
         raise ValueError(f"{what}: expected float parameters, got quantized ones (stored)")

@@ -2,12 +2,12 @@
 
 Every file holds the id of the checkpoint, which is a hash of all keys of all files, and the digests of its
 tensors. optimizer.gguf also holds the digests of the other files. So a single changed bit is detected, and so
-is a mix of files from two checkpoints.
+is a mixture of files from two checkpoints.
 
 A tensor's digest is the sha256 of the 128-bit XXH3 hashes of its pieces of 4096 bytes, in order. 4096 bytes
 are 1024 float32 elements, and slices end at multiples of 1024. So each rank hashes the pieces of its slice,
-and no rank needs the full tensor. XXH3 hashes at memory speed and detects errors of disks and memory; sha256
-of all bytes would be slower than a good disk. None of this protects against deliberate changes.
+and no rank needs the full tensor. XXH3 is as fast as memory and detects errors of disks and memory. A sha256
+of all bytes would be slower than a good disk. Deliberate changes are not detected.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from zero_mpi.files.foreign import show
 
 PIECE_BYTES = 4096  # size of a piece
 
-Data = Any  # a C-contiguous array, bytes or a memoryview; Python 3.11 has no type for it
+Data = Any  # a C-contiguous array, bytes or a memoryview; Python 3.11 cannot express this type
 
 
 def piece_digests(data: Data) -> bytes:
-    """Return the concatenated digests of the pieces of `data` (C-contiguous); the last piece may be short."""
+    """Return the joined digests of the pieces of `data` (C-contiguous). The last piece may be short."""
     view = memoryview(data).cast("B")
     return b"".join([xxh3_128_digest(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)])
 
 
 def digest_of_pieces(chunks: Iterable[bytes]) -> str:
-    """Return a tensor's digest (hex) from its pieces' digests in order; `chunks` may split them anywhere."""
+    """Return a tensor's digest (hex), given the digests of its pieces in order, in chunks of any size."""
     total = hashlib.sha256()
     for part in chunks:
         total.update(part)
@@ -48,23 +48,23 @@ def digest_of_pieces(chunks: Iterable[bytes]) -> str:
 
 
 def digest(data: Data) -> str:
-    """Return the digest (hex) of all bytes of a tensor."""
+    """Return the digest (hex) of a tensor, given all of its bytes."""
     return digest_of_pieces([piece_digests(data)])
 
 
 def digest_of_state(digests: Mapping[str, str]) -> str:
-    """Return one digest of many tensors: the hash of the lines "digest name", sorted by name."""
+    """Return one digest for many tensors: a hash of the lines "digest name", sorted by name."""
     lines = "".join(f"{value} {name}\n" for name, value in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def as_lines(digests: Mapping[str, str]) -> list[str]:
-    """Return digests in the form of a GGUF key: strings "digest name"."""
+    """Return digests as the value of a GGUF key: strings "digest name"."""
     return [f"{value} {name}" for name, value in digests.items()]
 
 
 def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
-    """Return name -> digest from strings "digest name"; empty for None."""
+    """Return name -> digest, given strings "digest name"; {} for None."""
     texts = [line for line in (() if lines is None else lines) if isinstance(line, str)]
     return {name: value for value, _, name in (line.partition(" ") for line in texts)}
 
@@ -72,14 +72,14 @@ def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
 FORMAT_VERSION = 2
 ID, STATE_DIGEST = CHECKPOINT_ID, "training.state_digest"
 TENSOR_DIGESTS = "training.tensor_digests"
-MODEL, AVERAGE = "model", "ema"  # roles of the files other than optimizer.gguf
-DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # keys of their digests
-READ_AT_ONCE = 1 << 22  # bytes digested at a time
+MODEL, AVERAGE = "model", "ema"  # roles of all files except optimizer.gguf
+DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # keys for digests of the files
+READ_AT_ONCE = 1 << 22  # bytes that are digested at once
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """Indices of a checkpoint's files: the model or adapters, the optimizer's state, the average."""
+    """Indices of a checkpoint's files: the model or adapter, the optimizer's state, the average if any."""
 
     model: WeightSource
     state: GGUFFile
@@ -87,13 +87,13 @@ class CheckpointFiles:
 
     @property
     def weights(self) -> dict[str, WeightSource]:
-        """The files, by role, whose digests optimizer.gguf holds."""
+        """Role -> file, for the files whose digests are in optimizer.gguf."""
         found = {MODEL: self.model}
         return found if self.average is None else {**found, AVERAGE: self.average}
 
 
 def open_checkpoint(folder: Path) -> CheckpointFiles:
-    """Open the indices of all files; raise UsageError if one is damaged or they do not belong together."""
+    """Open the indices of all files. Raise UsageError if one is damaged or they do not belong together."""
     model, state = GGUFFile.open(folders.weights_in(folder)), GGUFFile.open(folder / folders.OPTIMIZER)
     files = CheckpointFiles(model, state, average_of(state))
     check_files(files)
@@ -101,12 +101,12 @@ def open_checkpoint(folder: Path) -> CheckpointFiles:
 
 
 def average_of(state: GGUFFile) -> GGUFFile | None:
-    """Open the index of the average, if the optimizer's state has digests of an average."""
+    """Open the index of the average if the optimizer's state has digests of one; else return None."""
     return GGUFFile.open(state.path.parent / folders.AVERAGE) if DIGESTS[AVERAGE] in state.metadata else None
 
 
 def check_files(files: CheckpointFiles) -> None:
-    """Raise UsageError unless the files belong to one checkpoint and all their keys are unchanged."""
+    """Raise UsageError unless the files belong to one checkpoint and none of their keys was changed."""
     state, version = files.state, keys_of(files.state).integer("optimizer.file_version")
     if version != FORMAT_VERSION:
         raise UsageError(
@@ -133,7 +133,7 @@ def check_files(files: CheckpointFiles) -> None:
 
 
 def signature(*files: Mapping[str, Any]) -> str:
-    """Return a checkpoint's id: a hash of all other keys of all files, including digests of tensors."""
+    """Return a checkpoint's id: a hash of all keys of all files except the id, so it covers the digests."""
     total = hashlib.sha256()
     for keys in files:
         for key in sorted(keys.keys() - {ID, ARCHITECTURE_KEY}):
@@ -142,7 +142,7 @@ def signature(*files: Mapping[str, Any]) -> str:
 
 
 def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
-    """Return one digest of all tensors in all files. The role distinguishes averages from model tensors."""
+    """Return one digest of all tensors in all files. Roles distinguish averages from the model's tensors."""
     return digest_of_state(
         {
             f"{role}.{name}" if role == AVERAGE else name: digest
@@ -155,9 +155,9 @@ def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
 def check_digests(
     files: CheckpointFiles, rank: int = 0, ranks: int = 1, beat: Callable[[], object] = lambda: None
 ) -> None:
-    """Raise UsageError if a tensor was changed; this rank checks only some of the tensors.
+    """Raise UsageError if a tensor was changed. This rank checks only its share of the tensors.
 
-    All `ranks` together check every tensor once. `beat` is called before each tensor.
+    All `ranks` together check each tensor once. `beat` is called before each tensor.
     """
     keys = keys_of(files.state)
     recorded = [(file, from_lines(keys.texts(DIGESTS[role]))) for role, file in files.weights.items()]

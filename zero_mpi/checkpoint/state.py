@@ -1,8 +1,8 @@
-"""The files of a training state, the same for any number of ranks: keys, tensors, slices, and reading.
+"""Files of a training state, equal at any number of ranks: their keys, tensors, slices, and how to read them.
 
-`model.gguf` holds only the model, so llama.cpp opens it without conversion. So does `ema.gguf`, which exists
-if the run keeps a moving average. `optimizer.gguf` holds the optimizer states of each tensor in full shape
-and the run's progress. `checkpoint.sound` describes how the files are checked against each other.
+`model.gguf` holds only the model, so llama.cpp opens it without conversion. The same is true of `ema.gguf`,
+which exists if the run keeps a moving average. `optimizer.gguf` holds the optimizer states of each tensor in
+full shape, and the progress of the run. `checkpoint.sound` checks the files against each other.
 """
 
 from __future__ import annotations
@@ -49,50 +49,50 @@ from zero_mpi.sharding.parameters import ReadBytes
 from zero_mpi.sharding.precision import FLOAT32, FP64
 from zero_mpi.sharding.unit import Unit
 
-MASTER = "optimizer.master."  # prefix of float64 parameters, which model.gguf holds in float32
-Run = tuple[str, int, Array]  # name of a tensor, index of the first element, the elements
+MASTER = "optimizer.master."  # prefix of names of float64 parameters; model.gguf has them in float32
+Run = tuple[str, int, Array]  # name of a tensor, index of the first element, elements
 LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration", "evaluations_since"))
 
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest validation loss so far."""
+    """The lowest validation loss of a run so far."""
 
     loss: float = math.inf  # nats per token; infinite before the first evaluation
-    step: int = 0  # steps done when this loss was measured; 0: not measured yet
-    since: int = 0  # number of evaluations since this loss was measured
+    step: int = 0  # steps done when this loss was measured; 0: none was measured
+    since: int = 0  # number of evaluations after this one
 
     def after(self, step: int, loss: float) -> Best:
-        """Return the best loss so far, given `loss` of the evaluation after `step`; NaN is never better."""
+        """Return the best loss after an evaluation that gave `loss` after `step`. NaN is never better."""
         return Best(loss, step) if loss < self.loss else replace(self, since=self.since + 1)
 
     def is_of(self, step: int) -> bool:
-        """Return whether the evaluation after `step` gave the lowest loss."""
+        """Return whether the lowest loss comes from the evaluation after `step`."""
         return 0 < step == self.step
 
     def is_used_up(self, patience: int | None) -> bool:
-        """Return whether `patience` evaluations in a row did not improve the loss; None: no limit."""
+        """Return whether the last `patience` evaluations did not improve the loss; None: no limit."""
         return patience is not None and self.since >= patience
 
     def keys(self) -> dict[str, Any]:
-        """Return these values as keys of a checkpoint; no keys if there was no evaluation."""
+        """Return these values as keys of a checkpoint; {} if there was no evaluation."""
         loss = {LOSS: np.float64(self.loss)} if self.step else {}
         return {} if self == Best() else {**loss, STEP: np.uint64(self.step), SINCE: np.uint64(self.since)}
 
 
 def read_best(keys: GGUFKeys) -> Best:
-    """Return Best as stored in the keys of a checkpoint; raise FileError for invalid values."""
+    """Return the Best that a checkpoint's keys store. Raise FileError for invalid values."""
     loss = keys.number(LOSS)
     return Best(math.inf if loss is None else loss, keys.integer(STEP) or 0, keys.integer(SINCE) or 0)
 
 
-ARCHITECTURE = "zero_mpi"  # value in optimizer.gguf, which llama.cpp refuses with a clear message
-MOST_SETTINGS = 1 << 20  # limit in characters of the JSON text in a key
+ARCHITECTURE = "zero_mpi"  # with this value, llama.cpp refuses optimizer.gguf with a clear message
+MOST_SETTINGS = 1 << 20  # most characters of the JSON text in a key
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a run. `skipped` counts the steps whose gradient norm was not finite."""
+    """Progress of a run. `skipped` is the number of steps whose gradient norm was not finite."""
 
     step: int = 0
     tokens: int = 0
@@ -104,7 +104,7 @@ class TrainingProgress:
     best: Best = field(default_factory=Best)
 
 
-COUNTS = {  # key -> name in TrainingProgress
+COUNTS = {  # key -> attribute of TrainingProgress
     "training.iteration_count": "step",
     "training.token_count": "tokens",
     "training.skipped_count": "skipped",
@@ -116,15 +116,15 @@ SCALE_COUNTS = {"training.loss_scale_exponent": "scale_exponent", "training.loss
 
 @dataclass(frozen=True)
 class Description:
-    """Metadata of a checkpoint."""
+    """Facts about a run that its checkpoints record, apart from tensors and progress."""
 
     architecture: str
-    model: Mapping[str, Any]  # the GGUF keys of architecture and tokenizer
-    settings: Mapping[str, Any]  # values that must not change on resume
-    machine: Mapping[str, Any]  # values that may change the last bits (threads, library versions)
-    plan: Mapping[str, Any] = field(default_factory=dict)  # values that change the rest of the run (rates)
+    model: Mapping[str, Any]  # GGUF keys of the architecture and the tokenizer
+    settings: Mapping[str, Any]  # settings that a resume must keep
+    machine: Mapping[str, Any]  # facts that may change the last bits (threads, versions of libraries)
+    plan: Mapping[str, Any] = field(default_factory=dict)  # settings that a resume may change (rates)
     constants: Mapping[str, Array] = field(default_factory=dict)  # tensors of the model that are not trained
-    weights: str = folders.MODEL  # file name of the model, or of the adapters
+    weights: str = folders.MODEL  # file name of the model or adapters
 
     @property
     def is_adapter(self) -> bool:
@@ -134,7 +134,7 @@ class Description:
 
 # ------------------------------------------------------------------------------------------------- keys
 
-STATE = "optimizer"  # the role of optimizer.gguf
+STATE = "optimizer"  # role of optimizer.gguf
 
 
 def stamp(
@@ -143,7 +143,7 @@ def stamp(
     digests: Mapping[str, Mapping[str, str]],
     optimizer: str = "adamw",
 ) -> dict[str, dict[str, Any]]:
-    """Return the keys of each file by role, given its tensors' digests. The last role is `optimizer`."""
+    """Return the keys of each file by role, given digests of its tensors. The last role is `optimizer`."""
     shared = {
         STATE_DIGEST: digest_of_files(digests),
         "training.iteration_count": np.uint64(progress.step),
@@ -166,14 +166,14 @@ def stamp(
 
 
 def model_tensors(optimizer: ShardedOptimizer, description: Description) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (name, shape) of the tensors in the weights file, in the file's order."""
+    """Return (name, shape) of each tensor in the weights file, in order."""
     module, all_of = optimizer.module, not description.is_adapter
     kept = [(name, p.shape) for name, p in module.params.items() if all_of or module.is_trainable(name)]
     return kept + [(name, array.shape) for name, array in description.constants.items()]
 
 
 def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...], GGMLQuantizationType]]:
-    """Return (name, shape, type) of the tensors in optimizer.gguf, in the file's order."""
+    """Return (name, shape, type) of each tensor in optimizer.gguf, in order."""
     params, having = optimizer.module.params, dict[str, set[str]]()
     wide = optimizer.module.precision is FP64
     kind = GGMLQuantizationType.F64 if wide else GGMLQuantizationType.F32
@@ -193,20 +193,20 @@ def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...
 
 @dataclass(frozen=True)
 class Contribution:
-    """One rank's slice of a unit's values. A tensor's name in the file is `prefix` + the parameter's name."""
+    """One rank's slice of a unit's values. A tensor in the file is named `prefix` + the parameter's name."""
 
     prefix: str
     unit: Unit
     partition: Partition
     values: Array
-    names: frozenset[str] | None = None  # names of the parameters that have this value; None: all
+    names: frozenset[str] | None = None  # parameters that have this value; None: all
 
     def on_host(self, inside: slice) -> Array:
-        """Return a range of this rank's slice in host memory: a view, or a copy from the GPU."""
+        """Return a range of this rank's slice in host memory, as a view, or as a copy from the GPU."""
         return device.in_use().to_host(self.values[inside])
 
     def runs(self, start: int, values: Array) -> Iterator[Run]:
-        """Split `values`, the unit's buffer from `start` on, into runs of single tensors without gaps."""
+        """Split `values`, the unit's buffer from `start` on, into runs. A run is part of one tensor."""
         for segment in self.unit.segments(slice(start, start + values.size)):
             if self.names is not None and segment.name not in self.names:
                 continue
@@ -214,16 +214,16 @@ class Contribution:
 
     @property
     def by_pieces(self) -> bool:
-        """True if all slices begin and end at borders of the pieces over which digests are computed."""
+        """True if all slices begin and end at borders of pieces, which digests are made of."""
         return bool(self.unit.quantum * self.values.itemsize % PIECE_BYTES == 0)
 
     def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
-        """Return (tensor, digests of its pieces) for `values`, the unit's buffer from `start` on."""
+        """Return (tensor, digests of its pieces) for `values`, which is the unit's buffer from `start` on."""
         return [(name, piece_digests(run)) for name, _, run in self.runs(start, values)]
 
 
 def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
-    """Return views of the slices of all or only the `trained` parameters. Waits for pending gathers."""
+    """Return views of the slices of parameters, or only of `trained` ones. Waits for pending gathers."""
     units = optimizer.units if trained else optimizer.module.units
     for unit in units:
         unit.wait_gather()
@@ -232,13 +232,13 @@ def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Co
 
 
 def masters(comm: Comm, prefix: str, units: Iterable[ShardedUnit]) -> list[Contribution]:
-    """Return views of the slices of the parameters that the optimizer updates, float32 or float64."""
+    """Return views of the slices of the parameters that the optimizer updates (float32 or float64)."""
     held = [(unit, unit.parameters.master, unit.parameters.master_part) for unit in units]
     return [contribution(comm, prefix, *each) for each in held]
 
 
 def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
-    """Return views of the slices of averages and, unless `trained`, of frozen parameters."""
+    """Return views of the slices of averages, and also of frozen parameters unless `trained`."""
     comm, values = optimizer.module.comm, optimizer.averages()
     frozen = [] if trained else [unit for unit in optimizer.module.units if not unit.unit.trainable]
     for unit in frozen:
@@ -248,7 +248,7 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
 
 
 def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
-    """Return views of the slices of float64 masters, if there are any, and then of each optimizer state."""
+    """Return views of the slices of float64 masters, if there are any, followed by each optimizer state."""
     wide = optimizer.module.units if optimizer.module.precision is FP64 else []
     return masters(optimizer.module.comm, MASTER, wide) + [
         replace(contribution(optimizer.module.comm, f"optimizer.{state}.", unit, values, part), names=names)
@@ -258,9 +258,9 @@ def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
 
 
 def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part: slice) -> Contribution:
-    """Return this rank's slice of `values`; they hold `part` of the unit: the slice, or the full unit.
+    """Return this rank's slice of `values`, which hold `part` of the unit: the slice or the full unit.
 
-    If every node has all slices, the ranks of the first node contribute them.
+    If every node has all slices, only the ranks of the first node contribute them.
     """
     ends = unit.partition.bounds[1:]
     first = unit.part.start - part.start
@@ -270,14 +270,14 @@ def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part
 
 
 class Snapshot:
-    """Copies of contributions, so that training can continue during a save. The buffers are reused."""
+    """Copies of contributions, with which training can continue during a save. Buffers are reused."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str, str], Array] = {}
-        self.complete: Any = Done()  # event that follows the last copies on the device
+        self.complete: Any = Done()  # event after the last copies on the device
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
-        """Return copies of the contributions to one file. The values are valid when `complete` is done."""
+        """Return copies of the contributions to a file. Their values are valid once `complete` is done."""
         given = list(contributions)
         copies = [replace(each, values=self._buffer(role, each)) for each in given]
         pairs = [(copy.values, each.values) for copy, each in zip(copies, given, strict=True)]
@@ -295,7 +295,7 @@ class Snapshot:
 
 
 def read_progress(state: GGUFFile) -> TrainingProgress:
-    """Return the progress of the run; raise UsageError if a count is missing."""
+    """Return the progress of the run. Raise UsageError if the file lacks a count."""
     known = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
     counts = {name: keys_of(state).integer(key) for key, name in known.items()}
     for key, name in known.items():
@@ -305,11 +305,11 @@ def read_progress(state: GGUFFile) -> TrainingProgress:
 
 
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
-    """Return the JSON object of a key ("training.settings"); raise UsageError if it is missing or invalid."""
+    """Return the JSON object in a key ("training.settings"). Raise UsageError if it is missing or invalid."""
     raw = keys_of(state).text(key) or ""
     try:
         value = json.loads(raw if len(raw) <= MOST_SETTINGS else "")
-        json.dumps(value)  # raises RecursionError for a value that is nested too deeply
+        json.dumps(value)  # raises RecursionError for a value with too many levels
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{state.path}: the key {key} is missing or broken") from error
     if not isinstance(value, dict):
@@ -318,8 +318,8 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
 
 
 def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
-    """Raise UsageError unless the files hold the states of all trained parameters, and averages if the
-    optimizer keeps them."""
+    """Raise UsageError unless the files hold the states of all trained parameters, and averages if, and only
+    if, the optimizer keeps them."""
     state, average = files.state, files.average
     if (average is None) != (optimizer.ema is None):
         found = "no moving average, expected one" if average is None else "a moving average, expected none"
@@ -333,9 +333,9 @@ def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
 def expect_tensors(
     file: WeightSource, shapes: Mapping[str, tuple[int, ...]], kinds: Collection[GGMLQuantizationType] = ()
 ) -> None:
-    """Raise UsageError unless a file holds tensors of these names and shapes, and nothing else.
+    """Raise UsageError unless a file holds tensors with exactly these names and shapes, and no others.
 
-    `kinds`: the permitted types; empty: any type.
+    `kinds`: permitted types; () permits all types.
     """
     missing = [name for name in shapes if name not in file.tensors]
     surplus = [name for name in file.tensors if name not in shapes]
@@ -355,7 +355,7 @@ Read = Callable[[str, int, int], Array]
 
 
 def finite(read: Read, path: Path) -> Read:
-    """Return a read(name, start, stop) that raises UsageError for values that are not finite."""
+    """Return a function read(name, start, stop) that raises UsageError for values that are not finite."""
 
     def checked(name: str, start: int, stop: int) -> Array:
         values = read(name, start, stop)
@@ -367,7 +367,7 @@ def finite(read: Read, path: Path) -> Read:
 
 
 def read_state(file: GGUFFile, name: str, start: int, stop: int) -> Array:
-    """Return elements [start, stop) of an optimizer state; float64 if the file has float64."""
+    """Return elements [start, stop) of an optimizer state, as float64 if the file has float64."""
     if file.tensors[name].type != GGMLQuantizationType.F64:
         return file.read(name, start, stop)
     out = np.empty(stop - start)
@@ -376,9 +376,9 @@ def read_state(file: GGUFFile, name: str, start: int, stop: int) -> Array:
 
 
 def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
-    """Fill this rank's slices of parameters and moments from a checkpoint. Return the run's progress.
+    """Fill this rank's slices of parameters and moments from a checkpoint. Return the progress of the run.
 
-    Raise UsageError if the files are damaged. The call is not collective, but every rank must make it.
+    Raises UsageError if the files are damaged. It is not collective, but every rank must call it.
     """
     check_tensors(files, optimizer)
     model, state = files.model, files.state
@@ -403,7 +403,7 @@ def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingP
 
 
 def finite_blocks(file: GGUFFile) -> ReadBytes:
-    """Return a read(name, start, out) of stored bytes that raises UsageError if a value is not finite."""
+    """Return a function read(name, start, out) of stored bytes that raises UsageError for inf or NaN."""
     values = finite(file.read, file.path)
 
     def read(name: str, start: int, out: Array) -> None:

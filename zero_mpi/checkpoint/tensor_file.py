@@ -1,9 +1,9 @@
-"""Files of tensors, which are checked when opened, read in ranges, and decoded to float32.
+"""Files of tensors: they are checked when opened, read in ranges, and decoded to float32.
 
-All formats share this module. A file is untrusted and may change: only a regular file is opened, its length
-is compared with the length at the first opening, and a short read raises an error that names the file. Files
-are not memory-mapped, because a file that shrinks while mapped kills the process with a signal. float32 is
-read directly into the result; other types pass through a buffer of limited size.
+All formats share this module. A file is untrusted and may change. So only a regular file is opened, its
+length is compared with the length when its index was read, and a short read raises an error that names the
+file. Files are not memory-mapped, because a file that shrinks while mapped kills the process with a signal.
+float32 is read directly into the result; other types pass through a buffer of limited size.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from zero_mpi.files.foreign import show
 from zero_mpi.files.open import fill, open_file, refusing
 
 Metadata = dict[str, Any]
-"""Keys in file order. A value has exactly the type in the file: `str`, `bool`, a NumPy scalar of the
-key's width, a 1-D read-only array of such scalars or of bool, or `list[str]`."""
+"""Keys in file order. A value has exactly the type in the file: `str`, `bool`, a NumPy scalar of the key's
+width, a read-only 1-D array of such scalars or of bool, or `list[str]`."""
 
 Floats = npt.NDArray[np.float32]
-CHUNK = 1 << 20  # elements decoded at once, so that temporaries stay small for any tensor
+CHUNK = 1 << 20  # elements that are decoded at once; limits temporaries for a tensor of any size
 NATIVE = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
@@ -43,7 +43,7 @@ NATIVE = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape in NumPy order, and type of the elements."""
+    """Name, shape in NumPy order, and element type of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,19 +51,19 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes, as stored."""
+        """Number of bytes that the tensor takes in the file."""
         block, width = GGML_QUANT_SIZES[self.type]
         return int(self.size // block * width)
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was when its index was read. It is not kept open. Links in `path` are resolved."""
+    """A file whose index was read. It is not kept open. Links in `path` are resolved."""
 
     path: Path
     nbytes: int
@@ -76,12 +76,12 @@ class StoredFile:
             yield file
 
     def expect(self, expected: int, found: int) -> None:
-        """Raise FileError unless the file has as many bytes as when its index was read."""
+        """Raise FileError unless the file still has the number of bytes from when its index was read."""
         if found != expected:
             raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
 
     def fill(self, file: FileIO, offset: int, out: memoryview) -> None:
-        """Fill `out` (bytes) with the file's bytes from `offset` on."""
+        """Fill `out` with the bytes of the file from `offset` on."""
         with refusing("", self.path, "cannot be read"):
             self.expect(len(out), fill(file.fileno(), out, offset))
 
@@ -92,7 +92,7 @@ class StoredFile:
         return raw
 
     def chunks(self, offset: int, count: int, size: int) -> Iterator[memoryview]:
-        """Yield `count` bytes from `offset` on in chunks of `size` bytes; the last chunk may be shorter."""
+        """Yield `count` bytes from `offset` on, in chunks of `size` bytes. The last chunk may be shorter."""
         with self.opened() as file:
             for at in range(0, count, size):
                 yield self.take(file, offset + at, min(size, count - at)).data
@@ -104,7 +104,7 @@ class StoredFile:
                 self.fill(file, offset, out.data)
 
     def values(self, offset: int, spec: TensorSpec, start: int, out: Floats) -> None:
-        """Fill `out` (1-D) from element `start` of the tensor whose data begins at byte `offset`."""
+        """Fill `out` (1-D) with elements from `start` on of a tensor, whose data begins at byte `offset`."""
         if spec.type == GGMLQuantizationType.F32:
             self.bytes_at(offset + 4 * start, out.view(np.uint8))
             return
@@ -112,7 +112,7 @@ class StoredFile:
         with self.opened() as file:
             for at in range(0, out.size, CHUNK):
                 here = out[at : at + CHUNK]
-                # A block that the range cuts is read in full.
+                # A block is read in full, even if only part of it is requested.
                 first, last = (start + at) // block, -(-(start + at + here.size) // block)
                 raw = self.take(file, offset + first * width, (last - first) * width)
                 try:
@@ -124,10 +124,10 @@ class StoredFile:
 
 
 def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.floating]:
-    """Decode full blocks (bytes,) to elements (elements,) of a dtype that float32 can represent exactly.
+    """Decode full blocks (bytes,) to elements (elements,) of a dtype whose values float32 can hold exactly.
 
-    Raise NotImplementedError for a type that holds no weights. A corrupt scale may be infinite. NumPy's
-    warnings are suppressed, because the values show it.
+    Raises NotImplementedError for a type that holds no weights. NumPy's warnings are suppressed: a damaged
+    scale may be infinite, and then the values show it.
     """
     if kind in NATIVE:
         return raw.view(NATIVE[kind])
@@ -141,17 +141,17 @@ class Readable(ABC):
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:
-        """Return the name, shape and type of a tensor; raise UsageError if no tensor has this name."""
+        """Return the name, shape and type of a tensor. Raise UsageError if the file has no such tensor."""
 
     @abstractmethod
     def fill(self, spec: Any, start: int, out: Floats) -> None:
-        """Fill out (n,) with n elements of a tensor from element `start` on."""
+        """Fill out (n,) with the n elements of a tensor from element `start` on."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
         """Return elements [start, stop) of the flattened tensor, float32 (stop - start,), in `out` if given.
 
-        Blocks that the range cuts are read in full, and no other bytes. Raise UsageError for an unknown
-        name, a type that holds no weights or a file that changed; ValueError for a range outside the tensor.
+        Only the requested bytes are read, extended to full blocks. Raises UsageError for an unknown name, a
+        type that holds no weights or a changed file; ValueError for a range outside the tensor.
         """
         spec = self.spec(name)
         stop = spec.size if stop is None else stop
@@ -163,15 +163,15 @@ class Readable(ABC):
         return out
 
     def tensor(self, name: str) -> Floats:
-        """Return the full tensor in its shape as float32. Raise the same errors as `read`."""
+        """Return the full tensor in its shape, as float32. Raise errors as `read` does."""
         return self.read(name).reshape(self.spec(name).shape)
 
 
 class WeightSource(Readable):
-    """Base class of weights with GGUF names, keys and element order. Subclasses set the three fields.
+    """Base class of weights with GGUF's names, keys and element order. Subclasses set three fields.
 
     path       the file or folder
-    metadata   the model's keys, as in a GGUF
+    metadata   the model's keys, as in a GGUF file
     """
 
     path: Path

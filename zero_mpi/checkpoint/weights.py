@@ -40,13 +40,13 @@ from zero_mpi.nn.adapters import ADDED, FIRST, SECOND, product
 
 
 def keys_of(file: WeightSource) -> GGUFKeys:
-    """Return the keys of a file, with methods that read and check their types."""
+    """Return the keys of a file as GGUFKeys, whose methods check the types of values."""
     return GGUFKeys(file.metadata, str(file.path))
 
 
 def open_weights(path: str | os.PathLike[str]) -> WeightSource:
-    """Open a GGUF file (the first part of a split model), a checkpoint folder (model.gguf) or a Hugging Face
-    folder (config.json and safetensors). Raise UsageError if the path is none of these or invalid."""
+    """Open a GGUF file (the first of a split model), a checkpoint folder (its model.gguf) or a Hugging Face
+    folder (config.json and safetensors). Raise UsageError if the path is none of these, or is invalid."""
     if not is_folder(path):
         if os.fspath(path).endswith(".safetensors"):
             raise FileError(f"{path}: expected a folder with {CONFIG}, found a file: use its folder")
@@ -67,23 +67,23 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
     raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")
 
 
-TOKENS_ADDED = "adapter.lora.added_tokens"  # key of an adapter that was trained with --add-tokens
+TOKENS_ADDED = "adapter.lora.added_tokens"  # key of an adapter with tokens that --add-tokens added
 SAMPLE = 256  # elements of each tensor in the hash that identifies weights
 
 
 def adapter_metadata(lora: LoRA) -> dict[str, Any]:
-    """Return the keys of an adapter's file, except for the architecture of the base."""
+    """Return the keys of an adapter's file, except the architecture of its base."""
     return {TYPE: "adapter", KIND: "lora", ALPHA: np.float32(lora.alpha)}
 
 
 def open_adapter(
     path: str | os.PathLike[str], model: ModelConfig, tokens: Sequence[str] = ()
 ) -> WeightSource:
-    """Open the adapter at a path; raise UsageError unless its rank, alpha and targets match the model's, and
-    its added tokens match `tokens`."""
+    """Open the adapter at a path. Raise UsageError unless its rank, alpha and targets are those of the model,
+    and its added tokens are `tokens`."""
     file = adapter_source(path, {ARCHITECTURE: model.arch, **model.metadata()})
     found, lora = lora_of(file), model.lora
-    alpha = np.float32(found.alpha)  # float32 as in a file, so that it prints like the flag's value
+    alpha = np.float32(found.alpha)  # float32, as in a file, so it prints like a flag
     if lora is None or found.rank != lora.rank or alpha != np.float32(lora.alpha):
         raise UsageError(
             f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; use --lora {found.rank} "
@@ -104,9 +104,9 @@ def open_adapter(
 
 
 def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource:
-    """Open an adapter file, the adapter of a checkpoint, or a PEFT folder; raise UsageError if invalid.
+    """Open an adapter file, the adapter in a checkpoint, or a PEFT folder. Raise UsageError if it is invalid.
 
-    `base`: keys of the base model. They determine the order of rows in a PEFT folder.
+    `base`: keys of the base model, which determine the order of rows in a PEFT folder.
     """
     if not is_folder(path):
         return GGUFFile.open(path)
@@ -116,25 +116,25 @@ def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource
 
 
 def is_adapter_file(file: WeightSource) -> bool:
-    """Return whether the keys of the file say that it is an adapter."""
+    """Return whether the keys of a file say that it is an adapter."""
     return keys_of(file).text(TYPE) == "adapter"
 
 
 def lora_of(file: WeightSource) -> LoRA:
-    """Return rank, alpha and targets of an adapter's file; raise UsageError for any other file."""
+    """Return the rank, alpha and targets of an adapter. Raise UsageError if the file is no adapter."""
     keys = keys_of(file)
     ranks = {spec.shape[-2:][0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
     alpha = keys.number(ALPHA, 0)
     if not is_adapter_file(file) or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
         raise UsageError(
-            f"{file.path}: expected an adapter: {TYPE} adapter, {KIND} lora, {ALPHA}, tensors of one rank"
+            f"{file.path}: expected an adapter with {TYPE} adapter, {KIND} lora, {ALPHA}, tensors of one rank"
         )
     targets = tuple(name.removesuffix(FIRST) for name in file.tensors if name.endswith(FIRST))
     return LoRA(ranks.pop(), float(alpha), targets)
 
 
 def weights_digest(source: WeightSource) -> str:
-    """Return a hash that identifies weights, from names, shapes and the first elements of each tensor."""
+    """Return a hash that identifies weights, made of names, shapes and first elements of all tensors."""
     total = hashlib.sha256()
     for name, spec in source.tensors.items():
         total.update(f"{name} {spec.shape}".encode())
@@ -143,10 +143,10 @@ def weights_digest(source: WeightSource) -> str:
 
 
 class GrownWeights(WeightSource):
-    """Weights and keys of `base`, with rows in embedding and head for `tokens`, whose ids begin at `first`.
+    """Weights and keys of `base`, whose embedding and head get rows for `tokens`, from id `first` on.
 
-    A new token's row starts as the mean of the earlier rows. If `trained`, the checkpoint of an adapter, is
-    given, its tensors `NAME.added` replace all rows from `first` on. `read` accepts these names too.
+    The row of a new token starts as the mean of the rows before it. If `trained`, an adapter's checkpoint, is
+    given, its tensors `NAME.added` replace all rows from `first` on. `read` knows these names too.
     """
 
     def __init__(self, base: Any, tokens: Sequence[str], trained: Any = None) -> None:
@@ -163,7 +163,7 @@ class GrownWeights(WeightSource):
             self.tensors[name] = replace(spec, shape=(self.first + self.rows, spec.shape[1]))
             shape = None if trained is None else trained.spec(name + ADDED).shape
             if shape not in (None, (self.rows, spec.shape[1])):
-                raise UsageError(f"{base.path}: expected the model whose {self.rows} rows were added")
+                raise UsageError(f"{base.path}: expected the model to which {self.rows} rows were added")
 
     def spec(self, name: str) -> TensorSpec:
         whole = name.removesuffix(ADDED)
@@ -183,7 +183,7 @@ class GrownWeights(WeightSource):
             out[cut:] = self._later(name, start + cut - border, start + out.size - border)
 
     def _later(self, name: str, start: int, stop: int) -> Floats:
-        """Return elements [start, stop) of the new rows and of all rows after them."""
+        """Return elements [start, stop) of the rows from `first` on: new rows, followed by unused rows."""
         if self._trained is not None:
             result: Floats = self._trained.read(name + ADDED, start, stop)
             return result
@@ -191,12 +191,12 @@ class GrownWeights(WeightSource):
         if name not in self._means:
             self._means[name] = self._mean(name)
         rows = np.tile(self._means[name], (self.rows, 1))
-        if self.rows > new:  # unused rows follow the new tokens
+        if self.rows > new:  # unused rows come after the new tokens
             rows[new:] = self.base.read(name, (self.first + new) * spec.shape[1]).reshape(-1, spec.shape[1])
         return rows.reshape(-1)[start:stop]
 
     def _mean(self, name: str) -> Floats:
-        """Return the mean (C,) of the rows before the new rows, summed in float64 from first to last."""
+        """Return the mean (C,) of the rows before the new rows, added in float64 from first to last."""
         width = self.base.tensors[name].shape[1]
         total, size = np.zeros(width), max(1, CHUNK // width)
         for at in range(0, self.first, size):
@@ -206,20 +206,20 @@ class GrownWeights(WeightSource):
 
 
 def gguf_of(source: Any) -> GGUFFile | None:
-    """Return the GGUF file that stores a source's weights; None for another format."""
+    """Return the GGUF file in which a source's weights are; None for another format."""
     file = source.base if isinstance(source, GrownWeights) else source
     return file if isinstance(file, GGUFFile) else None
 
 
 def tokens_of(source: Any) -> list[str]:
-    """Return the tokens that were added to the model of a source."""
+    """Return the tokens that --add-tokens gave to the model of a source."""
     return source.tokens if isinstance(source, GrownWeights) else []
 
 
 class MergedWeights(WeightSource):
-    """The weights of the base, with the adapter's update added to the matrices that it changes, in float32.
+    """Weights of a base model plus the update of an adapter, in float32, for the matrices that it changes.
 
-    Raises UsageError for an adapter of another base.
+    Raises UsageError if the adapter belongs to another base.
     """
 
     def __init__(self, base: WeightSource, adapter: WeightSource) -> None:
@@ -238,7 +238,7 @@ class MergedWeights(WeightSource):
             self.tensors[name] = self._adapted(name, lora.rank)
 
     def _adapted(self, name: str, rank: int) -> TensorSpec:
-        """Return name, shape and type of the merged tensor; raise UsageError unless both factors fit it."""
+        """Return name, shape and type of a merged tensor. Raise UsageError unless both factors fit it."""
         spec, tensors = self._base.tensors.get(self._stored.get(name, name)), self._adapter.tensors
         shapes = [tensors[name + end].shape if name + end in tensors else None for end in (FIRST, SECOND)]
         *stack, rows, width = (0, 0) if spec is None else spec.shape
@@ -254,16 +254,16 @@ class MergedWeights(WeightSource):
         name, stop = spec.name, start + out.size
         self._base.read(self._stored.get(name, name), start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
-            with np.errstate(all="ignore"):  # the check below refuses values that are not finite
+            with np.errstate(all="ignore"):  # the check below finds values that are not finite
                 added = self._product(name, start, stop)
                 out += added
             if not np.isfinite(added).all():
                 raise UsageError(f"{self._adapter.path}: its update of {name} is not finite")
 
     def _product(self, name: str, start: int, stop: int) -> Floats:
-        """Return elements [start, stop) of the update of a matrix: computed for full rows, then cut.
+        """Return elements [start, stop) of a matrix's update, which is computed for full rows and then cut.
 
-        For stacked matrices, compute the update of each matrix that contains some of these rows.
+        If matrices are stacked, the update is computed for each matrix that has some of these rows.
         """
         (height, width), rank = self.tensors[name].shape[-2:], self._adapter.tensors[name + FIRST].shape[-2]
         first, last = start // width, -(-stop // width)
@@ -279,6 +279,6 @@ class MergedWeights(WeightSource):
 
 
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:
-    """Open weights like `open_weights`, and merge the adapter at the path `adapter`, if given."""
+    """Open weights like `open_weights`, and merge them with the adapter at the path `adapter`, if given."""
     source = open_weights(path)
     return source if adapter is None else MergedWeights(source, adapter_source(adapter, source.metadata))

@@ -1,1 +1,1 @@
-"""Commands `zero-mpi NAME` other than `train`: each is a package with a module `command`, or one module."""
+"""Commands `zero-mpi NAME` except `train`: each is a package with a module `command`, or a single module."""

@@ -1,7 +1,7 @@
-"""`zero-mpi completion SHELL`: prints a script for a shell to complete commands, flags, values and files.
+"""`zero-mpi completion SHELL`: prints a shell script that completes commands, flags, values and files.
 
-shtab makes the script from the parsers of the commands. The script works without Python. It completes
-commands that begin with `zero-mpi`, but not words after `mpirun`, which belong to the launcher.
+The package shtab makes the script from the parsers of the commands. The script works without Python. It
+completes commands that begin with `zero-mpi`, but not words after `mpirun`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from zero_mpi.errors import import_optional
 from zero_mpi.launch.world import World, run
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars of files and of folders
+FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars of flags for files, and for folders
 INSTALL = """\
 Install the script as:
 
@@ -52,7 +52,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def whole_parser(shtab: Any) -> argparse.ArgumentParser:
-    """Return one parser for zero-mpi, with a subparser for each command."""
+    """Return one parser for `zero-mpi` that has a subparser for each command."""
     whole = argparse.ArgumentParser(prog="zero-mpi")
     whole.add_argument("--version", action="version", version="", help="show the version and exit")
     parts = whole.add_subparsers(dest="command")

@@ -1,9 +1,9 @@
 """`zero-mpi hostfile FILE --for mpich|openmpi`: a hostfile in the form that a launcher reads.
 
-MPICH writes ranks per host as `node1:2`, Open MPI as `node1 slots=2`, and each reads the other's form wrongly
-or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show hostnames` of
-Slurm). All of these may be mixed. A plain name is one slot; slots of a repeated name are added up at its
-first place.
+For ranks per host, MPICH expects `node1:2` and Open MPI `node1 slots=2`. Each of them reads the other form
+wrongly or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show
+hostnames` of Slurm). An input may mix all of these forms. A plain name is one slot. If a name is repeated,
+its slots are added up where it comes first.
 """
 
 import re
@@ -19,7 +19,7 @@ from zero_mpi.files.open import read_file
 from zero_mpi.launch.ending import say
 
 NUMBER = "0{0,99}[1-9][0-9]{0,8}"
-LINE = re.compile(  # name or IPv4 address of a host
+LINE = re.compile(  # matches a host's name or IPv4 address
     rf"(?P<name>(?!-)[A-Za-z0-9._-]+)(:(?P<count>{NUMBER})|(?P<rest>(\s+(max[-_])?slots\s*=\s*{NUMBER})*))",
     re.ASCII | re.IGNORECASE,
 )
@@ -30,7 +30,7 @@ FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """Host with its number of ranks (`slots`) and the most ranks that may be requested (`most`)."""
+    """A host with its number of ranks (`slots`) and the most ranks that a job may request on it (`most`)."""
 
     name: str
     slots: int = 1
@@ -38,13 +38,13 @@ class HostEntry:
 
 
 def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
-    """Return the hosts of a file called `where`, in order of first lines; raise UsageError with the line."""
+    """Return the hosts in a file called `where`, in order. Raise UsageError, which names the line."""
     hosts: dict[str, HostEntry] = {}
     for number, line in enumerate(lines, 1):
         text = re.sub(r"(^|\s)#.*", "", line).strip()
         if text:
             host = read_host(text, f"{where}:{number}")
-            if first := hosts.get(host.name):  # the sum has a limit only if both lines have one
+            if first := hosts.get(host.name):  # the sum has a limit only if both entries have a limit
                 most = None if first.most is None or host.most is None else first.most + host.most
                 host = HostEntry(host.name, first.slots + host.slots, most)
             hosts[host.name] = host
@@ -54,7 +54,7 @@ def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
 
 
 def read_host(text: str, place: str) -> HostEntry:
-    """Return the host of one line, which has no comment."""
+    """Return the host in a line that has no comment."""
     found = LINE.fullmatch(text)
     given = list(SETTING.finditer(found["rest"] or "")) if found else []
     values = {bool(each["most"]): int(each["count"]) for each in given}
@@ -66,7 +66,7 @@ def read_host(text: str, place: str) -> HostEntry:
     return HostEntry(found["name"], slots, most)
 
 
-# Intel MPI reads ranks per host only from a file given with -machinefile.
+# Intel MPI reads ranks per host only from a file that -machinefile names.
 LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --hostfile and -machinefile
     "mpich": lambda host: f"{host.name}:{host.slots}",
     "openmpi": lambda host: f"{host.name} slots={host.slots}" + f" max-slots={host.most}" * bool(host.most),
@@ -75,7 +75,7 @@ LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --
 
 
 def hosts_in(path: str) -> list[HostEntry]:
-    """Return the hosts of a file, or of standard input for "-"; raise UsageError."""
+    """Return the hosts in a file, or in standard input for "-". Raise UsageError for an invalid file."""
     where = "standard input" if path == "-" else shown(path)
     try:
         data = sys.stdin.buffer.read(MOST_BYTES) if path == "-" else read_file(path, MOST_BYTES)
@@ -113,6 +113,6 @@ def command(world: object, arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Run the command."""
-    from zero_mpi.launch.world import run  # imports NumPy, which `supervise` does not need
+    from zero_mpi.launch.world import run  # imports NumPy, which `supervise` must not load
 
     run("hostfile", command, alone=True)

@@ -35,7 +35,7 @@ def main() -> None:
         del sys.argv[1]
         start(name)
         return
-    from zero_mpi.cli.parser import nearest, version_lines  # slow, so not before a command handles signals
+    from zero_mpi.cli.parser import nearest, version_lines  # slow: handle signals before this
     from zero_mpi.files.foreign import show
 
     if environment.launch_rank() > 0:
@@ -58,7 +58,7 @@ def start(name: str) -> None:
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module with the command's `main`."""
+    """Return the name of the module that has the command's `main`."""
     if name == "train":
         return "zero_mpi.train.command"
     place = f"zero_mpi.commands.{name}"

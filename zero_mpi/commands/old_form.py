@@ -1,6 +1,6 @@
-"""Old form `python -m zero_mpi.NAME` of starting a command, as in version 0.1.0; it still works.
+"""Old form `python -m zero_mpi.NAME` of starting a command, known from version 0.1.0. It still works.
 
-`python -m` asks the import finder in this file for the module of that name, and runs this file instead.
+`python -m` asks the import finder in this file for that module, and then runs this file instead.
 """
 
 import sys
@@ -18,7 +18,7 @@ MOVED = (
 
 
 class OldForms:
-    """Import finder that returns this file for the old names of commands."""
+    """Import finder that returns this file for the old module names of commands."""
 
     @staticmethod
     def find_spec(
@@ -30,7 +30,7 @@ class OldForms:
 
 
 def run(name: str) -> None:
-    """Run a command that was started by its old form; print the new form after it has succeeded."""
+    """Run a command that was started by its old form. Print the new form after it has succeeded."""
     from zero_mpi.commands.main import start
 
     try:

@@ -1,6 +1,6 @@
 """`zero-mpi samples MODEL --data chat.jsonl`: shows conversations and pairs as training sees them.
 
-Text that counts in the loss is coloured on a terminal; without a terminal or with NO_COLOR it is in « ».
+Text that counts in the loss is coloured on a terminal. Without a terminal or with NO_COLOR it is in « ».
 """
 
 import json
@@ -93,7 +93,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def parts_of(found: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool]]:
-    """Yield the text of a conversation, split where tokens begin or cease to count in the loss."""
+    """Yield the text of a conversation in parts, each with whether its tokens count in the loss."""
     changes = np.flatnonzero(np.diff(found.counted)) + 1
     ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
     for first, last in pairwise([0, *changes.tolist(), len(found.ids)]):
@@ -104,13 +104,13 @@ def parts_of(found: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool
 def lines(
     samples: list[dict[str, Any]], totals: tokenized.Totals, notes: list[str], begin: str, end: str
 ) -> Iterator[str]:
-    """Yield the lines of samples, totals and notes; counted text is between `begin` and `end`."""
+    """Yield the lines for samples, totals and notes. Counted text is written between `begin` and `end`."""
     for sample in samples:
         yield f"{shown(sample['name'])}: {tokenized.described(tokenized.Facts(sample))}"
         text = ""
         for part in sample["parts"]:
             inner = readable(part["text"])
-            if part["counted"] and begin in COLOURS:  # a colour ends at the line end and starts again
+            if part["counted"] and begin in COLOURS:  # a colour ends with its line and starts again
                 inner = inner.replace("\n", f"{end}\n{begin}")
             text += f"{begin}{inner}{end}" if part["counted"] else inner
         yield from (*text.split("\n"), "")

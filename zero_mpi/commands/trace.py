@@ -1,8 +1,8 @@
-"""`zero-mpi trace FILE`: prints how each rank spent its time, from a timeline of `train.timeline`.
+"""`zero-mpi trace FILE`: prints how each rank spent its time, from a file written by `train --trace`.
 
 Each moment of a step counts for the first entry of `CLAIMS` that is in progress, so the columns of a rank add
 up to the step. Computing takes precedence over waiting: on a GPU the host may wait for a transfer while the
-device computes, and such a transfer is hidden. A transfer for which no rank waits is hidden too.
+device computes, and then the transfer is hidden. A transfer that no rank waits for is hidden too.
 """
 
 import gzip
@@ -27,7 +27,7 @@ from zero_mpi.telemetry import spans
 from zero_mpi.train.timeline import FAMILIES, FIRST
 
 EXPOSED, HIDDEN, OTHER, MOVING = "exposed", "hidden", "other", "moving"
-# Column, track, kinds (empty: all). A moment counts for the first entry that is in progress.
+# Column, track, and kinds of events (empty: all kinds).
 CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("evaluation", spans.STEPS, ("evaluation",)),
     ("checkpoint", spans.CHECKPOINT, ()),
@@ -40,42 +40,42 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data", spans.DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
-STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices after those of CLAIMS: steps, and transfers in progress
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices of steps, and of transfers in progress
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(spans.STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
-UNITS = 5  # number of units with the longest waits that are shown
+UNITS = 5  # number of transfers shown, those with the longest waits
 MEANING = (
     "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
-MOST_OF_RANK = 4 * spans.MAX_SPANS  # of events; a rank records a quarter and up to a micro-batch more
+MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a rank records a quarter, plus at most a micro-batch
 MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
-MOST_LINE = 1 << 16  # most bytes of an event
-DENSEST, ALWAYS = 50, 8 << 20  # most unpacked bytes: per byte of the file; limit for small files
+MOST_LINE = 1 << 16  # most bytes in the line of an event
+DENSEST, ALWAYS = 50, 8 << 20  # most unpacked bytes: per byte of the file; allowed for any file
 
 
 # ---------------------------------------------------------------------------------------------- the file
 
 
 class Slice(NamedTuple):
-    """Event of a rank, in microseconds of one clock."""
+    """Event of a rank, with times in microseconds of a common clock."""
 
     family: str  # track, or kind of transfer
     name: str
     begun: float
     ended: float
     kind: str  # "forward", "allgather", ...
-    unit: str  # unit or stage, or an empty text
+    unit: str  # unit or stage; "" if there is none
     step: int  # from 1
     nbytes: int  # bytes of a transfer
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Contents of a file: the events of each rank in rank order, and the file's other data."""
+    """Content of a file: the events of each rank, in rank order, and other data."""
 
     path: Path
     ranks: dict[int, list[Slice]]
@@ -83,7 +83,7 @@ class Recorded:
 
     @property
     def steps(self) -> list[int]:
-        """Numbers of the steps that are complete on every rank."""
+        """Numbers of the steps that every rank has completed."""
         per_rank = [
             {each.step for each in slices if (each.family, each.kind) == (spans.STEPS, "step")}
             for slices in self.ranks.values()
@@ -92,13 +92,13 @@ class Recorded:
 
 
 def read(path: Path) -> Recorded:
-    """Return the timeline in a file, compressed or not; raise UsageError for other files."""
+    """Return the timeline in a file, compressed or not. Raise UsageError for any other file."""
     try:
         lines, ranks = lines_of(path), dict[int, list[Slice]]()
         head = parse_json(next(lines, b"").rstrip(b",\r\n") + b"}", null_for_infinite=True)
         about = head["otherData"]
         if "zero_mpi" not in about or next(lines, b"") != b'"traceEvents":[\n':
-            raise ValueError("it does not start like one")
+            raise ValueError("it does not start like a timeline")
         for line in lines:
             if line.startswith(b"]"):
                 break
@@ -117,7 +117,7 @@ def read(path: Path) -> Recorded:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, one per event, decompressed if needed, with bounded memory."""
+    """Yield the lines of a file, one for each event. The file may be compressed; memory is bounded."""
     with open_file(path, "a timeline") as raw:
         is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
         left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
@@ -132,15 +132,15 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
-    """Add an event to its rank. Raise ValueError or any other error for an invalid event."""
+    """Add an event to the events of its rank. Raise ValueError or another error if it is invalid."""
     slices = ranks.setdefault(within(event["pid"], 0, MOST_RANKS) - FIRST, [])
     if event["ph"] != "X":
-        return  # metadata: the name of a rank or track
+        return  # metadata, such as the name of a rank or a track
     if len(slices) >= MOST_OF_RANK:
         raise ValueError(f"more than {MOST_OF_RANK} events of one rank")
     about, begun = event["args"], float(within(event["ts"], -LATEST, LATEST))
     family, name, kind, unit = (
-        sys.intern(shown(text, LONGEST_NAME))  # equal texts are stored once
+        sys.intern(shown(text, LONGEST_NAME))  # stores equal texts once
         for text in (event["cat"], event["name"], about.get("kind", ""), about.get("unit", ""))
     )
     ended = begun + within(event["dur"], 0, LATEST)
@@ -149,9 +149,9 @@ def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
 
 
 def within(value: Any, least: float, most: float) -> Any:
-    """Return `value` if it is a number within the bounds; else raise ValueError."""
+    """Return `value` if it is a number from `least` to `most`, else raise ValueError."""
     if isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"an event has the number {shown(value, LONGEST_NAME)}")
+        raise ValueError(f"an event has the invalid number {shown(value, LONGEST_NAME)}")
     return value
 
 
@@ -160,24 +160,24 @@ def within(value: Any, least: float, most: float) -> Any:
 
 @dataclass
 class Share:
-    """Times of a rank over its steps, in microseconds."""
+    """Time that a rank spent in its steps, in microseconds."""
 
     rank: int
     steps: dict[int, float] = field(default_factory=dict)  # length of each step
-    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: `steps`
-    hidden: float = 0.0  # time of transfers in progress without a wait
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # transfer -> time of waits
+    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum is `steps`
+    hidden: float = 0.0  # time of transfers that no rank waited for
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # transfer -> time waited
     sent: int = 0  # bytes sent to other ranks
 
 
 def shares(recorded: Recorded) -> list[Share]:
-    """Return the times of every rank, over the steps that are complete on all ranks."""
+    """Return the times of every rank in the steps that all ranks have completed."""
     steps = set(recorded.steps)
     return [share_of(rank, slices, steps) for rank, slices in recorded.ranks.items()]
 
 
 def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
-    """Return a rank's times, from the starts and ends of its events in order of time."""
+    """Return a rank's times, computed from the starts and ends of its events in order of time."""
     share, marks = Share(rank), list[tuple[float, int, int, Slice]]()
     for each in slices:
         place = PLACES.get((each.family, each.kind), PLACES.get((each.family, "")))
@@ -191,7 +191,7 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
             marks += [(each.begun, 1, place, each), (each.ended, 0, place, each)]
     under_way: list[list[Slice]] = [[] for _ in range(FLIGHT + 1)]  # in progress, by index; newest last
     before = 0.0
-    for now, begins, place, each in sorted(marks):  # at equal times ends come first
+    for now, begins, place, each in sorted(marks):  # at equal times, ends come before starts
         if under_way[STEP]:
             account(share, under_way, now - before)
         before = now
@@ -203,21 +203,21 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
 
 
 def account(share: Share, under_way: list[list[Slice]], lasted: float) -> None:
-    """Add a segment of time to the column of the first claim, and to exposed or hidden transfers."""
+    """Add a span of time to the column of the first claim, and to the transfer that it exposes or hides."""
     column, latest = next(
         ((name, here[-1]) for (name, *_), here in zip(CLAIMS, under_way, strict=False) if here), (OTHER, None)
     )
     share.columns[column] += lasted
     if column == EXPOSED and latest is not None:
         around = under_way[PLACES[spans.BETWEEN, ""]]
-        stage = around[-1].unit if around and not latest.unit else ""  # stage that needs the transfer
+        stage = around[-1].unit if around and not latest.unit else ""  # the stage that needs the transfer
         share.exposed[f"{latest.name} (for {stage})" if stage else latest.name] += lasted
     elif under_way[FLIGHT]:
         share.hidden += lasted
 
 
 def table(recorded: Recorded) -> Iterator[str]:
-    """Yield lines about a timeline: a row for each rank, and the longest waits."""
+    """Yield the lines about a timeline: a row for each rank, and the longest waits."""
     found, steps = shares(recorded), recorded.steps
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     which += f" of {plural(len(found), 'rank')}"
@@ -238,13 +238,13 @@ def table(recorded: Recorded) -> Iterator[str]:
         yield from (f"  {lasted / 1e3:>10.3f}  {name}" for name, lasted in longest)
     wrong, ends_in = recorded.about.get("clock_error_us"), recorded.about.get("ends_in")
     if isinstance(wrong, int | float) and 0 < wrong <= LATEST:
-        yield f"clocks of different hosts are aligned to {wrong:.0f} us"
+        yield f"clocks of different hosts agree within {wrong:.0f} us"
     if ends_in is not None:
         yield f"recording ended in step {shown(ends_in, 40)}: there were too many events"
 
 
 def row(share: Share, columns: Sequence[str]) -> str:
-    """Return the row of a rank."""
+    """Return the line of the table for one rank."""
     count, total = len(share.steps), sum(share.steps.values())
     cells = ""
     for name in columns:

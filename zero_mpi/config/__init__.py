@@ -1,1 +1,1 @@
-"""Flags of a run (`settings`), checks of these flags (`bounds`), and the files that they name (`inputs`)."""
+"""Settings of a run (`settings`), checks of their values (`bounds`), and files that they name (`inputs`)."""

@@ -1,8 +1,8 @@
 """Checks of settings: the range of each value, flags that contradict each other, and flags without effect.
 
-A flag is an error if the run cannot do what the flag asks for. A flag that merely changes nothing gives a
-warning of one line at the start, because a settings file often has more than a run needs. A flag counts
-as given if its value is not the default, because OUT/config.toml contains all flags.
+A flag is an error if the run cannot do what the flag asks for. A flag that merely changes nothing causes a
+warning of one line at the start, because a settings file often has more than a run needs. A flag counts as
+given if its value is not the default, because OUT/config.toml contains all flags.
 """
 
 import math
@@ -35,7 +35,7 @@ LEAST = {
     "balance_loss": 0, "z_loss": 0,
     "desirable_weight": 0, "undesirable_weight": 0,
 }  # fmt: skip
-LARGEST = 1 << 62  # integer; sums of two such values still fit 64 bits
+LARGEST = 1 << 62  # exclusive limit of integers; the sum of two of them still fits 64 bits
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1, "label_smoothing": 0.5, "teacher_weight": 1.000001}
 MANY_EPOCHS = 10
 DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
@@ -44,7 +44,7 @@ Number = TypeVar("Number", int, float)
 
 
 def check(config: Config) -> None:
-    """Raise UsageError for the first value that is out of range, naming the flag."""
+    """Raise UsageError, which names the flag, for the first value that is out of range."""
     for name, least in LEAST.items():
         value = getattr(config, name)
         if value is not None:
@@ -76,7 +76,7 @@ def check(config: Config) -> None:
 
 
 def within(name: str, value: Number, least: float, below: float = LARGEST) -> Number:
-    """Return the value of a flag; raise UsageError, naming the flag, unless it is in [least, below)."""
+    """Return the value of a flag. Raise UsageError, which names the flag, unless it is in [least, below)."""
     if not least <= value < below:
         less = "" if value < below else f" and less than {below}"
         raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
@@ -84,7 +84,7 @@ def within(name: str, value: Number, least: float, below: float = LARGEST) -> Nu
 
 
 def thread_count(text: str | None) -> int | None:
-    """Return `--threads` as a number: 0 for auto, None if not given. Raise UsageError for any other text."""
+    """Return the number in `--threads`: 0 for auto, None if not given. Raise UsageError for other text."""
     if text is None or text == "auto":
         return None if text is None else 0
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
@@ -93,11 +93,11 @@ def thread_count(text: str | None) -> int | None:
 
 
 def rate_scales(texts: Sequence[str]) -> dict[str, float]:
-    """Return `--lr-scale` as pattern -> factor; raise UsageError if a text is invalid."""
+    """Return `--lr-scale` as pattern -> factor. Raise UsageError if an entry is invalid."""
     found = dict[str, float]()
     for text in texts:
         pattern, _, factor = text.rpartition("=")
-        found.pop(pattern, None)  # if a pattern is repeated, the last one counts, in its position
+        found.pop(pattern, None)  # if a pattern is repeated, only its last entry counts
         try:
             found[pattern] = float(factor)
         except ValueError:
@@ -110,7 +110,7 @@ def rate_scales(texts: Sequence[str]) -> dict[str, float]:
 
 
 def seconds(text: str | None) -> float | None:
-    """Return a duration such as 3h50m, 90s, 15m or 3600 in seconds; raise UsageError for any other text."""
+    """Return the seconds of a duration such as 3h50m, 90s, 15m or 3600. Raise UsageError for other text."""
     if text is None:
         return None
     units = {"h": 3600, "m": 60, "s": 1}
@@ -124,22 +124,22 @@ def seconds(text: str | None) -> float | None:
 
 
 class Rule(NamedTuple):
-    """Setting that is invalid or has no effect if `when` is true. `why`: message, with settings in braces."""
+    """Setting that is invalid or has no effect if `when` is true. `why`: message with {name} of a setting."""
 
     name: str
-    when: Callable[..., bool]  # takes the configuration; for a setting without effect also the kind of data
+    when: Callable[..., bool]  # gets the configuration, and for IDLE also the kind of data
     why: str
 
 
 class DataKind(NamedTuple):
-    """Kind of data. is_text: text, or token files that come with a tokenizer; are_ids: token files."""
+    """Kind of --data. is_text: text, or token files with a tokenizer; are_ids: token files."""
 
     is_text: bool
     are_ids: bool = False
 
 
 def apart(name: str, when: Callable[[Config], bool], other: str) -> Rule:
-    """Return the rule for two flags that exclude each other."""
+    """Return a rule for two flags that exclude each other."""
     return Rule(name, when, f"cannot be combined with {other}: remove one of them")
 
 
@@ -164,10 +164,10 @@ CONTRADICTIONS = (
     apart("qat", lambda c: c.optimizer != "adamw", "--optimizer {optimizer}"),
     apart("qat", lambda c: c.ema is not None, "--ema"),
     apart("qat", lambda c: c.device == "cuda", "--device cuda"),
-    Rule("epochs", lambda c: c.steps is not None, "give either this or --steps {steps}"),
+    Rule("epochs", lambda c: c.steps is not None, "excludes --steps {steps}: remove one of them"),
     Rule("trace_steps", lambda c: c.trace is None, "needs a timeline: add --trace FILE"),
     Rule("min_lr", lambda c: c.min_lr is not None and c.min_lr > c.lr, "expected at most --lr {lr}"),
-    Rule("decay_steps", lambda c: c.schedule != "wsd", "needs a decay: add --schedule wsd"),
+    Rule("decay_steps", lambda c: c.schedule != "wsd", "needs a decay phase: add --schedule wsd"),
     Rule(
         "decay_steps",
         lambda c: c.steps is not None and (c.decay_steps or 0) > max(0, c.steps - c.warmup),
@@ -195,7 +195,7 @@ CONTRADICTIONS = (
     Rule("patience", lambda c: not c.holds_out, "--val-fraction 0 leaves no validation data"),
     Rule("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates only at the end"),
 )
-NOT_OF_LOSS = "--loss {loss} has no such constant"
+NOT_OF_LOSS = "--loss {loss} does not use it"
 NO_TEXT = "the token files of --data have no tokenizer"
 IDS = "the token files of --data are used unchanged"
 NOTHING_HELD = "--val-fraction 0 leaves no validation data"
@@ -205,8 +205,8 @@ IDLE = (
     Rule("simpo_gamma", lambda c, _: c.loss != "simpo", NOT_OF_LOSS),
     Rule("desirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
     Rule("undesirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
-    Rule("teacher_weight", lambda c, _: c.teacher is None, "there is no --teacher"),
-    Rule("loss_on", lambda c, _: c.preference is not None, "answers count with --loss {loss}"),
+    Rule("teacher_weight", lambda c, _: c.teacher is None, "it needs --teacher FILE"),
+    Rule("loss_on", lambda c, _: c.preference is not None, "--loss {loss} counts answers only"),
     Rule("min_lr", lambda c, _: c.schedule == "constant", "--schedule constant has no decay"),
     Rule(
         "bucket_mb",
@@ -235,20 +235,20 @@ IDLE = (
 
 
 def is_plain(c: Config) -> bool:
-    """Return True if these settings allow training in float64."""
+    """Return whether these settings allow training in float64."""
     others = [c.offload, c.lora, c.ema, c.optimizer, c.qat]
     return c.device != "cuda" and others == ["none", None, None, "adamw", None]
 
 
 def without_effect(config: Config, data: DataKind) -> Iterator[str]:
-    """Yield a warning for each flag that has no effect or an unexpected effect."""
+    """Yield a warning for each given flag that has no effect."""
     for name, when, why in IDLE:
         if is_given(config, name) and when(config, data):
             yield f"{written(config, name)} has no effect: {why.format_map(vars(config))}"
 
 
 def is_given(config: Config, name: str) -> bool:
-    """Return True if a setting differs from its default."""
+    """Return whether a setting differs from its default."""
     return getattr(config, name) not in (FIELDS[name].default, [])
 
 
@@ -261,10 +261,10 @@ def written(config: Config, name: str) -> str:
 
 
 def in_steps(config: Config, windows: int) -> Config:
-    """Return the configuration with --epochs converted to --steps; `windows`: number of windows in the data.
+    """Return the configuration with --epochs converted to --steps. `windows`: number of training windows.
 
     Records, checkpoints and OUT/config.toml contain this number of steps. The run reads each window at least
-    `epochs` times; its last step may begin another epoch. Raise UsageError for flags that do not fit the
+    `epochs` times; its last step may begin another epoch. Raises UsageError for flags that do not fit the
     number of steps.
     """
     if config.epochs is None:
@@ -278,7 +278,7 @@ def in_steps(config: Config, windows: int) -> Config:
 
 
 def cautions(config: Config, epochs: float) -> Iterator[str]:
-    """Yield warnings about the length of a run that reads the data `epochs` times."""
+    """Yield warnings about the length of a run, which reads the data `epochs` times."""
     if config.steps <= 2 * config.warmup > 2:
         yield (
             f"--warmup {config.warmup} takes half of --steps {config.steps} or more, at rates below --lr "
@@ -289,7 +289,7 @@ def cautions(config: Config, epochs: float) -> Iterator[str]:
 
 
 def remarks(config: Config, data: DataKind) -> Iterator[str]:
-    """Yield the notes that a run prints about its configuration when it starts."""
+    """Yield the notes about its configuration that a run prints when it starts."""
     if config.removed:
         yield f"--config: removed settings have no effect: {', '.join(config.removed)}"
     if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:
@@ -303,7 +303,7 @@ def remarks(config: Config, data: DataKind) -> Iterator[str]:
 
 
 def threads_within(wanted: int | None) -> int | None:
-    """Return the number `wanted` if this rank has that many cores; else raise UsageError."""
+    """Return `wanted` if this rank has that many cores. Raise UsageError if it has fewer."""
     cores = environment.cores()
     if wanted is not None and wanted > cores:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Command line of `zero_mpi.train`: a parser made from the settings; it joins flags and the --config file."""
+"""Command line of `zero_mpi.train`: makes a parser from the settings and joins flags with a --config file."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ from zero_mpi.config.bounds import check
 from zero_mpi.config.settings import ALIASES, FIELDS, LENGTH, Config, default_text, spelled
 from zero_mpi.config.toml import read_toml
 
-METAVARS = {  # metavars of --help; all other flags show N, X, TEXT, or NAME for choices
+METAVARS = {  # names of values in --help; other flags show N, X, TEXT, or NAME if they have choices
     "out": "DIR", "resume": "WHAT", "init": "PATH", "data": "PATH", "val_data": "PATH", "freeze": "PATTERN",
     "lr_scale": "W=X", "lora": "R", "lora_alpha": "A", "lora_targets": "W", "lora_init": "FILE",
     "add_tokens": "FILE", "teacher": "FILE", "tokenizer": "WHICH", "control_tokens": "HOW",
@@ -19,7 +19,7 @@ METAVARS = {  # metavars of --help; all other flags show N, X, TEXT, or NAME for
     "threads": "N", "max_time": "TIME", "warmup": "N", "prometheus": "FOLDER", "wandb": "PROJECT",
     "mlflow": "NAME", "trace": "FILE", "trace_steps": "A:B", "reduce_dtype": "TYPE",
 }  # fmt: skip
-FIRST = {  # flags that --help shows; --help-all shows all
+FIRST = {  # flags that --help shows; --help-all shows all flags
     "out", "steps", "epochs", "resume", "dry_run", "init", "arch", "layers", "dim", "heads", "context",
     "lora", "data", "tokenizer", "batch_size", "micro_batch", "lr", "warmup", "strategy", "device",
     "precision", "threads", "save_every", "eval_every", "max_time",
@@ -36,9 +36,9 @@ Examples:
 
 
 def make_parser(every: bool = True) -> Parser:
-    """Return the parser of the command line. Its result contains only the flags that are given.
+    """Return the parser of the command line. Its result has only the flags that the user gave.
 
-    every: if true, --help shows all flags, else only those in FIRST.
+    every: whether --help shows all flags, or only those in FIRST
     """
     parser = Parser(
         prog="mpirun -n N python -m zero_mpi.train",
@@ -61,7 +61,7 @@ def make_parser(every: bool = True) -> Parser:
 
 
 def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Return argparse's arguments for a setting."""
+    """Return the arguments with which argparse adds the flag of a setting."""
     about = field.metadata
     text, kind = with_choices(about["text"], about["choices"]), about["kind"]
     if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
@@ -79,7 +79,7 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
-    """Add settings of training as flags of another command; a text that is not empty is the help text."""
+    """Add training settings as flags of another command. A text that is not empty replaces the help text."""
     for name, text in texts.items():
         parser.add_argument(spelled(name), **argument(FIELDS[name]) | ({"help": text} if text else {}))
 
@@ -87,13 +87,13 @@ def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
 def given(
     parser: Parser, arguments: Sequence[str], names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the flags of a command line in two parts: flags in `names`, and all other flags."""
+    """Return the flags of a command line in two dictionaries: the flags in `names`, and all others."""
     found = vars(parser.parse_args(arguments))
     return {name: found.pop(name) for name in names if name in found}, found
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """Return the configuration of a command line; raise UsageError for invalid settings."""
+    """Return the configuration that a command line describes. Raise UsageError for invalid settings."""
     flags = vars(make_parser(EVERY in arguments).parse_args(arguments))
     path = flags.pop("config", None)
     removed: list[str] = []
@@ -105,6 +105,6 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Join settings of a file and flags. Flags win; --steps and --epochs also replace each other."""
+    """Join settings of a file with flags. Flags win; --steps and --epochs also replace each other."""
     beaten = LENGTH if LENGTH & flags.keys() else set()
     return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)

@@ -1,4 +1,4 @@
-"""Inputs of a run: a model (`--init`) or the sizes of a new model, and the tokenizer of the text."""
+"""Inputs of a run: the model of `--init`, or the sizes of a new model, and the tokenizer of the text."""
 
 import argparse
 import hashlib
@@ -42,12 +42,12 @@ from zero_mpi.optim.optimizer import check_scales
 from zero_mpi.sharding.layout import check_patterns, is_trainable
 from zero_mpi.telemetry import log
 
-RESERVED = ("messages", "tools", "add_generation_prompt")  # template variables from the conversation
+RESERVED = ("messages", "tools", "add_generation_prompt")  # template variables that a conversation sets
 TOKENIZER_JSON = "tokenizer.json"
 
 
 def open_init(config: Config) -> WeightSource | None:
-    """Read and check the index of `--init`; return its weights, with `--add-tokens`. Raise UsageError."""
+    """Return the weights of `--init` with `--add-tokens`. Raise UsageError if the file's index is invalid."""
     if config.init is None or config.add_tokens is None:
         return None if config.init is None else open_weights(config.init)
     if config.tokenizer not in (None, FROM_INIT):
@@ -56,7 +56,7 @@ def open_init(config: Config) -> WeightSource | None:
 
 
 def passed_over(init: WeightSource | None) -> list[str]:
-    """Return notes on parts of a model that training ignores: dropout, and bytes after the last tensor."""
+    """Return notes on parts of a model that training ignores: dropout, or bytes after the last tensor."""
     init = init.base if isinstance(init, GrownWeights) else init
     if isinstance(init, GGUFFile) and init.surplus:
         return [f"{init.path}: {init.surplus} bytes after the last tensor are ignored"]
@@ -66,7 +66,7 @@ def passed_over(init: WeightSource | None) -> list[str]:
 
 
 def read_model(init: WeightSource) -> ModelConfig:
-    """Return the model's sizes from `init`; raise UsageError unless its tensors have exactly these sizes."""
+    """Return the sizes of the model `init`. Raise UsageError unless its tensors have exactly these sizes."""
     shapes = {name: info.shape for name, info in init.tensors.items()}
     model = config_from_gguf(init.metadata, shapes, str(init.path), init.read)
     model.check_tensors(shapes, str(init.path))
@@ -74,9 +74,9 @@ def read_model(init: WeightSource) -> ModelConfig:
 
 
 def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
-    """Return the model with the adapters of the flags; raise UsageError without an `init`.
+    """Return the model with the adapters that the flags ask for. Raise UsageError if there is no `init`.
 
-    Frozen weights stay in their GGUF blocks if the device `where` has kernels for their type; with --qat,
+    Frozen weights stay in their GGUF blocks if the device `where` has kernels for their type. With --qat,
     weights that are rounded but have no adapter become floats.
     """
     if config.lora is not None and init is None:
@@ -103,16 +103,16 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
 
 
 def shortened(config: Config, model: ModelConfig) -> Config:
-    """Return the configuration; its default context is reduced to the model's if that is shorter."""
+    """Return the configuration with a default context that is at most the model's context."""
     if "context" not in config.unsaid:
         return config
     return replace(config, context=min(config.context, model.context_length))
 
 
 def check_model(config: Config, model: ModelConfig) -> None:
-    """Raise UsageError for a context beyond the model's, and for patterns that are invalid."""
+    """Raise UsageError for a context longer than the model's, or for invalid name patterns."""
     if config.context > model.context_length:
-        raise UsageError(f"--context {config.context}: the model of --init has only {model.context_length}")
+        raise UsageError(f"--context {config.context}: the model of --init allows {model.context_length}")
     if model.lora is not None:
         model.lora.check(model.layers())
     auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
@@ -131,7 +131,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:
-    """Return a note on frozen tensors that become float32 although the file stores another type."""
+    """Return a note on frozen tensors of another type that are kept as float32."""
     if model.lora is None or where == "cuda" or init is None or gguf_of(init) is None:
         return []
     others = [name for name in model.params() if name in init.tensors and name not in model.stored]
@@ -142,7 +142,7 @@ def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) ->
 
 
 def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:
-    """Return the sizes that the flags give to a model that is trained from scratch."""
+    """Return the sizes that the flags give to a new model."""
     assert config.arch is not None, "only --init runs have no --arch"
     vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
     sizes = {name: getattr(config, name) for name in (*REQUIRED, *OPTIONAL)} | {"vocab_size": vocab_size}
@@ -152,7 +152,7 @@ def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig
 def choose_tokenizer(
     config: Config, init: WeightSource | None, model: ModelConfig | None
 ) -> Tokenizer | None:
-    """Return the tokenizer of text data, None for token files. UsageError if it does not fit the model."""
+    """Return the tokenizer of text; None for token files. Raise UsageError if it does not fit the model."""
     check_kind_of_data(config)
     if holds_token_files(config.data):
         tokenizer = tokenizer_of_ids(config, init, model)
@@ -167,9 +167,9 @@ def choose_tokenizer(
 def tokenizer_of_ids(
     config: Config, init: WeightSource | None, model: ModelConfig | None
 ) -> Tokenizer | None:
-    """Return the tokenizer of the flags, else the tokenizer in the folder of the token files, else None.
+    """Return the tokenizer that the flags name, or else the one stored with the token files, or None.
 
-    Raise UsageError if an id means one token in the flags' tokenizer and another in that of the files.
+    Raise UsageError if the flags' tokenizer and the files' tokenizer use an id for different tokens.
     """
     pairs = [(path, tokenizer_in(path)) for path in tokenizers_of([*config.data, *config.val_data])]
     if not pairs:
@@ -188,9 +188,9 @@ def tokenizer_of_ids(
 
 
 def check_same_tokens(flag: str, chosen: Tokenizer, path: Path, made: Tokenizer) -> None:
-    """Raise UsageError unless each id that is in both tokenizers means the same token in both.
+    """Raise UsageError if two tokenizers use an id for different tokens. Ids in only one of them are allowed.
 
-    Two files of one model may differ in other keys, and a model may reserve ids for more tokens.
+    Two files of one model may differ in other keys, and a model may reserve ids for further tokens.
     """
     theirs, ours = (GGUFKeys(each.metadata()).texts(TOKENS) or [] for each in (chosen, made))
     for place, (found, expected) in enumerate(zip(theirs, ours, strict=False)):
@@ -202,7 +202,7 @@ def check_same_tokens(flag: str, chosen: Tokenizer, path: Path, made: Tokenizer)
 
 
 def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig | None) -> Tokenizer:
-    """Return the tokenizer that the flags name; raise UsageError if it does not fit the model."""
+    """Return the tokenizer that the flags name. Raise UsageError if its size does not fit the model."""
     tokenizer = with_template(open_tokenizer(config, init, model), config.chat_template)
     if model is not None and tokenizer.vocab_size != model.vocab_size:
         raise UsageError(
@@ -213,7 +213,7 @@ def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelCon
 
 
 def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig | None) -> Tokenizer:
-    """Return the tokenizer that the flags name; the default is the model's own if there is a model."""
+    """Return the tokenizer that the flags name. By default it is the model's own, if there is a model."""
     wanted = config.tokenizer or (BYTE if init is None else FROM_INIT)
     if wanted == BYTE:
         return ByteTokenizer()
@@ -225,7 +225,7 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
 
 
 def check_kind_of_data(config: Config) -> None:
-    """Raise UsageError for a flag that has no meaning for this kind of data: conversations, or other data."""
+    """Raise UsageError for a flag that only makes sense for conversations, or only for other data."""
     chats = kinds_of_data(config)
     nothing = "--data has no conversations (.jsonl files)"
     why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), nothing) | {
@@ -239,19 +239,19 @@ def check_kind_of_data(config: Config) -> None:
 
 
 def kinds_of_data(config: Config) -> list[bool]:
-    """Return, for each source of data, True if it contains conversations."""
+    """Return for each source of data whether it holds conversations."""
     return [are_conversations(collect_files(source.paths)) for source in sources_of(config.data)]
 
 
 def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer | None) -> TemplateInputs:
-    """Return the variables that flags give to chat templates; raise UsageError for invalid ones."""
+    """Return the values that flags set for chat templates. Raise UsageError for an invalid value."""
     variables: dict[str, Any] = {}
     for text in options.template_var or ():
         name, _, value = text.partition("=")
         if "=" not in text or not name.isidentifier() or name in RESERVED:
             not_these = ", ".join(RESERVED)
             raise UsageError(
-                f"--template-var {shown(text)}: expected NAME=VALUE, NAME not one of {not_these}"
+                f"--template-var {shown(text)}: expected NAME=VALUE, with NAME not one of {not_these}"
             )
         try:
             variables[name] = parse_json(value)
@@ -269,7 +269,7 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
 
 
 def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
-    """Return the tokenizer with one template: the file `which`, or its own of that name; None: unchanged."""
+    """Return the tokenizer with the template `which`: a file, or one of its own by name; None: no change."""
     if which is None:
         return tokenizer
     keys = tokenizer.metadata()
@@ -279,7 +279,7 @@ def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
 
 
 def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
-    """Return the tokenizer that came with a model: in its keys, or in a tokenizer.json in its folder."""
+    """Return the tokenizer that came with a model, in its keys or in a tokenizer.json in its folder."""
     path = source.path / TOKENIZER_JSON
     if is_file(path) and not has_tokenizer(source):
         return tokenizer_from_json(path, model.vocab_size)
@@ -287,10 +287,10 @@ def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
 
 
 def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, object]:
-    """Return the keys of a folder's tokenizer, for a run whose data are ids, which needs no tokenizer itself.
+    """Return the keys of a folder's tokenizer, for a run on token files, which needs no tokenizer itself.
 
-    llama.cpp, `generate` and `export` need them to read the checkpoints. If the folder has no tokenizer, or
-    one that keys cannot describe, warn and return the key with which llama.cpp works without a tokenizer.
+    llama.cpp, `generate` and `export` need them to read the checkpoints. If the folder has no tokenizer that
+    keys can describe, log a warning and return the key with which llama.cpp works without a tokenizer.
     """
     path = init.path / TOKENIZER_JSON
     problem = f"{init.path} has no {TOKENIZER_JSON}"
@@ -304,7 +304,7 @@ def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, objec
 
 
 def tokenizer_from_file(path: Path) -> Tokenizer:
-    """Return the tokenizer of a GGUF file (from its keys) or of a tokenizer.json; raise UsageError."""
+    """Return the tokenizer in a GGUF file or a tokenizer.json. Raise UsageError if there is no such file."""
     if not exists(path):
         raise UsageError(
             f"--tokenizer {shown(path)}: no such file; expected byte, from-init, a GGUF or a tokenizer.json"
@@ -313,23 +313,23 @@ def tokenizer_from_file(path: Path) -> Tokenizer:
 
 
 def tokenizer_in(path: str | Path) -> Tokenizer:
-    """Return the tokenizer in a file, whose name shows its format; raise UsageError if there is none."""
+    """Return the tokenizer in a file, whose name shows the format. Raise UsageError if there is none."""
     if str(path).endswith(".json"):
         return tokenizer_from_json(path)
     return tokenizer_from_metadata(GGUFFile.open(path).metadata, str(path))
 
 
 def has_tokenizer(init: WeightSource) -> bool:
-    """Return True if the source's own keys describe a tokenizer."""
+    """Return whether the keys of a source describe a tokenizer."""
     return GGUFKeys(init.metadata, str(init.path)).text(TOKENIZER) is not None
 
 
 def fingerprint(tokenizer: Tokenizer | None) -> str:
-    """Return a digest of the tokenizer; a resumed run compares it, as a text must become the same ids."""
+    """Return a digest of the tokenizer. A resumed run compares it, because texts must give the same ids."""
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
         return "none" if tokenizer is None else BYTE
     keys = {key: value for key, value in tokenizer.metadata().items() if "template" not in key}
-    text = json.dumps(keys, sort_keys=True, default=lambda value: value.tolist())  # of NumPy
+    text = json.dumps(keys, sort_keys=True, default=lambda value: value.tolist())  # converts NumPy values
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -349,7 +349,7 @@ SIZES = {  # flag -> attribute of the model
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return flag -> size of a model; without `kv_heads` a model has one key/value head per query head.
+    """Return flag -> size of the model. Without `kv_heads`, each query head has its own key/value head.
 
     The flags of experts are None for a model without experts.
     """
@@ -359,9 +359,9 @@ def sizes_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def settled(config: Config, model: ModelConfig) -> Config:
-    """Return the configuration with the sizes of the model of `--init`, if there is one.
+    """Return the configuration with the sizes of the model of `--init`, if there is such a model.
 
-    Raise UsageError for a flag that contradicts these sizes. The vocabulary size comes from the tokenizer.
+    Raise UsageError if a flag contradicts these sizes. The vocabulary size comes from the tokenizer.
     """
     if config.init is None:
         return config
@@ -377,7 +377,7 @@ def settled(config: Config, model: ModelConfig) -> Config:
 
 
 def as_flag(name: str, value: Any) -> str:
-    """Return a setting in the form of a command line."""
+    """Return a setting as a flag on a command line."""
     text = name.replace("_", "-")
     if value is None:
         return f"no --{text}"

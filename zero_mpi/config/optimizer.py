@@ -1,4 +1,4 @@
-"""Optimizers of `--optimizer`: their update rules, and the matrices that they need unsharded."""
+"""Optimizers that `--optimizer` names: their update rules, and the matrices that they need unsharded."""
 
 import math
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from zero_mpi.optim.muon import Muon
 from zero_mpi.optim.rule import AdamW, Rounded, Rule
 from zero_mpi.sharding.unit import Unit
 
-BALANCE_LOSS = 0.001  # default of router_aux_loss_coef in the library transformers
+BALANCE_LOSS = 0.001  # default of router_aux_loss_coef in the package transformers
 ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 
 
 def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the matrices that an optimizer needs unsharded: for Muon, all in blocks."""
+    """Return the names of the matrices that an optimizer needs unsharded; for Muon, all in blocks."""
     if optimizer != MUON:
         return ()
     params = model.params().items()
@@ -38,7 +38,7 @@ def rules_of(
     products: Any = np.float32,
     qat: str | None = None,
 ) -> dict[str, Rule]:
-    """Return name pattern -> rule; `products`: the dtype that Muon multiplies in."""
+    """Return name pattern -> rule of the optimizer. `products`: dtype in which Muon multiplies."""
     rules: dict[str, Rule] = {"*": AdamW(betas, eps)}
     whole = whole_matrices(optimizer, model)
     if whole:
@@ -51,7 +51,7 @@ def rules_of(
 def auxiliary_scales(
     model: ModelConfig, balance_loss: float | None, z_loss: float | None, adapts: bool
 ) -> dict[str, float]:
-    """Return the scales of the routers' losses; raise UsageError if a flag sets one without experts."""
+    """Return the scales of the routers' losses. Raise UsageError if a flag sets one without experts."""
     routed = any(BALANCE in stage.layer.tallies() for stage in model.stages())
     for flag, value in (("--balance-loss", balance_loss), ("--z-loss", z_loss)):
         if value is not None and not routed:
@@ -62,7 +62,7 @@ def auxiliary_scales(
 
 
 def rounding_of(model: ModelConfig, qat: str) -> dict[str, Kind]:
-    """Return the type of each matrix in an export; embedding and output head have at least 8 bits."""
+    """Return the type that `export` gives to each matrix; embedding and output head have at least 8 bits."""
     shapes = {name: param.shape for name, param in model.params().items()}
     keys = {"general.architecture": model.arch} | model.metadata()
     kinds = types_of(keys, shapes, known_type(qat), fine_ends=True)
@@ -70,7 +70,7 @@ def rounding_of(model: ModelConfig, qat: str) -> dict[str, Kind]:
 
 
 def state_count(unit: Unit, qat: str | None = None) -> int:
-    """Return the number of float32 values that the optimizer keeps per element; --qat adds a copy."""
+    """Return how many float32 values the optimizer keeps for each element; --qat adds a copy."""
     masters = qat is not None and any(is_matrix(name, param.shape) for name, param in unit.params.items())
     return len((Muon if unit.whole else AdamW).states) + masters
 
@@ -79,11 +79,11 @@ Schedule = Callable[[int], float]
 
 
 def schedule_of(config: Config) -> Schedule:
-    """Return a function step (from 0) -> learning rate: linear warm-up to `lr`, then a decay to `min_lr`.
+    """Return a function step (from 0) -> learning rate: a linear warmup to `lr`, then a decay to `min_lr`.
 
-    Schedules: "cosine" (Loshchilov and Hutter, "SGDR", 2017), "linear", "constant", and "wsd" (warm-up,
+    Schedules: "cosine" (Loshchilov and Hutter, "SGDR", 2017), "linear", "constant", and "wsd" (warmup,
     stable, decay: Hu et al., "MiniCPM", 2024). wsd stays at `lr` and decreases linearly in the last
-    `decay_steps` steps. The number of steps must be known.
+    `decay_steps` steps. `config.steps` must be set.
     """
     shapes: dict[str, Callable[[float], float]] = {
         "cosine": lambda done: 0.5 * (1.0 + cosine(math.pi * done)),

@@ -1,7 +1,7 @@
-"""Flags of `zero_mpi.train`, as one data class: name, default, meaning and group in `--help`.
+"""Settings of `zero_mpi.train` as one data class: name, default, meaning, and group in `--help`.
 
-A TOML file (`--config`) sets the same names; flags on the command line win. A resumed run must keep the
-settings in `fixed` and the sizes of its model, because with another value it would be a different run.
+A TOML file (`--config`) sets them by the same names. Flags on the command line override the file. A resumed
+run must keep the settings in `fixed` and the sizes of its model; with other values it would be another run.
 """
 
 import dataclasses
@@ -23,26 +23,26 @@ from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
 from zero_mpi.nn.preference import PREFERENCES, Preference
 
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
-FURTHER: dict[str, Any] = {"lr": 5e-5}  # usual rate for training all pretrained weights
-ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # rate for adapters, which start from zero
-LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: the usual 2e-4 at a width of 4096
+FURTHER: dict[str, Any] = {"lr": 5e-5}  # usual rate for training all weights of a pretrained model
+ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # usual rate for adapters, which start from zero
+LR_TIMES_WIDTH = 0.8  # limit on (rate of adapters) * width, from the usual rate 2e-4 at width 4096
 CROSS_ENTROPY = "cross-entropy"
-BYTE, FROM_INIT = "byte", "from-init"  # values of --tokenizer that are not paths
+BYTE, FROM_INIT = "byte", "from-init"  # values of --tokenizer that are not files
 OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_date")
-LENGTH = {"steps", "epochs"}  # the two settings of a run's length; a run has only one
-STEPS: dict[str, Any] = {"steps": 440}  # for a model from scratch without --epochs
+LENGTH = {"steps", "epochs"}  # the two settings for the length of a run, of which a run has one
+STEPS: dict[str, Any] = {"steps": 440}  # default for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
-EPOCHS, MOST_CONTEXT = 3, 1024  # for conversations
-FEW_WINDOWS = 214  # with fewer windows the batch is smaller, down to 4, so that 3 epochs are 40 steps
+EPOCHS, MOST_CONTEXT = 3, 1024  # defaults for conversations
+FEW_WINDOWS = 214  # with fewer windows, the batch becomes smaller (at least 4), so that 3 epochs are 40 steps
 
 
 def batch_size(windows: int) -> int:
-    """Return the default batch size for `windows` windows of conversations, for any number of ranks."""
+    """Return the default batch size for a number of windows of conversations, at any number of ranks."""
     return 16 if windows >= FEW_WINDOWS else 8 if 2 * windows >= FEW_WINDOWS else 4
 
 
 def default_text(name: str) -> str:
-    """Return the text of `--help` on a default in the tables above; empty for all other settings."""
+    """Return the text of `--help` on a default in the tables above; "" for all other settings."""
     if name in ANY:
         return f" (default: {ANY[name]}{'' if name == 'warmup' else ', or chosen for the conversations'})"
     if name not in FROM_NOTHING:
@@ -54,7 +54,7 @@ def default_text(name: str) -> str:
 
 
 def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
-    """Return `--trace-steps` as (first, stop), None if not given; raise UsageError, also beyond `steps`."""
+    """Return `--trace-steps` as (first, stop), None if not given. Raise UsageError for an invalid value."""
     if text is None:
         return None
     found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
@@ -66,7 +66,7 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
 
 
 def warmup_steps(wanted: Any, steps: int | None) -> int:
-    """Return `--warmup` as a number; a percentage stays text until `steps` is known. Raise UsageError."""
+    """Return `--warmup` as a number, or a percentage while `steps` is None. Raise UsageError if invalid."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
         raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
@@ -78,7 +78,7 @@ def warmup_steps(wanted: Any, steps: int | None) -> int:
 def flag(
     default: Any, kind: Any, group: str, text: str, *, fixed: bool = False, choices: Sequence[str] = ()
 ) -> Any:
-    """Return a field of the configuration; `kind` is int, float, str, bool or list."""
+    """Return a field of the configuration. `kind` is int, float, str, bool or list."""
     about = {"kind": kind, "group": group, "text": text, "fixed": fixed, "choices": tuple(choices)}
     if kind is list:
         return dataclasses.field(default_factory=list, metadata=about)
@@ -87,25 +87,25 @@ def flag(
 
 @dataclass
 class Config:
-    """All settings of a run. A setting that is None is derived from other settings.
+    """All settings of a run. If a setting is None, its value follows from other settings or from the data.
 
-    Until the data are read, `steps` is None and `warmup` may be a percentage (`bounds.in_steps`).
-    `unsaid`: settings that no flag or file gives; their defaults may depend on the data or the resumed run.
+    Until the data is read, `steps` is None and `warmup` may be a percentage (`bounds.in_steps`). `unsaid`:
+    names of settings that no flag or file gives; their defaults may depend on the data or the resumed run.
     """
 
-    removed = tuple[str, ...]()  # settings in the --config file that only 0.1.0 had; not annotated: no field
+    removed = tuple[str, ...]()  # names of settings in the --config file that only 0.1.0 had
 
     # fmt: off
     out: str = flag("runs/default", str, "run", "folder for checkpoints, metrics and settings of the run")
     steps: int = flag(None, int, "run", "optimizer steps (default: 440; conversations with --init: 3 epochs)")
-    epochs: int | None = flag(None, int, "run", "passes over the training data, instead of --steps")
+    epochs: int | None = flag(None, int, "run", "number of passes over the training data, instead of --steps")
     seed: int = flag(0, int, "run", "random seed for weight initialization and data order", fixed=True)
     resume: str = flag(
         "auto", str, "run", "checkpoint to resume from: auto (newest in OUT), never, or a folder")
     dry_run: bool = flag(False, bool, "run", "print what the run would do and need, then exit")
     sample: int = flag(400, int, "run", "length of the sample text at the end, in tokens; 0: none")
     prompt: str = flag(
-        "def ", str, "run", "beginning of the sample text; for held-out conversations their first question")
+        "def ", str, "run", "beginning of the sample text (held-out conversations: their first question)")
 
     arch: str | None = flag(None, str, "model", "model architecture", choices=tuple(ARCHITECTURES))
     layers: int | None = flag(None, int, "model", "number of transformer blocks")
@@ -114,8 +114,8 @@ class Config:
     kv_heads: int | None = flag(
         None, int, "model", "number of key/value heads (default: as --heads)")
     ffn: int | None = flag(None, int, "model", "feed-forward width (default: depends on --arch)")
-    experts: int | None = flag(None, int, "model", "experts of each feed-forward (default: no mixture)")
-    experts_used: int | None = flag(None, int, "model", "experts that each token uses (default: 2)")
+    experts: int | None = flag(None, int, "model", "experts in each feed-forward (default: no mixture)")
+    experts_used: int | None = flag(None, int, "model", "number of experts per token (default: 2)")
     expert_ffn: int | None = flag(None, int, "model", "width of an expert (default: --ffn)")
     context: int = flag(None, int, "model", "tokens per training window", fixed=True)
     tied: bool | None = flag(
@@ -135,7 +135,7 @@ class Config:
     lora_targets: list[str] = flag(None, list, "adapter",
         "name patterns of weights with adapters (default: blk.*.attn_*.weight blk.*.ffn_*.weight)",
         fixed=True)
-    lora_init: str | None = flag(None, str, "adapter", "adapter.gguf to start from; its rank must be R")
+    lora_init: str | None = flag(None, str, "adapter", "adapter.gguf to start from; it must have rank R")
 
     data: list[str] = flag(None, list, "data",
         "text, token files or conversations (.jsonl); PATH=SHARE sets mixing shares (default: Python's "
@@ -183,10 +183,10 @@ class Config:
     lr_scale: list[str] = flag(
         None, list, "optimizer", "learning-rate factor X for parameters matching W; the last match wins")
     optimizer: str = flag("adamw", str, "optimizer",
-        "adamw, or muon for the matrices of blocks and adamw for the rest",
+        "adamw, or muon for the matrices in blocks and adamw for all other parameters",
         choices=("adamw", "muon"), fixed=True)
     qat: str | None = flag(None, str, "optimizer",
-        "train for export --type NAME: weights are rounded to it after each step, float32 masters are kept",
+        "train for export --type NAME: round weights to its types after each step, keep float32 masters",
         choices=tuple(TRAINED_FOR), fixed=True)
     weight_decay: float = flag(0.1, float, "optimizer", "weight decay of matrices")
     beta1: float = flag(0.9, float, "optimizer", "decay rate of the first moment")
@@ -197,12 +197,12 @@ class Config:
         fixed=True)
     grad_clip: float = flag(1.0, float, "optimizer", "maximum norm of the gradient; 0: no limit")
     balance_loss: float | None = flag(None, float, "optimizer",
-        "weight of the loss that balances experts, router_aux_loss_coef (default: 0.001; with --lora: 0)")
+        "weight of the loss that balances experts (router_aux_loss_coef; default: 0.001; with --lora: 0)")
     z_loss: float | None = flag(None, float, "optimizer",
         "weight of the squared log-sum-exp of router logits, e.g. 0.001 (default: 0)")
 
     loss: str = flag(CROSS_ENTROPY, str, "loss",
-        "loss function; all but cross-entropy need chosen and rejected answers in --data",
+        "loss function; all except cross-entropy need chosen and rejected answers in --data",
         choices=(CROSS_ENTROPY, *PREFERENCES), fixed=True)
     preference_beta: float = flag(
         0.1, float, "loss", "beta of the preference loss (tau of ipo)", fixed=True)
@@ -211,9 +211,9 @@ class Config:
     simpo_gamma: float = flag(0.5, float, "loss", "target margin of simpo", fixed=True)
     desirable_weight: float = flag(1.0, float, "loss", "weight of chosen answers in kto", fixed=True)
     undesirable_weight: float = flag(1.0, float, "loss", "weight of rejected answers in kto", fixed=True)
-    teacher: str | None = flag(None, str, "loss", "predictions to learn from, of evaluate --top-k-out")
+    teacher: str | None = flag(None, str, "loss", "file of predictions to learn from (evaluate --top-k-out)")
     teacher_weight: float = flag(
-        0.5, float, "loss", "share of the teacher in the loss, 0 to 1; the rest is cross-entropy", fixed=True)
+        0.5, float, "loss", "weight W of the teacher in the loss, 0 to 1; cross-entropy: 1 - W", fixed=True)
 
     strategy: str = flag("full-shard", str, "sharding",
         "sharding strategy; hybrid-shard: full-shard inside each node",
@@ -254,7 +254,7 @@ class Config:
     patience: int | None = flag(None, int, "records",
         "early stopping after N evaluations without improvement; OUT/best is the best checkpoint")
     eval_windows: int = flag(128, int, "records", "validation windows per evaluation")
-    log_every: int = flag(20, int, "records", "steps between log lines, where no progress bar is shown")
+    log_every: int = flag(20, int, "records", "steps between log lines, if no progress bar is shown")
     log_level: str = flag("info", str, "records",
         "lowest level of messages to print", choices=("debug", "info", "warning", "error"))
     tensorboard: bool = flag(False, bool, "records", "write TensorBoard event files to OUT/tensorboard")
@@ -290,7 +290,7 @@ class Config:
 
     @property
     def rate_factor(self) -> float:
-        """Factor of the default learning rate, smaller for preference losses, as their model is trained."""
+        """Factor on the default learning rate; lower for preference losses, as their model is trained."""
         return 1.0 if self.loss == CROSS_ENTROPY else 0.1
 
     @property
@@ -313,11 +313,11 @@ class Config:
 
     @property
     def base_is_reference(self) -> bool:
-        """True if the frozen model without its adapters equals the model at the start of the run."""
+        """True if the model without its adapters equals the model at the start of the run."""
         return self.lora is not None and self.lora_init is None and self.add_tokens is None
 
     def stages_ahead(self, on_gpu: bool) -> int:
-        """Return how many stages ahead parameters are gathered; a GPU's host runs ahead of the GPU."""
+        """Return how many stages ahead parameters are gathered; more on a GPU, as its host runs ahead."""
         return 1 + on_gpu if self.prefetch is None else self.prefetch
 
     @property
@@ -325,11 +325,11 @@ class Config:
         return self.val_fraction > 0 or bool(self.val_data)
 
     def fixed(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must keep, in addition to the model's sizes."""
+        """Return the settings that a resumed run must keep, apart from the sizes of the model."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["fixed"]}
 
     def plan(self) -> dict[str, Any]:
-        """Return the settings that a resumed run may change although its result then differs."""
+        """Return the settings that a resumed run may change, although this changes the result."""
         names = [f.name for f in dataclasses.fields(self) if f.metadata["group"] == "optimizer"]
         return {name: value for name in ("steps", *names) if (value := getattr(self, name)) != []}
 
@@ -339,5 +339,5 @@ ALIASES = {"learning_rate": "lr"}  # second names of settings, for flags and fil
 
 
 def spelled(name: str) -> str:
-    """Return the flag of a setting."""
+    """Return the flag that sets a setting."""
     return "--" + name.replace("_", "-")

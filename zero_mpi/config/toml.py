@@ -1,4 +1,4 @@
-"""Settings in a TOML file, with one key for each flag."""
+"""Settings in a TOML file, which has one key for each flag."""
 
 import os
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from zero_mpi.files.foreign import LONGEST, quoted, show, shown
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_toml
 
-MOST_SETTINGS = 1 << 20  # bytes of a TOML file
+MOST_SETTINGS = 1 << 20  # most bytes of a TOML file
 
 
 def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
-    """Return the settings of a TOML file; keys may have - or _. Raise UsageError naming the file and the key.
+    """Return the settings in a TOML file. Keys may have - or _. UsageError names the file and the key.
 
-    removed: the names of settings of 0.1.0 that no longer have an effect are appended to it
+    removed: list to which names of settings are appended that only version 0.1.0 had
     """
     settings = {}
     for name, value in read_tables("--config", path).items():
@@ -33,7 +33,7 @@ def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
 
 
 def read_tables(flag: str, path: Path) -> dict[str, Any]:
-    """Return the content of the TOML file that `flag` names; raise UsageError naming flag and file."""
+    """Return the content of the TOML file that `flag` names. UsageError names the flag and the file."""
     try:
         return parse_toml(read_file(path, MOST_SETTINGS, "a TOML file"))
     except FileError as error:
@@ -43,13 +43,13 @@ def read_tables(flag: str, path: Path) -> dict[str, Any]:
 
 
 def setting_of(key: str) -> str:
-    """Return the name of the setting for a key of the file."""
+    """Return the name of the setting that a key of the file sets."""
     name = key.replace("-", "_")
     return ALIASES.get(name, name)
 
 
 def checked_type(path: Path, key: str, value: Any) -> Any:
-    """Return `value` as the setting's type; raise UsageError for an unknown key or a wrong type."""
+    """Return `value` in the setting's type. Raise UsageError for an unknown key or a wrong type."""
     field = FIELDS.get(setting_of(key))
     if field is None:
         meant = nearest(key.replace("-", "_"), [*FIELDS, *ALIASES]) or "; see --help for the names"
@@ -58,7 +58,7 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     if kind is float and type(value) is int and abs(value) < LARGEST:
         return float(value)
     if field.name in ("threads", "max_time", "warmup") and type(value) is int and abs(value) < LARGEST:
-        return str(value)  # in the file such a setting may be a number
+        return str(value)  # such a setting may be a number in the file
     if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise UsageError(f"--config {shown(path)}: {key} = {shown([*value[:9]])}, expected a list of strings")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -69,7 +69,7 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
 
 
 def write_toml(config: Config) -> str:
-    """Return the configuration as TOML text that `--config` reads back."""
+    """Return the configuration as TOML text, which `--config` can read."""
     import tomli_w
 
     settings: Mapping[str, Any] = asdict(config)
@@ -80,29 +80,29 @@ CONFIG_FILE = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
 PATHS: tuple[str, ...] = ("out", "init", "lora_init", "teacher", "data", "val_data", "tokenizer")
 PATHS += ("add_tokens", "chat_template", "trace", "prometheus")
-WORDS = (None, BYTE, FROM_INIT)  # values that are not paths, of settings that may be paths
+WORDS = (None, BYTE, FROM_INIT)  # values that are no paths, although the setting may be a path
 
 
 def recorded(config: Config) -> Config:
-    """Return the settings with absolute paths, so that they can be read from any folder."""
+    """Return the settings with absolute paths, so that they do not depend on the current folder."""
     settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
     if not os.path.isfile(config.chat_template or ""):
-        settings["chat_template"] = config.chat_template  # the name of a template of the tokenizer
+        settings["chat_template"] = config.chat_template  # a name of one of the tokenizer's templates
     settings |= {name: FIELDS[name].default for name in OF_ONE_START}
     return replace(config, **settings)
 
 
 def in_full(value: Any) -> Any:
-    """Return a path or each path of a list as an absolute path; keep a keyword unchanged."""
+    """Return a path, or each path in a list, as an absolute path. Return a keyword unchanged."""
     if isinstance(value, list):
         return [in_full(item) for item in value]
     return value if value in WORDS else os.path.abspath(value)
 
 
 def write_config(out: Path, config: Config) -> None:
-    """Write OUT/config.toml. A path that is not UTF-8 keeps its bytes; reading the file then fails with it.
+    """Write OUT/config.toml. A path that is not UTF-8 keeps its bytes, so reading the file fails there.
 
-    Raise UsageError if the path is a folder, JobError if the file cannot be written.
+    Raises UsageError if OUT/config.toml is a folder, JobError if the file cannot be written.
     """
     place = out / CONFIG_FILE
     if place.is_dir() and not place.is_symlink():

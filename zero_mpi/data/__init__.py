@@ -1,4 +1,4 @@
-"""Tokenizers, the corpus, and the assignment of samples to ranks: from files to micro-batches.
+"""Turns files into micro-batches: tokenizers, the corpus, and the assignment of samples to ranks.
 
 Nothing in this package depends on MPI or a model. Each function depends only on its arguments (paths, seed,
 step, rank), so every rank computes its share alone, and no two ranks can disagree.
@@ -68,10 +68,10 @@ __all__ = [
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, object], place: str = THE_FILE) -> Tokenizer:
-    """Return the tokenizer that GGUF keys describe: bytes or one of `KINDS`. `place`: name of the file.
+    """Return the tokenizer that a GGUF's keys describe: bytes or one of `KINDS`. `place`: name of the file.
 
-    For any other tokenizer, and for keys that contradict each other, it raises a UsageError that states what
-    the keys hold and what to do.
+    Raises UsageError for any other tokenizer, and for keys that contradict each other. The error states what
+    the keys hold and what the user can do.
     """
     if ByteTokenizer.is_in(metadata, place):
         return ByteTokenizer(GGUFKeys(metadata, place).text(TEMPLATE))

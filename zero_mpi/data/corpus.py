@@ -1,9 +1,9 @@
 """Turns files and folders into token streams for training and for validation.
 
-A corpus is one ordered list of documents for each source of `--data`. Full documents are held out, so no text
-is in both streams. Its sha256 covers the names and bytes of the documents, not their location or the split.
-A checkpoint records it, so a resume on other data is noticed. Without a path, the corpus is Python's own
-standard library: real text that is on every machine.
+Each source of `--data` has an ordered list of documents. A document is held out as a whole, so no text is in
+both streams. The corpus has a sha256 of its documents' names and bytes, not of their location or the split.
+A checkpoint records the sha256, so a resume on other data is noticed. Without a path, the corpus is Python's
+own standard library: real text that every machine has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_file, is_folder
 
-LEAST_SHARE = 1e-3  # smallest share of all samples: every block of samples contains each source
+LEAST_SHARE = 1e-3  # smallest share of all samples, so that every block of samples contains all sources
 _SHARE = re.compile(r"(?P<path>.+)=(?P<share>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)", re.DOTALL)
 
 
@@ -42,7 +42,7 @@ class DataSource(NamedTuple):
 
 
 def sources_of(given: Sequence[str]) -> list[DataSource]:
-    """Return the sources of `--data`: one for each `PATH=SHARE`, or one for all paths.
+    """Return the sources of `--data`: one for each `PATH=SHARE`, or one that holds all paths.
 
     An existing path that looks like `PATH=SHARE` is taken as a path. Shares are relative to their sum. Raises
     UsageError if only some paths have a share, for a repeated path, and for a share below `LEAST_SHARE`.
@@ -60,10 +60,10 @@ def sources_of(given: Sequence[str]) -> list[DataSource]:
         if not 0 < share >= LEAST_SHARE * total or not total < np.inf:
             raise UsageError(
                 f"--data {shown(path)}={share:g}: expected a share of at least {LEAST_SHARE:g} of all, "
-                f"{total:g}"
+                f"which sum to {total:g}"
             )
     names = [Path(path).name or path for path in shares]
-    before = [names[:place].count(name) for place, name in enumerate(names)]  # a repeated NAME is NAME-2
+    before = [names[:place].count(name) for place, name in enumerate(names)]  # a repeated NAME becomes NAME-2
     names = [f"{name}-{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
     return [
         DataSource(name, [path], share / total)
@@ -77,16 +77,16 @@ def files_of(data: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def holds_token_files(data: Sequence[str]) -> bool:
-    """Return whether all sources are token files, which need no tokenizer; UsageError if only some are."""
+    """Return whether all sources are token files. Raise UsageError if only some of them are."""
     kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # checks all sources
     return all(kinds)
 
 
-UNFINISHED = ".tokenize"  # folder for the files of a tokenize job until all parts are complete
+UNFINISHED = ".tokenize"  # folder of a tokenize job's files until all parts are complete
 
 
 def tokenizers_of(data: Sequence[str]) -> list[Path]:
-    """Return the tokenizers in the folders of `--data`; raises UsageError for an unfinished folder."""
+    """Return the tokenizers in the folders of `--data`. Raise UsageError for an unfinished folder."""
     folders = [Path(path) for source in sources_of(data) for path in source.paths]
     for folder in folders:
         if is_folder(folder / UNFINISHED) and not is_file(folder / MANIFEST):
@@ -113,14 +113,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Data that training reads, and facts about the data."""
+    """Training and validation data of a run, and facts about the data."""
 
     parts: tuple[Part, ...]  # training data
-    held_out: tuple[Part, ...]  # if empty, `notes` give the reason
-    sha256: str  # over names and bytes of all documents in order and over shares, not over the split
+    held_out: tuple[Part, ...]  # validation data; if empty, `notes` give the reason
+    sha256: str  # digest of all documents' names and bytes in order, and of the shares; not of the split
     documents: int
-    val_documents: int  # documents held out in full; 0 if the tail of a single document is held out
-    notes: tuple[str, ...]  # notes for the user: data left out and why, and remarks on the data read
+    val_documents: int  # documents held out in full; 0 if only the tail of a single document is held out
+    notes: tuple[str, ...]  # notes for the user: which data is left out and why, and how data was read
 
     @property
     def train(self) -> Stream:
@@ -143,13 +143,13 @@ _Documents = list[Document]
 
 
 class _Split(NamedTuple):
-    """Training and validation parts of a source, at most one of each; notes on documents; their digest."""
+    """Training and validation part of a source, if there are any, and its documents' notes and digest."""
 
     train: list[Part]
     val: list[Part]
     notes: list[str]
     digest: str
-    counts: tuple[int, int]  # number of documents: all, and those held out in full
+    counts: tuple[int, int]  # number of all documents, and number of documents held out in full
 
 
 def load_corpus(
@@ -160,10 +160,10 @@ def load_corpus(
     seed: int,
     val_paths: Sequence[str] = (),
 ) -> Corpus:
-    """Return the corpus of `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
+    """Return the corpus of `paths` (none: Python's standard library) with `val_fraction` of it held out.
 
-    If every path is `PATH=SHARE`, each is a source. `val_paths`: data to hold out instead. The ids of token
-    files and of large encoded texts stay on disk.
+    If every path is `PATH=SHARE`, each path is a source. `val_paths`: validation data to use instead of
+    held-out tokens. The ids of token files and of large encoded texts stay on disk.
     """
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, context, fraction, seed) for source in sources_of(paths)]
@@ -200,10 +200,10 @@ def _split(
     documents, notes = reader.documents(flag, source.paths)
     *places, total = np.cumsum([0, *(document.tokens.size for document in documents)]).tolist()
     documents = [each._replace(at=at) for each, at in zip(documents, places, strict=True)]
-    least = 2 if reader.packs or documents[0].counted is not None else context + 1  # windows of documents
+    least = 2 if reader.packs or documents[0].counted is not None else context + 1  # packed windows are short
     if total < least:
         of = f" of {source.name}" if source.name else ""
-        need = f"context {context} needs at least {least} tokens, {flag}{of} has {total}"
+        need = f"context {context} needs at least {least} tokens, but {flag}{of} has {total}"
         raise UsageError(f"{need}: use a smaller --context or more data")
     train, val = _hold_out(documents, fraction, seed) if flag == "--data" else ([], documents)
     if fraction and (refusal := _too_small(train, val, least)):
@@ -211,7 +211,7 @@ def _split(
     where = source.name or ("" if flag == "--data" else flag)
     said = [type(note)(f"{where}: {note}") if where else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
-    # The documents of token files are drawn separately if their ends are known.
+    # The documents inside token files are drawn separately if the files mark where they end.
     in_train, in_val = (
         sum(len(each.ends) if each.ends is not None and each.is_divisible else 1 for each in side)
         for side in (train, val)
@@ -226,7 +226,7 @@ def _split(
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
     """Return training and held-out documents, each in the order of the corpus.
 
-    The tail of a single document is held out. If all token files mark document ends, so is the tail of each.
+    A single document is split and its tail held out; so is each file if all files mark document ends.
     """
     if fraction == 0:
         return documents, []
@@ -242,8 +242,8 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
     """Draw documents in an order set by `seed` until they hold `fraction` of all tokens; one always remains.
 
-    A document that would raise the sum above twice that share is skipped; the smallest skipped document is
-    taken only if the others do not reach the share. This keeps a huge first document from being held out.
+    A document is skipped if it would raise the sum above twice that share. The smallest skipped document is
+    taken only if the other documents do not reach the share. So a huge first document is not held out.
     """
     goal, tokens = fraction * sum(sizes), 0
     order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()
@@ -258,7 +258,7 @@ def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
 
 
 def _too_small(train: _Documents, val: _Documents, least: int) -> str:
-    """Return why this split is useless, for the user; empty if both sides have a window of `least` tokens."""
+    """Return, for the user, why this split cannot be used; "" if both sides have at least `least` tokens."""
     left, held = (sum(document.tokens.size for document in side) for side in (train, val))
     if left < least:
         return f"no validation set: it would leave {left} tokens for training, but a window needs {least}"
@@ -271,7 +271,7 @@ def _too_small(train: _Documents, val: _Documents, least: int) -> str:
 
 
 def _digest(documents: Sequence[Document]) -> str:
-    """Return the sha256 over (length of name, name, digest) of each document, so different lists differ."""
+    """Return the sha256 over each document's name (with its length) and digest, so different lists differ."""
     total = hashlib.sha256()
     for document in documents:
         name = os.fsencode(document.name)
@@ -280,8 +280,8 @@ def _digest(documents: Sequence[Document]) -> str:
 
 
 def unigram_entropy(tokens: Ids) -> float:
-    """Return the entropy, in nats per token, of the ids in `tokens` (1-D). It is the loss of the best order-0
-    model of this text, so a trained model has to reach a lower loss. NaN for no tokens.
+    """Return the entropy, in nats per token, of `tokens` (1-D); NaN for no tokens. A model that only knows
+    how often each token occurs has this loss, so a trained model has to reach a lower one.
     """
     counts = np.zeros(0, np.int64)
     for start in range(0, len(tokens), _BLOCK):

@@ -1,8 +1,8 @@
 """Turns files into documents: text, ids or conversations, encoded and closed by a separator.
 
-A document is a text file, whose bytes are encoded and closed by an eos token (by a bos if the tokenizer has
-no eos), a token file, whose ids are taken unchanged, or a conversation in the form and with the end that its
-chat template writes.
+A document is a text file, a token file or a conversation. The bytes of a text are encoded and closed by an
+eos token (by a bos if the tokenizer has no eos). The ids of a token file are taken unchanged. A conversation
+has the form and the end that its chat template writes.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ from zero_mpi.files.open import is_folder, refusing
 Text = tuple[str, bytes]
 """Name and bytes of a text."""
 
-_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little memory
+_ENCODED = 1 << 23  # bytes of documents encoded together: enough to use all threads, but little memory
 
 
 def separator(tokenizer: Tokenizer) -> int | None:
-    """Return the id that closes a document. Without an eos, a bos marks the start of the next document."""
+    """Return the id that closes a document: eos, or else bos, which also begins the next document."""
     return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
 
 
@@ -44,9 +44,9 @@ def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Document]:
-    """Yield each text encoded and closed, in order; a few MiB of documents are held at a time.
+    """Yield each text, encoded and closed, in order. At most a few MiB of texts are held in memory at a time.
 
-    Empty documents stay empty, because a separator alone teaches nothing.
+    An empty document stays empty, because a model learns nothing from a separator alone.
     """
     last, mark = separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
     for group in in_groups(texts, lambda text: len(text[1]), _ENCODED):
@@ -57,23 +57,23 @@ def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Docume
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Reader of documents, with the flags that say how to read files."""
+    """Reader of documents, with the values of the flags that say how to read files."""
 
-    tokenizer: Tokenizer | None  # token files need none
+    tokenizer: Tokenizer | None  # None: only token files can be read
     vocab_size: int
-    any_bytes: bool = False  # named files are read unchanged, even if they are not text
+    any_bytes: bool = False  # files that the user names are read unchanged, even if they are not text
     control_tokens: str | None = None  # see `TextReader`
     bos: int | None = None  # id that begins each window of text and each conversation
-    loss_on: str = ANSWERS  # "answers" or "all" tokens of conversations
-    packs: bool = False  # windows hold full documents, which may be shorter than the context
-    skip_bad: bool = False  # leaves out bad rows of conversations, with a note
+    loss_on: str = ANSWERS  # the tokens of conversations that the loss counts: "answers" or "all"
+    packs: bool = False  # windows hold full documents; a document may then be shorter than the context
+    skip_bad: bool = False  # leaves out invalid rows of conversations, with a note
     inputs: TemplateInputs = NO_INPUTS
     preferences: str = ""  # name of the loss that needs pairs; "" for other losses
     batches: Batches = field(default_factory=Batches)
 
     @cached_property
     def text(self) -> TextReader:
-        """Reader of texts; raises UsageError if no tokenizer fits."""
+        """Reader of texts. Raises UsageError without a tokenizer, or if its vocabulary has another size."""
         if self.tokenizer is None:
             raise UsageError("text needs a tokenizer: use token files for --data")
         if self.vocab_size < (size := self.tokenizer.vocab_size):
@@ -81,7 +81,7 @@ class DocumentReader:
         return TextReader(run_by(self.tokenizer, self.batches), self.control_tokens)
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
-        """Return every document that is not empty; raises UsageError if there is none."""
+        """Return all documents that are not empty. Raise UsageError if there is none."""
         read, notes = self._read(paths)
         documents = [document for document in read if document.tokens.size]
         if not documents:
@@ -103,7 +103,7 @@ class DocumentReader:
         return through(files, self._settings(paths), self.vocab_size, encode, self.batches)
 
     def _check_pairs(self, files: Files) -> None:
-        """Raise UsageError for pairs without a preference loss, and for other data with one."""
+        """Raise UsageError for pairs without a preference loss, or for other data with such a loss."""
         labels = self.preferences == "kto"
         for _, path in files:
             if self.preferences and not holds_pairs(path, labels):
@@ -155,9 +155,9 @@ class DocumentReader:
 def _conversations(
     files: Files, reader: ConversationReader, flags: DocumentReader, notes: list[str]
 ) -> Iterator[Document]:
-    """Yield each conversation, or each pair with its better side first, as its template formats it.
+    """Yield each conversation as its template writes it. A pair is one document, the better side first.
 
-    Conversations without a counted token, and pairs with a side that has no answer, are skipped.
+    Conversations in which no token counts, and pairs with a side that has no answer, are skipped.
     """
     totals, bad = Totals(), BadRows() if flags.skip_bad else None
     if flags.preferences:

@@ -1,13 +1,13 @@
-"""The documents of a corpus: ids in files, encoded documents with a loss mask, and the stream of documents.
+"""The documents of a corpus: their ids, in memory or in files, their loss mask, and a stream of documents.
 
 Attention never crosses the border of a document. A document without `counted` is text: every token but the
 first is a target, and a text that is longer than a window continues in the next window. A document with
 `counted` is a conversation: the loss counts only marked tokens, and tokens beyond the end of a window are
-dropped, because a reply without its question is a bad example.
+dropped, because a reply without its question would be a bad example.
 
-Token files are read by position and not memory-mapped. A corpus may be larger than all memory. The system
-caches the pages that the ranks of a host read, once for all ranks. Mapped memory would be cached too, but if
-a mapped file shrinks or its disk fails, a signal ends the process without a message. A failed read raises.
+Token files are read at given positions and not memory-mapped. A corpus may be larger than all memory. The
+system caches the pages that are read, once for all ranks of a host. It would cache mapped memory too, but a
+signal ends the process if a mapped file shrinks or its disk fails. A failed read raises an error.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Ids = NDArray[np.unsignedinteger[Any]]
 Places = NDArray[np.int64]
 T = TypeVar("T")
 
-MOST_HELD = 1 << 24  # up to this many bytes of ids, each rank holds them in memory
-OPEN_FILES = 128  # open files of one process; a corpus may have thousands
-SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and size of the samples in a digest: 16 MiB for any corpus
+MOST_HELD = 1 << 24  # a rank holds at most this many bytes of ids in memory; more stay in files
+OPEN_FILES = 128  # most files that one process holds open; a corpus may have thousands
+SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and bytes of the samples in a digest: 16 MiB for any corpus
 CHANGED = "files of --data must not change during a run"
 
 
 @dataclass(frozen=True)
 class FileSpan:
-    """Consecutive ids of one file."""
+    """A run of consecutive ids in a file."""
 
     path: str
-    start: int  # byte of the file where the ids begin
+    start: int  # position in the file, in bytes, at which the ids begin
     size: int  # number of ids
     dtype: np.dtype[Any]
-    length: int  # size of the file in bytes when it was first checked
+    length: int  # size of the file in bytes at the start of the run
 
     def read(self, first: int, buffer: NDArray[Any]) -> None:
         """Fill `buffer` with the ids from index `first` on; raise JobError if the file has changed."""
@@ -62,7 +62,7 @@ class FileSpan:
 
 
 class OpenFile:
-    """An open file, closed when nothing refers to it any more."""
+    """An open file. It is closed when nothing refers to it any more."""
 
     def __init__(self, file: FileIO) -> None:
         self.file = file
@@ -73,7 +73,7 @@ class OpenFile:
 
 @lru_cache(maxsize=OPEN_FILES)
 def opened(path: str, length: int) -> OpenFile:
-    """Return an open file of `length` bytes from a cache; raise JobError if its length differs."""
+    """Return an open file from the cache. Raise JobError if it does not have `length` bytes."""
     try:
         file = open_file(path, "a token file")
     except FileError as error:
@@ -88,7 +88,7 @@ def opened(path: str, length: int) -> OpenFile:
 
 
 class TokenSpans:
-    """Spans of files as one sequence of ids in the spans' widest dtype. A slice is a TokenSpans too.
+    """Spans of files as one sequence of ids, in their widest dtype. A slice of it is a TokenSpans too.
 
     Ids are checked when they are read: an id that is not below `vocab` raises JobError.
     """
@@ -104,12 +104,12 @@ class TokenSpans:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that a rank needs for the ids during a run."""
+        """Bytes of memory that a rank needs during a run to hold the ids."""
         return self.size * self.dtype.itemsize * (not self.stays)
 
     @property
     def stays(self) -> bool:
-        """True if the ids have more than `MOST_HELD` bytes and therefore stay in the files."""
+        """True if the ids stay in the files during a run because they have more than `MOST_HELD` bytes."""
         return self.size * self.dtype.itemsize > MOST_HELD
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class TokenSpans:
 
     def __getitem__(self, part: slice) -> TokenSpans:
         first, stop, step = part.indices(self.size)
-        assert step == 1, "ids are consecutive"
+        assert step == 1, "a slice of ids has step 1"
         spans = [
             replace(span, start=span.start + at * span.dtype.itemsize, size=count)
             for span, at, count in self._pieces(first, max(stop - first, 0))
@@ -125,7 +125,7 @@ class TokenSpans:
         return TokenSpans(spans, self.vocab)
 
     def read(self, starts: Places, sizes: Places) -> Ids:
-        """Return ids (sum of sizes,): for each i, `sizes[i]` ids from index `starts[i]` on; both are (n,)."""
+        """Return ids (sum of sizes,): `sizes[i]` ids from index `starts[i]` on, for each i; both are (n,)."""
         buffer, done = np.empty(int(sizes.sum()), self.dtype), 0
         for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             for span, at, count in self._pieces(start, size):
@@ -152,7 +152,7 @@ class TokenSpans:
             )
 
     def _pieces(self, start: int, size: int) -> Iterator[tuple[FileSpan, int, int]]:
-        """Yield (span, index of the first id in it, number of ids) for `size` ids from index `start` on."""
+        """Yield (span, index of its first id, number of ids) for `size` ids from index `start` on."""
         number = int(np.searchsorted(self._ends, start, "right"))
         while size:
             span = self.spans[number]
@@ -179,7 +179,7 @@ class TokenSpans:
 
 
 def _joined(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
-    """Return the spans that are not empty; adjacent spans of one file are merged."""
+    """Return the spans that are not empty; spans of one file that follow each other are merged."""
     found = list[FileSpan]()
     for span in filter(lambda each: each.size, spans):
         last = found[-1] if found else None
@@ -197,7 +197,7 @@ def up_to(counts: Places) -> Places:
 
 
 def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield the items in order, in groups; a group ends once its sizes sum to at least `most`."""
+    """Yield the items in order, as lists. A list ends as soon as the sizes of its items sum to `most`."""
     group, total = list[T](), 0
     for item in items:
         group.append(item)
@@ -210,7 +210,7 @@ def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterat
 
 
 def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> NDArray[Any]:
-    """Return ids (sum of sizes,): `sizes[i]` ids from `starts[i]` on, for each i, from memory or files."""
+    """Return ids (sum of sizes,), from memory or files: for each i, `sizes[i]` ids from `starts[i]` on."""
     if isinstance(ids, TokenSpans):
         return ids.read(starts, sizes)
     result: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]
@@ -222,29 +222,29 @@ Counted = NDArray[np.bool_]
 
 
 class Remark(str):
-    """Note for the user that is not a warning."""
+    """A note for the user that is information and not a warning."""
 
 
 class Document(NamedTuple):
-    """The ids of a document in order, and where they come from."""
+    """Ids of a document in order, with the document's name and digest."""
 
     name: str  # name of the file or line, used in messages and in the digest of the corpus
     tokens: Tokens  # (n,) uint16 or uint32, in memory or in a file; text ends with a separator
     digest: bytes  # sha256 of the source bytes and of the ids
-    counted: Counted | None = None  # (n,) whether the loss counts a token (never the first); None: all
-    # (D,) ends of the documents in a token file, none of them empty; None: one document, or unknown ends.
+    counted: Counted | None = None  # (n,) whether the loss counts a token (never the first); None: all count
+    # (D,) where each document in a token file ends; none is empty. None: a single document, or unknown ends.
     # For a pair, which has `counted`, the ends of its two sides.
     ends: NDArray[np.int64] | None = None
-    at: int = 0  # index of the first token in the data, if a part is held out
+    at: int = 0  # index in the data of the first token, if a part of the document is held out
 
     @property
     def is_divisible(self) -> bool:
-        """Return whether some documents inside may be held out while others are trained on."""
+        """Return whether some documents inside may be held out while the model trains on the others."""
         return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     def cut(self, place: int) -> tuple[Document, Document]:
-        """Split a document at an index and return both parts. If the ends of the documents inside it are
-        known, the cut moves to the next end.
+        """Split a document at an index and return the two parts. If the ends of the documents inside it are
+        known, the document is split at the next end instead.
         """
         ends, count = self.ends, self.counted
         if ends is not None and len(ends) > 1:
@@ -261,16 +261,16 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Several documents one after the other, as one sequence of ids."""
+    """Several documents joined to one sequence of ids."""
 
     ids: Tokens  # (n,) ids of all documents, uint16 or uint32, in memory or in files
     ends: NDArray[np.int64]  # (D,) where each document ends
-    counted: Counted | None = None  # (n,) whether the loss counts a token; None: text, all tokens count
-    runs: NDArray[np.int64] | None = None  # (2 R,) starts of R runs in the stream, then in the data
+    counted: Counted | None = None  # (n,) whether the loss counts each token; None for text: it counts all
+    runs: NDArray[np.int64] | None = None  # (2 R,) starts of R runs: in the stream, then in the data
 
     def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of tokens in the full data, held-out tokens included; -1 stays -1."""
-        assert self.runs is not None, "a stream made of documents has their positions"
+        assert self.runs is not None, "positions in the data need a stream of stream_of"
         here, there = self.runs.reshape(-1, 2).T
         run = np.searchsorted(here, np.maximum(places, 0), "right") - 1
         return np.where(places < 0, -1, places - here[run] + there[run])
@@ -285,7 +285,7 @@ class Stream:
 
 
 def stream_of(documents: Sequence[Document]) -> Stream:
-    """Return the stream of documents. All or none have `counted`; all ids are in memory or all in files."""
+    """Return the documents as one stream. All or none have `counted`; all or none have their ids in files."""
     sizes = np.array([document.tokens.size for document in documents], np.int64)
     stops = np.cumsum(sizes)
     own = [
@@ -293,7 +293,7 @@ def stream_of(documents: Sequence[Document]) -> Stream:
         for stop, each in zip(stops.tolist(), documents, strict=True)
     ]
     ends = np.concatenate([np.zeros(0, np.int64), *own])
-    # Documents adjacent in the data form a run. It starts at `here` in the stream and at `there` in the data.
+    # Documents that are adjacent in the data form a run, from `here` in the stream, from `there` in the data.
     here, there = stops - sizes, np.array([document.at for document in documents], np.int64)
     first = np.flatnonzero(np.diff(there - here, prepend=-1))
     runs = np.stack([here[first], there[first]], axis=1).ravel()

@@ -1,10 +1,10 @@
-"""Cache of encoded texts: ids in a folder whose name is a digest of the inputs.
+"""Cache of encoded texts: the ids are in a folder whose name is a digest of everything that determines them.
 
-Encoding gigabytes takes minutes, and a requeued job would repeat it at each start. Ids in a file also take no
-memory on each rank. So the ids of at least `LEAST` bytes of text are written once, under a digest of the
-texts and of everything that determines their ids, including this package's code. An entry that was not used
-for `MOST_DAYS` is removed when another entry is made. ZERO_MPI_CACHE names the folder. Texts of small
-corpora, and all texts if no folder can be written, are encoded into memory.
+Encoding gigabytes takes minutes, and a requeued job would repeat it at each start. Ids in a file also need no
+memory on the ranks. So if texts have at least `LEAST` bytes, their ids are written once, under a digest of
+the texts and of everything that determines their ids, including this package's code. An entry that was not
+used for `MOST_DAYS` is removed when another entry is made. ZERO_MPI_CACHE names the folder. The texts of a
+small corpus, and all texts if no folder can be written, are encoded into memory.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file, refusing
 from zero_mpi.files.parse import parse_json
 
-LEAST = 4 << 20  # bytes of text; encoding less takes about a second
+LEAST = 4 << 20  # smallest number of bytes of text to cache; encoding less takes about a second
 MOST_DAYS = 30  # days since the last use of an entry
-MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # limits on bytes and values of the record about the documents
+MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # limits on the record about documents: its bytes, its values
 IDS, COUNTED, ABOUT = "ids.bin", "counted.bin", "about.json"
-DIGEST = "digest"  # key in a sealed table: digest of all other keys
-NEW = "new-"  # prefix of an unfinished entry; one left by a killed job is removed after a day
+DIGEST = "digest"  # key of a sealed table that holds the digest of all other keys
+NEW = "new-"  # prefix of an unfinished entry; if a killed job left one, it is removed after a day
 PLACES = {"ZERO_MPI_CACHE": "", "XDG_CACHE_HOME": "zero_mpi/encoded", "HOME": ".cache/zero_mpi/encoded"}
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
 """Documents, and notes for the user."""
-Beat = Callable[[], object]  # called repeatedly during long work
-Pieces = Sequence[Any]  # texts, or arrays (n,) of the characters of texts
+Beat = Callable[[], object]  # called repeatedly during long work, to show that the job is alive
+Pieces = Sequence[Any]  # texts, or arrays (n,) of their characters
 Rows = list[NDArray[np.integer[Any]]]
 Encode = Callable[[list[str]], Iterator[Document]]
 """Encodes the documents, then appends notes for the user to the list."""
 
 
 class Batches:
-    """Runs encode functions on batches of texts. Results are integer arrays with values below 2**32.
+    """Runs encode functions on batches of texts. The results are arrays of integers below 2**32.
 
-    beat     called before each batch
+    beat     function that is called before each batch
     cached   whether ids from an earlier encoding may be used
-    folder   folder of finished batches, from which an interrupted job continues; None: nothing is kept
+    folder   where results are kept so that an interrupted job can use them; None: results are not kept
     """
 
     def __init__(self, beat: Beat = lambda: None, cached: bool = True) -> None:
@@ -61,7 +61,7 @@ class Batches:
         self.folder: Path | None = None
 
     def __call__(self, pieces: Pieces, encode: Callable[[Pieces], Rows]) -> Rows:
-        """Return encode(pieces), from a file of an earlier job if there is one: a sha256, then the arrays."""
+        """Return encode(pieces), from a file of an earlier job if possible. The file begins with a sha256."""
         self.beat()
         if self.folder is None:
             return encode(pieces)
@@ -76,7 +76,7 @@ class Batches:
             rows = encode(pieces)
             numbers = np.concatenate([[len(rows)], [*map(len, rows)], *rows]).astype("<u4").tobytes()
             content = hashlib.sha256(numbers).digest() + numbers
-            with suppress(OSError):  # results that cannot be written are encoded again
+            with suppress(OSError):  # without the file, another job encodes again
                 write_whole(path, content)
         found = np.frombuffer(content, "<u4", offset=32)
         return np.split(found[1 + found[0] :], np.cumsum(found[1 : found[0]]))
@@ -85,10 +85,10 @@ class Batches:
 def through(
     files: Files, settings: Mapping[str, object], vocab: int, encode: Encode, batches: Batches
 ) -> Reading:
-    """Return documents of files and notes: from the cache, or encoded (and cached if the files are large).
+    """Return the documents of files, and notes. Cached ids are used; ids of large files are cached for later.
 
-    settings   everything except the texts that determines the ids
-    batches    runs the batches of `encode`
+    settings   all settings that determine the ids; the texts determine them too
+    batches    runs `encode` on batches of the texts
 
     Raises UsageError for files that cannot be read, or that change while they are read.
     """
@@ -133,7 +133,7 @@ def name_of(files: Files, settings: Mapping[str, object], beat: Beat) -> str:
 
 
 def digest_of(path: Path, beat: Beat) -> str:
-    """Return the sha256 of a regular file; raises FileError for a pipe or another special file."""
+    """Return the sha256 of a regular file. Raise FileError for a pipe or another special file."""
     total = hashlib.sha256()
     with open_file(path) as file:
         while block := file.read(READ_AT_ONCE):
@@ -144,7 +144,7 @@ def digest_of(path: Path, beat: Beat) -> str:
 
 @cache
 def code() -> str:
-    """Return a digest of the code that encodes, because another version may give other ids."""
+    """Return a digest of the code that encodes, because other versions of the code may give other ids."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -152,7 +152,7 @@ def code() -> str:
 
 
 def make(entry: Path, encode: Encode, batches: Batches) -> None:
-    """Write an entry under a temporary name, renamed when it is complete; OSError if that fails.
+    """Write an entry under a temporary name and rename it when it is complete. Raise OSError if that fails.
 
     Batches that were encoded before an interruption are kept for the next job.
     """
@@ -167,7 +167,7 @@ def make(entry: Path, encode: Encode, batches: Batches) -> None:
     try:
         kept.mkdir(exist_ok=True)
         write(scratch, encode, batches.beat)
-        with suppress(OSError):  # another job was faster, and its entry is the same
+        with suppress(OSError):  # another job may have made the same entry in the meantime
             scratch.rename(entry)
         shutil.rmtree(kept, ignore_errors=True)
     except Exception:
@@ -202,15 +202,15 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
 
 
 def sealed(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table with its digest, which reveals any later change."""
+    """Return a table with a digest of its content, so that any later change is noticed."""
     text = json.dumps({name: value for name, value in table.items() if name != DIGEST})
     return {**table, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def load_entry(entry: Path, vocab: int, beat: Beat) -> Reading | None:
-    """Return documents and notes of an entry, with ids left in its files; None if it is damaged.
+    """Return documents and notes of an entry; ids stay in its files. Return None if it is damaged.
 
-    Only files with unchanged digests are used.
+    A file of the entry is used only if its digest is unchanged.
     """
     try:
         about = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
@@ -222,7 +222,7 @@ def load_entry(entry: Path, vocab: int, beat: Beat) -> Reading | None:
         total = sum(size for _, size, *_ in listed)
         ids = TokenSpans([FileSpan(str(entry / IDS), 0, total, kind, total * kind.itemsize)], vocab)
         counted = np.fromfile(entry / COUNTED, np.bool_)  # empty for text
-        os.utime(entry)  # marks it as used
+        os.utime(entry)  # sets the time of the last use
     except (OSError, ValueError):
         return None
     documents, at = list[Document](), 0

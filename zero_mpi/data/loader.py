@@ -1,4 +1,4 @@
-"""Assigns tokens to ranks: a token stream is cut into windows, which are samples, grouped in micro-batches.
+"""Assigns tokens to ranks: windows of a token stream are the samples, and samples form micro-batches.
 
 A corpus is cut into windows of `context` tokens. Sample k of a run (counted from 0 over all steps) is one
 window, which depends only on the seed and k. Step s holds samples s*B .. s*B + B - 1. Its micro-batch i is a
@@ -23,15 +23,15 @@ from numpy.typing import ArrayLike, NDArray
 from zero_mpi.data.documents import Places, TokenSpans, read_ids
 from zero_mpi.errors import UsageError
 
-MOST_SORTED = 1 << 20  # windows; sorting so many takes 16 MiB and a tenth of a second
-ROUNDS = 64  # rounds of the cipher; each halves the deviation from a random order
+MOST_SORTED = 1 << 20  # most windows that are sorted; this takes 16 MiB and a tenth of a second
+ROUNDS = 64  # rounds of the cipher; each one halves the deviation from a random order
 DEALT = 1 << 12  # samples that are assigned to sources at once
-BLOCK = 1 << 12  # samples whose windows are computed at once, which takes little longer than one
-_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # keep these draws apart from others with this seed
+BLOCK = 1 << 12  # samples whose windows are computed together; this takes little longer than for one sample
+_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # keep these draws apart from others with the seed
 
 
 def draws(count: int, *key: int) -> NDArray[np.uint64]:
-    """Return 64-bit random numbers (count,) drawn from `key` (integers >= 0), equal for all NumPy versions.
+    """Return 64-bit random numbers (count,) that depend only on `key` (integers >= 0), in all NumPy versions.
 
     NumPy guarantees the raw output of a bit generator, but may change `Generator.permutation` in any
     release (NEP 19).
@@ -40,14 +40,14 @@ def draws(count: int, *key: int) -> NDArray[np.uint64]:
 
 
 def permutation(count: int, *key: int) -> Places:
-    """Return a permutation of 0..count-1 drawn from `key`, by sorting random numbers."""
+    """Return a permutation of 0..count-1 that depends only on `key`, made by sorting random numbers."""
     return np.argsort(draws(count, *key), kind="stable").astype(np.int64, copy=False)
 
 
 def shuffled(places: Places, count: int, *key: int) -> Places:
-    """Return where a permutation of 0..count-1 drawn from `key` maps `places` (n,), without storing it.
+    """Return the values at `places` (n,) of a permutation of 0..count-1 drawn from `key`, without storing it.
 
-    In each round, every number has a partner, and one bit, which both compute, says whether they swap.
+    In each round every number has a partner. A random bit, equal for both, decides whether they swap places.
     """
     found = places.astype(np.uint64)
     total = np.uint64(count)
@@ -65,9 +65,9 @@ def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-@lru_cache(maxsize=16)  # for several sources; a step may use two epochs
+@lru_cache(maxsize=16)  # room for several sources, and for a step that spans two epochs
 def _block(windows: int, block: int, *key: int) -> Places:
-    """Return the windows of a block of an epoch's samples; an epoch that can be sorted is one block."""
+    """Return the windows of one block of an epoch's samples. An epoch that is sorted is a single block."""
     if windows <= MOST_SORTED:
         order = permutation(windows, *key)
     else:
@@ -77,7 +77,7 @@ def _block(windows: int, block: int, *key: int) -> Places:
 
 
 def window_of(samples: ArrayLike, windows: int, *key: int) -> Places:
-    """Return the window (0..windows-1) of each sample number. Every epoch contains each window once.
+    """Return the window (0..windows-1) of each sample number. An epoch contains each window exactly once.
 
     key   the seed, and further numbers that determine the order
     """
@@ -94,8 +94,8 @@ def window_of(samples: ArrayLike, windows: int, *key: int) -> Places:
 class SampleOrder:
     """Order in which the windows of one or several sources become samples.
 
-    Each source has a share of the samples, and separate epochs. Samples are assigned to sources in blocks of
-    `DEALT`. After any number of blocks, a source's samples differ from its share by at most one.
+    Each source has a share of the samples and epochs of its own. Samples are assigned to sources in blocks of
+    `DEALT`. After each block, the number of a source's samples differs from its share by at most one.
 
     counts   number of windows of each source; window numbers continue from one source to the next
     shares   each source's share of all samples; their sum is 1
@@ -108,7 +108,7 @@ class SampleOrder:
 
     @property
     def epoch(self) -> int:
-        """Number of samples after which every window of each source was used at least once."""
+        """Number of samples after which every window of each source has been used at least once."""
         shares: list[float] = np.diff(np.append(self._bounds, 1.0)).tolist()
         return max(math.ceil(count / share) for count, share in zip(self._counts, shares, strict=True))
 
@@ -124,7 +124,7 @@ class SampleOrder:
         return found
 
     def places(self, samples: Places) -> tuple[Places, Places]:
-        """Return the source (n,) of each sample, and its number (n,) among that source's samples, from 0."""
+        """Return the source (n,) of each sample, and the sample's number (n,) within that source, from 0."""
         if len(self._counts) == 1:
             return np.zeros_like(samples), samples
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
@@ -136,7 +136,7 @@ class SampleOrder:
         return sources, numbers
 
     def epochs(self, samples: int) -> list[float]:
-        """Return how many epochs of each source the first `samples` are."""
+        """Return, for each source, how many of its epochs the first `samples` samples contain."""
         whole = samples // DEALT
         rest = self.places(np.arange(whole * DEALT, samples))[0]
         begun = _begun(whole, self._bounds) + np.bincount(rest, minlength=len(self._counts))
@@ -144,14 +144,14 @@ class SampleOrder:
 
 
 def _begun(block: int, bounds: Places) -> Places:
-    """Return the number of samples of each source before `block`, from rounded cumulative shares."""
+    """Return how many samples before `block` each source has, by rounding the cumulative shares."""
     total = block * DEALT
     return np.diff(np.append(np.floor(bounds * total + 0.5), total)).astype(np.int64)
 
 
 @lru_cache(maxsize=4)
 def _dealt(block: int, bounds: tuple[float, ...], seed: int) -> tuple[Places, Places]:
-    """Return the source of each sample in a block, and its number among that source's samples."""
+    """Return the source of each sample in a block, and its number among the samples of that source."""
     begun = _begun(block, np.array(bounds))
     quotas = _begun(block + 1, np.array(bounds)) - begun
     sources, numbers = np.empty(DEALT, np.int64), np.empty(DEALT, np.int64)
@@ -171,10 +171,10 @@ class Batch:
 
 
 class WindowSource(Protocol):
-    """Interface: numbered windows of T = `context` positions, from which samples are taken."""
+    """Interface of a set of numbered windows with T = `context` positions. Each sample is one window."""
 
     context: int
-    kind: str  # noun for the error message if there are no windows
+    kind: str  # what the data lacks if there are no windows, for the error message
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -206,9 +206,9 @@ class Windows(WindowSource):
     """Windows of T = `context` tokens of a sequence of ids. Window i starts at index i * `stride`.
 
     By default, the stride is T and windows do not overlap: the last target of a window is the first input of
-    the next window, so every token but the first is predicted once. With a stride below T, each window but
-    the first predicts T - stride tokens again. Tokens after the last full window are not used. `bos`: first
-    input of each window, before T - 1 inputs of the text. Then the first token of the text is predicted too.
+    the next window, so every token except the first is predicted once. With a stride below T, each later
+    window predicts T - stride tokens again. Tokens after the last full window are not used. `bos`: the first
+    input of each window, before T - 1 inputs of the text; then the text's first token is predicted too.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Windows(WindowSource):
         self._tokens = tokens if isinstance(tokens, TokenSpans) else np.asarray(tokens)
 
     def known(self, index: int) -> int:
-        """Return how many targets of a window are targets of earlier windows too."""
+        """Return how many targets of a window are also targets of earlier windows."""
         return self.context - self.stride if index else 0
 
     def __len__(self) -> int:
@@ -243,7 +243,7 @@ class Windows(WindowSource):
 
     def batch(self, indices: ArrayLike) -> Batch:
         starts = inside(indices, len(self)) * self.stride
-        width = self.context + 1 - len(self._bos)  # inputs of a window and its targets, shifted by one
+        width = self.context + 1 - len(self._bos)  # a window's inputs, and one more id for the last target
         rows = read_ids(self._tokens, starts, np.full_like(starts, width)).reshape(-1, width)
         if self._bos:
             rows = np.insert(rows, 0, self._bos, axis=1)
@@ -251,7 +251,7 @@ class Windows(WindowSource):
 
 
 class MixedWindows(WindowSource):
-    """The windows of several sources with equal context, numbered through all sources."""
+    """The windows of several sources with the same context, under consecutive numbers."""
 
     kind = "window"
 
@@ -263,7 +263,7 @@ class MixedWindows(WindowSource):
         return int(self._ends[-1])
 
     def _by_part(self, indices: ArrayLike) -> Iterator[tuple[WindowSource, Places, Places]]:
-        """Yield (part, rows of the batch, window numbers in the part) for each part that has rows in it."""
+        """Yield (part, rows in the batch, window numbers in the part) for each part that has any rows."""
         wanted = inside(indices, len(self))
         of = np.searchsorted(self._ends, wanted, "right")
         for number, part in enumerate(self.parts):
@@ -275,7 +275,7 @@ class MixedWindows(WindowSource):
         return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """Return the windows `indices` (b,). If other rows hold several documents, text is one document."""
+        """Return the windows `indices` (b,). If any row has `begins`, a row of plain text is one document."""
         cut = [(rows, part.batch(numbers)) for part, rows, numbers in self._by_part(indices)]
         if len(cut) == 1:
             return cut[0][1]
@@ -299,7 +299,7 @@ class MixedWindows(WindowSource):
 class StepLoader:
     """Training batches of B = `batch_size` samples per step, in M micro-batches of `micro_batch` samples.
 
-    The last micro-batch of a step may be shorter. `order`: order of the samples if there are several sources.
+    The last micro-batch of a step may be smaller. `order`: order of the samples if there are several sources.
     Raises UsageError if the corpus has no window.
     """
 
@@ -321,7 +321,7 @@ class StepLoader:
         self.order = order or SampleOrder([len(windows)], [1.0], seed)
 
     def counted(self, step: int) -> int:
-        """Return the number of targets that count in a step (from 0), by which its mean loss is divided."""
+        """Return the number of targets in a step (from 0) that count; its summed loss is divided by it."""
         return self.windows.counted(np.concatenate(self.batches(step)))
 
     def batches(self, step: int) -> list[Places]:
@@ -330,7 +330,7 @@ class StepLoader:
         return np.split(windows, np.arange(self.micro_batch, self.batch_size, self.micro_batch))
 
     def epochs(self, steps: int) -> list[float]:
-        """Return how many epochs of each source `steps` steps are."""
+        """Return, for each source, how many of its epochs the first `steps` steps contain."""
         return self.order.epochs(steps * self.batch_size)
 
     def micro(self, step: int, i: int) -> Batch:
@@ -342,7 +342,7 @@ class StepLoader:
 
 
 class EvalLoader:
-    """Validation batches: at most `limit` windows (None: all), evenly spaced over the text, always the same.
+    """Validation batches: at most `limit` windows (None: all), evenly spaced in the text, always the same.
 
     If nothing is held out, there are no windows and no micro-batches.
     """
@@ -353,7 +353,7 @@ class EvalLoader:
         self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of the selected windows
         self.windows = windows
         self.micro_batches = -(-taken // micro_batch)
-        self.counted = windows.counted(self.chosen)  # targets that count, by which the mean loss is divided
+        self.counted = windows.counted(self.chosen)  # targets that count; the summed loss is divided by them
 
     def micro(self, i: int) -> Batch:
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
@@ -365,7 +365,7 @@ class EvalLoader:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Data of an evaluation: the held-out windows of each source that has some, by name of the source."""
+    """Data of an evaluation: source name -> its held-out windows, without sources that hold out nothing."""
 
     loaders: dict[str, EvalLoader]
 
@@ -373,7 +373,7 @@ class HeldOut:
         return any(loader.micro_batches for loader in self.loaders.values())
 
     def mean(self, losses: Mapping[str, float]) -> float:
-        """Return the mean loss over all targets, given each source's mean; unchanged for a single source."""
+        """Return the mean loss over all targets, given the mean of each source."""
         if len(losses) == 1:
             return next(iter(losses.values()))
         counts = {name: self.loaders[name].counted for name in losses}

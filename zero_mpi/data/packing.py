@@ -1,10 +1,10 @@
-"""Packs full documents into windows: no document that fits is cut, and none attends to another.
+"""Packs full documents into windows. A document that fits is never cut, and none attends to another.
 
 A document of n tokens takes n - 1 positions of a window: each token but the last predicts the next one. A
-document that is longer than a window is split into pieces. Pieces are packed by best fit, the longest first:
-each piece goes into the fullest window that it fits, or into a new one (Johnson, "Fast algorithms for bin
-packing", 1974; Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result depends only on
-the documents and the context; the windows are then shuffled like any others.
+document that is longer than a window is split into pieces. Pieces are packed by best fit, longest first: each
+piece goes into the fullest window that still has space for it, or into a new one (Johnson, "Fast algorithms
+for bin packing", 1974; Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result depends
+only on the documents and the context. The windows are then shuffled like any others.
 """
 
 from typing import NamedTuple
@@ -20,17 +20,17 @@ NONE, DOCUMENTS = PACKINGS = ("none", "documents")
 
 
 class Packable(NamedTuple):
-    """Pieces to pack: piece p has `sizes[p]` positions from `starts[p]` on, `targets[p]` of which count."""
+    """Pieces to pack: piece p has `sizes[p]` positions from `starts[p]` on; the loss counts `targets[p]`."""
 
     starts: Places
     sizes: Places
     targets: Places
-    cut: int  # number of conversations that are longer than a window and cut
-    empty: int  # number of pieces left out because no target counts
+    cut: int  # number of conversations that are cut because they are longer than a window
+    empty: int  # number of pieces that are left out because none of their targets counts
 
 
 def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
-    """Return the documents of a stream in pieces of `context` positions; a conversation has only its first.
+    """Return the pieces of a stream's documents, of at most `context` positions; one for each conversation.
 
     If a piece has a bos in front, its first token is a target too.
     """
@@ -49,7 +49,7 @@ def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
 
 
 def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
-    """Return how many of the `sizes` flags from each of `starts` on are true; ranges ascend, disjoint."""
+    """Return how many of the `sizes[i]` flags from `starts[i]` are true. Ranges are sorted and disjoint."""
     found = np.zeros(sizes.size, np.int64)
     some = sizes > 0
     borders = np.stack([starts[some], (starts + sizes)[some]], axis=1).ravel()
@@ -62,7 +62,7 @@ def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
 def windows_over(
     stream: Stream, context: int, packing: str, bos: int | None = None, paired: bool = False
 ) -> WindowSource:
-    """Return the windows of a stream: `packing` fills them with documents, or splits text at the borders."""
+    """Return the windows of a stream, which hold documents or, if `packing` is none, continuous text."""
     if paired:
         return PairWindows(stream, context, packing == DOCUMENTS)
     if packing == NONE and stream.counted is None:
@@ -71,12 +71,12 @@ def windows_over(
 
 
 def best_fit(sizes: Places, limit: int) -> Places:
-    """Return the window (P,) of each piece; pieces have at most `limit` positions, windows ascending numbers.
+    """Return the window number (P,) of each piece. Each piece has at most `limit` positions.
 
-    Windows are looked up by their number of free positions; a bit mask shows which numbers have a window.
+    Windows are found by their number of free positions. If bit n of `lefts` is set, a window has n of them.
     """
     order = np.argsort(-sizes, kind="stable")
-    windows: dict[int, list[int]] = {}  # windows by their number of free positions
+    windows: dict[int, list[int]] = {}  # numbers of windows, keyed by their number of free positions
     lefts = count = 0
     found = []
     for size in sizes[order].tolist():
@@ -97,10 +97,10 @@ def best_fit(sizes: Places, limit: int) -> Places:
 
 
 class PackedWindows(WindowSource):
-    """Windows of T = `context` positions that hold full documents of a stream; without `packs` one in each.
+    """Windows of T = `context` positions with full documents of a stream; without `packs` one document each.
 
-    After the last document of a window, ids are 0 and no target counts. `bos`: the first input of each piece
-    of a text; a conversation has its own bos.
+    After a window's last document, ids are 0 and no target counts. `bos`: the first input of each piece of a
+    text; a conversation brings its own bos.
     """
 
     kind, unit = "document with a token to train on: use other --data", "conversations"
@@ -112,7 +112,7 @@ class PackedWindows(WindowSource):
         self._put(best_fit(pieces.sizes, context) if packs else np.arange(pieces.sizes.size))
 
     def _put(self, window: Places) -> Places:
-        """Put each piece into its window (P,); return the order of the pieces in the windows."""
+        """Put piece p into window `window[p]`; return the order in which the windows hold the pieces."""
         order = np.argsort(window, kind="stable")
         self._starts, self._sizes = self.pieces.starts[order], self.pieces.sizes[order]
         self._held = np.bincount(window)
@@ -125,7 +125,7 @@ class PackedWindows(WindowSource):
 
     @property
     def filled(self) -> float:
-        """Share of all positions that documents fill."""
+        """Fraction of all positions that documents fill."""
         return float(self._sizes.sum() / max(1, len(self) * self.context))
 
     def about(self) -> str:
@@ -135,7 +135,7 @@ class PackedWindows(WindowSource):
         return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
 
     def known(self, index: int) -> int:
-        """Return the number of a window's targets that earlier windows predict: 0, since none overlap."""
+        """Return how many of a window's targets earlier windows predict: 0, since windows do not overlap."""
         return 0
 
     def counted(self, indices: ArrayLike) -> int:
@@ -154,7 +154,7 @@ class PackedWindows(WindowSource):
         return found
 
     def _layout(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
-        """Return the pieces of the windows `indices`, the row of each in the batch, and its first column."""
+        """Return the pieces of the windows `indices`, the batch row of each piece, and its first column."""
         wanted = inside(indices, len(self))
         held = self._held[wanted]
         pieces = np.repeat(self._ends[wanted] - held, held) + up_to(held)
@@ -173,7 +173,7 @@ class PackedWindows(WindowSource):
         within = up_to(sizes + 1)
         is_target, is_input = within > 0, within < np.repeat(sizes, sizes + 1)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
-        begins = np.tile(np.arange(self.context), (shape[0], 1))  # unused positions attend to themselves
+        begins = np.tile(np.arange(self.context), (shape[0], 1))  # an unused position attends to itself
         inputs.reshape(-1)[places] = ids[is_input]
         if counted is not None:
             ids = np.where(read_ids(counted, *spans), ids, UNCOUNTED)
@@ -194,11 +194,11 @@ class PackedWindows(WindowSource):
 
 
 class PairBatch(NamedTuple):
-    """Micro-batch of pairs: the tokens, and the position of each of its sequences (S,).
+    """Micro-batch of pairs: the tokens, and where each of its S sequences is.
 
-    numbers   (S,) 2 * pair + side of each sequence: a pair is a document of the data, side 1 the worse answer
-    spans     (row, positions) of each sequence
-    rest      (b, T) the prompt targets, which do not count; -1 elsewhere
+    numbers   (S,) 2 * pair + side of each sequence: pair is the number in the data, side 1 the worse answer
+    spans     (row, slice of columns) of each sequence
+    rest      (b, T) the targets that do not count, which are the prompts' tokens; -1 elsewhere
     """
 
     batch: Batch
@@ -208,9 +208,9 @@ class PairBatch(NamedTuple):
 
 
 class PairWindows(PackedWindows):
-    """Windows that hold full pairs: both sides, as documents that do not attend to each other.
+    """Windows that hold full pairs. The two sides of a pair are documents that do not attend to each other.
 
-    If a pair is longer than a window, both sides are cut to the same number of positions.
+    If a pair is longer than a window, its longer side is cut, or each side to half a window.
     """
 
     kind, unit = "pair with an answer to train on: use other --data", "answers of pairs"
@@ -224,7 +224,7 @@ class PairWindows(PackedWindows):
         limit = np.maximum(context // 2, context - of_pairs.min(axis=1))
         sizes = np.minimum(lengths, np.repeat(limit, 2))
         targets = counted_within(stream.counted, begins + 1, sizes)
-        whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # each side has an answer
+        whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # neither answer was cut off
         kept = np.repeat(whole, 2) & (sizes > 0)
         cut, empty = (of_pairs > limit[:, None]).any(axis=1), ~whole
         self.pieces = Packable(begins[kept], sizes[kept], targets[kept], int(cut.sum()), int(empty.sum()))
@@ -237,7 +237,7 @@ class PairWindows(PackedWindows):
         self.sides = stream.ends.size
 
     def sequences(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
-        """Return numbers, counted targets and positions (S,) of the sequences of the windows `indices`."""
+        """Return the number, the counted targets and the positions of each of the S sequences, all (S,)."""
         pieces = self._layout(indices)[0]
         return self._numbers[pieces], self._counts[pieces], self._sizes[pieces]
 
@@ -254,9 +254,9 @@ class PairWindows(PackedWindows):
 
 
 def mismatched(pairs: PairBatch) -> PairBatch:
-    """Return a micro-batch in which each prompt is followed by the answer of the sequence before in its row.
+    """Return a micro-batch in which each prompt is followed by the answer of another sequence in its row.
 
-    For this, better sides come before worse sides; the length of the row stays the same.
+    With better sides first, it is the answer of the sequence before. Each row keeps its length.
     """
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()

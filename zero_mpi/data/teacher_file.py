@@ -1,6 +1,6 @@
 """File of a teacher's predictions: the most likely ids for each token of a text, and the remaining mass.
 
-The first `HEAD` bytes are JSON that identifies the data. Then one record follows for each token in the order
+The first `HEAD` bytes are JSON that identifies the data. Then one record follows for each token, in the order
 of the data: ids, their log-probabilities in descending order, and the logarithm of the remaining probability.
 A record of zeros means that the teacher did not predict this token.
 """
@@ -27,7 +27,7 @@ Records = NDArray[Any]
 
 @dataclass(frozen=True)
 class TeacherFile:
-    """Predictions of a teacher: `k` ids for each of `tokens` tokens, at one temperature.
+    """Predictions of a teacher: the `k` most likely ids for each of `tokens` tokens, at one temperature.
 
     data, tokenizer   digests of the data and the tokenizer
     sha256            digest of the records
@@ -53,7 +53,7 @@ class TeacherFile:
         return json.dumps({"format": FORMAT, **asdict(self)}).encode().ljust(HEAD)
 
     def read(self, path: str, places: NDArray[np.int64]) -> Records:
-        """Return the records (n,) of the tokens at `places` (n,), zeros for -1. JobError if invalid."""
+        """Return the records (n,) of tokens at `places` (n,), zeros for -1. Raise JobError if invalid."""
         found, size = np.zeros(places.size, self.record), self.record.itemsize
         span = FileSpan(path, HEAD, self.nbytes - HEAD, np.dtype(np.uint8), self.nbytes)
         cuts = np.flatnonzero((np.diff(places) != 1) | (places[:-1] < 0)) + 1
@@ -67,7 +67,7 @@ class TeacherFile:
 
 
 def open_teacher(path: str) -> TeacherFile:
-    """Return the header of a file. Raise FileError if it is invalid or if the file has another size."""
+    """Return the header of a file. Raise FileError if the header is invalid or the file has another size."""
     with prefixed("--teacher"), open_file(path, "a file of evaluate --top-k-out") as file:
         head, nbytes = file.read(HEAD), os.fstat(file.fileno()).st_size
     try:
@@ -88,7 +88,7 @@ def open_teacher(path: str) -> TeacherFile:
 
 
 def begin(path: Path, teacher: TeacherFile) -> None:
-    """Create the unfinished file; keep the file of an earlier job if it is for the same predictions."""
+    """Create the unfinished file. If an earlier job left one for the same predictions, keep it."""
     size = path.stat().st_size if path.exists() else -1
     with path.open("r+b" if size >= 0 else "x+b") as file:
         if size != teacher.nbytes or file.read(HEAD) != teacher.header():

@@ -1,8 +1,8 @@
 """Files of a corpus, from --data or Python's own library; each file's kind is recognised by its first bytes.
 
-Each kind of file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") identify
-a kind only together with bytes that no text has. Text in another encoding, such as Latin-1 or Shift JIS, is
-read byte by byte; UTF-16 and UTF-32 are refused, because they contain zero bytes.
+Each kind of file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") only
+identify a kind if bytes follow that no text contains. Text in another encoding, such as Latin-1 or Shift JIS,
+is read byte by byte. UTF-16 and UTF-32 are refused, because they contain zero bytes.
 """
 
 import codecs
@@ -18,10 +18,10 @@ from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_file, is_folder
 
-NANOGPT = "nanogpt:"  # before a path: ids without a header, which cannot be recognised
-MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # files of a folder that `zero-mpi tokenize` made
+NANOGPT = "nanogpt:"  # prefix of a path to ids without a header, which cannot be recognised by content
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # files in a folder that `zero-mpi tokenize` wrote
 NOTES = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})  # files of the package datasets
-# Some distributions do not ship these, and tests are poor prose; caches are not source code.
+# Some distributions do not ship all of these folders. Tests are poor prose, and caches are not source code.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -31,7 +31,7 @@ def stdlib_root() -> Path:
 
 
 def named(paths: Sequence[str], most: int = 40) -> str:
-    """Return a description of `--data`: the first path, cut to `most` characters, and how many others."""
+    """Return a description of `--data`: its first path, at most `most` characters, and how many more."""
     if not paths:
         return f"Python's standard library in {stdlib_root()}"
     return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
@@ -42,19 +42,19 @@ def library_files() -> list[tuple[str, Path]]:
 
     Tests and installed packages are left out.
     """
-    # _sysconfigdata* is written by the build and differs between machines.
+    # The build writes _sysconfigdata*, so it differs between machines.
     names = [name for name in _walk(stdlib_root(), _NOT_LIBRARY) if not name.startswith("_sysconfigdata")]
     return [(name, stdlib_root() / name) for name in names if name.endswith(".py")]
 
 
 def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str, Path]]:
-    """Return (name, path) of every file under `paths`: files as given, folders recursively in order of name.
+    """Return (name, path) of every file under `paths`: given files, and the files of folders, in name order.
 
     The name is relative to the given folder, with forward slashes. For a file given directly it is the last
-    part of the path, after `NANOGPT` if the path has that. Hidden files and folders in a folder are skipped;
-    links are followed. A repeated file is used once, so its text is not both trained on and held out. Files
-    that the package datasets adds to its data are left out. Raises UsageError, which names the `flag`, for a
-    missing path.
+    part of the path, after `NANOGPT` if the path begins with that. Hidden files and folders inside a folder
+    are skipped. Links are followed. A repeated file is used once, so its text is not both trained on and held
+    out. Files that the package datasets adds to its data are left out. Raises UsageError, which names the
+    `flag`, for a missing path.
     """
     found: dict[str, tuple[str, Path]] = {}
     for each in paths:
@@ -75,7 +75,7 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
-    """Return sorted names of regular files under `root`; each folder once, because links may form a loop."""
+    """Return sorted names of regular files under `root`. A loop of links is followed only once."""
     names, seen = list[str](), set[str]()
     for folder, below, files in os.walk(root, onerror=unreadable, followlinks=True):
         real = os.path.realpath(folder)
@@ -90,17 +90,17 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
 
 
 def unreadable(error: OSError) -> NoReturn:
-    """Raise the UsageError for a file of --data that cannot be read."""
+    """Raise a UsageError for a file of --data that cannot be read."""
     raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
 
 
 BLOCK = 1 << 20
-HEAD = 8192  # bytes that show whether a file is text, as in git and grep
+HEAD = 8192  # bytes that decide whether a file is text, as in git and grep
 LINES = (".jsonl", ".ndjson")
 
 
 class Kind(NamedTuple):
-    """Kind of a file, with its remedy. `data` at byte `at`, and `inside` anywhere in the head identify it."""
+    """Kind of a file, with its remedy. Its files have `data` at byte `at`, and `inside` near the start."""
 
     name: str
     remedy: str
@@ -116,7 +116,7 @@ ICONV = "convert it first: iconv -f {} -t UTF-8 FILE > NEW.txt"
 ZIP = b"PK\x03\x04"
 BEGINNINGS = (
     Kind("a Parquet file", f"{TOKENIZE} (as .parquet); {TABLES}", b"PAR1"),
-    Kind("an Arrow file", f"extract its texts first, say with pyarrow; {TABLES}", b"ARROW1\0"),
+    Kind("an Arrow file", f"extract its texts first, for example with pyarrow; {TABLES}", b"ARROW1\0"),
     Kind("an Arrow stream", f"extract its texts first; {TABLES}", b"\xff\xff\xff\xff\x10"),
     Kind("gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (as .gz)", b"\x1f\x8b"),
     Kind("zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (as .zst)", b"\x28\xb5\x2f\xfd"),
@@ -131,7 +131,7 @@ BEGINNINGS = (
     Kind("a NumPy array", "rename a token file to .npy", b"\x93NUMPY"),
     Kind("a PDF document", "convert it to text first: pdftotext FILE", b"%PDF-"),
     Kind("a pointer of Git LFS", "fetch it first: git lfs pull", b"version https://git-lfs.github.com/"),
-    # Longer signatures first, because UTF-32 begins like UTF-16.
+    # Longer signatures come first, because UTF-32 begins like UTF-16.
     Kind("text in UTF-32", ICONV.format("UTF-32"), codecs.BOM_UTF32_LE),
     Kind("text in UTF-32", ICONV.format("UTF-32"), codecs.BOM_UTF32_BE),
     Kind("text in UTF-16", ICONV.format("UTF-16"), codecs.BOM_UTF16_LE),
@@ -142,7 +142,7 @@ LINES_REMEDY = (
     "conversations has messages, prompt and completion, instruction and output, or conversations in each "
     "line"
 )
-# The beginning of an array of objects, or of an object that holds conversations.
+# Matches the beginning of an array of objects, or of an object that holds conversations.
 ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*"(?:data|messages|conversations)"\s*:\s*)?\[\s*\{')
 ROWS_REMEDY = "write it as JSON Lines, one object per line: jq -c '.[]' FILE > NEW.jsonl, or '.NAME[]'"
 BINARY = Kind(
@@ -154,14 +154,14 @@ CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\v\f\r\x1a\x1b\b") | {0x7F}
 
 
 def kind_of(head: bytes, name: str) -> Kind | None:
-    """Return the kind of a file, by its first `HEAD` bytes and its name; None for text."""
+    """Return the kind of a file, recognised by its first `HEAD` bytes and its name; None for text."""
     is_wrong = not _is_utf8(head, whole=False)
     for begin in BEGINNINGS:
         surely = len(begin.data) > 4 and not begin.at
         is_so = head[begin.at :].startswith(begin.data) and begin.inside in head
         if is_so and (surely or is_wrong or b"\0" in head):
             return begin
-    if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":  # the length of a JSON object
+    if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":  # a JSON header's length
         return Kind("a safetensors model", MODEL)
     if b"\0" in head or (is_wrong and sum(byte in CONTROLS for byte in head) > 0.05 * len(head)):
         return BINARY
@@ -173,7 +173,7 @@ def kind_of(head: bytes, name: str) -> Kind | None:
 
 
 def _has_objects(head: bytes, name: str) -> bool:
-    """Return whether each line holds a JSON object. Its markup would be learned along with the text."""
+    """Return whether each line is a JSON object; a model would learn the JSON syntax along with the text."""
     if not head.startswith(b"{"):
         return False
     by_name = name.lower().endswith(LINES)
@@ -187,7 +187,7 @@ def _has_objects(head: bytes, name: str) -> bool:
 
 
 def _is_utf8(data: bytes, whole: bool = True) -> bool:
-    """Return whether bytes are UTF-8 text, read in blocks; if not `whole`, the last character may be cut."""
+    """Return whether bytes are UTF-8 text, checked in blocks. If not `whole`, the last letter may be cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, 0 if data.isascii() else len(data), BLOCK):
@@ -198,7 +198,7 @@ def _is_utf8(data: bytes, whole: bool = True) -> bool:
 
 
 class TextFilter:
-    """Filter of files; `notes` reports files left `out`, `taken` as bytes, or `odd` in their encoding.
+    """Filter that decides which files are read. `notes` reports files in three lists: `out`, `taken`, `odd`.
 
     paths       files and folders given by the user
     any_bytes   whether the given files are read unchanged, even if they are not text
@@ -211,7 +211,7 @@ class TextFilter:
         self.out, self.taken, self.odd = list[str](), list[str](), list[str]()
 
     def takes(self, name: str, path: Path, head: bytes) -> bool:
-        """Return whether a file is read, by its first bytes; UsageError for a given file that is not text."""
+        """Return whether to read a file, by its first bytes. Raise UsageError if a named file is not text."""
         kind = kind_of(head, name) if self._named else BINARY if b"\0" in head else None
         if kind is None:
             return True
@@ -228,12 +228,12 @@ class TextFilter:
         return True
 
     def read(self, name: str, data: bytes) -> None:
-        """Note the encoding of a file that was read to its end."""
+        """Note whether a file, which was read completely, is in UTF-8."""
         if self._named and not self._any_bytes and not _is_utf8(data):
             self.odd.append(shown(name, 60))
 
     def notes(self) -> Iterator[str]:
-        """Yield a line for each of the three lists that is not empty: the number of files, and some names."""
+        """Yield a line for each list of files that is not empty: the number of files, and some names."""
         for found, text in (
             (self.out, "skipped files that are not text: {}"),
             (self.taken, "files that are not text, read as raw bytes (--tokenizer byte): {}"),

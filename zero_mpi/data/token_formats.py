@@ -1,8 +1,8 @@
-"""Token files: the formats and how to recognise them. A new format is a new row of `FORMATS`.
+"""Formats of token files, and how each format is recognised. To add a format, add a row to `FORMATS`.
 
-A format reads the header and returns the positions of ids and documents. The ids are scanned once for a
-digest and stay in the file. A file larger than `WHOLE` is only sampled, so a run on terabytes starts as fast
-as any other.
+A format reads the header of a file and returns where the ids and documents are. The ids are read once for a
+digest and stay in the file. Only samples are read of a file larger than `WHOLE`, so a run on terabytes starts
+as fast as any other run.
 """
 
 import hashlib
@@ -25,20 +25,20 @@ from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 
-WHOLE = 1 << 30  # size of the largest file that is read fully for its digest, in half a second
+WHOLE = 1 << 30  # size of the largest file that is read fully for its digest; this takes half a second
 BLOCK = 1 << 20  # ids processed together
-LLM_C_HEADER = 1024  # bytes: 256 numbers, three of which are used
-LLM_C: dict[tuple[int, int], np.dtype[Any]] = {  # by magic number and version
+LLM_C_HEADER = 1024  # bytes: 256 numbers, of which three are used
+LLM_C: dict[tuple[int, int], np.dtype[Any]] = {  # keyed by magic number and version
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
 }
 MEGATRON = b"MMIDIDX\0\0"
 MEGATRON_HEAD = len(MEGATRON) + 8 + 1 + 8 + 8
 MEGATRON_TYPES = {code: np.dtype(name) for code, name in {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
-MEGATRON_MOST = (1 << 31) - 1  # ids of a document: its size is an int32
+MEGATRON_MOST = (1 << 31) - 1  # most ids in a document, because its size is an int32
 MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
 ARROW_KINDS = ("int16", "int32", "int64", "uint16", "uint32")
-NPY_HEADERS = {  # by version of the format; 3.0 is 2.0 with field names in UTF-8
+NPY_HEADERS = {  # keyed by the format's version; version 3.0 is 2.0 with field names in UTF-8
     (1, 0): npy.read_array_header_1_0,
     (2, 0): npy.read_array_header_2_0,
     (3, 0): npy.read_array_header_2_0,
@@ -50,35 +50,35 @@ class TokenLayout(NamedTuple):
 
     runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of ids, in order
     dtype: np.dtype[Any]  # dtype of an id, little-endian
-    ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None: unknown
+    ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None if the file does not say it
 
 
 def exactly(file: FileIO, count: int) -> bytes:
-    """Return the next `count` bytes; ValueError if there are fewer."""
+    """Return the next `count` bytes of a file. Raise ValueError if fewer follow."""
     data = file.read(count)
     if len(data or b"") != count:
-        raise ValueError(f"expected {count} bytes more, found the end of the file")
+        raise ValueError(f"expected {count} more bytes, found the end of the file")
     return data
 
 
 def check_length(file: FileIO, expected: int) -> None:
-    """Raise ValueError for a file whose length differs from the length in its header."""
+    """Raise ValueError for a file whose length differs from `expected`, the length that its header gives."""
     found = os.fstat(file.fileno()).st_size
     if found != expected:
         raise ValueError(f"expected {expected} bytes, as its header says, found {found}")
 
 
 def is_llm_c(path: Path) -> bool:
-    """Return whether a file begins like a token file of llm.c."""
+    """Return whether a file begins with the magic number of llm.c's token files."""
     try:
         with path.open("rb") as file:
             return int.from_bytes(file.read(4), "little") in {magic for magic, _ in LLM_C}
-    except OSError:  # the error is reported when the file is read
+    except OSError:  # reading the file reports this error later
         return False
 
 
 def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return the positions of ids in a file of llm.c; ValueError for any other file."""
+    """Return where the ids are in a file of llm.c. Raise ValueError for any other file."""
     magic, version, count = np.frombuffer(exactly(file, LLM_C_HEADER), "<i4", 3).tolist()
     dtype = LLM_C.get((magic, version))
     if dtype is None or count < 0:
@@ -89,7 +89,7 @@ def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return a layout with the full file as uint16; ValueError for an odd number of bytes."""
+    """Return a layout that takes the full file as uint16. Raise ValueError for an odd number of bytes."""
     length = os.fstat(file.fileno()).st_size
     if length % 2:
         raise ValueError(f"expected ids of two bytes each, found {length} bytes")
@@ -97,7 +97,7 @@ def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return the positions of the ids, by the index next to the file; ValueError if they do not match."""
+    """Return where the ids are, as the index next to the file says. Raise ValueError if they differ."""
     with open_file(path.with_suffix(".idx"), "an index of Megatron") as index:
         head = exactly(index, MEGATRON_HEAD)
         version, code = int.from_bytes(head[9:17], "little"), head[17]
@@ -110,7 +110,7 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
             raise ValueError(f"expected ids of 2, 4 or 8 bytes, found {found} in its index")
         check_length(index, MEGATRON_HEAD + 12 * sequences + 8 * documents)
         count = 0
-        for first in range(0, sequences, BLOCK):  # a sparse file may claim any number
+        for first in range(0, sequences, BLOCK):  # block by block, because a sparse file may claim any number
             block = exactly(index, 4 * min(BLOCK, sequences - first))
             count += int(np.frombuffer(block, "<i4").sum(dtype=np.int64))
         check_length(file, count * dtype.itemsize)
@@ -124,19 +124,19 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
         borders = np.frombuffer(exactly(index, 8 * documents), "<i8")
     stops = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     if (sizes < 0).any() or not np.array_equal(places, stops[:-1] * dtype.itemsize):
-        raise ValueError("expected consecutive sequences in its index, found others")
+        raise ValueError("expected consecutive sequences in its index, found gaps or overlaps")
     if not documents or borders[0] or borders[-1] != sequences or (np.diff(borders) < 0).any():
-        raise ValueError(f"expected document borders from 0 to {sequences} in its index, found others")
+        raise ValueError(f"expected document borders from 0 to {sequences} in its index, found other borders")
     return TokenLayout([(0, count)], dtype, stops[borders[1:]])
 
 
 def megatron_dtype(vocab: int) -> np.dtype[Any]:
-    """Return the dtype of ids below `vocab` in a Megatron file: the narrowest dtype that its readers know."""
+    """Return the narrowest dtype that Megatron's readers know and that holds ids below `vocab`."""
     return MEGATRON_TYPES[8 if vocab <= 1 << 16 else 4]
 
 
 def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
-    """Return the index of a file with documents of these sizes (D,), each of which is a sequence."""
+    """Return the index of a file whose documents have these sizes (D,). Each document is one sequence."""
     code = next(code for code, known in MEGATRON_TYPES.items() if known == dtype)
     count, places = len(sizes), (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
     head = (
@@ -147,9 +147,9 @@ def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
 
 
 def npy_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return the positions of ids in a .npy; UsageError for another array, ValueError for any other file."""
+    """Return where a .npy has its ids. Raise UsageError for other arrays, ValueError for other files."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # headers written by Python 2 are valid too
+        with warnings.catch_warnings(action="ignore"):  # headers by Python 2 are valid but cause warnings
             shape, _, dtype = NPY_HEADERS[npy.read_magic(file)](file)
     except Exception as error:  # an invalid header may raise any exception
         why = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
@@ -162,9 +162,9 @@ def npy_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return the positions of ids in an Arrow file of the package datasets: a list in each row, uncompressed.
+    """Return where the ids are in an Arrow file of the package datasets: one uncompressed list in each row.
 
-    Raises ValueError without a column of ids that can be read by position.
+    Raises ValueError if no column holds ids that can be read by position.
     """
     library = pyarrow()
     runs, ends, kinds, total = list[tuple[int, int]](), [np.zeros(0, np.int64)], set[str](), 0
@@ -194,17 +194,17 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def _ids_column(library: Any, batch: Any) -> Any:
-    """Return the column of ids of a batch; ValueError unless it has a list of ids in each row."""
+    """Return the column of ids of a batch. Raise ValueError unless each row of it has a list of ids."""
     names = batch.schema.names
     if COLUMN not in names:
         raise ValueError(f"expected a column {COLUMN}, found {shown(', '.join(names), 100)}")
     column = batch.column(names.index(COLUMN))
-    column.validate(full=True)  # the content of the file is not checked earlier
+    column.validate(full=True)  # opening the file did not check its content
     kind = column.type
     if not (library.types.is_list(kind) or library.types.is_large_list(kind)) or column.null_count:
         raise ValueError(f"expected a list of ids in each row of {COLUMN}, found {shown(str(kind), 60)}")
     if column.values.null_count:
-        raise ValueError(f"expected an id at each position of {COLUMN}, found missing ones")
+        raise ValueError(f"expected an id at each position of {COLUMN}, found missing ids")
     return column
 
 
@@ -212,7 +212,7 @@ class TokenFormat(NamedTuple):
     """Format of token files."""
 
     name: str
-    known: Callable[[str, Path], bool]  # recognises a file by its path and its name in `collect_files`
+    known: Callable[[str, Path], bool]  # recognises a format by a file's path and its name in `collect_files`
     layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for a damaged file
 
 
@@ -237,9 +237,9 @@ def format_of(name: str, path: Path) -> TokenFormat | None:
 
 
 def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """Return the token files: all files except those that describe token files, or none.
+    """Return the token files: either all files, except files that describe token files, or none.
 
-    Raises UsageError if only some are.
+    Raises UsageError if only some of the files are token files.
     """
     tokens = [file for file in files if format_of(*file) is not None]
     chosen = {path for _, path in tokens}
@@ -255,15 +255,15 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
 
 
 def are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
-    """Return whether all files are token files; raises UsageError if only some are."""
+    """Return whether all files are token files. Raise UsageError if only some are."""
     return bool(token_files(files))
 
 
 def read_tokens(name: str, path: Path, vocab: int) -> Document:
-    """Return a token file as one document; the ids stay in the file. Raises UsageError.
+    """Return a token file as one document, whose ids stay in the file. Raise UsageError if it is damaged.
 
     The digest is the sha256 of a file of at most `WHOLE` bytes. For a larger file it is
-    `TokenSpans.sampled_digest`, and the other ids are checked when they are read.
+    `TokenSpans.sampled_digest`, and the ids between the samples are checked when they are read.
     """
     found = format_of(name, path)
     assert found is not None, "the caller has checked that it is a token file"
@@ -277,12 +277,12 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
                 digest = spans.sampled_digest()
             else:
                 for first in range(0, spans.size, BLOCK):
-                    spans[first : first + BLOCK].held()  # checks the ids
+                    spans[first : first + BLOCK].held()  # reading checks the ids
                 file.seek(0)
                 digest = hashlib.file_digest(file, "sha256").digest()
     except UsageError:
         raise
-    except JobError as error:  # raised before the job has started
+    except JobError as error:  # here the job has not started, so it is a UsageError
         raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

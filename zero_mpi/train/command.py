@@ -1,7 +1,7 @@
-"""`python -m zero_mpi.train`: makes a run from its flags, or with `--dry-run` prints a plan of it.
+"""`python -m zero_mpi.train`: trains a model as the flags say, or with `--dry-run` prints a plan of the run.
 
 A dry run checks flags, model, text and checkpoints with the same function as a run, `resolve`. So it gives
-the same errors, with the same status. Then it prints a plan for these nodes and their free shared memory,
+the same errors with the same exit status. Then it prints a plan for these nodes and their free shared memory,
 with memory and traffic as in `zero-mpi plan`. Nothing is written, and nothing in OUT changes.
 """
 
@@ -49,7 +49,7 @@ from zero_mpi.train.trainer import Trainer, is_over, say_over
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Make the run on this rank. Return the exit status, 75 if a signal or the time limit stopped it."""
+    """Train on this rank. Return the exit status: 75 if a signal or the time limit stopped the run."""
     check_installation(world)
     config: Config = world.run_on_all(lambda: parse(arguments))
     if config.dry_run:
@@ -58,7 +58,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     log.install(world.rank, world.size, config.log_level)
     watchdog, outcome = stand_guard(world, config)
     session = build(world, resolve(world, config))
-    outcome.status.steps = session.config.steps  # with --epochs the number is known only now
+    outcome.status.steps = session.config.steps  # with --epochs, the number of steps was not known earlier
     outcome.at(session.progress.step)
     if is_over(session):
         world.on_root(lambda: say_over(session))
@@ -72,7 +72,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
-    """Start the watchdog and the status writer of a job; return both. Collective."""
+    """Start and return a job's watchdog and its writer of status and events. Collective."""
     out = Path(config.out)
     take_folder(world, out)
     watchdog = Watchdog(world.rank, config.timeout, world.kill)
@@ -90,7 +90,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
 
 
 def show(world: World, config: Config) -> int:
-    """Print the plan of a run and return the exit status. Raise UsageError as a run does. Collective."""
+    """Print the plan of a run. Return the exit status; raise UsageError as a run does. Collective."""
     world.on_root(lambda: check_out(Path(config.out)))
     spec = resolve(world, config)
     case, why = find_case(world, spec)
@@ -107,16 +107,16 @@ def show(world: World, config: Config) -> int:
 
 
 def check_out(out: Path) -> None:
-    """Raise UsageError if a run could not write to its folder."""
+    """Raise UsageError if the run could not write to its folder."""
     place = existing(out)
     if not is_folder(place) or not os.access(place, os.R_OK | os.W_OK | os.X_OK):
         raise UsageError(f"--out {shown(out)}: cannot write there: {shown(place)} is not a writable folder")
 
 
 def check_disk(config: Config, model: ModelConfig) -> list[str]:
-    """Return a warning if the kept checkpoints and one that is being written do not fit on the disk.
+    """Return a warning if the disk has no space for the kept checkpoints and one that is being written.
 
-    Space of existing checkpoints is subtracted. Raise UsageError if not even one fits. Quotas are ignored.
+    Existing checkpoints are counted. Raises UsageError if not even one checkpoint fits. Quotas are ignored.
     """
     each = saved_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
     out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
@@ -129,12 +129,12 @@ def check_disk(config: Config, model: ModelConfig) -> list[str]:
 
 
 def existing(path: Path) -> Path:
-    """Return the path if it exists, else the nearest parent folder that exists."""
+    """Return the path if it exists, else its nearest parent folder that exists."""
     return next(place for place in (path, *path.absolute().parents) if exists(place))
 
 
 def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
-    """Return the case to plan for these ranks, and why its transport is not the requested one. Collective."""
+    """Return the case to plan for these ranks, and why --transport cannot be used, or "". Collective."""
     nodes, problem = 1, ""
     if world.size > 1:
         from zero_mpi.comm.topology import find_topology, node_communicator
@@ -165,9 +165,9 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
 
 
 def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
-    """Yield the lines of a dry run, on rank 0; raise UsageError for a checkpoint without its counts.
+    """Yield the lines of a dry run, on rank 0. Raise UsageError for a checkpoint without token counts.
 
-    why: the reason for another transport than the requested one; alone: no launcher has started this process.
+    why: reason for another transport than the requested one; alone: no launcher started this process
     """
     assert spec.corpus is not None and spec.loader is not None, "rank 0 has the text"  # noqa: PT018
     config = spec.config
@@ -201,7 +201,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
 
 
 def transport(wanted: str, case: Case, why: str) -> str:
-    """Return the transport as text, with a note if --transport auto chose it."""
+    """Return the transport as text, and say so if --transport auto chose it."""
     kind = case.transport
     text = kind.text
     if kind.on_gpu:
@@ -213,7 +213,7 @@ def transport(wanted: str, case: Case, why: str) -> str:
 
 
 def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
-    """Yield the lines about the step at which the run begins and the files that it writes."""
+    """Yield the lines on the step at which the run begins and on the files that it writes."""
     config, checkpoint = spec.config, spec.checkpoint
     if checkpoint is None:
         begins = "at step 0" if config.init is None else f"at step 0, with the weights of {config.init}"
@@ -239,5 +239,5 @@ def main() -> None:
     signals.listen()
     if not environment.local_rank():
         dev_shm.sweep()
-    obey_early(sys.argv[1:])  # MPI starts in `run`
+    obey_early(sys.argv[1:])  # before `run`, which starts MPI
     run("train", command, sys.argv[1:])

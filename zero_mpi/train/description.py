@@ -1,4 +1,4 @@
-"""Description of a run: facts that its checkpoints store, and facts that all ranks must have in common."""
+"""Description of a run: facts that its checkpoints store, and facts that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 
-# These settings are left out if 0, as in checkpoints of versions without them.
+# These settings are left out if they are 0, because older checkpoints do not have them.
 LATER = ("rope_dimension_count", "expert_count", "expert_used_count")
 
 
 def describe(
     config: Config, model: ModelConfig, tokenizer: Tokenizer | None, init: WeightSource | None
 ) -> Description:
-    """Return the facts that checkpoints store, except facts of the machine and those that `of_text` adds."""
+    """Return the facts that checkpoints store, except those that `of_text` and `machine_facts` return."""
     name = {"general.name": f"zero_mpi {model.arch}"}
     if init is not None:
         metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
@@ -69,7 +69,7 @@ def describe(
         metadata[QAT] = known_type(config.qat)
     sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
     settings = {"model.arch": model.arch, **sizes, "control_tokens": PLAIN, "corpus": ""}
-    if tokenizer is not None and config.control_tokens is not None:  # token files have no text to parse
+    if tokenizer is not None and config.control_tokens is not None:  # token files contain no text
         settings["control_tokens"] = config.control_tokens
     settings["data.tokenizer"] = fingerprint(tokenizer)
     settings |= config.fixed()
@@ -93,7 +93,7 @@ def describe(
 def of_text(
     description: Description, config: Config, text: str, packing: str, keys: Mapping[str, object]
 ) -> Description:
-    """Return the description with the facts of the data; `keys`: further keys of the model file."""
+    """Return the description plus the facts of the data. `keys`: further keys for the model file."""
     day = {} if config.template_date in (None, DAY) else {"template_date": config.template_date}
     return replace(
         description,
@@ -110,9 +110,9 @@ def what_was_read(
     model: ModelConfig,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Return facts of the files that every rank reads itself; they must be the same on all ranks.
+    """Return facts of the files that every rank reads itself. They must be equal on all ranks.
 
-    checkpoint: identity of the resumed checkpoint.
+    checkpoint: identity of the checkpoint to resume from
     """
     return {
         f"the checkpoint of --resume {config.resume}": checkpoint,
@@ -124,19 +124,19 @@ def what_was_read(
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's sizes by name, without those that are None; flags describe the adapters."""
+    """Return the model's sizes by name, without adapters. Sizes in LATER are left out if they are 0."""
     found = dataclasses.asdict(model).items()
     return {name: value for name, value in found if name != "lora" and (value or name not in LATER)}
 
 
 def as_json(value: Any) -> Any:
-    """Return a size in the form that it has after reading it from JSON."""
+    """Return a size as it is after it was written to JSON and read back."""
     if isinstance(value, frozenset):
         return sorted(value)
     return list(value) if isinstance(value, tuple) else value
 
 
-# Groups of settings that affect bits.
+# Settings that affect bits, in groups.
 GROUPS = ("model", "adapter", "data", "batch", "optimizer", "loss")
 EVALUATIONS = ("eval_every", "eval_windows", "patience")
 OTHERS = ("steps", "seed", "reduction", "precision", "reduce_dtype", "bits", *EVALUATIONS)
@@ -145,21 +145,21 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # the data may decide these, so the description stores their values
+READ = ("packing", "control_tokens")  # the description has the values of these, which the data may decide
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that affect bits, except for paths."""
+    """Return the settings that affect bits, except those that are paths."""
     return {name: getattr(config, name) for name in NAMES}
 
 
 def identity(
     config: Config, description: Description, weights: Mapping[str, WeightSource | None]
 ) -> dict[str, Any]:
-    """Return all facts that the bits of a run depend on, as JSON values.
+    """Return all facts that the bits of a run depend on, as values for JSON.
 
-    weights: files of the initial weights, by setting. Raise FileError for a file that cannot be read.
+    weights: setting -> file of initial weights. Raises FileError for a file that cannot be read.
     """
     facts = {key: value for key, value in description.settings.items() if key not in NAMES or key in READ}
     begun = {name: None if file is None else weights_digest(file) for name, file in weights.items()}
@@ -173,14 +173,14 @@ def identity(
 
 Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"
-EXPLAINING = ("BLAS", "code for", "processor")  # facts that explain a different trial
+EXPLAINING = ("BLAS", "code for", "processor")  # facts that explain why a trial has another result
 REMEDY = "use the same --threads N and CPU type (or --bits portable) on all ranks, or --reduction fast"
 
 
 def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
-    """Return facts of this rank's machine: names, and the digest of a trial with its thread count.
+    """Return facts of this rank's machine: names of its parts, and the digest of a trial computation.
 
-    kind: the dtype that the run computes in.
+    kind: dtype that the run computes in
     """
     facts = {
         THREADS: threads,
@@ -198,7 +198,7 @@ def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of the processor, if the system reports it."""
+    """Return the name of the processor; "" if the system does not tell it."""
     return environment.of_processor("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
@@ -206,11 +206,11 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
-    """Raise UsageError if a rank computes other bits than most ranks, with the facts that differ.
+    """Raise UsageError, with the facts that differ, if a rank computes other bits than most ranks.
 
     If `exact` is false, append a note instead. `found`: host and machine facts of each rank.
     """
-    # A GPU's bits do not depend on the threads of its host.
+    # On a GPU, the bits do not depend on the number of threads of the host.
     values = [f"{each[TRIAL]} {'' if 'device' in each else each[THREADS]}" for _, each in found]
     odd = odd_one(values)
     if odd is None:
@@ -229,7 +229,7 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
 
 
 def names(ours: Machine, usual: Machine) -> tuple[str, str]:
-    """Return a text for each of two machines: the facts that differ, or the trials if no fact differs."""
+    """Return a text for each of two machines: the facts that differ, or their trials if no fact does."""
     keys = [key for key in ours if key != TRIAL and ours[key] != usual.get(key)] or [TRIAL]
     here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (ours, usual))
     return here, there
@@ -239,7 +239,7 @@ def names(ours: Machine, usual: Machine) -> tuple[str, str]:
 
 
 def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iterator[str]:
-    """Yield at most one line about differences of the machines that may change the last bits."""
+    """Yield at most one line on differences between machines that may change the last bits."""
     other = before.get(TRIAL) != now.get(TRIAL)
     keys = [
         key
@@ -255,17 +255,17 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
         yield f"{what} was made with {made}: the last bits of results may change"
 
 
-VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or their effects are compared
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # any other variable may differ, or its effect is compared
 
 
 def settings(config: Config) -> dict[str, str]:
-    """Return flag -> value of all settings, and name -> value of the variables."""
+    """Return flag -> value for all settings, and name -> value for the variables."""
     flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
     return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
 
 
 def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
-    """Set --bits and claim a GPU before MPI starts; invalid flags are reported later, by one rank."""
+    """Set --bits and choose a GPU before MPI starts. One rank later reports invalid flags."""
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         try:

@@ -1,6 +1,6 @@
 """Objectives: the loss of a run as a `HeadLoss` for each micro-batch, and the recorded figures of each step.
-Flags choose cross-entropy, a preference loss, or a teacher's predictions. Training, recomputation and
-evaluation work with any objective.
+The flags choose cross-entropy, a preference loss, or a teacher's predictions. Training, recomputation and
+evaluation work with all of them.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ Floats = NDArray[np.float64]
 
 
 class StepLoss:
-    """Losses of the micro-batches of a step. micro: function i -> input and loss of micro-batch i."""
+    """Losses of the micro-batches of a step. micro: function that returns input and loss of micro-batch i."""
 
     def __init__(self, micro: Callable[[int], tuple[Any, HeadLoss]]) -> None:
         self.micro = micro
 
     @property
     def sums(self) -> Sequence[float]:
-        """Numbers of this rank that are summed over all ranks."""
+        """Numbers of this rank to add to those of all other ranks."""
         return ()
 
     def figures(self, sums: Sequence[float]) -> Figures:
-        """Return the figures of the step, computed from the sums over all ranks."""
+        """Return the figures of the step, given the sums over all ranks."""
         return {}
 
 
 class Objective:
-    """Cross-entropy of the targets that count in the loss; base class of the other objectives.
+    """Cross-entropy of the targets that count, and base class of the other objectives.
 
-    keeps: True if it needs numbers from the initial model; `keep` returns these numbers and `use` sets them
+    keeps: whether the loss needs numbers of the initial model, which `keep` computes and `use` sets
     """
 
     keeps = False
@@ -60,18 +60,18 @@ class Objective:
         self.module, self.loader = module, loader
 
     def keep(self) -> Floats:
-        """Compute and return the numbers of the current model that the objective needs later. Collective."""
+        """Compute numbers of the current model that the objective needs later. Return them. Collective."""
         raise NotImplementedError
 
     def use(self, kept: Floats) -> None:
-        """Set the numbers that `keep` has returned."""
+        """Set the numbers that an earlier `keep` returned."""
 
     def step(self, number: int) -> StepLoss:
-        """Return the losses of a step (from 0). Collective."""
+        """Return the losses of step `number` (from 0). Collective."""
         return StepLoss(partial(self.micro, number, 1.0 / self.loader.counted(number)))
 
     def micro(self, number: int, scale: float, i: int) -> tuple[Any, HeadLoss]:
-        """Return input and loss of micro-batch i of a step."""
+        """Return the input and the loss of micro-batch i of a step."""
         return with_loss(self.loader.micro(number, i), scale)
 
     def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:
@@ -82,12 +82,12 @@ class Objective:
 
 
 def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
-    """Return the input of the model, and the cross-entropy of its targets."""
+    """Return the input of the model, and the cross-entropy of the targets."""
     return as_input(batch), CrossEntropy(batch.targets, scale)
 
 
 def as_input(batch: Batch) -> Array | Packed:
-    """Return the input of the model."""
+    """Return a micro-batch as input of the model."""
     return batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
 
 
@@ -95,13 +95,13 @@ def as_input(batch: Batch) -> Array | Packed:
 
 
 class PairStep(StepLoss):
-    """Pairs of a step or of an evaluation. batches: indices of the windows in each micro-batch.
+    """Pairs of a step or of an evaluation. batches: numbers of the windows in each micro-batch.
 
-    Sums are a table (S, K) in the order of the data: for each sequence the log-probability of its answer, and
-    for ORPO also that of all other tokens. A rank fills the rows of its micro-batches. The sum over ranks is
-    the same for any number of ranks, and all figures are computed from it.
+    Sums are a table (S, K) in the order of the data. Its row for a sequence has the log-probability of the
+    answer, and for ORPO also that of all other tokens. A rank fills the rows of its micro-batches. The sum
+    over ranks is equal at any number of ranks, and all figures are computed from it.
 
-    reference   (S,) sums of the answers under the reference model; zeros without a reference model
+    reference   (S,) sums of the answers under the reference model; zeros if there is none
     kl          KTO's estimate of the divergence from the reference
     """
 
@@ -110,7 +110,7 @@ class PairStep(StepLoss):
         self.preference, self.windows, self.batches = preference, windows, batches
         found = [windows.sequences(each) for each in batches]
         ends = np.cumsum([len(numbers) for numbers, *_ in found]).tolist()
-        self.places = list(map(slice, [0, *ends], ends))  # slices of each micro-batch's sequences
+        self.places = list(map(slice, [0, *ends], ends))  # the sequences of each micro-batch, as slices
         self.numbers, self.counts, sizes = (np.concatenate(each) for each in zip(*found, strict=True))
         self.is_better, count = self.numbers % 2 == 0, self.numbers.size
         self.terms = count if preference.is_unpaired else count // 2
@@ -132,14 +132,14 @@ class PairStep(StepLoss):
         return as_input(pairs.batch), SequenceLoss(self._segments(pairs), learn)
 
     def _segments(self, pairs: PairBatch) -> list[Segment]:
-        """Return the segments of a micro-batch, in the order of its sequences."""
+        """Return the segments of a micro-batch, one for each of its sequences, in order."""
         kinds = [pairs.batch.targets, *[pairs.rest] * self.preference.learns_prompts]
         return [Segment(row, span, targets) for row, span in pairs.spans for targets in kinds]
 
     def measure(
         self, module: ShardedModule, read: Callable[[PairBatch], PairBatch], adapted: bool = True
     ) -> Floats:
-        """Return the sums (S, K) under the current model, with or without adapters. Collective."""
+        """Return the sums (S, K) under the current model, with adapters or without. Collective."""
         width = self._sums.shape[1]
 
         def compute(i: int, losses: Array) -> None:
@@ -153,7 +153,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the contribution of sequences to the step's loss, and the derivatives by the sums."""
+        """Return what sequences add to the step's loss, and the derivatives of that by their sums."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -164,7 +164,7 @@ class PairStep(StepLoss):
         return loss, slopes.ravel().tolist()
 
     def figures(self, sums: Sequence[float]) -> Figures:
-        """Return rewards and log-probabilities under their names in TRL."""
+        """Return rewards and log-probabilities, named as in TRL."""
         table, by_token = np.reshape(sums, self._sums.shape), not self.preference.has_reference
         answers = table[:, 0] / self.counts if by_token else table[:, 0]
         rewards, found = self.preference.beta * (answers - self.reference), Figures()
@@ -172,7 +172,7 @@ class PairStep(StepLoss):
             for name, side in (("chosen", self.is_better), ("rejected", ~self.is_better)):
                 if side.any():
                     found[f"{kind}/{name}"] = mean(values[side])
-        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # all sequences are in pairs
+        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # every sequence is in a pair
             found["rewards/accuracies"] = mean(rewards[::2] > rewards[1::2])
             found["rewards/margins"] = mean(rewards[::2] - rewards[1::2])
         if self.preference.is_unpaired:
@@ -186,10 +186,10 @@ class PairStep(StepLoss):
 
 
 class PreferenceObjective(Objective):
-    """Objective of a preference loss.
+    """Objective for a preference loss.
 
     The reference is the model at the start of the run. If adapters start at zero, it is the model without
-    adapters (`adapted`); else the sums of the reference are computed once, for all data.
+    adapters (`adapted`). Otherwise the sums of the reference are computed once for all data.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class PreferenceObjective(Objective):
         self._windows = cast(PairWindows, loader.windows)
         self._data = [self._windows, *(cast(PairWindows, each.windows) for each in data.loaders.values())]
         self._reads = (unchanged, mismatched) if preference.is_unpaired else (unchanged,)
-        self._kept: dict[int, Floats] = {}  # window -> sums (kinds, sides)
+        self._kept: dict[int, Floats] = {}  # number of a window -> sums (kinds, sides)
 
     def keep(self) -> Floats:
         found = list[Floats]()
@@ -226,7 +226,7 @@ class PreferenceObjective(Objective):
         return step.loss(slice(None), sums)[0], step.figures(sums.ravel().tolist())
 
     def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
-        """Return the pairs of micro-batches with the reference's sums, if needed. Collective."""
+        """Return the pairs of micro-batches, with the sums of the reference if there is one. Collective."""
         step, kept = PairStep(self.preference, windows, batches), self._kept.get(id(windows))
         if not self.preference.has_reference:
             return step
@@ -241,12 +241,12 @@ class PreferenceObjective(Objective):
 
 
 def unchanged(pairs: PairBatch) -> PairBatch:
-    """Return a micro-batch unchanged."""
+    """Return a micro-batch as it is."""
     return pairs
 
 
 def mean(values: Any) -> float:
-    """Return the mean of numbers, added in order."""
+    """Return the mean of numbers, which are added in order."""
     return float(np.cumsum(values, dtype=np.float64)[-1] / len(values))
 
 
@@ -254,7 +254,7 @@ def mean(values: Any) -> float:
 
 
 class DistillObjective(Objective):
-    """Objective of distillation: divergence from a teacher's predictions, mixed with the cross-entropy."""
+    """Objective for distillation: divergence from a teacher's predictions, mixed with the cross-entropy."""
 
     def __init__(
         self, module: ShardedModule, loader: StepLoader, stream: Stream, path: str, weight: float
@@ -273,16 +273,16 @@ class DistillObjective(Objective):
 
 
 def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise UsageError unless the teacher's predictions are for the tokens of this data."""
+    """Raise UsageError unless the teacher predicts the tokens of this data."""
     found = open_teacher(path)
     made = {"data": corpus.sha256, "tokenizer": fingerprint(tokenizer), "vocabulary": model.vocab_size}
     has = {"data": found.data, "tokenizer": found.tokenizer, "vocabulary": found.vocab}
-    if tokenizer is None:  # the data are token files
+    if tokenizer is None:  # for token files
         has["tokenizer"] = made["tokenizer"]
     for name, value in has.items():
         if value != made[name]:
             raise UsageError(
-                f"--teacher {shown(path)}: of another {name}, {quoted(value)}, not {quoted(made[name])}: "
+                f"--teacher {shown(path)}: for another {name}, {quoted(value)}, not {quoted(made[name])}: "
                 "run evaluate --top-k-out with the same --data"
             )
     if len(corpus.parts) > 1 or found.tokens != sum(corpus.tokens):

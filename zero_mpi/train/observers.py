@@ -1,7 +1,7 @@
-"""Observers: actions at the start and the end of each step, called in the order of a list.
+"""Observers: actions at the start and the end of each step, called in the order of their list.
 
-All ranks call their observers at the same points, so an observer may start collectives. The observer's
-figures go into the record of the step, a line of metrics.jsonl.
+All ranks call their observers at the same points, so an observer may use collectives. The figures of an
+observer go into the record of the step, which is a line of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from zero_mpi.telemetry.energy import Energy
 from zero_mpi.telemetry.metrics import METRICS, Records, last_record
 from zero_mpi.train.summary import Outcome
 
-MOST = 20  # consecutive steps without finite values that end a run
+MOST = 20  # a run ends after this number of consecutive steps without finite values
 REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"
-BEHIND = 0.2  # a rank is slow if its seconds exceed the median by this share
-RECORDS = 3  # consecutive records in which a rank must be slow before it is named
+BEHIND = 0.2  # a rank is slow if its seconds exceed the median by this fraction
+RECORDS = 3  # a rank is named if it is slow in this number of consecutive records
 
 
 @dataclass(frozen=True)
 class StepMade:
-    """Result of an optimizer step, the same on all ranks except for entries of observers in `record`."""
+    """Result of an optimizer step. It is equal on all ranks, except for what observers put into `record`."""
 
     number: int  # number of the step, from 1
     loss: float  # nats per token, over all micro-batches
     result: StepResult
-    seconds: float  # from the first micro-batch to the update, on this rank
+    seconds: float  # seconds of this rank from the first micro-batch to the update
     record: dict[str, Any] = field(default_factory=dict)
 
 
 class Observer:
-    """Observer of the start and the end of each step; the base class does nothing."""
+    """Base class of observers. Its methods do nothing."""
 
     def begins(self, number: int) -> None:
         """Handle the start of step `number` (from 1). Collective if the observer's docstring says so."""
@@ -70,9 +70,9 @@ class SignsOfLife(Observer):
 
 
 class Costs(Observer):
-    """Observer that records the costs of a step: seconds, waits, bytes sent, share of the peak.
+    """Observer that records what a step costs: seconds, waits, bytes sent, share of the peak.
 
-    share   function seconds -> share of the processor's peak, or None if it is not known
+    share   function seconds -> share of the processor's peak, or None if the peak is not known
     """
 
     def __init__(self, meter: Meter, positions: int, share: Callable[[float], float | None]) -> None:
@@ -95,7 +95,7 @@ class Costs(Observer):
 
 
 class SkippedSteps(Observer):
-    """Observer that records skipped updates and warns at the first that no loss-scale search explains."""
+    """Observer that records skipped updates and warns of the first one that no loss-scale search explains."""
 
     def __init__(self, scale: LossScale, count: Callable[[], int]) -> None:
         self._scale, self._count, self._before = scale, count, count()
@@ -108,7 +108,7 @@ class SkippedSteps(Observer):
 
 
 class HeldOutLoss(NamedTuple):
-    """Losses of an evaluation in nats per token: mean, and loss of each source if there are several."""
+    """Results of an evaluation in nats per token: the mean loss, and the loss of each of several sources."""
 
     mean: float
     by_source: dict[str, float]
@@ -116,12 +116,12 @@ class HeldOutLoss(NamedTuple):
 
 
 class Evaluation(Observer):
-    """Observer that records the validation loss every `every` steps and at the end. Collective.
+    """Observer that records the validation loss every `every` steps and after the last step. Collective.
 
-    every      steps; 0: only after the last step
+    every      number of steps; 0: only after the last step
     evaluate   function that returns the loss; None without validation data
-    first      also evaluate before the first step and record it there: a pretrained model should improve
-               on this loss
+    first      whether to evaluate before the first step too, and record the result there: training should
+    improve this loss of a pretrained model
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Evaluation(Observer):
 
 
 class RecordWriter(Observer):
-    """Observer that sends the record to metrics.jsonl, the progress bar and the trackers."""
+    """Observer that sends each record to metrics.jsonl, the progress bar and the trackers."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -173,16 +173,16 @@ class RecordWriter(Observer):
 
 
 class Divergence(Observer):
-    """Observer that counts steps that are not finite, and ends the job after MOST consecutive ones."""
+    """Observer that ends the job after MOST consecutive steps with a loss or gradient that is not finite."""
 
     def __init__(self, scale: LossScale) -> None:
         self._scale, self._loss = scale, 0.0
-        self._steps = self._bad = 0  # steps of the job; consecutive steps up to now that were not finite
+        self._steps = self._bad = 0  # steps; consecutive steps until now that were not finite
 
     def ends(self, step: StepMade) -> None:
-        """Count a step; raise JobError on all ranks if too many consecutive steps were not finite.
+        """Count a step. Raise JobError on all ranks if too many consecutive steps were not finite.
 
-        A skipped step counts, unless the next step has a lower loss scale (float16).
+        A skipped step counts as not finite, unless the next step has a lower loss scale (float16).
         """
         searching = self._scale.dynamic and self._scale.exponent > 0
         self._steps, self._loss = self._steps + 1, step.loss
@@ -197,14 +197,14 @@ class Divergence(Observer):
             )
 
     def worth_saving(self, step: int) -> bool:
-        """Return True if the loss is finite, so the weights may be saved; otherwise log a message."""
+        """Return whether the loss is finite, so that the weights may be saved. If not, log a message."""
         if math.isfinite(self._loss):
             return True
         log.warning("no checkpoint is saved at step %d, because its loss is not finite", step)
         return False
 
     def check_end(self, step: int) -> None:
-        """Raise JobError on all ranks if the run has no usable result after its last step."""
+        """Raise JobError on all ranks if the last step leaves no usable result."""
         if not math.isfinite(self._loss):
             raise JobError(not_finite(step))
         if self._bad and self._bad == self._steps:
@@ -212,12 +212,12 @@ class Divergence(Observer):
 
 
 def not_finite(step: int) -> str:
-    """Return the message that the loss of the last step is not finite."""
+    """Return a message which says that the loss of the last step is not finite."""
     return f"the loss of the last step ({step}) is not finite: the run has diverged; {REMEDY}"
 
 
 def check_recorded(out: Path, step: int) -> None:
-    """Raise JobError if the loss of a finished run's last step is not finite, according to its records."""
+    """Raise JobError if the records of a finished run have no finite loss for its last step."""
     record = last_record(out / METRICS)
     if record.get("step") == step and record.get("loss", 0.0) is None:
         raise JobError(not_finite(step))
@@ -227,22 +227,22 @@ def check_recorded(out: Path, step: int) -> None:
 
 
 class RankReport(NamedTuple):
-    """Figures of a rank; all except `memory` cover the time since its last report."""
+    """Figures of a rank since its last report, except that `memory` is the current value."""
 
     memory: int  # bytes in use now
-    seconds: float | None  # of computing, per micro-batch; None: without micro-batches, or on a GPU
+    seconds: float | None  # to compute a micro-batch; None: no micro-batch, or a GPU
     waited: float  # seconds of waits for other ranks
-    joules: float | None  # energy of the host, on one rank of the host; None: another rank, or no counter
+    joules: float | None  # energy of the host, reported by one of its ranks; None: other ranks, or no counter
 
 
 class RankFigures(Observer):
-    """Records each rank's figures and names slow ranks, at logged or evaluated steps. Collective.
+    """Records the figures of each rank and names slow ranks, at logged or evaluated steps. Collective.
 
-    All ranks wait for the slowest rank, so step times do not show which rank it is. So each rank measures
-    its own seconds: the time of its micro-batches minus its waits for other ranks.
+    All ranks wait for the slowest rank, so the time of a step does not show which rank is slow. So each rank
+    measures its own seconds: the time of its micro-batches minus its waits for other ranks.
 
-    pace   context manager that times each micro-batch
-    say    function that gets a text naming the slow ranks, "" if there are none
+    pace   context manager around each micro-batch, which measures its time
+    say    function that gets a text with the names of slow ranks, or "" if there are none
     """
 
     def __init__(
@@ -283,14 +283,14 @@ class RankFigures(Observer):
             self._joules, self._hosts = self._joules + sum(joules), len(joules)
 
     def close(self, tokens: int) -> None:
-        """Log the job's energy, if hosts measure energy; `tokens`: number of trained tokens."""
+        """Log the energy of the job, if hosts measure it. `tokens`: number of tokens trained on."""
         if self._hosts and tokens:
             hosts, each = plural(self._hosts, "host"), self._joules / tokens
             log.info("energy: %.4g kJ of %s, %.3g J per token", self._joules / 1e3, hosts, each)
 
 
 class StepTimer:
-    """Timer of this rank's computing per micro-batch; used as a context around each micro-batch."""
+    """Timer of this rank's computation, used as a context around each micro-batch."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -307,7 +307,7 @@ class StepTimer:
         self._count += 1
 
     def take(self) -> tuple[float | None, float]:
-        """Return seconds per micro-batch since the last call (None without any), and seconds of waits."""
+        """Return seconds per micro-batch (None without any) and seconds of waiting, since the last call."""
         mean = self._seconds / self._count if self._count else None
         waited, self._waited = self._meter.wait_seconds - self._waited, self._meter.wait_seconds
         self._seconds, self._count = 0.0, 0
@@ -315,13 +315,13 @@ class StepTimer:
 
 
 class SlowRanks:
-    """Finds ranks that are slower than the median of all ranks in several consecutive records."""
+    """Finds ranks that are slower than the median in several consecutive records."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts, self._behind = hosts, Counter[int]()
 
     def saw(self, seconds: Sequence[float | None]) -> str:
-        """Add the seconds per micro-batch of each rank; return a text naming the slow ranks, or ""."""
+        """Add the seconds per micro-batch of each rank. Return a text with the names of slow ranks, or ""."""
         known = {rank: value for rank, value in enumerate(seconds) if value is not None}
         middle = statistics.median_low(known.values()) if known else 0.0
         now = {rank: value / middle - 1 for rank, value in known.items() if value > (1 + BEHIND) * middle > 0}

@@ -1,7 +1,7 @@
-"""Resolves a run: checks its flags, the files that they name, and the machine.
+"""Resolves a run: checks its flags, the files that the flags name, and the machine.
 
-Nothing is written, and only the text needs much memory. `setup.build` makes a run from the result,
-and `--dry-run` describes it. Only rank 0 reads folders and text; an error is raised on all ranks.
+Nothing is written, and only the text needs much memory. `setup.build` builds a run from the result, and
+`--dry-run` describes it. Only rank 0 reads folders and text. An error is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -46,47 +46,47 @@ from zero_mpi.train.objective import check_teacher
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Specification of a run, the same on all ranks except for the text, which only rank 0 has."""
+    """Specification of a run. It is equal on all ranks, except that only rank 0 has the text."""
 
-    config: Config  # flags, with the sizes of the model of `--init`
+    config: Config  # the flags, with the sizes of the model in `--init`
     threads: int  # number of threads of this rank
-    init: WeightSource | None  # source of the initial weights, if they are not random
-    tokenizer: Tokenizer | None  # tokenizer of the text; None: the data are token files
+    init: WeightSource | None  # source of the initial weights; None: they are random
+    tokenizer: Tokenizer | None  # tokenizer of the text; None: --data has token files
     model: ModelConfig
     checkpoint: resume.ResumePoint | None  # checkpoint to resume from
     description: Description  # facts that the run's checkpoints store
     adapter: WeightSource | None = None  # source of the initial adapter weights
-    unsaid: frozenset[str] = frozenset()  # settings with defaults that depend on the data
+    unsaid: frozenset[str] = frozenset()  # names of settings whose defaults depend on the data
     corpus: Corpus | None = None
-    loader: StepLoader | None = None  # loader of the steps, on the rank that has the text
+    loader: StepLoader | None = None  # on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
-    memory_problem: str = ""  # why memory is too small, on rank 0; a dry run prints it at its end
+    memory_problem: str = ""  # on rank 0: why memory is too small; the last line of a dry run
 
     @property
     def resumed(self) -> Path | None:
-        """Folder of the checkpoint to resume from."""
+        """Folder of the checkpoint to resume from, or None."""
         return None if self.checkpoint is None else self.checkpoint.folder
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
-        """Files of the initial weights, by setting."""
+        """Sources of the initial weights, keyed by setting."""
         return {"init": self.init, "lora_init": self.adapter}
 
     @property
     def out(self) -> Path:
-        """Directory of this run."""
+        """The run folder, which --out names."""
         return Path(self.config.out)
 
 
 def resolve(world: World, config: Config, *, cached: bool = True, begun: str | None = None) -> RunSpec:
-    """Return the specification of a configuration's run; raise UsageError on all ranks. Collective.
+    """Return the specification of the run of `config`. Raise UsageError on all ranks. Collective.
 
-    If `cached` is false, text is encoded again even if an earlier result is stored. `begun`: fingerprint
-    of the tokenizer with which the run began, needed if no checkpoint stores it.
+    If `cached` is false, text is encoded again even if its ids are cached. `begun`: fingerprint of the
+    tokenizer with which the run began, used if no checkpoint stores it.
 
-    One agreement covers everything that each rank reads itself. Other agreements are separate because the
-    next action needs their results: ranks with different flags would diverge, all ranks read a checkpoint
-    together, only rank 0 reads the large text, and one rank of a node compiles the operations for the others.
+    The ranks first agree on everything that each rank reads itself. Each later agreement needs an earlier
+    result: ranks with different flags would diverge, all ranks read a checkpoint together, only rank 0 reads
+    the large text, and one rank of a node compiles the operations for all ranks of the node.
     """
     notes = list[str]()
     check(world.comm, description.settings(config), SAME_FLAGS)
@@ -96,7 +96,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
         begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
     read = partial(read_inputs, config, checkpoint, number, begun)
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
-    spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # the ranks agree on the model
+    spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # the ranks have agreed on the model
     notes += spec.notes
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
@@ -104,7 +104,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
         said = [*spec.corpus.notes, *spec.loader.windows.notes()]
         notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
     notes += map(log.Caution, inputs.passed_over(spec.init))
-    if checkpoint is not None or not config.dry_run:  # a plan does not depend on bits
+    if checkpoint is not None or not config.dry_run:  # a dry run of a new run does not depend on bits
         machine = try_operations(world, spec.config, spec.threads, notes)
         described = replace(spec.description, machine={**machine, **spec.description.machine})
         spec = replace(spec, description=described)
@@ -117,9 +117,9 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
 def read_inputs(
     config: Config, checkpoint: resume.ResumePoint | None, number: int, begun: str | None
 ) -> tuple[RunSpec, Facts]:
-    """Return the inputs that this rank reads itself, and facts that all ranks must share; raise UsageError.
+    """Return the inputs that this rank reads, and facts that all ranks must share. Raise UsageError if bad.
 
-    `number`: index of the rank on its node, used if the launcher does not set it. `begun`: see `resolve`.
+    `number`: this rank's index on its node, used if the launcher does not give it. `begun`: see `resolve`.
     """
     config = resume.as_begun(config, checkpoint)
     unsaid = frozenset(config.unsaid)
@@ -157,10 +157,9 @@ def read_inputs(
 
 
 def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
-    """Return the run with its text on rank 0, and with the facts of the text on all ranks. Collective.
+    """Return the run with the text on rank 0, and with the facts of the text on all ranks. Collective.
 
-    Memory for the run is checked before the text is read, and again if windows become longer because
-    of the text.
+    The memory of the run is checked before the text is read, and again if the text makes the windows longer.
     """
     nodes, on_root = rank_memory.nodes_of(world), list[RunSpec]()
 
@@ -182,7 +181,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
         if config.patience is not None and not held_out:
             raise UsageError(f"--patience {config.patience}: there is too little data for a validation set")
         keys = {}
-        if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # the data are token files
+        if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # for token files
             keys = inputs.carried_keys(spec.init, spec.model)
         if spec.checkpoint is not None:
             resume.check_resume(
@@ -197,7 +196,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
 
 
 def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
-    """Return the flags with defaults from the data, and loaders; raise UsageError for too few tokens."""
+    """Return the flags with defaults for this data, and the loaders. Raise UsageError for too little data."""
 
     def unless_said(config: Config, **settings: Any) -> Config:
         return replace(config, **{name: settings[name] for name in settings if name in spec.unsaid})
@@ -221,18 +220,18 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
 
 
 def packing_of(config: Config, stream: Stream) -> str:
-    """Return the default of --packing: documents for conversations, none for other text."""
+    """Return the default of --packing: documents for conversations, none for text."""
     return config.packing or (NONE if stream.counted is None else DOCUMENTS)
 
 
 def set_threads(config: Config) -> int:
-    """Set the threads of this rank and return their number; the default in exact mode is 1."""
+    """Set the number of threads of this rank and return it. The default is 1 in exact mode."""
     wanted = bounds.threads_within(bounds.thread_count(config.threads))
     return ops.use_threads(environment.cores_per_rank() if wanted == 0 else wanted)
 
 
 def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None, batches: Batches) -> Corpus:
-    """Return the data of the flags."""
+    """Return the training and validation data that the flags name."""
     reader = DocumentReader(
         tokenizer,
         model.vocab_size,
@@ -251,7 +250,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
 
 
 def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
-    """Return the loaders of micro-batches for steps and for evaluations; raise UsageError for too few."""
+    """Return the loaders of micro-batches for steps and evaluations. Raise UsageError for too little data."""
     parts = [windows_of(config, part) for part in corpus.parts]
     order = SampleOrder([len(each) for each in parts], [part.share for part in corpus.parts], config.seed)
     steps = StepLoader(
@@ -269,7 +268,7 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 
 def windows_of(config: Config, part: Part) -> WindowSource:
-    """Return the windows of a source; raise UsageError if one of several sources is empty or has pairs."""
+    """Return the windows of a source. Raise UsageError if one of several sources is empty or has pairs."""
     if part.name and config.preference is not None:
         raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
     paired = config.preference is not None
@@ -280,9 +279,9 @@ def windows_of(config: Config, part: Part) -> WindowSource:
 
 
 def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:
-    """Compile or load the operations and check that they give the same bits on all ranks. Collective.
+    """Compile or load the operations and check that they compute the same bits on all ranks. Collective.
 
-    Return the machine facts of rank 0 on all ranks: if bits are equal, names may differ. Raise UsageError on
+    Returns the machine facts of rank 0 on all ranks; names may differ if bits are equal. Raises UsageError on
     all ranks if bits differ in exact mode.
     """
     kind = precision_named(config.precision).compute
@@ -299,5 +298,5 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
 
 
 def announce(text: str) -> None:
-    """Print a line before a slow part of the start begins."""
+    """Print a line before a part of the start that takes long."""
     log.info("%s", text)

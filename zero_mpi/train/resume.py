@@ -1,8 +1,8 @@
 """Chooses the checkpoint that a run resumes from, and checks that it belongs to the run.
 
-`--resume auto` takes the newest checkpoint with valid files, and reports skipped checkpoints with the reason.
-A checkpoint of another run (another model, corpus, or value of a `fixed` flag) is an error and is not
-skipped, because the user wants neither an older checkpoint nor a new start.
+`--resume auto` takes the newest checkpoint whose files are valid, and reports which checkpoints it skipped,
+and why. A checkpoint of another run (other model, corpus, or value of a `fixed` flag) is not skipped but an
+error, because the user wants neither an older checkpoint nor a new start.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.description import changes
 
 CORPUS = "the training data (--data, --val-data, --chat-template and its flags; sha256)"
-JUMP = 1.2  # warn if the next rate is this many times the planned rate, or the reverse
-# Values of settings that are missing in older checkpoints.
+JUMP = 1.2  # warn if the next rate is larger or smaller than the planned rate by this factor
+# Values that settings had before checkpoints stored them.
 SINCE: dict[str, Any] = {
     "control_tokens": PLAIN,
     "packing": NONE,
@@ -55,22 +55,22 @@ SINCE |= {
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Checkpoint to resume from, with its tensor indices."""
+    """A checkpoint to resume from, with the indices of its tensors."""
 
     folder: Path
     files: CheckpointFiles
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the run; settings that older checkpoints lack are added."""
+        """Settings of the run. Settings that older checkpoints do not store are added."""
         return {**SINCE, **read_json(self.files.state, "training.settings")}
 
 
 def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
-    """Return the checkpoint to resume from on all ranks, or None; raise UsageError. Collective.
+    """Return the checkpoint to resume from, or None. Raise UsageError if none is usable. Collective.
 
-    Skipped checkpoints are added to `notes`. Rank 0 lists the folders. Each rank checks a part of a
-    checkpoint's bytes, so all ranks must agree on each checkpoint that is tried.
+    A note for each skipped checkpoint is added to `notes`. Rank 0 lists the folders. Each rank checks a part
+    of a checkpoint's bytes, so the ranks agree on the result for each checkpoint that is tried.
     """
     faults: list[str] = []
     for folder in world.run_on_root(lambda: resumable_folders(config, out)):
@@ -88,9 +88,9 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
 
 
 def resumable_folders(config: Config, out: Path) -> list[Path]:
-    """Return the folders to resume from, best first; a run also removes the remains of interrupted saves.
+    """Return the folders to resume from, the best one first. A real run also removes interrupted saves.
 
-    Links are followed; a path with a circle of links is returned unchanged.
+    Links are followed. If links form a circle, the path is returned unchanged.
     """
     if not config.dry_run:
         folders.clean(out)
@@ -104,7 +104,7 @@ def resumable_folders(config: Config, out: Path) -> list[Path]:
 
 
 def open_checked(folder: Path, world: World) -> ResumePoint:
-    """Open a checkpoint; check its indices and this rank's share of its tensors. Raise UsageError."""
+    """Open a checkpoint and check its indices and this rank's share of it. Raise UsageError if damaged."""
     if not os.path.isdir(folder):  # Path.is_dir raises if a name is too long
         link = shown(folder.parent / folders.LATEST)
         raise UsageError(f"{link} points to {shown(folder.name)}, which does not exist")
@@ -114,9 +114,9 @@ def open_checked(folder: Path, world: World) -> ResumePoint:
 
 
 def as_begun(config: Config, point: ResumePoint | None) -> Config:
-    """Return the configuration; settings without a flag get the values of the checkpoint.
+    """Return the configuration in which settings that no flag gives have the values of the checkpoint.
 
-    Defaults may change with the version, or depend on data. Raise UsageError for an unknown setting.
+    Defaults may change between versions, or depend on the data. Raises UsageError for an unknown setting.
     """
     if point is None:
         return config
@@ -129,7 +129,7 @@ def as_begun(config: Config, point: ResumePoint | None) -> Config:
 
 
 def check_resume(point: ResumePoint, description: Description) -> None:
-    """Raise UsageError if the checkpoint belongs to another run, naming the first difference."""
+    """Raise UsageError, with the first difference, if the checkpoint belongs to another run."""
     for key, was, now in differences(point.settings, description.settings):
         label = CORPUS if key == "corpus" else shown(key if "." in key else spelled(key))
         size = next((f" ({spelled(name)})" for name, size in SIZES.items() if key == f"model.{size}"), "")
@@ -140,7 +140,7 @@ def check_resume(point: ResumePoint, description: Description) -> None:
 
 
 def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokenizer | None:
-    """Return the run's original tokenizer: version 0.1.0 ignored some rules of Hugging Face folders."""
+    """Return the tokenizer with which the run began: 0.1.0 ignored some rules of Hugging Face tokenizers."""
     if tokenizer is None or begun is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})
@@ -148,7 +148,7 @@ def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokeni
 
 
 def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str:
-    """Return ALWAYS or NEVER for `--bos`: NEVER for token files and for a run that began without BOS."""
+    """Return ALWAYS or NEVER for `--bos`; NEVER for token files, and if the run began without BOS."""
     asked = config.bos
     if asked == AUTO and point is not None:
         asked = point.settings["bos"]
@@ -157,7 +157,7 @@ def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 
 def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str | None:
-    """Return the day for `--template-date`: the day on which the run began; None if no template uses it."""
+    """Return the date for `--template-date`: the day on which the run began, None if no template uses it."""
     asked = config.template_date
     if asked or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
         return asked
@@ -167,7 +167,7 @@ def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
-    """Yield notes on permitted changes since the checkpoint that affect bits or the remaining steps."""
+    """Yield notes on allowed changes since the checkpoint that affect bits or the remaining steps."""
     yield from map(Caution, changes(read_json(point.files.state, "training.machine"), description.machine))
     before = {"optimizer": ADAMW} | read_json(point.files.state, "training.plan")  # 0.1.0 had only AdamW
     changed = [
@@ -179,14 +179,14 @@ def changes_since(point: ResumePoint, description: Description) -> Iterator[str]
 
 
 def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
-    """Yield a warning if the next learning rate is far from the rate planned in the checkpoint."""
+    """Yield a warning if the next learning rate is far from the rate that the checkpoint planned."""
     step, plan = read_progress(point.files.state).step, read_json(point.files.state, "training.plan")
     kept: dict[str, Any] = {name: plan[name] for name in config.plan() if name in plan}
     kept |= {name: checked_type(point.folder, name, x) for name, x in kept.items() if x is not None}
     begun = replace(config, **kept)
     try:
         check(begun)
-    except UsageError:  # current flags may contradict the old plan, such as --trace-steps
+    except UsageError:  # current flags, such as --trace-steps, may contradict the old plan
         return
     planned, now = schedule_of(begun), schedule_of(config)(step)
     last = planned(max(0, step - 1))
@@ -199,7 +199,7 @@ def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, before, now) of each key with different values, in the order of `now`."""
+    """Yield (key, before, now) for each key whose value differs, in the order of `now`."""
     for key in [*now, *(key for key in before if key not in now)]:
         if before.get(key) != now.get(key):
             yield key, before.get(key), now.get(key)

@@ -24,14 +24,14 @@ from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.setup import Session
 
 SAVE_SECONDS = 600.0  # seconds between saves without --save-every
-SAVE_PAUSE = 10  # least pause in multiples of the longest save: saves take at most a tenth of the time
-SAVE_MARGIN = 1.5  # time kept for the last save, in multiples of the longest save
+SAVE_PAUSE = 10  # least pause between saves, as a multiple of the longest save
+SAVE_MARGIN = 1.5  # time reserved for the last save, as a multiple of the longest save
 SHORTEST_SAVE = 1.0  # seconds
-SLOW_DISK = 200e6  # bytes per second; assumed rate of the first save
+SLOW_DISK = 200e6  # bytes per second that the first save is assumed to write
 
 
 class Saving(Observer):
-    """Writer of checkpoints; it reports progress to the watchdog and announces complete checkpoints."""
+    """Observer that writes checkpoints, reports progress to the watchdog and announces new checkpoints."""
 
     def __init__(self, session: Session, watchdog: Watchdog, sink: Events, records: Records) -> None:
         config = session.config
@@ -56,49 +56,49 @@ class Saving(Observer):
         self.announce()
 
     def is_due(self, step: int) -> bool:
-        """Return True if a checkpoint is due after step `step`; the same on all ranks."""
+        """Return whether a checkpoint is due after step `step`. The answer is the same on all ranks."""
         if self._every is None:
             return self.time_has_come
         return self._every > 0 and step % self._every == 0
 
     def clock_says_so(self) -> bool:
-        """Return True if a save is due according to this rank's clock; always False with --save-every."""
+        """Return whether this rank's clock says that a save is due; always False with --save-every."""
         pause = max(SAVE_SECONDS, SAVE_PAUSE * self.saver.longest)
         return time.monotonic() - self._saved_at >= pause
 
     def seconds_needed(self) -> float:
-        """Return the seconds to keep for the last checkpoint before the time limit."""
+        """Return the seconds to reserve for the last checkpoint before the time limit."""
         files = 3 + (self._session.config.ema is not None)  # parameters, two moments, moving average
         state = files * sum(unit.parameters.nbytes_whole for unit in self._session.module.units)
         return SAVE_MARGIN * max(SHORTEST_SAVE, self.saver.longest or state / SLOW_DISK)
 
     def save(self, progress: TrainingProgress) -> None:
-        """Write a checkpoint of the current step; with --async-save, start writing it. Collective."""
+        """Write a checkpoint of the current step, or with --async-save begin to write it. Collective."""
         with self._waiting(progress.step):
             self.saver.save(progress)
         self.saved_step, self._saved_at = progress.step, time.monotonic()
         self.announce()
 
     def wait(self, step: int) -> None:
-        """Wait until all started checkpoints are on disk; raise errors on all ranks. Collective."""
+        """Wait until all checkpoints are on disk. Raise errors of background saves everywhere. Collective."""
         with self._waiting(step):
             self.saver.wait()
 
     @contextlib.contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """Return a context in which the work of a save counts as progress for the watchdog."""
+        """Let the work of a save, done in the `with` block, count as progress for the watchdog."""
         self._runs_wait = True
         self._watchdog.beat(f"saving step {step}")
         yield
         self._runs_wait = False
 
     def _tick(self, what: str) -> None:
-        """Report progress of a save; any thread may call this."""
+        """Report progress of a save to the watchdog. Any thread may call this."""
         if self._runs_wait:
             self._watchdog.beat(f"saving: {what}")
 
     def announce(self) -> None:
-        """Announce the checkpoints that are complete."""
+        """Announce checkpoints that have become complete."""
         for saved in self.saver.finished():
             self._records.saved(saved.step, saved.id, saved.digest)
             log.info("saved %s in %.1f s, state %s", saved.folder, saved.seconds, saved.digest[:16])
@@ -113,16 +113,16 @@ class Saving(Observer):
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the bytes of the files in a folder; 0 if the folder no longer exists."""
+    """Return the number of bytes in a folder's files, or 0 if the folder is gone."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0
 
 
 class EarlyStop(Observer):
-    """Observer that counts evaluations without improvement and decides when to stop.
+    """Observer that counts evaluations without improvement and decides when to stop early.
 
-    best   the best evaluation so far, also of earlier jobs of the run
+    best   the best evaluation of the run so far, including earlier jobs
     """
 
     def __init__(self, best: Best, patience: int | None) -> None:
@@ -131,20 +131,20 @@ class EarlyStop(Observer):
     def ends(self, step: StepMade) -> None:
         loss = step.record.get("val_loss")
         if self._patience is not None and loss is not None:
-            # A step without a finite loss is not saved, and a step that is not saved cannot be the best.
+            # A step without a finite loss is not saved, so it cannot be the best step.
             self.best = self.best.after(step.number, loss if math.isfinite(step.loss) else math.nan)
         self._step = step.number
 
     def is_best(self) -> bool:
-        """Return True if the last step is the best so far and must be saved; the same on all ranks."""
+        """Return whether the last step is the best so far and must be saved: the same on all ranks."""
         return self.best.is_of(self._step)
 
     def is_over(self) -> bool:
-        """Return True if the run stops early now; the same on all ranks."""
+        """Return whether the run stops early now. The answer is the same on all ranks."""
         return self.best.is_used_up(self._patience)
 
     def report(self, step: int, out: Path, sink: Events) -> None:
-        """Report at the end of a run which step is best, and whether the run stopped early."""
+        """At the end of a run, report which step is best and whether the run stopped early."""
         if self.best == Best():
             return
         ended = f"stopped early after step {step}, {reason(self.best)}" if self.is_over() else "done"
@@ -155,7 +155,7 @@ class EarlyStop(Observer):
             sink.note(events.EARLY_STOP, evaluations=self.best.since, **about)
 
     def described(self, out: Path) -> str:
-        """Return the best loss and the place of its checkpoint, for messages."""
+        """Return a text with the best loss and the place of its checkpoint."""
         if not self.best.step:
             return "no validation loss was finite"
         link, loss = out / folders.BEST, f"{self.best.loss:.4f} nats per token"
@@ -164,7 +164,7 @@ class EarlyStop(Observer):
 
 
 def reason(best: Best) -> str:
-    """Return the reason of early stopping as text."""
+    """Return as text why the run stopped early."""
     times = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
     return f"after {times} without improvement"
 
@@ -172,7 +172,7 @@ def reason(best: Best) -> str:
 def point_best(session: Session) -> None:
     """Make OUT/best a link to the best checkpoint of the resumed run, or remove it. One rank calls this.
 
-    Raise UsageError if OUT/best is not a link, JobError if the link cannot be made.
+    Raises UsageError if OUT/best is not a link, JobError if the link cannot be made.
     """
     link = session.out / folders.BEST
     if not link.is_symlink() and link.exists() and session.config.patience is not None:
@@ -183,7 +183,7 @@ def point_best(session: Session) -> None:
 
 
 def is_there(out: Path, best: Best) -> bool:
-    """Return True if the run folder has the best checkpoint, not a different checkpoint of the same step."""
+    """Return whether the run folder has the best checkpoint, and not another checkpoint of that step."""
     try:
         state = GGUFFile.open(folders.step_folder(out, best.step) / folders.OPTIMIZER)
         return best.step > 0 and read_best(keys_of(state)) == replace(best, since=0)

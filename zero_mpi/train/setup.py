@@ -1,4 +1,4 @@
-"""Builds a run from its specification: transport, sharded module, optimizer, and progress."""
+"""Builds a run from its specification: transport, sharded module, optimizer and progress."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObje
 from zero_mpi.train.resolve import RunSpec, make_loaders
 
 SIDES = ("parts", "held_out")
-KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file with an objective's numbers; its maximum size in bytes
+KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file with an objective's numbers, and its maximum size in bytes
 NOT_SHARED = (
     "without shared memory the ranks of a node exchange messages, which is slower; enlarge /dev/shm "
     "(containers: --shm-size)"
@@ -57,7 +57,7 @@ NOT_SHARED = (
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Chosen transport. why: reason for the choice; fast: True if the library may compute sums."""
+    """Result of choosing a transport. why: reason; fast: whether the MPI library may compute sums."""
 
     comm: Comm
     why: str = ""
@@ -65,7 +65,7 @@ class TransportChoice:
 
     @property
     def text(self) -> str:
-        """Name of the transport for messages; empty for a single rank."""
+        """Description of the transport for messages; "" for a single rank."""
         lone = self.comm.size == 1 and self.comm.kind in (kinds.SERIAL, kinds.MPI)
         if lone and not self.why:
             return ""
@@ -74,7 +74,7 @@ class TransportChoice:
 
 
 def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
-    """Return the transport between ranks; may add a warning to `notes`. Raise UsageError. Collective."""
+    """Return the transport between ranks; warn in `notes`. Raise UsageError if impossible. Collective."""
     exact, on_gpu = config.reduction == "exact", device.in_use().name == "cuda"
     if on_gpu:
         comm, why = select.choose(config.transport, world.size, exact)
@@ -112,7 +112,7 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
 
 
 def layout_config(config: Config, model: ModelConfig) -> LayoutConfig:
-    """Return the settings for the layout of a model over ranks, from the flags."""
+    """Return the settings, taken from the flags, for the layout of a model over ranks."""
     return LayoutConfig(
         strategy_named(config.strategy),
         prefetch=config.stages_ahead(device.in_use().name == "cuda"),
@@ -128,9 +128,9 @@ def layout_config(config: Config, model: ModelConfig) -> LayoutConfig:
 
 
 def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
-    """Return rank 0's corpus on every rank, so all train on the same text; may add to `notes`. Collective.
+    """Return rank 0's corpus on every rank, so that all train on the same text. Collective.
 
-    Arrays that stay in files are not sent if all ranks can read the files.
+    Arrays that stay in files are not sent if all ranks can read the files; a note says if they cannot.
     """
     about, own = None, list[Any]()
     if corpus is not None:
@@ -160,12 +160,12 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
-    """Return the facts that other ranks need to receive an array, or to read it from its files."""
+    """Return the facts by which another rank can receive an array or read it from its files."""
     return ids if isinstance(ids, TokenSpans) and ids.stays else (ids.dtype.str, ids.size)
 
 
 def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
-    """Return on all ranks why ranks cannot read the files themselves; "" if they can. Collective."""
+    """Return on all ranks why some rank cannot read the files; "" if all ranks can. Collective."""
     views = comm.allgather_object((platform.node(), inspected(in_files)))
     rank = next((rank for rank, (_, seen) in enumerate(views) if seen != views[0][1]), None)
     if rank is None:
@@ -180,7 +180,7 @@ def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
 
 
 def inspected(in_files: Sequence[TokenSpans]) -> str:
-    """Return a fingerprint of the files as this rank sees them; empty if they cannot be read."""
+    """Return a fingerprint of the files as this rank sees them; "" if it cannot read them."""
     try:
         return " ".join(spans.sampled_digest().hex() for spans in in_files)
     except JobError:
@@ -188,7 +188,7 @@ def inspected(in_files: Sequence[TokenSpans]) -> str:
 
 
 def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> np.ndarray[Any, Any]:
-    """Return rank 0's array, from memory or files, as an array in memory on every rank. Collective."""
+    """Return rank 0's array, which may be in files, as an array in memory on every rank. Collective."""
     if comm.size == 1 and isinstance(own, np.ndarray):
         return np.ascontiguousarray(own)
     kind, size = described
@@ -204,7 +204,7 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
 
 @dataclass(frozen=True, kw_only=True)
 class Session(RunSpec):
-    """Run that is ready for its next step after `progress`; each rank has the text."""
+    """A run that is ready for the next step after `progress`. Each rank has the text."""
 
     corpus: Corpus
     loader: StepLoader
@@ -214,12 +214,12 @@ class Session(RunSpec):
     held_out: HeldOut
     objective: Objective
     progress: TrainingProgress
-    transport: str  # description of the transport between ranks; empty for a single rank
-    nodes: int  # number of nodes, if the transport distinguishes nodes; else 0
+    transport: str  # description of the transport between ranks; "" for a single rank
+    nodes: int  # number of nodes, or 0 if the transport does not distinguish nodes
 
 
 def build(world: World, spec: RunSpec) -> Session:
-    """Return the session of a resolved run; raise UsageError on all ranks. Collective."""
+    """Return the session of a resolved run. Raise UsageError on all ranks if this fails. Collective."""
     notes, config = list(spec.notes), spec.config
     chosen = choose_transport(world, config, spec.model, notes)
     comm, nodes = chosen.comm, getattr(chosen.comm, "topology", None)
@@ -249,7 +249,7 @@ def build(world: World, spec: RunSpec) -> Session:
 
 
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
-    """Return the sharded module of the flags; raise UsageError for an impossible strategy or offload."""
+    """Return the module that the flags describe. Raise UsageError for an impossible strategy or offload."""
     stages, masters = model.stages(config.recompute), config.offload == STATE
     scales = auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
     layout = layout_config(config, model)
@@ -259,7 +259,7 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
 def make_objective(
     config: Config, module: ShardedModule, loader: StepLoader, held_out: HeldOut, stream: Stream
 ) -> Objective:
-    """Return the objective of the flags; `stream`: text that the teacher's predictions are for."""
+    """Return the objective that the flags choose. `stream`: text that the teacher must have predicted."""
     if config.teacher is not None:
         return DistillObjective(module, loader, stream, config.teacher, config.teacher_weight)
     if config.preference is None:
@@ -268,7 +268,7 @@ def make_objective(
 
 
 def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) -> ShardedOptimizer:
-    """Return the optimizer of the flags; raise UsageError if its states cannot be offloaded."""
+    """Return the optimizer that the flags choose. Raise UsageError if its state cannot be offloaded."""
     betas = (config.beta1, config.beta2)
     if known_type(config.qat or "") in MIXES:
         ggml.library(f"--qat {config.qat}")
@@ -285,7 +285,7 @@ def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) ->
 
 
 def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) -> TrainingProgress:
-    """Fill parameters, and states from a checkpoint; return progress. Raise UsageError. Collective."""
+    """Fill in parameters, and the optimizer's state from a checkpoint. Return the progress. Collective."""
     start, init, module = spec.checkpoint, spec.init, optimizer.module
     base = [name for name in module.params if not is_adapter(name)]
     if init is not None and (start is None or spec.model.lora is not None):
@@ -310,7 +310,7 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
 
 
 def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
-    """Return a read(name, start, stop) that rounds tensors to their types; slices end between blocks."""
+    """Return a function read(name, start, stop) that rounds to a tensor's type; slices hold full blocks."""
 
     def rounding(name: str, start: int, stop: int) -> Array:
         values = read(name, start, stop)
@@ -322,9 +322,9 @@ def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
 
 
 def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> None:
-    """Set the objective's numbers of the initial model; read them from a file in OUT, or compute them.
+    """Give the objective its numbers of the initial model, read from a file in OUT or computed. Collective.
 
-    The file begins with a digest over its numbers and over the run's inputs. Raise UsageError. Collective.
+    The file begins with a digest over its numbers and the run's inputs. Raises UsageError if computing fails.
     """
     if not objective.keeps:
         return

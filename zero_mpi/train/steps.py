@@ -1,6 +1,6 @@
-"""Steps of a session: data, accumulation, totals and optimizer; observers are called at each step.
+"""Steps of a session: data, gradients, totals, optimizer and observers.
 
-Training (`trainer`) and recomputation (`verify`) both use these steps.
+Training (`trainer`) and verification (`verify`) run the same steps.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from zero_mpi.train.setup import Session
 
 
 class Steps:
-    """Loop over the steps of a session, from its current progress.
+    """Loop over the steps of a session, beginning at its current progress.
 
-    observers   observers of each step, called in this order
-    pace        context around each micro-batch
+    observers   observers of each step, which are called in this order
+    pace        context manager around each micro-batch
     """
 
     def __init__(self, session: Session) -> None:
@@ -42,7 +42,7 @@ class Steps:
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def step(self) -> bool:
-        """Make one optimizer step; return True if the run must stop, on all ranks. Collective."""
+        """Make one optimizer step. Return True on all ranks if the run must stop after it. Collective."""
         number = self.progress.step
         for observer in self.observers:
             observer.begins(number + 1)
@@ -60,7 +60,7 @@ class Steps:
         return stop
 
     def rounds(self, number: int) -> None:
-        """Compute forward and backward of this rank's micro-batches, in rounds."""
+        """Compute forward and backward of this rank's micro-batches, one in each round."""
         self.losses = self.session.objective.step(number)
         for micro_batch in self.accumulator:
             if micro_batch is None:
@@ -72,22 +72,22 @@ class Steps:
                     self.accumulator.accumulate(x, loss)
 
     def totals(self) -> tuple[float, bool]:
-        """Return the loss over all ranks, and True if a rank asks to stop. Collective."""
+        """Return the loss over all ranks, and whether any rank asks to stop. Collective."""
         loss, stop, *self.sums = self.accumulator.totals(self.wants_to_stop(), *self.losses.sums)
         return loss, stop > 0
 
     def tallied(self) -> dict[str, float]:
-        """Return the unscaled auxiliary losses of the step, and the load of experts. Collective."""
+        """Return the auxiliary losses of the step, without scales, and the load of experts. Collective."""
         tallies = self.session.module.tallies
         sums = tallies.sums(self.session.module.comm)
         return {name: float(sums[name]) for name in tallies.scales} | load_figures(sums)
 
     def wants_to_stop(self) -> bool:
-        """Return True if this rank asks to stop after the current step."""
+        """Return whether this rank asks to stop after the current step."""
         return False
 
     def after_a_step(self) -> TrainingProgress:
-        """Return the run's counters as they are after the optimizer step."""
+        """Return the counters of the run as they will be after the optimizer step."""
         loader, optimizer = self.session.loader, self.session.optimizer
         scale = self.session.module.loss_scale
         return replace(
@@ -102,7 +102,7 @@ class Steps:
         )
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the validation loss in nats per token; None without validation data. Collective."""
+        """Return the validation loss in nats per token, or None without validation data. Collective."""
         held_out = self.session.held_out
         if not held_out:
             return None
@@ -117,7 +117,7 @@ class Steps:
 
 
 def load_figures(sums: Mapping[str, Array]) -> dict[str, float]:
-    """Return least and greatest load of experts (1: mean of a layer) and the entropy (1: equal loads)."""
+    """Return the least and the greatest load of experts (mean: 1) and the entropy (1 for equal loads)."""
     loads = [counts / counts.mean() for name, counts in sums.items() if name.endswith(LOAD) and counts.any()]
     if not loads:
         return {}

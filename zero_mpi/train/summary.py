@@ -1,8 +1,8 @@
-"""Summary of a run: a few aligned lines at its start, and the fields of its `started` event.
+"""Summary of a run: a few aligned lines at its start, and the fields of the event `started`.
 
-Memory and the work of a step come from the planner (`zero-mpi plan`), for the transport and the hosts of this
-job. A plan takes a few milliseconds on rank 0. If the planner fails, the run continues, and the lines that
-need the plan are left out.
+The planner (`zero-mpi plan`) estimates memory and the work of a step for the transport and the hosts of this
+job. This takes rank 0 a few milliseconds. If the planner fails, the run continues without the lines that need
+the plan.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from zero_mpi.telemetry.proof import MOST_STEPS
 from zero_mpi.telemetry.status import DONE, FAILED, STOPPED, Status
 from zero_mpi.train.setup import Session
 
-TITLE = 11  # width of a title
-SHOWN = 3  # number of kinds of memory that are named
+TITLE = 11  # width of the column of titles
+SHOWN = 3  # number of kinds of memory that are listed
 
 
 @dataclass(frozen=True)
 class Start:
-    """Session and facts of a job at its start; 0, None or "" mean that a value is not known."""
+    """A session, and facts of the job at its start. 0, None or "" mean that a value is not known."""
 
     session: Session
-    hosts: Sequence[tuple[str, int]]  # (name, ranks) in the order of first ranks
+    hosts: Sequence[tuple[str, int]]  # (name, number of ranks) of each host, ordered by first rank
     peak: float  # FLOP/s of all ranks together
     memory: Memory | None = None  # planned memory of the largest rank
-    flop: float = 0.0  # FLOP of the products of a step
-    ask: int = 0  # bytes of host memory to request per node
+    flop: float = 0.0  # FLOP of the matmuls in a step
+    ask: int = 0  # bytes of host memory to request for each node
     base: str = ""  # memory of a quantized base model, as text
 
     @property
@@ -69,12 +69,12 @@ class Start:
         return sum(param.size for param in self.session.module.params.values())
 
     def share(self, seconds: float) -> float | None:
-        """Return the share of the peak that a step of `seconds` seconds reaches; None if not known."""
+        """Return the fraction of the peak that a step of `seconds` seconds reaches; None if unknown."""
         is_known = self.peak > 0 and self.flop > 0 and seconds > 0
         return self.flop / (seconds * self.peak) if is_known else None
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the event `started`."""
+        """Return the fields of the event `started`, which reports a job's start."""
         config = self.session.config
         return {
             "ranks": self.ranks,
@@ -93,20 +93,20 @@ class Start:
 
 
 def plan(start: Start) -> Start:
-    """Return the start with the planned memory and work."""
+    """Return `start` with the memory and the work that the planner estimates."""
     try:
         case = case_of(start)
         memory, session = plan_memory(case), start.session
         node = resident(case, memory, text_of(session.corpus), session.config.sample > 0)
         about = base(case) if case.model.stored else ""
         return replace(start, memory=memory, flop=step_flop(case), ask=node.ask, base=about)
-    except Exception as error:  # no error here may end a run
+    except Exception as error:  # a failed estimate must not end a run
         log.debug("no memory estimate for this run: %s: %s", type(error).__name__, error)
         return start
 
 
 def case_of(start: Start) -> Case:
-    """Return the case to plan: the run's settings, with the chosen values in place of `auto`."""
+    """Return the case to plan: the run's settings, with the choices made for `auto`."""
     session, ranks, kind = start.session, start.ranks, start.session.comm.kind
     nodes = (session.nodes or len(start.hosts)) if kind.spans_nodes else 1
     if session.module.group.size < ranks:
@@ -150,7 +150,7 @@ def lines(start: Start) -> Iterator[str]:
 
 
 def data_rows(config: Config, corpus: Corpus, loader: StepLoader) -> Iterator[tuple[str, str]]:
-    """Yield titles and texts about the data, and how often the run reads them."""
+    """Yield rows (title, text) on the data and on how often the run reads it."""
     documents = plural(corpus.documents - corpus.val_documents, "document")
     held_out = f"{corpus.tokens[1]:,} for validation"
     yield "data", f"{corpus.tokens[0]:,} tokens in {documents}, {held_out}, from {named(config.data)}"
@@ -165,7 +165,7 @@ def data_rows(config: Config, corpus: Corpus, loader: StepLoader) -> Iterator[tu
 
 
 def kinds(memory: Memory) -> str:
-    """Return a text with the largest kinds of memory and the sum of all other kinds."""
+    """Return a text with the largest kinds of memory, and the sum of the remaining kinds."""
     of_rank = ((count, name) for name, count in asdict(memory).items() if name not in ELSEWHERE)
     sizes = sorted(of_rank, reverse=True)
     shown = [f"{size(count)} {TITLES[name]}" for count, name in sizes[:SHOWN] if count]
@@ -174,7 +174,7 @@ def kinds(memory: Memory) -> str:
 
 
 def flops(count: float) -> str:
-    """Return a number of operations as text, in FLOP."""
+    """Return a number of floating-point operations as text, in FLOP."""
     count /= 1e6
     for unit in "MGT":
         if count < 1000:
@@ -184,7 +184,7 @@ def flops(count: float) -> str:
 
 
 def cautions(start: Start) -> Iterator[str]:
-    """Yield warnings about cores and threads that the user may want to change."""
+    """Yield warnings on cores and threads that the user may want to act on."""
     config, ranks_here = start.session.config, start.hosts[0][1]
     quota, busy = environment.quota(), ranks_here * start.threads
     if quota is not None and busy > max(1, quota):
@@ -204,7 +204,7 @@ def cautions(start: Start) -> Iterator[str]:
 
 
 class Outcome:
-    """Writer of status and events of one rank; it writes nothing if the job has lost the folder."""
+    """Writer of a rank's status and events. It writes nothing if the job has lost its folder."""
 
     def __init__(self, out: Path, world: World, steps: int) -> None:
         self.status = Status(out, world.rank, world.size, steps, world.comm.lost)
@@ -213,20 +213,20 @@ class Outcome:
         world.at_end.append(self.end)
 
     def open(self) -> None:
-        """Write that the job runs, after reading the status and events of the previous job."""
+        """Read the status and events of the previous job, and write that this job runs."""
         self.status.begin()
         self._before = self.status.before()
-        reported = self._before.get("step")  # may be old; records have every step
+        reported = self._before.get("step")  # may be too low; the records have every step
         step = reported if type(reported) is int and reported <= MOST_STEPS else 0
         self._before["step"] = max(step, last_step(self._out / METRICS))
 
     @property
     def follows_a_stop(self) -> bool:
-        """Return True, on rank 0, if a batch system stopped the previous job before its first step."""
+        """Return, on rank 0, whether a batch system stopped the previous job before its first step."""
         return was_stopped_early(str(self._before.get("reason", "")))
 
     def begin(self, start: Start) -> None:
-        """Write events on rank 0: the start of the job, and the checkpoint it resumes from."""
+        """Write two events on rank 0: the start of the job, and the checkpoint from which it resumes."""
         session, before = start.session, self._before
         self.events.begin(session.progress.step, before, **start.fields())
         if session.resumed is not None:
@@ -234,45 +234,45 @@ class Outcome:
             self.events.note(events.RESUMED, folder=session.resumed.name, **ranks)
 
     def at(self, step: int) -> None:
-        """Set the number of steps done."""
+        """Set the number of steps that are done."""
         self.status.at(step)
         self.events.at(step)
 
     def end(self, code: int, reason: str) -> None:
-        """Write the end of the job, according to its exit status."""
+        """Write the end of the job, as its exit status says."""
         if code == BAD_USAGE:
             self.status.refused(reason)
             return
         state = {0: DONE, REQUEUE: STOPPED}.get(code, FAILED)
-        reason = reason or self.events.reason  # reason why the run was stopped after a step
+        reason = reason or self.events.reason  # why the run was stopped after a step
         self.status.end(state, reason)
         self.events.end(state, reason)
 
 
 # ------------------------------------------------------------------------------------------- utilization
-# Model FLOPs utilization (MFU) is the share of the machine's peak that a run reaches. The peak is measured at
-# the start of a run, as the speed of matmuls on all ranks at once. The work of a step is its products in
+# Model FLOPs utilization (MFU) is the fraction of the machine's peak that a run reaches. The peak is measured
+# at the start of a run, as the speed of matmuls on all ranks at once. The work of a step is its matmuls in
 # forward and backward, as the planner counts them. Recomputation to save memory does not count (Chowdhery et
 # al., "PaLM", 2022, appendix B).
 
-SECONDS = 0.04  # seconds of timed products, after a product that starts threads or compiles
-LONG = 2e-3  # seconds of a large enough product; a smaller matrix is too fast to time
-EDGES = (512, 1024, 2048, 4096)  # rows and columns of the matrices
-BLOCK = 64  # rows of random numbers, which are repeated because making them is slower than a product
+SECONDS = 0.04  # seconds of timed matmuls, after one that starts threads or compiles
+LONG = 2e-3  # seconds that a matmul must take; a smaller matrix is too fast to time
+EDGES = (512, 1024, 2048, 4096)  # numbers of rows and columns of the matrices
+BLOCK = 64  # rows of random numbers; they are repeated, because making them is slower than a matmul
 
 
 def measure(world: World, dtype: Any) -> float:
-    """Measure the FLOP per second of all ranks together, in products of `dtype`. Collective.
+    """Return the FLOP per second of all ranks together, measured with matmuls in `dtype`. Collective.
 
-    On the host, products of a low type are float32 products if no library multiplies that type.
+    On the host, a low type is measured in float32 if no library multiplies that type.
     """
     kind = np.dtype(np.float32) if ops.products(dtype)[1] else dtype
-    world.comm.barrier()  # all ranks begin together, because they share cores, caches and power
+    world.comm.barrier()  # all ranks start together, because they share cores, caches and power
     return math.fsum(world.comm.allgather_object(rate(kind)))
 
 
 def rate(dtype: Any) -> float:
-    """Return FLOP per second of this rank, with matrices large enough to keep it busy."""
+    """Return FLOP per second of this rank, measured with matrices that are large enough to keep it busy."""
     for edge in EDGES:
         a, b, out = (matrix(edge, dtype) for _ in range(3))
         products(1, a, b, out)
@@ -284,7 +284,7 @@ def rate(dtype: Any) -> float:
 
 
 def products(count: int, a: Array, b: Array, out: Array) -> float:
-    """Return the seconds of `count` products with the operation that layers use."""
+    """Return the seconds that `count` matmuls take with the operation that layers use."""
     begun = time.perf_counter()
     for _ in range(count):
         ops.linear_backward_x(a, b, out)
@@ -293,7 +293,7 @@ def products(count: int, a: Array, b: Array, out: Array) -> float:
 
 
 def matrix(edge: int, dtype: Any) -> Array:
-    """Return a matrix of random numbers, because processors are faster on equal numbers."""
+    """Return a matrix of random numbers. Processors are faster on equal numbers, which would mislead."""
     where = device.in_use()
     array = where.empty(edge * edge, dtype).reshape(edge // BLOCK, BLOCK, edge)
     block = np.random.default_rng(edge).random((BLOCK, edge), np.float32).astype(dtype)
@@ -302,17 +302,17 @@ def matrix(edge: int, dtype: Any) -> Array:
 
 
 class Once(Compiled):
-    """Fake operations that recompute nothing in backward."""
+    """Fake operations in which backward recomputes nothing."""
 
     def attention_backward(
         self, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[tuple[Array, Array, Array], bool]:
-        """Return the results of attention's backward, without recomputing the weights."""
+        """Return the results of attention's backward, and False: it does not recompute the weights."""
         return super().attention_backward(dy, q, k, v, kept)[0], False
 
 
 def step_flop(case: Case) -> float:
-    """Return the matmul FLOP of a step, over all ranks."""
+    """Return the FLOP of the matmuls in a step, over all ranks."""
     lone = Case(
         case.model,
         batch_size=case.micro_batch,

@@ -1,7 +1,7 @@
 """Text generation in one process, with a key/value cache.
 
-The layers are those of training; each layer keeps the values of earlier positions in the cache. When the
-context is full, its newest half is read again and generation continues.
+The layers are those of training. Each attention layer keeps the keys and values of earlier positions in the
+cache. When the context is full, its newest half is computed again and generation continues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero_mpi.nn.decoding import Batch, Decoder, Unrecorded
 from zero_mpi.ops.block_kinds import finite_blocks
 from zero_mpi.ops.packed_matrix import PackedMatrix, packs
 
-# Below this the most likely token is always drawn, as different float32 logits differ by at least 1e-45.
+# Below this, the most likely token is always drawn: different float32 logits differ by at least 1e-45.
 COLDEST = 1e-48
 
 
@@ -37,7 +37,7 @@ def choose(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> int:
-    """Return an id drawn with the weights of `weights_of`; temperature 0: the most likely id."""
+    """Return an id drawn with the weights that `weights_of` returns; temperature 0: the most likely id."""
     if temperature < COLDEST:
         return int(np.argmax(logits))
     weights = weights_of(logits, temperature, top_k, top_p, min_p)
@@ -45,10 +45,10 @@ def choose(
 
 
 def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
-    """Return exp(logits / temperature) of the kept ids, up to a factor, and 0 for the rest; (V,) float64.
+    """Return weights (V,) float64: exp(logits / temperature) of kept ids, up to a factor; 0 for all others.
 
-    logits (V,), finite. `top_k`: keep the k most likely ids, 0: all; `top_p`: of these, keep the fewest with
-    this sum of probabilities; `min_p`: keep ids with at least this share of the largest probability.
+    logits (V,), finite. `top_k`: keep the k most likely ids (0: all); `top_p`: of these, keep the fewest with
+    this sum of probabilities; `min_p`: keep ids with at least this fraction of the greatest probability.
     """
     below = logits.astype(np.float64) - float(logits.max())
     kept = nucleus(likeliest(logits, top_k), below, top_p)
@@ -60,7 +60,7 @@ def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_
 
 
 def likeliest(logits: Array, top_k: int) -> Any:
-    """Return the ids of the `top_k` largest logits, sorted by id; 0: all ids."""
+    """Return the ids of the `top_k` largest logits, sorted by id; 0 returns all ids."""
     if not 0 < top_k < logits.size:
         return np.arange(logits.size)
     least = np.partition(logits, -top_k)[-top_k]
@@ -69,7 +69,7 @@ def likeliest(logits: Array, top_k: int) -> Any:
 
 
 def nucleus(ids: Any, below: Array, top_p: float) -> Any:
-    """Return the fewest of `ids`, most likely first, with a sum of probabilities of `top_p`; at least one.
+    """Return the fewest of `ids`, the most likely first, whose probabilities sum to `top_p`; at least one.
 
     Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019.
     """
@@ -81,7 +81,7 @@ def nucleus(ids: Any, below: Array, top_p: float) -> Any:
 
 
 def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
-    """Return a tensor; raise UsageError if it has values that are not finite."""
+    """Return a tensor of the file. Raise UsageError if it has values that are not finite."""
     weight: Array | PackedMatrix
     spec = file.tensors[name]
     if isinstance(file, GGUFFile) and packs(spec.type.name, spec.shape):
@@ -98,10 +98,10 @@ def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
 
 
 class TextModel:
-    """Model from any source of `open_weights`; quantized matrices of a GGUF file stay in their blocks.
+    """A model from any source of `open_weights`. Quantized matrices of a GGUF stay in their blocks.
 
-    `adapter`: file of an adapter of this model, which is computed separately and not merged. Raises
-    UsageError for a model that cannot be run.
+    `adapter`: file of an adapter for this model, which is computed separately and not merged. Raises
+    UsageError if the model cannot be run.
     """
 
     def __init__(self, source: str | Path | WeightSource, adapter: WeightSource | None = None) -> None:
@@ -122,24 +122,24 @@ class TextModel:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all earlier positions."""
+        """Forget all earlier positions, so that the next ids begin a new text."""
         self.decoder, self.ids = Decoder(self.stages, self.weights), list[int]()
 
     def _finite(self, outputs: Array) -> Array:
-        """Return the outputs; raise UsageError unless they are finite."""
+        """Return the outputs. Raise UsageError if they are not finite."""
         if not np.isfinite(outputs).all():
             raise UsageError(f"{self.file.path}: the model's output is not finite: its weights are damaged")
         return outputs
 
     def logits(self, ids: Sequence[int] | Array) -> Array:
-        """Return logits (T, V) of `ids` (T,), which follow the positions of earlier calls.
+        """Return the logits (T, V) of `ids` (T,), which follow on the ids of earlier calls.
 
-        Raise ValueError beyond the model's context.
+        Raises ValueError if the positions exceed the model's context.
         """
         end = self.decoder.cache.position + len(ids)
         if end > self.config.context_length:
             raise ValueError(f"{end} positions exceed the context of {self.config.context_length}")
-        with np.errstate(all="ignore"):  # `_finite` reports overflow
+        with np.errstate(all="ignore"):  # `_finite` reports an overflow
             x = self._finite(self.decoder.read(np.asarray(ids, np.int64)))
         self.ids += np.asarray(ids).tolist()
         return x
@@ -152,10 +152,10 @@ class TextModel:
         seed: int = 0,
         **draw: Any,
     ) -> Iterator[int]:
-        """Yield `tokens` ids that continue `prompt` (at least one id), each chosen by `choose` with `draw`.
+        """Yield `tokens` ids that continue `prompt` (at least one id). `choose` draws each id, given `draw`.
 
-        If a prompt begins with all ids that the model has read so far, as the next turn of a conversation
-        does, the model reads only the new ids.
+        If the prompt begins with all ids that the model has read so far, as in a conversation's next turn,
+        the model only reads the new ids.
         """
         if not len(prompt):
             raise UsageError("the prompt is empty: give at least one token")
@@ -186,9 +186,9 @@ class TextModel:
         seed: int = 0,
         **draw: Any,
     ) -> list[list[int]]:
-        """Return the ids of `generate` for each prompt, up to and including the first id in `ends`.
+        """Return for each prompt the ids of `generate`, up to the first id in `ends`, which is included.
 
-        All prompts are computed at the same time, if the model supports it and the context is long enough.
+        All prompts are computed together if the model supports this and the context is long enough.
         """
         rows = [np.asarray(prompt, np.int64) for prompt in prompts]
         fits = max(map(len, rows)) + tokens <= self.config.context_length and min(map(len, rows)) > 0

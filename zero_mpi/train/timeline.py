@@ -1,15 +1,15 @@
-"""Timeline of all ranks in one file: all ranks record spans, and rank 0 writes them.
+"""Timeline of all ranks in one file: every rank records spans, and rank 0 writes them to the file.
 
 Clocks: all ranks of a host read the same clock. The offsets of other hosts' clocks are measured when
-recording starts and when it ends, and times between are corrected for an even drift. Recording changes no
-bit and no order of collectives; collectives of this module run before the first recorded step and after the
-last. Each rank makes its own part of the text and sends it in chunks, so rank 0 needs memory for only one
-chunk.
+recording starts and when it ends; times between are corrected as if the clocks drifted evenly. Recording
+changes no bit and no order of collectives, because the collectives of this module run before the first
+recorded step and after the last. Each rank makes its part of the text and sends it in chunks, so rank 0 needs
+memory for only one chunk.
 
 The file is in the Trace Event Format of the Chromium project, which Perfetto and chrome://tracing read. A
-rank is a process, and a track is one of its threads. All spans are complete events ("X": `ts` and `dur` in
-microseconds), so the events of a track must nest. Transfers overlap, so each kind has as many lanes as
-needed, and each lane is a track.
+rank is shown as a process, and a track as one of its threads. All spans are complete events ("X": `ts` and
+`dur` in microseconds), so the events of a track must be nested. Transfers overlap, so each kind of transfer
+has as many lanes as it needs, and each lane is a track.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from zero_mpi.telemetry.log import Caution, log_note
 from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
 
 CHUNK = 4 << 20  # bytes of text that are sent at once
-AFTER = 2  # default number of warm-up steps before the recorded steps
-COUNT = 3  # recorded steps by default
+AFTER = 2  # default number of steps before the first recorded step, for warm-up
+COUNT = 3  # default number of recorded steps
 GATHERS, REDUCTIONS, OTHERS = "gathers", "reductions", "other transfers"
 KINDS = {"allgather": GATHERS, "reduce_scatter": REDUCTIONS, "allreduce": REDUCTIONS}
 FAMILIES = (GATHERS, REDUCTIONS, OTHERS)
-FIRST = 1  # process number of rank 0, as viewers hide process 0
-LANES = 20  # first thread number of a family's lanes
-TRAVELS = ("parameters", "gradients")  # labels that begin with these words continue with a unit
+FIRST = 1  # process number of rank 0; viewers hide process 0
+LANES = 20  # thread number of the first lane of a family
+TRAVELS = ("parameters", "gradients")  # after these words, the label of a transfer names a unit
 
 
 @contextmanager
 def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
-    """Return a context that records a timeline on all ranks of `comm` and writes it to `path`. Collective.
+    """Record a timeline of the ranks of `comm` in a `with` block and write it to `path`. Collective.
 
-    For custom training loops. Call `step` at the start of each step, else the body counts as one step:
+    Use it in custom training loops. Call `step` at the start of each step; without calls, all is one step:
 
         with tracing(comm, "trace.json.gz") as timeline:
             for step in range(10):
                 timeline.step(step + 1)
                 ...
 
-    A file named .gz is compressed. Raise UsageError on all ranks if the file cannot be written.
+    A file named .gz is compressed. Raises UsageError on all ranks if the file cannot be written.
     """
     instance("tracing: comm", comm, Comm, "a communicator, from connect()")
     instance("tracing: path", path, str | PathLike, "the name of a file")
@@ -78,23 +78,23 @@ def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
 
 
 class Timeline:
-    """Recording on all ranks of `comm` from its creation until `write`. Collective."""
+    """A recording on all ranks of `comm`, from its creation until `write`. Collective."""
 
     def __init__(self, comm: Comm, path: Path) -> None:
         self.comm, self.path = comm, path
-        self.nbytes = self.count = 0  # bytes of the file, number of its spans
-        self.ends_in: int | None = None  # the step in which a rank had too many spans
+        self.nbytes = self.count = 0  # bytes in the file, number of spans in it
+        self.ends_in: int | None = None  # the step at which a rank had too many spans, or None
         self._clock = clock_offset(comm)
         for meter in meters():
-            meter.account()  # leave out transfers up to now
+            meter.account()  # so that transfers before now do not count
         self.recorder = spans.start(device.in_use().stopwatch())
 
     def step(self, number: int) -> None:
-        """Record the start of step `number` (from 1), and the end of the previous step."""
+        """Record that step `number` (from 1) starts, and that the step before it ends."""
         self.recorder.begin_step(number)
 
     def write(self) -> str:
-        """Stop recording and write the file; return the problem if that fails, else "". Collective."""
+        """Stop recording and write the file. Return the problem if this fails, else "". Collective."""
         self.recorder.end_steps()
         spans.stop()
         ended, comm = time.perf_counter(), self.comm
@@ -102,7 +102,7 @@ class Timeline:
         drift, wrong = (end.ahead - begin.ahead) / (end.at - begin.at), max(begin.wrong, end.wrong)
 
         def correct(seconds: float) -> float:
-            """Return a time of this rank on the clock of rank 0."""
+            """Convert a time of this rank to the clock of rank 0."""
             return seconds - begin.ahead - drift * (seconds - begin.at)
 
         events = [
@@ -123,13 +123,13 @@ class Timeline:
                 self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
             except OSError as error:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
-        for _ in parts:  # ranks other than 0, and rank 0 after an error, send their chunks
+        for _ in parts:  # rank 0 reads these after an error; other ranks send them here
             pass
         result: str = comm.broadcast_object(problem)
         return result
 
     def _parts(self, text: str) -> Iterator[bytes]:
-        """Yield the text of all ranks in chunks, on rank 0. Each request for the next chunk is collective."""
+        """Yield the text of all ranks in chunks, on rank 0. Asking for the next chunk is collective."""
         for rank, size in enumerate(self.comm.allgather_object(len(text))):
             for start in range(0, size, CHUNK):
                 chunk = text[start : start + CHUNK] if self.comm.rank == rank else ""
@@ -139,7 +139,7 @@ class Timeline:
 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> int:
-    """Write a file completely or not at all, compressed if named .gz; return its bytes. Raise OSError."""
+    """Write a file completely or not at all, compressed if named .gz. Return its bytes or raise OSError."""
     with (
         replacing(path) as partial,
         open(partial, "wb", opener=open_in_place) as plain,
@@ -152,8 +152,8 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> int:
 def check_place(comm: Comm, path: Path) -> None:
     """Raise UsageError on all ranks if rank 0 cannot write to `path`. Collective.
 
-    Other output may go to a device (`files.atomic.write_output`). A timeline is written in chunks to a
-    temporary file and then renamed, so the target must be a file.
+    Other output may go to a device (`files.atomic.write_output`). But a timeline is written in chunks to a
+    temporary file that is then renamed, so the target must be a file.
     """
 
     def check() -> None:
@@ -169,11 +169,11 @@ def check_place(comm: Comm, path: Path) -> None:
 
 
 class Tracer:
-    """Recorder of a timeline of steps [first, stop) of a run, for `--trace`. All methods are collective.
+    """Recorder for `--trace`: a timeline of steps [first, stop) of a run. All methods are collective.
 
-    path    None: nothing is recorded
-    steps   (first, stop), or None: COUNT steps after the first AFTER steps
-    done    number of steps done before this run
+    path    file for the timeline; None: nothing is recorded
+    steps   (first, stop); None: COUNT steps, after AFTER steps that are not recorded
+    done    number of steps that were done before this job
 
     Raises UsageError on all ranks if the file cannot be written.
     """
@@ -182,12 +182,12 @@ class Tracer:
         self._comm, self._path = comm, None if path is None else Path(path)
         self.first, self.stop = steps or (done + AFTER + 1, done + AFTER + 1 + COUNT)
         self._timeline: Timeline | None = None
-        self._recorded = 0, 0  # first and last step in the timeline
+        self._recorded = 0, 0  # first and last step of the timeline
         if self._path is not None:
             check_place(comm, self._path)
 
     def reach(self, step: int) -> None:
-        """Start, continue or stop recording at the beginning of a step."""
+        """Start, continue or stop recording when a step begins."""
         if self._timeline is not None and step >= self.stop:
             self._write()
         if self._path is not None and self._timeline is None and self.first <= step < self.stop:
@@ -197,7 +197,7 @@ class Tracer:
             self._recorded = self._recorded[0] or step, step
 
     def end(self, step: int) -> None:
-        """Stop recording after the last step of the run."""
+        """Stop recording after the last step of the job."""
         if self._timeline is not None:
             self._write()
             if step + 1 < self.stop:
@@ -239,8 +239,8 @@ class TraceEvent(NamedTuple):
 
 
 def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
-    """Yield the events of a rank until `ended`, on its own clock; unfinished events are marked."""
-    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # a copy, as another thread may save
+    """Yield the events of a rank until `ended`, on its own clock. Events that have not ended are marked."""
+    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # a copy: another thread may change it
     unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
         about = about_event(name, "" if track == STEPS else label, step, micro_batch)
@@ -256,7 +256,7 @@ def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
 
 
 def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
-    """Return kind and place of an event: for a transfer the data and unit in its label, else the scope."""
+    """Return kind and place of an event: for a transfer, what its label names, for other events the scope."""
     first, _, rest = label.partition(" ")
     unit = {"what": first, "unit": rest} if first in TRAVELS and rest else {"unit": label} if label else {}
     found = {"kind": kind, **unit, "step": step}
@@ -264,7 +264,7 @@ def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> di
 
 
 def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
-    """Yield (lane, event) in order of starts; an event gets the first lane that is free at its start."""
+    """Yield (lane, event) in order of starts. An event gets the first lane that is free when it starts."""
     free_from: list[float] = []
     for event in sorted(events, key=lambda event: event.begun):
         lane = next((i for i, end in enumerate(free_from) if end <= event.begun), len(free_from))
@@ -273,9 +273,9 @@ def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
 
 
 def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) -> str:
-    """Return a rank's events and the names of its tracks, as JSON objects separated by commas.
+    """Return a rank's events, and names for its tracks, as JSON objects separated by commas.
 
-    Times are in microseconds, rounded to the nanosecond.
+    Times are in microseconds and rounded to nanoseconds.
     """
     placed = [
         (1 + TRACKS.index(event.family), event.family, event) for event in events if event.family in TRACKS
@@ -291,7 +291,7 @@ def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) 
         )
         about = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
         lines.append({**about, "ts": begun, "dur": round(ended - begun, 3), "args": event.about})
-    # If two events start at the same time, the longer event encloses the other.
+    # Of two events that start at the same time, the longer one encloses the other.
     lines.sort(key=lambda line: (line["tid"], line["ts"], -line["dur"]))
     head = [{"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}]
     head.append({"name": "process_sort_index", **process, "args": {"sort_index": rank}})

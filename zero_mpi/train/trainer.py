@@ -1,6 +1,6 @@
-"""Training of a run: `Trainer.run` makes steps until the last step or a stop request.
+"""Training: `Trainer.run` makes steps until the last step or until a request to stop.
 
-`steps` defines a step; observers do everything else at a step (`observers`, `saving`).
+`steps` defines a step. Observers do everything else that a step needs (`observers`, `saving`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from zero_mpi.train.timeline import Tracer
 
 
 class Trainer(Steps):
-    """Trainer of a session, up to its last step."""
+    """Trainer of a session until its last step."""
 
     def __init__(self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome) -> None:
         super().__init__(session)
@@ -76,12 +76,12 @@ class Trainer(Steps):
         self.ended_by = ""
 
     def observe(self, start: Start) -> list[Observer]:
-        """Return the observers of each step, in their order."""
+        """Return the observers of the steps, in the order in which they are called."""
         session, config = self.session, self.session.config
         meter, on_slow = session.comm.meter, partial(setattr, self.outcome.status, "slow")
         self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), on_slow)
         self.pace = self.rank_figures.pace
-        # With packed windows, the amount of computation depends on the documents.
+        # With packed windows, the amount of computation depends on the lengths of the documents.
         is_known = isinstance(session.loader.windows, Windows)
         share = start.share if is_known else lambda seconds: None
         self.costs = Costs(meter, session.loader.positions_per_step, share)
@@ -101,7 +101,7 @@ class Trainer(Steps):
         ]
 
     def run(self) -> int:
-        """Train until the last step or a stop request; return the exit status."""
+        """Train until the last step or until a request to stop. Return the exit status."""
         steps = step_range(self.session.config.trace_steps, self.session.config.steps)
         tracer = Tracer(self.session.comm, self.session.config.trace, steps, self.progress.step)
         self.observers, before = self.observe(self.begin()), self.progress.tokens
@@ -136,17 +136,17 @@ class Trainer(Steps):
         return 0
 
     def step(self) -> bool:
-        """Make one optimizer step and update the best evaluation; return True to stop."""
+        """Make one optimizer step and note the best evaluation. Return True if the run must stop."""
         stop = super().step()
         self.progress = replace(self.progress, best=self.early_stop.best)
         return stop
 
     def is_done(self) -> bool:
-        """Return True after the last step or if the run stops early; the same on all ranks."""
+        """Return whether the last step is done or the run stops early. The result is equal on all ranks."""
         return self.progress.step >= self.session.config.steps or self.early_stop.is_over()
 
     def totals(self) -> tuple[float, bool]:
-        """Return the loss over all ranks, and True if a rank asks to stop; raise write errors."""
+        """Return the loss over all ranks, and whether a rank asks to stop. Raise errors of failed writes."""
         fails = self.saving.saver.failed or bool(self.world.comm.lost() or self.records.problem)
         saves = self.world.rank == 0 and self.saving.clock_says_so()
         flags = self.wants_to_stop(), fails, saves
@@ -158,28 +158,28 @@ class Trainer(Steps):
         return loss, stop > 0
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the validation loss, and report progress to the watchdog meanwhile. Collective."""
+        """Return the validation loss, reporting progress to the watchdog. Collective."""
         self.watchdog.beat("evaluation")
         return super().evaluate()
 
     def wants_to_stop(self) -> bool:
-        """Return True if this rank has got a signal, or if time runs out, on rank 0."""
+        """Return whether this rank received a signal, or, on rank 0, whether time runs out."""
         if self.world.rank == 0 and self.limit.left() < self.seconds_needed():
             self.ended_by = f" in time for {self.limit.name}"
         return bool(signals.caught or self.ended_by)
 
     def seconds_needed(self) -> float:
-        """Return the seconds to reserve for one more step and the last checkpoint."""
+        """Return the seconds that one more step and the last checkpoint need."""
         return 2 * self.costs.longest + self.evaluation.longest + self.saving.seconds_needed()
 
     def save(self) -> None:
-        """Write a checkpoint of the current step; with --async-save, start writing it."""
+        """Write a checkpoint of the current step, or with --async-save begin to write it."""
         self.world.check(self.records.problem)
         if self.divergence.worth_saving(self.progress.step):
             self.saving.save(self.progress)
 
     def begin(self) -> Start:
-        """Report the start to the user and in the run's records. Collective."""
+        """Report the start of the run to the user and in its records. Collective."""
         session = self.session
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
         reached = measure(self.world, session.module.precision.compute)
@@ -201,7 +201,7 @@ class Trainer(Steps):
         return start
 
     def close(self) -> None:
-        """Log the loss with the unigram entropy, and show a sample. On rank 0."""
+        """Log the validation loss next to the unigram entropy, and print a sample. Rank 0 calls this."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
             held_out, loss = self.session.held_out, self.evaluation.loss
@@ -215,7 +215,7 @@ class Trainer(Steps):
 
 
 def begin_records(session: Session, rank: int) -> Records:
-    """Return the writer of a session's records; raise JobError, or FileError for an input file."""
+    """Return the writer of a session's records. Raise JobError, or FileError for an unreadable input file."""
     config, done = session.config, session.progress.step
     tracked = TrackedJob(session.out, done, asdict(recorded(config)))
     return Records(
@@ -230,7 +230,7 @@ def begin_records(session: Session, rank: int) -> Records:
 
 
 def start_of(session: Session) -> JobStart:
-    """Return the `JobStart` of a session; raise FileError if a file cannot be read."""
+    """Return a session's `JobStart`. Raise FileError if one of the files cannot be read."""
     run = identity(session.config, session.description, session.weights)
     step, folder = session.progress.step, session.resumed
     if folder is None:
@@ -241,14 +241,14 @@ def start_of(session: Session) -> JobStart:
 
 
 def is_over(session: Session) -> bool:
-    """Return True if the resumed run has already ended; the same on all ranks."""
+    """Return whether the run to resume has already ended. The answer is the same on all ranks."""
     made_all = session.progress.step >= session.config.steps
     has_stopped = session.progress.best.is_used_up(session.config.patience)
     return session.resumed is not None and (made_all or has_stopped)
 
 
 def say_over(session: Session) -> None:
-    """Log that there is nothing to do; raise JobError if the run has failed."""
+    """Log that there is nothing to do. Raise JobError if the run has failed."""
     step, steps = session.progress.step, session.config.steps
     check_recorded(session.out, step)
     state = f"and --steps is {steps}; to train longer, increase --steps (or --epochs)"
@@ -261,7 +261,7 @@ def say_over(session: Session) -> None:
 
 
 def show_sample(session: Session, step: int, noted: Events) -> None:
-    """Print text that is generated from the model file just written."""
+    """Print text generated from the model file that was just written."""
     config, tokenizer = session.config, session.tokenizer
     if tokenizer is None or not config.sample:
         return
@@ -282,7 +282,7 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
 
 
 def question(session: Session) -> Array | None:
-    """Return the ids of the first held-out conversation before its first answer; None without one."""
+    """Return the ids of the first held-out conversation up to its first answer; None if there is none."""
     for batch in session.held_out.batches():
         whole = batch.batch if isinstance(batch, PairBatch) else batch
         first = int(np.argmax(whole.targets[0] != UNCOUNTED))

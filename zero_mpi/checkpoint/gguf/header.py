@@ -1,8 +1,8 @@
-"""Builds the start of a GGUF file as bytes (header, keys, tensor table) and the offset of each tensor.
+"""Packs the start of a GGUF file (header, keys, tensor table) into bytes and computes each tensor's offset.
 
-`index.py` reads what this module writes. It opens no file: either one rank writes the file as a stream, or
-several ranks write it together. We do not use the gguf package's writer, because it drops empty strings and
-arrays and converts wide integers to 32 bits.
+`index.py` reads what this module packs. This module opens no file, because either one rank writes the file as
+a stream, or several ranks write it together. We do not use the gguf package's writer, because it drops empty
+strings and arrays and converts wide integers to 32 bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TEXT = int(GGUFValueType.STRING).to_bytes(4, "little")
 _OF_SCALARS = {dtype.type: kind.to_bytes(4, "little") for kind, dtype in NUMBERS.items()}
 
 Announced = tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], GGMLQuantizationType]
-"""Name, shape in NumPy order, and type (default F32) of a tensor to be written."""
+"""Name, shape in NumPy order, and type (default F32) of a tensor that a file will have."""
 
 
 def pack_file(
@@ -44,12 +44,12 @@ def pack_file(
 ) -> tuple[bytes, dict[str, int], int]:
     """Return (header, offsets, total) of a GGUF file with these keys and tensors.
 
-    `header` is everything before the data, padding included; `offsets` maps each tensor to the byte in the
-    file where its data begins; `total` is the file's length. Bytes between tensors are zeros. Values have the
-    types that the reader returns; a plain int becomes UINT32, a plain float FLOAT32, an empty list an empty
-    array of strings. `general.architecture` is always the first key.
+    `header` is everything before the data, padding included. `offsets` maps each tensor to the byte in the
+    file at which its data begins. `total` is the file's length. Bytes between tensors are zeros. Values have
+    the types that the reader returns; a plain int becomes UINT32, a plain float FLOAT32, an empty list an
+    empty array of strings. `general.architecture` is always the first key.
 
-    Raises GGUFError for a key, value, name, shape or type that GGUF or llama.cpp would refuse.
+    Raises GGUFError for a key, value, name, shape or type that GGUF or llama.cpp does not allow.
     """
     given = metadata.get(ARCHITECTURE_KEY, architecture)
     if not architecture or not isinstance(given, str) or given != architecture:
@@ -73,7 +73,7 @@ def pack_file(
 
 
 def alignment_of(metadata: Mapping[str, Any]) -> int:
-    """Return the alignment in the keys; raise GGUFError for an alignment that no loader accepts."""
+    """Return the alignment that the keys set. Raise GGUFError for an alignment that no loader accepts."""
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if not is_alignment(value):
         found = f"{type(value).__name__} {show(str(value))}"
@@ -82,7 +82,7 @@ def alignment_of(metadata: Mapping[str, Any]) -> int:
 
 
 def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
-    """Return the announced tensors by name; raise GGUFError for a tensor that a loader would refuse."""
+    """Return the tensors by name. Raise GGUFError for a tensor that a loader would refuse."""
     table: dict[str, TensorSpec] = {}
     for name, shape, *kind in tensors:
         if name in table:
@@ -99,9 +99,9 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
 
 
 def pack_key(key: str, value: Any) -> bytes:
-    """Return name, type and value of a key as the file's bytes. A GGUFError names the key and a remedy."""
+    """Return the bytes of a key in a file: name, type and value. A GGUFError names the key and a remedy."""
     name = _pack_name(key, MAX_KEY_BYTES, "key")
-    if (number := _OF_SCALARS.get(type(value))) is not None:  # checked first: a file may hold 500,000 scalars
+    if (number := _OF_SCALARS.get(type(value))) is not None:  # tested first: a file may have 500,000 scalars
         return name + number + bytes(value.data)
     try:
         if isinstance(value, str):
@@ -113,16 +113,16 @@ def pack_key(key: str, value: Any) -> bytes:
 
 
 def _pack_value(value: Any) -> tuple[int, bytes]:
-    """Return (type, bytes) of a value that is not text.
+    """Return the type and the bytes of a value that is not text.
 
-    The tests are in this order because bool is a subclass of int, and np.float64 one of float.
+    The order of the tests matters: bool is a subclass of int, and np.float64 is a subclass of float.
     """
     if isinstance(value, bool):
         return GGUFValueType.BOOL, bytes([value])
     if isinstance(value, list):
         wrong = next((i for i, item in enumerate(value) if not isinstance(item, str)), None)
         if wrong is not None:
-            found = f"{type(value[wrong]).__name__} at place {wrong}"
+            found = f"{type(value[wrong]).__name__} at index {wrong}"
             raise GGUFError(f"expected a list of str, found {found}: numbers go into a 1-D NumPy array")
         head = _unsigned(GGUFValueType.STRING, 4) + _unsigned(len(value), 8)
         return GGUFValueType.ARRAY, head + b"".join(map(_pack_string, value))
@@ -136,7 +136,7 @@ def _pack_value(value: Any) -> tuple[int, bytes]:
 
 
 def _widened(value: Any) -> np.generic:
-    """Return the NumPy scalar in which a plain number is stored."""
+    """Return the NumPy scalar as which a plain number is stored."""
     if isinstance(value, int):
         if not 0 <= value < 1 << 32:
             raise GGUFError(f"expected an int from 0 to 2^32 - 1, found {value}: use np.int64 or similar")

@@ -1,7 +1,7 @@
-"""The index of a GGUF file: header, keys and tensor table, read strictly.
+"""The index of a GGUF file, which is its header, keys and tensor table, read strictly.
 
-A GGUF file is untrusted input. The index is read forward once. Every count and length is compared with the
-remaining bytes before anything is allocated or looped over. Sizes are Python integers and cannot overflow.
+A GGUF file is untrusted input. The index is read once, from start to end. Counts and lengths are compared
+with the remaining bytes before memory is allocated or a loop begins. Sizes are Python integers.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -21,17 +21,17 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # both have one layout; version 3 only adds big-endian files, which we and llama.cpp refuse
+VERSIONS = (2, 3)  # they have one layout; version 3 adds big-endian files, which we and llama.cpp refuse
 CHECKPOINT_ID = "training.checkpoint_id"
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_KEY_BYTES = 65535  # the format's limit
 MAX_NAME_BYTES = 63  # llama.cpp's limit
 MAX_DIMS = 4
-MAX_INDEX_BYTES = 128 << 20  # six times the largest known index; limits time and memory for a corrupt file
-# Several times the largest known counts. A key or tensor takes about 500 bytes of memory, a string 60.
+MAX_INDEX_BYTES = 128 << 20  # six times the largest known index; limits time and memory for a damaged file
+# Several times the largest known counts. A key or tensor takes about 500 bytes of memory, a string about 60.
 MAX_KEYS, MAX_TENSORS, MAX_ITEMS = 1 << 19, 1 << 15, 1 << 21
-BLOCK = 1 << 18  # bytes of strings that are read at once
+BLOCK = 1 << 18  # bytes of strings that are read together
 
 _NUMBERS = "UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FLOAT32 FLOAT64 BOOL"
 NUMBERS = {
@@ -42,28 +42,28 @@ SHORTER = "the file became shorter while it was read"
 
 
 class GGUFError(FileError):
-    """Error of an invalid GGUF file: names the file, the byte, the expected and the found value."""
+    """Error of an invalid GGUF file. It names the file, the byte, and what was expected and found."""
 
 
 @dataclass(frozen=True)
 class TensorInfo(TensorSpec):
-    """Row of the tensor table: the byte at which the data begins, and the part of a split file with it."""
+    """Row of the tensor table, with the byte at which the data begins, and the part of a split file."""
 
     offset: int
     part: int = 0
 
 
 class Index:
-    """Forward reader of the index. Errors name the byte offset `at` and the key or tensor that is being read.
+    """Reader of an index, from start to end. Errors name the byte `at` and the key or tensor being read.
 
-    A name is escaped only when an error message shows it, which saves time for hundreds of thousands of keys.
+    Names are only escaped for error messages, which saves time if there are hundreds of thousands of keys.
     """
 
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self.file, self.path, self.size = file, path, size
         self.at, self.end = 0, min(size, MAX_INDEX_BYTES)
-        self.kind = self.name = ""  # "key" or "tensor"; and its name, once it is read
-        self.items = 0  # number of array items read so far
+        self.kind = self.name = ""  # "key" or "tensor", and its name once it has been read
+        self.items = 0  # number of items in all arrays read so far
 
     def fault(self, what: str, at: int | None = None) -> GGUFError:
         subject = f"{self.kind} {show(self.name)}: " if self.kind else ""
@@ -87,7 +87,7 @@ class Index:
         return int.from_bytes(self.take(width), "little")
 
     def named(self, kind: str, most: int) -> str:
-        """Read the name of the next key or tensor, of at most `most` bytes."""
+        """Read the name of the next key or tensor. It has at most `most` bytes."""
         self.kind, self.name = kind, ""
         length = self.unsigned(8)
         if not 1 <= length <= most:
@@ -106,13 +106,13 @@ class Index:
             raise self.fault(f"expected UTF-8, found byte {found:#04x}", at) from None
 
     def strings(self, count: int) -> list[str]:
-        """Read `count` strings block by block, because 300,000 calls of `string` would take a second."""
+        """Read `count` strings in blocks, because 300,000 calls of `string` would take a second."""
         self.need(8 * count)
         out: list[str] = []
         while len(out) < count:
             self.at += unpack_strings(self.file.read(min(self.end - self.at, BLOCK)), count, out)
             self.file.seek(self.at)
-            if len(out) < count:  # the next string goes beyond the block or is invalid
+            if len(out) < count:  # the next string does not fit the block, or is invalid
                 out.append(self.string())
         return out
 
@@ -154,7 +154,7 @@ class Index:
         return shape
 
     def tensor(self, expected: int) -> TensorInfo:
-        """Read one row of the table. The offset in it is relative to the data and must equal `expected`."""
+        """Read a row of the tensor table. Its offset, relative to the data, must be `expected`."""
         name, shape, kind = self.named("tensor", MAX_NAME_BYTES), self.shape(), self.unsigned(4)
         if kind not in GGML_QUANT_SIZES:
             raise self.fault(f"expected a known tensor type, found {kind}", self.at - 4)
@@ -168,9 +168,9 @@ class Index:
 
 
 def unpack_strings(block: bytes, count: int, out: list[str]) -> int:
-    """Append up to `count` strings from the start of `block` to `out`; return the bytes that they occupy.
+    """Append up to `count` strings at the start of `block` to `out`. Return how many bytes they take.
 
-    Stop before a string that is not complete in the block or is not UTF-8.
+    Stops before a string that is not complete in the block or is not UTF-8.
     """
     at, size = 0, len(block)
     for _ in range(count - len(out)):
@@ -186,7 +186,7 @@ def unpack_strings(block: bytes, count: int, out: list[str]) -> int:
 
 
 def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
-    """Return (keys, tensors) of a file, tensors in file order. A GGUFError names the byte of the error."""
+    """Return the keys, and the tensors in file order. A GGUFError names the byte at which the error is."""
     n_tensors, n_keys = _read_header(index)
     metadata: Metadata = {}
     for _ in range(n_keys):
@@ -209,7 +209,7 @@ def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
 
 
 def _read_header(index: Index) -> tuple[int, int]:
-    """Return (number of tensors, number of keys), after checking magic and version."""
+    """Check magic and version. Return the number of tensors and the number of keys."""
     magic = index.take(4)
     if magic != MAGIC:
         raise index.fault(f"expected a GGUF file that starts with {MAGIC!r}, found {magic!r}", 0)
@@ -228,9 +228,9 @@ def _read_header(index: Index) -> tuple[int, int]:
 def _placed(
     index: Index, tensors: dict[str, TensorInfo], alignment: int, whole: bool
 ) -> dict[str, TensorInfo]:
-    """Return the table with the tensors' positions in the file.
+    """Return the table of tensors, with their positions in the file.
 
-    `whole`: refuse bytes after the last tensor, because a checkpoint's digests do not cover them.
+    `whole`: refuse bytes after the last tensor, because no digest of a checkpoint covers them.
     """
     start, end = padded(index.at, alignment), index.at
     for name, info in tensors.items():
@@ -246,11 +246,11 @@ def _placed(
 
 
 def padded(count: int, alignment: int) -> int:
-    """Return `count` bytes rounded up to a multiple of `alignment`."""
+    """Return `count` rounded up to a multiple of `alignment`."""
     return -(-count // alignment) * alignment
 
 
 def is_alignment(value: Any) -> bool:
-    """Return whether `value` is UINT32 or int and a power of two from 8 (the format's minimum) to 1 MiB."""
+    """Return whether `value` is an int or UINT32 and a power of two from 8 (least in the format) to 1 MiB."""
     number = int(value) if isinstance(value, int | np.uint32) else 0
     return 8 <= number <= 1 << 20 and number & (number - 1) == 0

@@ -1,7 +1,7 @@
-"""Reader of GGUF models. It reads the index, and of the data only the bytes that are requested.
+"""Reader of GGUF models. It reads the index, and only those bytes of the data that are requested.
 
 A model may be split into files NAME-00001-of-0000N.gguf. The first file holds the keys, and each file has a
-table of its tensors. Opening the first file opens all files as one model, so callers do not see the split.
+table of its own tensors. Opening the first file opens all of them as one model, which hides the split.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PART_NAME = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
 
 @dataclass(frozen=True)
 class GGUFFile(WeightSource):
-    """The index of a GGUF model; the data is read on demand. `path`: the file, or the first of several files.
+    """Index of a GGUF model; data is read on demand. `path`: the file, or the first of several files.
 
-    It holds no open file, so it can be sent to other processes that see the same path. `tensors` has those
-    of all parts in file order. `metadata` has no `split.*` keys, because they describe the files and not the
-    model; `split` has them. Links in paths are resolved, so an index that was opened through a link to the
-    newest checkpoint never reads the data of a later checkpoint.
+    It keeps no file open, so it can be sent to other processes that see the same path. `tensors` has the
+    tensors of all files in order. `metadata` has no `split.*` keys, because they describe the files and not
+    the model; `split` has them. Links in the path are resolved, so an index that was opened through a link to
+    the newest checkpoint never reads the data of a later checkpoint.
     """
 
     path: Path
@@ -55,9 +55,9 @@ class GGUFFile(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
-        """Read and check the index of `path`, but not the data. Raise UsageError if the index is invalid.
+        """Read and check the index of a model, but no data. Raise UsageError if the index is invalid.
 
-        If the model is split, `path` is its first part; all other parts must exist and match.
+        If the model is split, `path` must be its first file. All other files must exist and match.
         """
         first = _read_part(path)
         parts = [first, *_other_parts(path, first)]
@@ -77,24 +77,24 @@ class GGUFFile(WeightSource):
 
     @property
     def nbytes(self) -> int:
-        """Total size of all parts in bytes."""
+        """Size of all files together, in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def surplus(self) -> int:
-        """Number of bytes after the last tensor; other programs may write such bytes."""
+        """Number of bytes after the last tensor, which some programs write."""
         alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # end of each part
         return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
 
     def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
-        """Fill out (n,) with the stored bytes [start, start + n) of a tensor; errors as in `read`."""
+        """Fill out (n,) with the stored bytes [start, start + n) of a tensor. Raise errors as `read` does."""
         info = self.spec(name)
         assert 0 <= start <= start + out.size <= info.nbytes, "the range is inside the tensor"
         self.parts[info.part].bytes_at(info.offset + start, out)
 
     def raw_chunks(self, name: str, size: int) -> Iterator[memoryview]:
-        """Yield the stored bytes of a tensor in chunks of `size` bytes, the last one shorter."""
+        """Yield the stored bytes of a tensor in chunks of `size` bytes; the last chunk may be shorter."""
         info = self.spec(name)
         return self.parts[info.part].chunks(info.offset, info.nbytes, size)
 
@@ -109,7 +109,7 @@ class GGUFFile(WeightSource):
 
 @dataclass(frozen=True)
 class _Part:
-    """One file: a complete model, or a part of a split one."""
+    """One file: a complete model, or a part of a split model."""
 
     file: StoredFile
     metadata: Metadata
@@ -119,7 +119,7 @@ class _Part:
         return GGUFError(f"{self.file.path}: {what}")
 
     def split_number(self, key: str, kind: type[np.integer[Any]], default: int | None = None) -> int:
-        """Return the value of a `split.*` key, which must have exactly the type that llama.cpp requires."""
+        """Return the value of a `split.*` key. Its type must be exactly the type that llama.cpp requires."""
         value: Any = self.metadata.get(key)
         if value is None and default is not None:
             return default
@@ -129,7 +129,7 @@ class _Part:
         return int(value)
 
     def expect(self, key: str, kind: type[np.integer[Any]], expected: int, what: str) -> None:
-        """Raise GGUFError unless a `split.*` key has the expected value."""
+        """Raise GGUFError unless a `split.*` key has the value `expected`."""
         if (found := self.split_number(key, kind)) != expected:
             raise self.fault(f"key {key}: expected {expected}, {what}, found {found}")
 
@@ -145,10 +145,10 @@ def _read_part(path: str | os.PathLike[str]) -> _Part:
 
 
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
-    """Yield the later parts of a split model, each checked against the first; nothing if it is not split.
+    """Yield the later files of a split model, after checking each against the first; none if it is not split.
 
-    A count of 0 or 1 means that the model is not split: llama.cpp's tools leave the keys in a file that they
-    merge from parts. A later part holds its part number, but no keys of the model.
+    If the count is 0 or 1, the model is not split: llama.cpp's tools leave these keys in a file into which
+    they merge parts. A later part has its part number, but no keys of the model.
     """
     count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
     if count <= 1 and place == 0:

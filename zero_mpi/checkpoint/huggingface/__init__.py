@@ -1,1 +1,1 @@
-"""Model folders in Hugging Face's format: their configuration, tensor names, and order of rows."""
+"""Model folders in Hugging Face's format: their settings, names of tensors, and order of rows."""

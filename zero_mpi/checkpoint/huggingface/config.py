@@ -1,7 +1,7 @@
-"""Converts config.json of a Hugging Face folder to GGUF keys.
+"""Converts the config.json of a Hugging Face folder to GGUF keys.
 
-If a setting would change the result and is not supported, an error names it, because ignoring it would train
-another model. The keys are those that llama.cpp's converter writes.
+If a setting would change results and we do not support it, an error names it. Ignoring it would train another
+model. The keys are those that llama.cpp's converter writes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = {  # GGUF key -> name in config.json
     "attention.head_count": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-OPTIONAL = ("expert_shared_feed_forward_length",)  # 0 or absent: the model has no shared expert
+OPTIONAL = ("expert_shared_feed_forward_length",)  # 0 or missing: the model has no shared expert
 SPELLINGS = {"num_experts": "num_local_experts"}  # setting -> its name in transformers 5
 GPT2_SIZES = {
     "context_length": "n_positions",
@@ -49,7 +49,7 @@ GPT2_SIZES = {
     "vocab_size": "vocab_size",
 }
 
-# Settings that our computation supports with only these values. They may be absent.
+# Settings that may be missing, or must have one of these values, because we compute nothing else.
 ONLY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "is_causal": (None, True)}
 ONLY_ROTARY = ONLY | {"use_bidirectional_attention": (None, False)}
 ONLY_GPT2 = ONLY | {
@@ -59,13 +59,14 @@ ONLY_GPT2 = ONLY | {
     "add_cross_attention": (None, False),
 }
 
-# Dropout settings in Hugging Face's classes -> default rate.
+
+# Settings for dropout in Hugging Face's classes -> default rate.
 DROPOUTS = {"gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}}
 DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
 
 
 def architecture(settings: Settings) -> str:
-    """Return the GGUF name of the architecture that a configuration describes."""
+    """Return GGUF's name of the architecture that a config.json describes."""
     types = {(arch in ROTARY_CLASSES and ROTARY_CLASSES[arch].model_type) or arch: arch for arch in FAMILIES}
     types |= {"mistral": "llama", "granitemoe": "granitemoe"}  # as in llama.cpp's converter
     found = settings.values.get("model_type")
@@ -75,7 +76,7 @@ def architecture(settings: Settings) -> str:
 
 
 def keys_of(arch: str, settings: Settings) -> Metadata:
-    """Return the GGUF keys of a configuration, and a zero_mpi key with its Llama 3 scaling, if any."""
+    """Return the GGUF keys for a config.json, and a zero_mpi key with its Llama 3 scaling, if it has any."""
     if arch == "gpt2":
         settings.only(ONLY_GPT2)
         own: Metadata = {key: np.uint32(settings.size(name)) for key, name in GPT2_SIZES.items()}
@@ -90,7 +91,7 @@ def keys_of(arch: str, settings: Settings) -> Metadata:
 
 
 def rotary_keys(arch: str, settings: Settings) -> Metadata:
-    """Return the keys of a rotary model without the architecture's prefix."""
+    """Return the keys of a rotary model. The prefix, which is the architecture, is left out."""
     kind = ROTARY_CLASSES[arch]
     name, values = kind.activation
     settings.only({**ONLY_ROTARY, **kind.only, name: (None, *values)})
@@ -123,7 +124,7 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
 
 
 def biases_of(arch: str, settings: Settings) -> set[str]:
-    """Return the projections of a block that have a bias; empty for gpt2, whose biases are all required."""
+    """Return the projections of a block that have a bias; none for gpt2, where all biases are required."""
     if arch == "gpt2":
         return set()
     kind = ROTARY_CLASSES[arch]
@@ -132,12 +133,12 @@ def biases_of(arch: str, settings: Settings) -> set[str]:
 
 
 def all_full(kinds: Any, layers: int) -> bool:
-    """Return whether `kinds` lists full attention for each of `layers` layers (None: any number)."""
+    """Return whether `kinds` lists full attention for each of `layers` layers; None: for any number."""
     return isinstance(kinds, list) and len(kinds) == layers and set(map(str, kinds)) == {"full_attention"}
 
 
 def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
-    """Return the keys of sliding windows without prefix; no keys if the class has no blocks with a window."""
+    """Return the keys of sliding windows, without prefix; {} if the class has no blocks with a window."""
     if not kind.period:
         refuse_windows(settings)
         return {}
@@ -164,7 +165,7 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
 
 
 def score_width(width: int, heads: int, layers: int, head: int) -> int:
-    """Return the number by whose root gemma3 divides scores: the width of a head, but not for 62 layers."""
+    """Return the number by whose root gemma3 divides scores: the width of a head, except for 62 layers."""
     return width // heads if layers == 62 else head
 
 

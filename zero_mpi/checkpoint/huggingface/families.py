@@ -1,6 +1,6 @@
 """Table of Hugging Face's classes of models: names and order of tensors, settings in config.json.
 
-The table has one row per class. The reader and the writer of a folder both use it.
+The table has one row for each class. The reader and the writer of folders use it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from zero_mpi.files.foreign import quoted
 
 
 class Settings:
-    """Values of a config.json, read with range checks. Errors name the setting."""
+    """Values of a config.json, which methods read with range checks. Errors name the setting."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
     def fault(self, name: str, expected: str) -> FileError:
-        """Return the error for a setting with an unexpected value."""
+        """Return an error for a setting whose value is not the expected one."""
         found = quoted(self.values[name]) if name in self.values else "nothing"
         return FileError(f"{name}: expected {expected}, found {found}")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number above 0; `default` if the setting is absent or null."""
+        """Return a finite number above 0, or `default` if the setting is missing or null."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
@@ -34,14 +34,14 @@ class Settings:
         return float(value)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return an integer from 1 to 2^31 - 1; `default` if the setting is absent or null."""
+        """Return an integer from 1 to 2^31 - 1, or `default` if the setting is missing or null."""
         value = self.number(name, default)
         if value != int(value) or value >= 1 << 31:
             raise self.fault(name, "a whole number below 2^31")
         return int(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return true or false; `default` if the setting is absent or null."""
+        """Return true or false, or `default` if the setting is missing or null."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -49,7 +49,7 @@ class Settings:
         return value
 
     def only(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise FileError for the first setting whose value is not supported."""
+        """Raise FileError for the first setting that has a value we do not support."""
         for name, values in allowed.items():
             if self.values.get(name) not in values:
                 raise self.fault(name, f"{' or '.join(str(value) for value in values[1:]) or 'none'} (only)")
@@ -177,23 +177,23 @@ class RotaryClass:
 
     names: Names
     name: str
-    tied: bool = False  # this field and the next two are defaults of the settings of that name
+    tied: bool = False  # defaults of settings: this field and the next two
     theta: float = 10000.0
     epsilon: float = 1e-6
-    head_dim: int | None = None  # default of that setting; None: width / number of heads
-    kv_heads: bool = True  # true: the default is the number of heads; false: the setting is required
-    biases: Biases = field(default_factory=dict)  # setting -> projections that get a bias if it is true
+    head_dim: int | None = None  # default of the setting; None: width / number of heads
+    kv_heads: bool = True  # whether the number of heads is the default; otherwise the setting is required
+    biases: Biases = field(default_factory=dict)  # setting -> projections that have a bias if it is true
     biased: frozenset[str] = frozenset()  # projections that always have a bias
-    # GGUF key -> (setting, default) of a number
+    # GGUF key -> (setting, default), for settings that are numbers
     numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    # Settings, other than `config.ONLY_ROTARY`, that must be absent or have one of these values
+    # Settings that must be missing or have one of these values, in addition to `config.ONLY_ROTARY`
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)  # further settings in a written config.json
-    llama3: bool = False  # the rotary frequencies may be scaled as in Llama 3
-    longrope: bool = False  # the rotary frequencies may be scaled as in Phi 3
-    model_type: str = ""  # value of model_type; empty: the architecture's name
-    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))  # setting; its values
-    # GGUF key -> setting of a whole number
+    written: Mapping[str, Any] = field(default_factory=dict)  # more settings that we write into config.json
+    llama3: bool = False  # whether frequencies may be scaled as in Llama 3
+    longrope: bool = False  # whether frequencies may be scaled as in Phi 3
+    model_type: str = ""  # value of model_type; "": the architecture's name
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))  # name and permitted values
+    # GGUF key -> setting, for settings that are whole numbers
     sizes: Mapping[str, str] = field(default_factory=dict)
     # Of a mixture: module of the experts, tensors of one expert, tensors of all experts
     experts: tuple[str, dict[str, str], dict[str, tuple[str, ...]]] | None = None

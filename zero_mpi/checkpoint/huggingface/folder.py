@@ -1,7 +1,7 @@
-"""A Hugging Face folder (config.json and safetensors) as a source of weights with GGUF names.
+"""A Hugging Face folder (config.json and safetensors) as a source of weights with names from GGUF.
 
-No file is converted in advance: `read` converts any range of elements to GGUF's order and reads only the
-bytes of this range. So each rank can read its shards of a model that does not fit on one rank.
+No file is converted in advance. `read` converts any range of elements to GGUF's order and only reads the
+bytes of this range. So each rank can read its shards of a model that is too large for one rank.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from zero_mpi.files.open import exists, read_file
 from zero_mpi.nn.adapters import FIRST, SECOND
 
 CONFIG = "config.json"
-MAX_CONFIG = 1 << 22  # bytes; a hundred times the usual size of config.json
+MAX_CONFIG = 1 << 22  # most bytes of config.json, a hundred times the usual size
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 TWICE = "tensor {}: expected once, found again under another name"
 
 
 @dataclass(frozen=True)
 class HuggingFaceTensor(TensorSpec):
-    """A tensor with its GGUF name and shape, its stored `type`, and its name and element order in the folder.
+    """A tensor with its GGUF name and shape, its stored `type`, and its name and order in the folder.
 
-    `head`: number of rows per head, if the rows are reordered.
+    `head`: number of rows per head, if the rows have another order.
     """
 
     source: str
     order: Order = Order.SAME
     head: int = 0
     parts: tuple[tuple[str, int], ...] = ()
-    """Sources of equally long runs of elements that together form the tensor, with the start of each run."""
+    """Source of each run of elements that form the tensor, with its start. All runs are equally long."""
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder(WeightSource):
-    """The index of a folder; the data is read on demand. No file stays open. `path` is the folder.
+    """Index of a folder; data is read on demand, and no file stays open. `path` is the folder.
 
     `metadata` has the architecture's keys, but no tokenizer keys: the tokenizer's files are in the folder.
-    `constants` are tensors computed from the configuration: divisors of the rotary frequencies.
+    `constants` are tensors computed from config.json: divisors of the rotary frequencies.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class HuggingFaceFolder(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> HuggingFaceFolder:
-        """Read and check configuration and headers, but no data. Raise UsageError if anything is invalid."""
+        """Read and check config.json and headers, but no data. Raise UsageError if any of them is invalid."""
         folder = Path(os.path.realpath(path))
         config = read_config(folder / CONFIG)
         with prefixed(f"{folder / CONFIG}:"):
@@ -89,13 +89,13 @@ class HuggingFaceFolder(WeightSource):
             _check_head(tensors, weights, tied)
             if arch != "gpt2":
                 _check_biases(tensors, biases)
-            constants = rope_factors(arch, settings)  # after the tensors have confirmed the head's width
+            constants = rope_factors(arch, settings)  # the tensors have confirmed the width of heads
         named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
         return cls(folder, metadata, tensors | named, config, weights, constants)
 
     @property
     def dropout(self) -> str:
-        """Names of the kinds of dropout that the configuration sets and that we do not compute."""
+        """Names of the settings for dropout that are not zero. We do not compute dropout."""
         usual = DROPOUTS.get(architecture(Settings(self.config)), DROPOUTS_ROTARY)
         asked = {name: self.config.get(name, default) for name, default in usual.items()}
         return ", ".join(f"{name} {shown(value)}" for name, value in asked.items() if value)
@@ -111,7 +111,7 @@ F32 = GGMLQuantizationType.F32
 
 
 def fill(weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: Floats) -> None:
-    """Fill `out` with the elements from `start` on of a tensor, in GGUF's order."""
+    """Fill `out` with the elements of a tensor in GGUF's order, from element `start` on."""
     read, width = partial(weights.read, spec.source), spec.size // spec.shape[0]
     if spec.order == Order.HALVES:
         interleaved(read, spec.head, width, start, out)
@@ -130,12 +130,12 @@ def fill(weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: Fl
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a config.json."""
+    """Return the JSON object in a config.json. Raise FileError for any other content."""
     return json_object(path, read_file(path, MAX_CONFIG, "a configuration"))
 
 
 def open_weights(folder: Path) -> SafetensorsModel:
-    """Open the safetensors files of a folder; without them, raise FileError that says what to do."""
+    """Open the safetensors files of a folder. If there are none, FileError says what to do."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = any(folder.glob("*.bin"))
         found = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
@@ -144,7 +144,7 @@ def open_weights(folder: Path) -> SafetensorsModel:
 
 
 def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadata) -> dict[str, TensorSpec]:
-    """Return the folder's tensors by GGUF name, in the order in which the model uses them."""
+    """Return the folder's tensors under their GGUF names, in the order in which the model uses them."""
     found: dict[str, TensorSpec] = {}
     stacks: dict[str, dict[int, HuggingFaceTensor]] = {}
     for source, entry in weights.tensors.items():
@@ -163,7 +163,7 @@ def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadat
 
 
 def stacked(of_expert: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
-    """Return all experts' matrices as one stacked tensor; a shared expert's matrix stays unstacked."""
+    """Return the matrices of all experts as one stacked tensor; a shared expert's matrix is not stacked."""
     count, first = len(of_expert), next(iter(of_expert.values()))
     if {*of_expert} != {*range(count)} or any(each.shape != first.shape for each in of_expert.values()):
         raise FileError(f"tensor {show(first.name)}: expected equal matrices of experts 0 to {count - 1}")
@@ -172,7 +172,7 @@ def stacked(of_expert: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
 
 
 def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Metadata) -> HuggingFaceTensor:
-    """Return one tensor; raise FileError unless its shape fits the order in which it is read."""
+    """Return one tensor. Raise FileError if its shape does not fit the order in which it is read."""
     order, shape = order_of(arch, name), stored.shape
     if not shape or 0 in shape:
         raise FileError(f"tensor {show(stored.name)}: expected at least one element, found shape {shape}")
@@ -189,7 +189,7 @@ def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Meta
 
 
 def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied: bool) -> None:
-    """Drop a tied head equal to the embedding. FileError if it differs or if an untied head is missing."""
+    """Drop a tied head if it equals the embedding. Raise FileError if it differs, or if a head is missing."""
     if not tied and HEAD not in tensors:
         raise FileError("lm_head.weight is missing, and tie_word_embeddings is not true")
     if tied and HEAD in tensors and EMBEDDING in tensors:
@@ -205,7 +205,7 @@ def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied:
 
 
 def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
-    """Raise FileError for a bias that the configuration does not set, because it would not be computed."""
+    """Raise FileError for a bias that config.json does not announce, because we would not compute it."""
     for name in tensors:
         stem, _, kind = name.rpartition(".")
         part = stem.rpartition(".")[2]
@@ -220,19 +220,19 @@ PREFIX = "base_model.model."
 ENDS = {FIRST: ".lora_A.weight", SECOND: ".lora_B.weight"}
 TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
-# Settings about layers, training or the base. We ignore them, because the tensors show what matters.
+# Settings on layers, training or the base, which we ignore, because the tensors show what is needed.
 PASSED_OVER = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "target_modules", "task_type",
 }  # fmt: skip
-NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # values that mean that an option is not used
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # other values change base weights too
+NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # values which mean that an option is not used
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # all others change base weights too
 
 
 @dataclass(frozen=True)
 class PeftFolder(WeightSource):
-    """Index of a PEFT folder; the data is read on demand. `metadata` has the keys of an adapter's GGUF."""
+    """Index of a PEFT folder; data is read on demand. `metadata` has the keys of an adapter's GGUF."""
 
     path: Path
     metadata: Metadata
@@ -241,7 +241,7 @@ class PeftFolder(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], base: Metadata) -> PeftFolder:
-        """Read and check the headers; `base`: keys of the base model. Raise FileError if one is invalid."""
+        """Read and check the headers of an adapter. `base`: keys of its base. Raise FileError if invalid."""
         folder, keys = Path(os.path.realpath(path)), GGUFKeys(base, "the base model")
         arch = keys.architecture or ""
         if arch not in FAMILIES:
@@ -264,7 +264,7 @@ class PeftFolder(WeightSource):
 
 
 def alpha_of(settings: Settings) -> float:
-    """Return alpha; the update is scaled by alpha / rank. FileError unless the adapter is plain LoRA."""
+    """Return alpha; the update is scaled by alpha / rank. Raise FileError unless it is a plain LoRA."""
     if settings.values.get("peft_type") != "LORA":
         raise settings.fault("peft_type", "LORA (only)")
     if settings.values.get("init_lora_weights") not in PLAIN_STARTS:
@@ -281,7 +281,7 @@ def alpha_of(settings: Settings) -> float:
 def _factor(
     weights: SafetensorsModel, source: str, arch: str, keys: GGUFKeys
 ) -> tuple[str, HuggingFaceTensor]:
-    """Return one factor with its GGUF name. `head`: number of rows per head, which are reordered together."""
+    """Return one factor with its GGUF name. `head`: number of rows per head, reordered together."""
     stored = weights.spec(source)
     ours, theirs = next(((o, t) for o, t in ENDS.items() if source.endswith(t)), ("", ""))
     stem = source.removeprefix(PREFIX).removesuffix(theirs)
@@ -294,14 +294,14 @@ def _factor(
 
 
 def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) -> tuple[Order, int]:
-    """Return the order of a factor's rows in the folder, and the rows per head. gpt2's are not transposed."""
+    """Return the order of a factor's rows in the folder, and rows per head. gpt2's rows are not reordered."""
     if end == SECOND and order_of(keys.architecture or "", target) == Order.HALVES:
         return Order.HALVES, head_of(factor, target, keys)
     return Order.SAME, 0
 
 
 def head_of(factor: TensorSpec, target: str, keys: GGUFKeys) -> int:
-    """Return the rows per head in q's or k's second factor; FileError if the base has other heads."""
+    """Return the rows per head in q's or k's second factor. Raise FileError if the base has other heads."""
     heads = keys.integer(f"{keys.architecture}.attention.head_count", 1) or 1
     if ".attn_k." in target:
         heads = keys.integer(f"{keys.architecture}.attention.head_count_kv", 1) or heads

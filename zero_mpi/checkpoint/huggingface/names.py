@@ -1,8 +1,8 @@
-"""Names of tensors in GGUF and in Hugging Face folders, and the order of their elements.
+"""Names of tensors in GGUF files and in Hugging Face folders, and the order of their elements.
 
 GGUF stores llama's q and k in interleaved rotary order, and all matrices as (out, in). Hugging Face stores
-the two halves of a head one after the other, and gpt2's matrices as (in, out). No error shows a forgotten
-conversion: shapes may match, and the model generates nonsense.
+the two halves of a head one after the other, and gpt2's matrices as (in, out). No error shows that a
+conversion was forgotten: shapes may match, and then the model generates nonsense.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Read = Callable[[int, int], Floats]
 
 
 def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the parts of the range [start, stop) of rows of `width` elements, as (first row, last row, first
-    column, last column): at most part of a row, then full rows, then part of a row."""
+    """Yield the range [start, stop) of rows with `width` elements in parts, as (first row, last row, first
+    column, last column). There are at most three parts: the end of a row, full rows, the start of a row."""
     while start < stop:
         row, column = divmod(start, width)
         whole = (stop - start) // width if column == 0 else 0
@@ -36,15 +36,15 @@ def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, 
 
 
 def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> None:
-    """Fill `out` with the elements from `start` on of a tensor with rows in GGUF's rotary order.
+    """Fill `out` with the elements of a tensor in GGUF's rotary order, from element `start` on.
 
-    `read` reads the tensor in the order of halves; a head has `head` rows of `width` elements.
+    `read` returns elements in the order of halves; a head has `head` rows with `width` elements.
     """
     at = 0
     for a, b, c, d in rows_of(start, start + out.size, width):
         block = out[at : at + (b - a) * (d - c)].reshape(b - a, d - c)
         for first in range(a - a % head, b, head):
-            for half in (0, 1):  # the folder has GGUF's rows with even numbers first, then the odd ones
+            for half in (0, 1):  # the folder has GGUF's even rows of a head first, then the odd rows
                 row, end = max(a, first), min(b, first + head)
                 row += (row + half) % 2
                 stored = row - row % head + row % 2 * (head // 2) + row % head // 2
@@ -53,7 +53,7 @@ def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> N
 
 
 def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
-    """Fill the rows of `target` with contiguous elements from `start` on, in chunks."""
+    """Fill the rows of `target` with consecutive elements from `start` on, in chunks."""
     step = max(1, CHUNK // width)
     for at in range(0, len(target), step):
         part = target[at : at + step]
@@ -61,9 +61,9 @@ def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
 
 
 def transposed(read: Read, height: int, width: int, start: int, out: Floats) -> None:
-    """Fill `out` with elements, from `start` on, of the transpose of a stored (width, height) matrix.
+    """Fill `out` with elements, from `start` on, of the transpose of a matrix stored as (width, height).
 
-    It reads narrow bands of full stored rows, which are contiguous.
+    The stored matrix is read in narrow bands of full rows, which are contiguous.
     """
     at, step = 0, max(1, CHUNK // 16 // height)
     for a, b, c, d in rows_of(start, start + out.size, width):
@@ -75,14 +75,14 @@ def transposed(read: Read, height: int, width: int, start: int, out: Floats) -> 
 
 
 def halves_of(read: Read, head: int, width: int, heads: int) -> Iterator[Floats]:
-    """Yield the heads of a tensor, flattened, with rows changed from rotary order to the order of halves."""
+    """Yield the heads of a tensor, flattened, with rows in the order of halves instead of rotary order."""
     for number in range(heads):
         rows = read(number * head * width, (number + 1) * head * width).reshape(head // 2, 2, width)
         yield np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
 
 
 def transposes_of(read: Read, height: int, width: int) -> Iterator[Floats]:
-    """Yield the transpose of a (height, width) matrix in flattened bands of rows of the transpose."""
+    """Yield the transpose of a (height, width) matrix in bands of its rows, flattened."""
     step, rows = max(1, CHUNK // height), max(1, CHUNK // width)
     for c in range(0, width, step):
         band = np.empty((min(step, width - c), height), np.float32)
@@ -93,9 +93,9 @@ def transposes_of(read: Read, height: int, width: int) -> Iterator[Floats]:
 
 
 def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
-    """Yield the experts' matrices in a tensor of a folder; nothing if it is not a tensor of experts.
+    """Yield the experts' matrices in a tensor of a folder; none if it is not a tensor of experts.
 
-    Each item has the GGUF name, the expert's number, the index of the first element, and the shape.
+    Each item has the GGUF name, the number of the expert, the index of the first element, and the shape.
     """
     block = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{,5})\.(.+?)(\.weight)?", name)
     if block is None or arch not in MIXTURES:
@@ -115,9 +115,9 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str
 def parts_from(
     arch: str, name: str, shape: tuple[int, ...]
 ) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
-    """Return the folder's tensors for a GGUF tensor of experts: name, shape, and the GGUF names in it.
+    """Return the folder's tensors for a GGUF tensor of experts: name, shape, and the GGUF names inside.
 
-    A joint tensor is returned for the first of its GGUF tensors. None: no tensor of experts.
+    A tensor that joins several GGUF tensors is returned for the first of them only. None: not of experts.
     """
     prefix, _, stem = name.removesuffix(".weight").rpartition(".")
     layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]
@@ -133,7 +133,7 @@ def parts_from(
 
 
 def to_gguf(arch: str, name: str) -> str | None:
-    """Return the GGUF name of a folder's tensor, None if it holds no weights; FileError if unknown."""
+    """Return the GGUF name of a folder's tensor, None if it has no weights. Raise FileError if unknown."""
     family = FAMILIES[arch]
     if re.fullmatch(family.dropped, name):
         return None
@@ -146,7 +146,7 @@ def to_gguf(arch: str, name: str) -> str | None:
 
 
 def from_gguf(arch: str, name: str) -> str:
-    """Return the folder's name for a GGUF tensor; raise FileError for an unknown name."""
+    """Return a folder's name for a GGUF tensor. Raise FileError for an unknown name."""
     family = FAMILIES[arch]
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
@@ -160,14 +160,14 @@ def from_gguf(arch: str, name: str) -> str:
 
 
 def order_of(arch: str, name: str) -> Order:
-    """Return how the elements of the tensor with the GGUF name `name` are ordered in a folder."""
+    """Return the order that the elements of the GGUF tensor `name` have in a folder."""
     stem, _, kind = name.rpartition(".")
     order = FAMILIES[arch].orders.get(stem.rpartition(".")[2], Order.SAME)
     return Order.SAME if order == Order.TRANSPOSED and kind == "bias" else order
 
 
 def place_of(arch: str, name: str) -> tuple[int, int, int]:
-    """Return a key that sorts GGUF names by use: embedding, blocks by number, then all other tensors."""
+    """Return a key that sorts GGUF names by use: embedding, blocks by number, other tensors."""
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
     if block:

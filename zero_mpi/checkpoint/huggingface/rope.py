@@ -1,6 +1,6 @@
-"""Reads rotary settings from config.json: width of a head, frequency base, and frequency scaling.
+"""Reads rotary settings from config.json: width of a head, base of the frequencies, and their scaling.
 
-GGUF has keys for linear scaling and YaRN. It has no key for Llama 3's scaling, but a tensor of divisors,
+GGUF has keys for linear scaling and for YaRN. For Llama 3's scaling it has no key but a tensor of divisors,
 `rope_freqs.weight`.
 """
 
@@ -20,17 +20,17 @@ from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.parse import parse_json
 from zero_mpi.ops.elementary import log, power
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # layers that attend to all positions, or to a window
-MAX_HEAD = 1 << 14  # most elements of a head; limits rotary tables, which are made before any tensor is read
-ROPE_SCALING = "zero_mpi.rope_scaling"  # key of Llama 3's settings as JSON; divisors do not show them
-FORMER = "original_max_position_embeddings"  # context length before frequency scaling
-FORMER_PHI3 = 4096  # default of this setting in Phi 3
+FULL, SLIDING = "full_attention", "sliding_attention"  # for attention to all positions, and for a window
+MAX_HEAD = 1 << 14  # most elements of a head; limits rotary tables, which are made before tensors are read
+ROPE_SCALING = "zero_mpi.rope_scaling"  # key with Llama 3's settings as JSON, which divisors do not show
+FORMER = "original_max_position_embeddings"  # context length without frequency scaling
+FORMER_PHI3 = 4096  # Phi 3's default for this setting
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", FORMER)
-SCALINGS = ("linear", "yarn")  # kinds of scaling for which GGUF has keys
+SCALINGS = ("linear", "yarn")  # kinds of scaling that GGUF has keys for
 LONGROPE, PARTIAL = "longrope", "partial_rotary_factor"
-OLDER_LONGROPE = ("su", "yarn")  # older names of longrope in Phi 3
+OLDER_LONGROPE = ("su", "yarn")  # names that longrope had earlier in Phi 3
 ROPE_FREQS = "rope_freqs.weight"
-LONG_FACTORS = {  # tensor in a GGUF -> setting with its values
+LONG_FACTORS = {  # tensor in a GGUF -> setting that has its values
     "rope_factors_long.weight": "long_factor",
     "rope_factors_short.weight": "short_factor",
 }
@@ -44,7 +44,7 @@ ONLY_YARN: dict[str, tuple[Any, ...]] = {
 
 
 def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
-    """Return the settings that `config.keys_of` stored; None if they are missing or invalid."""
+    """Return the settings that `config.keys_of` stored in a key; None if they are missing or invalid."""
     try:
         values = parse_json(GGUFKeys(metadata).text(ROPE_SCALING) or "null")
         return {name: values[name] for name in LLAMA3 if Settings(values).number(name)}
@@ -53,7 +53,7 @@ def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
 
 
 def head_width(arch: str, settings: Settings) -> int:
-    """Return the width of a head; raise FileError for an odd width, because its halves are rotated."""
+    """Return the width of a head. Raise FileError for an odd width, because halves of heads are rotated."""
     usual = settings.size("hidden_size") // settings.size("num_attention_heads")
     width = settings.size("head_dim", ROTARY_CLASSES[arch].head_dim or max(usual, 1))
     if width > MAX_HEAD:
@@ -64,7 +64,7 @@ def head_width(arch: str, settings: Settings) -> int:
 
 
 def turned_width(arch: str, settings: Settings) -> int:
-    """Return how many elements at the start of a head are rotated; FileError if the number is odd."""
+    """Return how many elements at the start of a head are rotated. Raise FileError for an odd number."""
     width = int(head_width(arch, settings) * rope_of(settings).number(PARTIAL, 1.0))
     if not 0 < width <= head_width(arch, settings) or width % 2:
         raise FileError(f"{PARTIAL}: expected an even part of the width of a head, found {width} elements")
@@ -72,10 +72,10 @@ def turned_width(arch: str, settings: Settings) -> int:
 
 
 def of_one_kind(arch: str, settings: Settings) -> Settings:
-    """Return the settings with one kind of rotary settings: those of layers with full attention.
+    """Return the settings with rotary settings of one kind: those for layers with full attention.
 
-    Layers with a window have separate settings, which must be gemma3's (base 10000, no scaling). Settings
-    that Mistral omits get their defaults, which differ from those of llama's classes.
+    Layers with a window have rotary settings of their own, which must be gemma3's (base 10000, no scaling).
+    Settings that Mistral leaves out get their defaults, which differ from llama's.
     """
     if settings.values.get("model_type") == "mistral":
         return Settings({"num_key_value_heads": 8, "sliding_window": 4096} | dict(settings.values))
@@ -91,7 +91,7 @@ def of_one_kind(arch: str, settings: Settings) -> Settings:
 
 
 def object_of(settings: Settings, name: str) -> dict[str, Any]:
-    """Return the JSON object in a setting; an empty object if the setting is absent or null."""
+    """Return the JSON object in a setting; {} if the setting is missing or null."""
     value = settings.values.get(name)
     if value is not None and not isinstance(value, dict):
         raise settings.fault(name, "an object")
@@ -99,7 +99,7 @@ def object_of(settings: Settings, name: str) -> dict[str, Any]:
 
 
 def rope_of(settings: Settings) -> Settings:
-    """Return base and scaling of the rotary frequencies, from the newer or the older format.
+    """Return base and scaling of the rotary frequencies, read in the newer or the older format.
 
     As in transformers, the older format overrides the newer, and a top-level original context a nested one.
     """
@@ -119,7 +119,7 @@ def rope_of(settings: Settings) -> Settings:
 
 
 def rope_type(settings: Settings) -> Any:
-    """Return the kind of frequency scaling; "default" means no scaling."""
+    """Return the kind of frequency scaling; "default" stands for no scaling."""
     values = rope_of(settings).values
     kind = values.get("rope_type", values.get("type"))
     if kind in OLDER_LONGROPE and settings.values.get("model_type") == "phi3":
@@ -128,7 +128,7 @@ def rope_type(settings: Settings) -> Any:
 
 
 def scaling_keys(settings: Settings) -> Metadata:
-    """Return the keys of linear scaling or YaRN without prefix; no keys for other kinds of scaling."""
+    """Return the keys of linear scaling or YaRN, without prefix; {} for other kinds of scaling."""
     rope, kind = rope_of(settings), rope_type(settings)
     if kind not in SCALINGS:
         return {}
@@ -147,7 +147,7 @@ def scaling_keys(settings: Settings) -> Metadata:
 
 
 def longrope_keys(settings: Settings) -> Metadata:
-    """Return the keys of Phi 3's scaling without prefix: original context, and the factor of q and k."""
+    """Return the keys of Phi 3's scaling, without prefix: original context, and a factor for q and k."""
     if rope_type(settings) != LONGROPE:
         return {}
     rope, context = rope_of(settings), settings.size("max_position_embeddings")
@@ -159,7 +159,7 @@ def longrope_keys(settings: Settings) -> Metadata:
 
 
 def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np.float32]]:
-    """Return Phi 3's two tensors of divisors, (count,) each, by tensor name."""
+    """Return Phi 3's two tensors of divisors by their names. Each has shape (count,)."""
     found, rope = {}, rope_of(settings)
     for tensor, name in LONG_FACTORS.items():
         values = rope.values.get(name)
@@ -173,7 +173,7 @@ def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np
 
 
 def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
-    """Return the four numbers of Llama 3's scaling as in the file; None for another kind of scaling."""
+    """Return the four numbers of Llama 3's scaling, as in the file; None for other kinds of scaling."""
     if arch == "gpt2":
         return None
     rope, kind, family = rope_of(settings), rope_type(settings), ROTARY_CLASSES[arch]
@@ -190,7 +190,7 @@ def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
 
 
 def rope_factors(arch: str, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the divisors of frequencies, (D / 2,), by tensor name; none if keys describe the scaling."""
+    """Return tensor name -> divisors of frequencies (D / 2,); {} if keys describe the scaling."""
     numbers = llama3_settings(arch, settings)
     if arch != "gpt2" and rope_type(settings) == LONGROPE:
         return longrope_factors(settings, turned_width(arch, settings) // 2)
@@ -208,11 +208,11 @@ def llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> npt.NDArray[np.float32]:
-    """Return the divisors of the `width` / 2 frequencies: 1 for short waves, `factor` for long waves, smooth
-    values in between (Dubey et al., The Llama 3 Herd of Models, 2024)."""
+    """Return the divisors of `width` / 2 frequencies: 1 for short waves, `factor` for long waves, and values
+    that rise smoothly in between (Dubey et al., The Llama 3 Herd of Models, 2024)."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     context, steps = np.float32(original_max_position_embeddings), high_freq_factor - low_freq_factor
-    with np.errstate(all="ignore"):  # the reader refuses divisors that are not valid
+    with np.errstate(all="ignore"):  # the reader refuses invalid divisors later
         waves = np.float32(2 * np.pi) * power(np.float32(base), exponents).astype(np.float32)
         smooth = (context / waves - np.float32(low_freq_factor)) / np.float32(steps or 1)
         between = 1 / ((1 - smooth) / np.float32(factor) + smooth)

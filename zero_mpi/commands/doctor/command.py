@@ -1,7 +1,7 @@
 """Command `doctor`: its flags, the list of checks, the table and the JSON file.
 
-Rows are printed as soon as they are ready, so if a check hangs, the last printed row is that of the check
-before. A watchdog then ends the job. All ranks have all rows, so they agree on the exit status.
+Rows are printed as soon as they are ready. So if a check hangs, the last printed row is that of the previous
+check. A watchdog then ends the job. All ranks have all rows, so they agree on the exit status.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def make_parser() -> Parser:
 
 
 def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the flags; raise UsageError for a value out of range."""
+    """Return the flags. Raise UsageError if a value is out of range."""
     options = make_parser().parse_args(arguments)
     if options.max_mb is None:
         options.max_mb = QUICK_MB if options.quick else MOST_MB
@@ -89,7 +89,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Run all checks. Return the exit status, the same on all ranks."""
     options = world.run_on_all(lambda: read_flags(arguments))
     if split_into(world.size) and not is_first():
-        return FAILED  # each process is a job of its own; only the first prints this
+        return FAILED  # without MPI each process is a job, and only the first one prints this
     if options.json is not None:
         world.on_root(lambda: check_target("--json", options.json))
     watchdog = Watchdog(world.rank, options.timeout, world.kill)

@@ -1,10 +1,10 @@
 """Checks of the hosts: versions, launcher, cores and threads, load, limits, shared memory, CUDA devices.
 
-The launcher of a different MPI starts N jobs of one rank instead of one job of N ranks; only the check of the
+The launcher of another MPI starts N jobs of one rank instead of one job of N ranks; only the check of the
 launcher detects this. Common mistakes with cores are more ranks than cores, ranks bound to fewer cores than
 they have threads, and several ranks bound to one core while other cores are idle. Without shared memory a run
 uses messages, which is slower and gives the same bits. Some MPI libraries claim to support the memory of CUDA
-devices and then crash. So this is tested by a transfer in a separate process (`comm.gpu.probe`).
+devices and then crash. So a transfer in a separate process tests the support (`comm.gpu.probe`).
 """
 
 import contextlib
@@ -38,13 +38,13 @@ BIND = (
     "bind each rank to its own cores: mpiexec -bind-to core (MPICH), --bind-to core --map-by core "
     "(Open MPI), --cpu-bind=cores (srun); or do not bind at all"
 )
-LEAST_MEMORY = 512 << 20  # bytes per rank; interpreter and libraries take 100 MiB of them
-LEAST_LOCKED = 64 << 20  # bytes, for networks with remote memory access, which lock buffers
-SPARE_FILES = 64  # files in addition to one connection per other rank
+LEAST_MEMORY = 512 << 20  # bytes per rank; the interpreter and the libraries take 100 MiB of them
+LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock buffers in memory
+SPARE_FILES = 64  # open files that a rank needs besides one connection to each other rank
 PROC = Path("/proc")
-SAMPLES, PAUSE = 4, 0.02  # number of samples (the minimum counts), seconds between samples
-SMALL = 256 << 20  # bytes; shared memory below this is small (containers have 64 MiB)
-TRIAL = 1 << 20  # bytes of the test window
+SAMPLES, PAUSE = 4, 0.02  # number of samples, of which the minimum counts, and seconds between samples
+SMALL = 256 << 20  # bytes; less shared memory than this is little (containers have 64 MiB)
+TRIAL = 1 << 20  # bytes of the test window in shared memory
 MORE_SHM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvgpu")  # PCs and servers, WSL, Jetson
@@ -57,13 +57,13 @@ STAGED = (
 
 
 def versions(where: Ranks) -> list[Row]:
-    """Compare the versions of all ranks; only the version of mpi4py may differ. Collective."""
+    """Compare the versions of all ranks. A difference is bad, except in the version of mpi4py. Collective."""
     found = where.gather(installation(where.world) | {"mpi4py": installed("mpi4py") or "none"})
     return [version(name, [each.get(name, "none") for each in found]) for name in found[0]]
 
 
 def version(name: str, values: list[str]) -> Row:
-    """Return the row for one name and its value on each rank."""
+    """Return the row that compares the ranks' values for one name."""
     first, others = values[0], dict[str, list[int]]()
     for rank, value in enumerate(values):
         if value != first:
@@ -76,25 +76,25 @@ def version(name: str, values: list[str]) -> Row:
         return Row(name, f"{first}, but {text}", NOTE if name == "mpi4py" else BAD, remedy)
     if name == "operations" and first == "numpy":
         return Row(name, "plain NumPy, several times slower than compiled kernels", NOTE, FAST)
-    return Row(name, " ".join(first.split(", package")[0].split()))  # Open MPI's version text is longer
+    return Row(name, " ".join(first.split(", package")[0].split()))  # omit details of Open MPI
 
 
 def library(where: Ranks) -> Iterator[Row]:
-    """Check launcher, thread level and progress threads. Collective."""
+    """Check the launcher, the thread level of MPI, and the MPI library's progress threads. Collective."""
     yield launcher(where.world.size)
     yield thread_level(where.world.mpi)
     yield progress(where.gather([name for name in ASYNC_PROGRESS if is_on(os.environ, name)]))
 
 
 def launcher(size: int, environ: Mapping[str, str] = os.environ) -> Row:
-    """Return the row of the launcher."""
+    """Return the row that says whether the launcher started one job of `size` ranks."""
     if alone := split_into(size, environ):
         return Row("launcher", f"it started {alone} processes, but each is a job of one rank", BAD, SAME_MPI)
     return Row("launcher", plural(size, "rank"))
 
 
 def thread_level(mpi: Any) -> Row:
-    """Return the row of the library's thread level; `mpi` is None without a library."""
+    """Return the row on the MPI library's thread level. `mpi` is None without a library."""
     if mpi is None:
         remedy = "pip install 'zero-mpi[mpich]', or mpi4py built on the MPI of your site"
         return Row("MPI threads", "no MPI library can be loaded: one process only", NOTE, remedy)
@@ -105,14 +105,14 @@ def thread_level(mpi: Any) -> Row:
 
 
 def progress(found: Iterable[Iterable[str]]) -> Row:
-    """Return the row on progress threads, which slow blocking calls 20 times; `found`: settings per rank."""
+    """Return the row on progress threads, which make blocking calls 20 times slower. `found`: names."""
     name = next((name for names in found for name in names), "")
     value = f"{name} is set: blocking calls take many times longer" if name else "the MPI library starts none"
     return assessed("progress threads", value, not name, f"unset {name}")
 
 
 def is_on(environ: Mapping[str, str], name: str) -> bool:
-    """Return True if a variable of the environment has a value that means on."""
+    """Return whether an environment variable has a value that means "on"."""
     return environ.get(name, "").lower() not in OFF
 
 
@@ -121,7 +121,7 @@ def is_on(environ: Mapping[str, str], name: str) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of a rank: its cores, its threads and whether the user set them, its CPU quota."""
+    """Cores of a rank, its number of threads, whether the user set that number, and its CPU quota."""
 
     cores: tuple[int, ...]
     threads: int
@@ -131,7 +131,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """Ranks of a host and their placements. usable: number of cores that the CPU quota permits."""
+    """Ranks of a host with their placements. usable: number of cores that the CPU quota lets them use."""
 
     name: str
     ranks: tuple[int, ...]
@@ -152,7 +152,7 @@ class NodePlacement:
 
 
 def cores(where: Ranks) -> list[Row]:
-    """Check hosts, cores and threads of all ranks. Collective."""
+    """Check the hosts, cores and threads of all ranks. Collective."""
     usable, count = tuple(sorted(os.sched_getaffinity(0))), ops.use_threads()
     placements = where.gather(Placement(usable, count, environment.threads_were_set, environment.quota()))
     found = [
@@ -163,7 +163,7 @@ def cores(where: Ranks) -> list[Row]:
 
 
 def hosts(found: list[NodePlacement]) -> Iterator[Row]:
-    """Yield a row for each of the first hosts, and one row for all further hosts."""
+    """Yield a row for each of the first hosts, and one row for all remaining hosts."""
     for node in found[:FEW]:
         cores = f"{plural(len(node.cores), 'core')} ({ranges(node.cores)})"
         bound = f"{span(len(one.cores) for one in node.placements)} for each rank"
@@ -173,7 +173,7 @@ def hosts(found: list[NodePlacement]) -> Iterator[Row]:
 
 
 def crowding(found: list[NodePlacement]) -> Row:
-    """Check that no host has more ranks than cores."""
+    """Return the row on hosts that have more ranks than cores."""
     title, crowded = "ranks and cores", [node for node in found if node.is_crowded]
     if not crowded:
         return Row(title, "no host has more ranks than cores")
@@ -183,7 +183,7 @@ def crowding(found: list[NodePlacement]) -> Row:
 
 
 def binding(found: list[NodePlacement]) -> Row:
-    """Check that ranks do not share a core while another core has no rank."""
+    """Return the row on ranks that share a core while another core has no rank."""
     shared = list[str]()
     for node in found:
         bound: dict[tuple[int, ...], list[int]] = {}
@@ -199,7 +199,7 @@ def binding(found: list[NodePlacement]) -> Row:
 
 
 def threads(found: list[NodePlacement]) -> Row:
-    """Check that the threads of a host's ranks do not exceed its cores."""
+    """Return the row on hosts whose ranks have more threads than the host has cores."""
     value, idle = f"{span(one.threads for node in found for one in node.placements)} for each rank", ""
     for node in found:
         most = min([max(1, node.usable // len(node.ranks)), *(len(one.cores) for one in node.placements)])
@@ -213,7 +213,7 @@ def threads(found: list[NodePlacement]) -> Row:
         free = node.usable - sum(one.threads for one in node.placements)
         if free > 0 and not idle:
             idle = f"; {free} of {plural(node.usable, 'core')} of {node.name} idle"
-    more = "start more ranks, or train with --threads auto (other last bits than with one thread)"
+    more = "start more ranks, or train with --threads auto (last bits differ from those of one thread)"
     return assessed("threads", value + idle, not idle, more)
 
 
@@ -221,10 +221,10 @@ def threads(found: list[NodePlacement]) -> Row:
 
 
 def load(where: Ranks) -> Iterator[Row]:
-    """Check that no other programs run, which would slow down the measurements. Collective."""
+    """Check that no other programs slow down the measurements. Collective."""
 
     def busy_threads() -> int:
-        """Return the number of the host's runnable threads, the minimum of some samples; 0: unknown."""
+        """Return the host's number of runnable threads, the minimum of some samples; 0 if unknown."""
         found = list[int]()
         with contextlib.suppress(OSError):
             for _ in range(SAMPLES):
@@ -241,14 +241,14 @@ def load(where: Ranks) -> Iterator[Row]:
 
 
 def limits(where: Ranks) -> list[Row]:
-    """Check memory and limits of all hosts; store `memory_bytes_per_rank`. Collective."""
+    """Check memory and limits of all hosts; store `memory_bytes_per_rank` for the JSON file. Collective."""
     return limit_rows(where.of_nodes(read_limits), where)
 
 
 def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
-    """Return the row on memory, and rows on limits that are too low for a job, at most a few."""
+    """Return the row on memory, and a few rows on limits that are too low for a job."""
     hosts = list(zip(found, map(len, where.nodes), strict=True))
-    # Bytes available to each rank if all ranks of its host use equal amounts.
+    # Memory in bytes that each rank has if all ranks of its host use equal amounts.
     each = where.figures["memory_bytes_per_rank"] = min(host.memory // count for host, count in hosts)
     tight = next((host for host in found if host.memory != host.available), None)
     limit = f"; a control group limits a host to {short_size(tight.group_memory or 0)}" if tight else ""
@@ -264,7 +264,7 @@ def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
 
 
 def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
-    """Yield a row for each limit of a host that is too low for a job of `size` ranks."""
+    """Yield a row for each limit of a host that is too low for a job with `size` ranks."""
     for limit, least, letter, text in (
         (host.address_space, None, "v", "address space of {} on {}: shared memory needs more"),
         (host.data, None, "d", "private memory of {} for a rank on {}"),
@@ -283,14 +283,14 @@ def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
 
 
 def shared_memory(where: Ranks) -> list[Row]:
-    """Check shared memory of all hosts. Collective."""
+    """Check the shared memory of all hosts. Collective."""
     problems = where.gather(try_window(where) if where.node_comm is not None else "")
     by_node = [next(filter(None, (problems[rank] for rank in of)), "") for of in where.nodes]
     return shared_rows(where.of_nodes(free_bytes), by_node, where)
 
 
 def free_bytes() -> int:
-    """Return the free bytes of this host's shared memory."""
+    """Return the number of free bytes in this host's shared memory."""
     try:
         return shutil.disk_usage(PLACE).free
     except OSError:
@@ -298,7 +298,7 @@ def free_bytes() -> int:
 
 
 def try_window(where: Ranks) -> str:
-    """Test shared memory on this node; return the problem, or an empty text. Collective."""
+    """Test shared memory on this node. Return the problem, or "" if there is none. Collective."""
     from zero_mpi.comm.shared.memory import NoSharedMemory, Window  # needs an MPI library
 
     node, here = where.node_comm, len(where.nodes[where.node])
@@ -312,14 +312,14 @@ def try_window(where: Ranks) -> str:
     node.Barrier()
     made.fence()
     others = [place for place in range(here) if (memory[place::here] != place % 251).any()]
-    node.Barrier()  # no rank frees memory while another rank reads it
+    node.Barrier()  # no rank may free memory that another rank still reads
     del memory
     made.free()
     return f"writes of {plural(len(others), 'rank')} did not arrive" if others else ""
 
 
 def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row]:
-    """Return two rows. found: free bytes of each host; problems: problem in the test of each host, or ""."""
+    """Return two rows. found: free bytes of each host; problems: for each host the result of `try_window`."""
     hosts = zip(found, map(len, where.nodes), where.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
     value = f"{short_size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
@@ -338,7 +338,7 @@ def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row
 
 @dataclass(frozen=True)
 class Devices:
-    """CUDA devices of a host. error: reason for finding none; mpi: result of the test transfer."""
+    """CUDA devices of a host. error: why there are none; mpi: result of the test transfer."""
 
     names: tuple[str, ...] = ()
     driver: str = ""
@@ -349,17 +349,17 @@ class Devices:
 
 
 def cuda(where: Ranks) -> list[Row]:
-    """Check the devices of all hosts. Collective."""
+    """Check the CUDA devices of all hosts. Collective."""
     return device_rows(where.of_nodes(find_devices), where.names)
 
 
 def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER) -> Devices:
-    """Return the devices of this host; start no process if there is no driver."""
+    """Return this host's devices. Without a driver, return none and start no process."""
     if not any(map(os.path.exists, driver)):
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")
     lines, end = run_probe(command, PROBE_SECONDS)
-    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # or the exit of the process
+    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # or how the process ended
     if about.get("error") or not about.get("names"):
         return Devices(error=about.get("error") or "the driver finds none", cupy=cupy)
     mpi = live.get("mpi") or live.get("error", "")
@@ -367,12 +367,12 @@ def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER)
 
 
 def device_rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
-    """Return the rows on devices of all hosts; a single row if no host has a device."""
+    """Return the rows on devices of all hosts, or a single row if no host has a device."""
     rows, counts = list[Row](), list[str]()
     for host, name in zip(found, names, strict=True):
         counts.append(f"{len(host.names)} on {name}")
         if host.error:
-            remedy = "nvidia-smi on that host; reload or update its driver"
+            remedy = "run nvidia-smi on that host; reload or update its driver"
             rows.append(Row("CUDA", f"{name}: {host.error}", NOTE, remedy))
         elif any(each.names or each.error for each in found):
             kinds = f"{plural(len(host.names), 'device')} ({', '.join(dict.fromkeys(host.names))})"

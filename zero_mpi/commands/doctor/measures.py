@@ -1,9 +1,9 @@
-"""Measurements of the doctor: the run folder, products on each rank, messages between ranks.
+"""Measurements of the doctor: the run folder, matrix products on each rank, messages between ranks.
 
-Rank 0 saves small files in the run folder like a checkpoint, and every host checks that it sees them.
-Products are measured with the matmul of the models, on all ranks at once. Messages, a small and a large one,
-pass around rings of ranks, all rings at once: a ring per node, and a ring for each index of ranks over all
-nodes. A time is the median over repeats, each with the time of the slowest rank.
+Rank 0 saves small files in the run folder like a checkpoint, and every host checks that it sees them. Matrix
+products use the matmul of the models, on all ranks at once. A small and a large message pass around rings of
+ranks, all rings at once: one ring per node, and between the nodes one ring for each rank index on a node. A
+time is the median over repeats; each repeat has the time of the slowest rank.
 """
 
 import contextlib
@@ -28,19 +28,19 @@ from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 from zero_mpi.launch.ending import say
 from zero_mpi.ops.low_precision import BFLOAT16
 
-TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes written and flushed to disk, bytes per call
-LONGEST = 5.0  # seconds after which the test stops writing
+TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes to write and flush to disk; bytes of a write call
+LONGEST = 5.0  # seconds after which the disk test stops writing
 PATIENCE, POLL = 3.0, 0.05  # seconds within which a host must see a file, seconds between checks
-SLOW = 20e6  # bytes per second; a disk below this is slow
-LITTLE = 1 << 30  # bytes; less free space gives a note
+SLOW = 20e6  # bytes per second; a disk that writes less is slow
+LITTLE = 1 << 30  # bytes; if less is free on the disk, the row is a note
 BYTES_A_PARAMETER = 12  # bytes per parameter in a checkpoint
 EDGE = 384  # rows and columns of the matrices: width of a small model, half a megabyte each
-BEHIND = 0.8  # a host is slow below this share of the median rate
-PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds per measurement, without and with --quick
+BEHIND = 0.8  # a host is slow if its rate is below this fraction of the median
+PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, without and with --quick
 SMALL = 64  # bytes of the message that measures latency
-BUFFERS = 4  # number of largest messages that must fit into a rank's memory
-FEWEST, MOST = 3, 60  # numbers of repeats
-SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow below these bytes per second (1 Gbit/s) or above these seconds
+BUFFERS = 4  # a rank's memory must hold this number of the largest messages
+FEWEST, MOST = 3, 60  # least and largest number of repeats
+SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow with fewer bytes per second (1 Gbit/s) or more seconds
 NAME_IT = (
     "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
     "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
@@ -51,7 +51,7 @@ NAME_IT = (
 
 @dataclass
 class Trial:
-    """Results of rank 0. problem: reason why saving fails; folder: test folder; made: folders to remove."""
+    """Results of rank 0. problem: why saving fails; folder: test folder; made: parent folders to remove."""
 
     system: FileSystem = UNKNOWN
     free: int = 0
@@ -63,21 +63,21 @@ class Trial:
 
 
 def run_folder(where: Ranks) -> list[Row]:
-    """Test the run folder. Collective."""
+    """Test the run folder on all hosts and return its rows. Collective."""
     out = Path(where.options.out)
     found: Trial = where.world.comm.broadcast_object(try_folder(out) if where.world.rank == 0 else None)
     seen = where.of_nodes(lambda: bool(found.problem) or sees(found.folder))
     if where.world.rank == 0:
         if found.folder is not None:
             shutil.rmtree(found.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another program uses the folder now
+        with contextlib.suppress(OSError):  # another program has put files there
             for folder in found.made:
                 folder.rmdir()
     return list(folder_rows(out, found, [name for ok, name in where.named(seen) if not ok]))
 
 
 def try_folder(out: Path) -> Trial:
-    """Run the tests of rank 0 and return the results; the caller removes the test folder."""
+    """Test the run folder on rank 0 and return the results. The caller removes the test folder."""
     found = Trial()
     try:
         found.made += [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -92,7 +92,7 @@ def try_folder(out: Path) -> Trial:
                 found.written += file.write(data)
             os.fsync(file.fileno())
         found.synced = time.perf_counter() - begun
-        for text in ("first", "second"):  # two checkpoints of one step; the second replaces the first
+        for text in ("first", "second"):  # two checkpoints of one step; the second must replace the first
             new = folders.begin(folders.step_folder(folder, 1))
             (new / folders.MODEL).write_text(text)
             folders.publish(folder, 1, new, keep=1)
@@ -108,7 +108,7 @@ def try_folder(out: Path) -> Trial:
 
 
 def sees(trial: Path | None) -> bool:
-    """Return True if this host sees rank 0's checkpoint within PATIENCE seconds."""
+    """Return whether this host sees rank 0's checkpoint within PATIENCE seconds."""
     until = time.monotonic() + PATIENCE
     while trial is not None:
         with contextlib.suppress(OSError):
@@ -120,15 +120,15 @@ def sees(trial: Path | None) -> bool:
 
 
 def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
-    """Yield the rows on the run folder; `blind`: hosts that do not see it."""
+    """Yield the rows on the run folder. `blind`: names of the hosts that do not see the checkpoint."""
     if found.problem:
         full = found.free == 0 and found.folder is not None
         remedy = f"{'free some space' if full else 'make it writable'}, or use another folder: --out DIR"
         yield Row("run folder", f"{out}: a run cannot save checkpoints there: {found.problem}", BAD, remedy)
         return
     models, free = found.free / BYTES_A_PARAMETER / 1e6, short_size(found.free)
-    value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
-    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 are kept"
+    value = f"{out} on {found.system.kind}, {free} free: space for {models:,.0f} million parameters"
+    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 keeps three"
     if not found.system.lasting:
         remedy = "this folder is in the host's memory and ends with it: use a folder on disk, --out DIR"
     yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)
@@ -147,14 +147,14 @@ def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
 
 
 def square_product(kind: Any) -> Callable[[], object]:
-    """Return a function that multiplies matrices with EDGE rows and columns, as layers do."""
+    """Return a function that multiplies two matrices with EDGE rows and columns, as layers do."""
     a, b = (np.random.default_rng(seed).random((EDGE, EDGE), np.float32).astype(kind) for seed in (1, 2))
     out = np.zeros_like(a)
     return lambda: ops.linear_backward_x(a, b, out)
 
 
 def rate(seconds: float, product: Callable[[], object]) -> float:
-    """Measure products for `seconds` (at least one); return this rank's FLOP per second."""
+    """Compute products for `seconds`, at least one of them. Return this rank's FLOP per second."""
     product()  # starts the library's threads
     begun, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() - begun < seconds:
@@ -164,7 +164,7 @@ def rate(seconds: float, product: Callable[[], object]) -> float:
 
 
 def products(where: Ranks) -> Iterator[Row]:
-    """Measure products on all ranks at once; store the rates of the median and the slowest. Collective."""
+    """Measure products on all ranks at once; store the median and the lowest rate. Collective."""
     where.world.node_by_node(lambda: ops.prepare(say if where.world.rank == 0 else None))
     where.comm.barrier()
     rates = where.gather(rate(PRODUCTS[where.options.quick], square_product(np.float32)))
@@ -174,7 +174,7 @@ def products(where: Ranks) -> Iterator[Row]:
 
 
 def rate_rows(rates: list[float], where: Ranks) -> Iterator[Row]:
-    """Yield rows on rates and on slow hosts; with two hosts, the faster host's rate is the median."""
+    """Yield rows on the rates and on slow hosts. With two hosts, the faster host's rate is the median."""
     spread = " to ".join(dict.fromkeys((gigaflops(min(rates)), gigaflops(max(rates)))))
     total = f"{gigaflops(sum(rates))} in total (fp32 matmuls, all ranks at once)"
     yield Row("speed", f"{spread} GFLOP/s per rank, {total}")
@@ -191,12 +191,12 @@ def rate_rows(rates: list[float], where: Ranks) -> Iterator[Row]:
 
 
 def gigaflops(flops: float) -> str:
-    """Return a rate as text, in GFLOP/s."""
+    """Return a rate in FLOP per second as text in GFLOP/s."""
     return f"{flops / 1e9:.{0 if flops >= 1e10 else 1}f}"
 
 
 def low_precision(where: Ranks) -> Iterator[Row]:
-    """Measure bfloat16 products on all ranks at once, after float32. Collective."""
+    """Measure bfloat16 products on all ranks at once and compare them with float32. Collective."""
     library, reason = ops.products(BFLOAT16)
     where.comm.barrier()
     seconds = PRODUCTS[where.options.quick]
@@ -213,13 +213,13 @@ def low_precision(where: Ranks) -> Iterator[Row]:
 
 
 def across(where: Ranks) -> tuple[list[int], int]:
-    """Return the ranks with this rank's index on their node, () if a node has fewer, and number of rings."""
+    """Return the ranks at this rank's index on all nodes (() if one has none), and the number of rings."""
     sharing = min(map(len, where.nodes))
     return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 
 
 def links(where: Ranks) -> Iterator[Row]:
-    """Measure all links; store `links`. Collective. Raise UsageError if --max-mb exceeds a rank's memory."""
+    """Measure all links; store `links`. Raise UsageError if --max-mb exceeds a rank's memory. Collective."""
     mebibytes, memory = where.options.max_mb, where.figures["memory_bytes_per_rank"]
     if mebibytes * 2**20 * BUFFERS > memory:
         most = memory // BUFFERS >> 20
@@ -237,9 +237,9 @@ def links(where: Ranks) -> Iterator[Row]:
 
 
 def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]:
-    """Measure a link; return its seconds per message and its seconds per byte. Collective.
+    """Measure a link. Return its seconds per message and its seconds per byte. Collective.
 
-    ring: ranks that pass a message on, including this rank; sharing: number of rings over the link
+    ring: ranks that pass messages on, this rank included; sharing: number of rings that use the link
     """
     large = max(int(where.options.max_mb * 2**20) // sharing, SMALL + 1)
     alpha = seconds_of(where, ring, SMALL)
@@ -248,7 +248,7 @@ def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]
 
 
 def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
-    """Return the seconds in which each rank sends `nbytes` to the next. Collective."""
+    """Return the seconds in which each rank of a ring sends `nbytes` to its successor. Collective."""
     sent, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     place = ring.index(where.world.rank) if len(ring) > 1 else None
 
@@ -260,7 +260,7 @@ def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
             where.world.mpi.COMM_WORLD.Sendrecv(sent, after, recvbuf=theirs, source=before)
         return time.perf_counter() - begun
 
-    once()  # first call: makes connections
+    once()  # the first call opens connections
     budget = MESSAGES[where.options.quick]
     repeats = min(MOST, max(FEWEST, int(budget / max(*where.gather(once()), 1e-9))))
     times = where.gather([once() for _ in range(repeats)])
@@ -274,6 +274,6 @@ def text_of(link: dict[str, float]) -> str:
 
 
 def network(link: dict[str, float]) -> Row:
-    """Return the row of the network between nodes."""
+    """Return the row on the network between nodes."""
     fine = link["alpha_seconds"] < LATE and link["beta_seconds_per_byte"] * SLOW_LINK <= 1
     return assessed("network", f"{text_of(link)} per node", fine, NAME_IT)

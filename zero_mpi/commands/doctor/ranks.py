@@ -1,6 +1,6 @@
-"""Ranks and nodes of the checked job, and rows of the table: name, value, verdict, remedy.
+"""Ranks and nodes of the job to check, and rows of the table: name, value, verdict, remedy.
 
-A node is a group of ranks that share memory, as the transports find it (`comm.topology`).
+A node is a group of ranks that share memory, as the transports group them (`comm.topology`).
 """
 
 import platform
@@ -15,13 +15,13 @@ from zero_mpi.comm import Comm, SerialComm
 from zero_mpi.launch.world import World
 
 T = TypeVar("T")
-OK, NOTE, BAD = "ok", "note", "bad"  # note: slower, less safe, or different bits; bad: a job would fail
-TITLE = 23  # width of the names
+OK, NOTE, BAD = "ok", "note", "bad"  # note: slower, less safe or different bits; bad: a job would fail
+TITLE = 23  # width of the column of names
 
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the table. Every verdict except ok has a remedy: a command, a setting, or a request."""
+    """Row of the table. A row has a remedy (a command, a setting, a request) unless its verdict is ok."""
 
     what: str
     value: str
@@ -33,12 +33,12 @@ class Row:
 
 
 def assessed(what: str, value: str, fine: bool, remedy: str, fault: str = NOTE) -> Row:
-    """Return a row with verdict ok if `fine`, else with verdict `fault` and the remedy."""
+    """Return a row. If `fine`, its verdict is ok; else it has the verdict `fault` and the remedy."""
     return Row(what, value) if fine else Row(what, value, fault, remedy)
 
 
 def lines(row: Row) -> Iterator[str]:
-    """Yield the lines of a row, in the width of the table; the remedy is below the value."""
+    """Yield the lines of a row, as wide as the table. The remedy is below the value."""
     wrap = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
     wrap.subsequent_indent = margin = " " * (6 + TITLE + 1)
     yield from wrap.wrap(f"{row.verdict:6}{row.what:{TITLE}} {row.value}")
@@ -49,12 +49,12 @@ def lines(row: Row) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Checked job; every check gets it as an argument."""
+    """Job to check: its ranks, nodes and flags. Every check gets it as an argument."""
 
     world: World
     comm: Comm
     node_comm: Any  # the raw communicator of this rank's node; None without MPI
-    nodes: tuple[tuple[int, ...], ...]  # ranks of each node; the node of rank 0 comes first
+    nodes: tuple[tuple[int, ...], ...]  # ranks of each node; the first node is that of rank 0
     names: tuple[str, ...]  # a host name for each node, for messages
     options: Namespace = field(default_factory=Namespace)
     figures: dict[str, Any] = field(default_factory=dict)  # measured values for the JSON file
@@ -74,13 +74,13 @@ class Ranks:
         return self.comm.allgather_object(value)
 
     def of_nodes(self, inspect: Callable[[], Any]) -> list[Any]:
-        """Return inspect() of the first rank of each node. Collective; inspect() must not communicate."""
+        """Return inspect() of the first rank of each node. `inspect` must not communicate. Collective."""
         seen = self.gather(inspect() if self.place == 0 else None)
         return [seen[ranks[0]] for ranks in self.nodes]
 
 
 def find_ranks(world: World, options: Namespace) -> Ranks:
-    """Return the ranks and their nodes; repeated names get a number: b, b (2). Collective."""
+    """Return the ranks and their nodes. Hosts with equal names get numbers: b, b (2). Collective."""
     if world.mpi is None:
         return Ranks(world, SerialComm(), None, ((0,),), (platform.node() or "localhost",), options)
     from zero_mpi.comm.mpi import MPIComm  # needs an MPI library

@@ -1,8 +1,8 @@
 """Multiple-choice questions: reads them from a file of JSON lines and encodes them as tokens.
 
 A line is an object with a text `question` (or `context`), a list of texts `answers`, and `right`, the number
-of the right answer from 0; or it has a published form (`FORMS`). The answer directly follows the question,
-and both are encoded as one text; white space between them is part of the answer.
+of the right answer, counted from 0; or it has a published form (`FORMS`). The answer directly follows the
+question, and they are encoded as one text. White space between them is part of the answer.
 """
 
 import re
@@ -22,20 +22,20 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.text_streams import each_line, is_text
 
-# Scored parts: the answers; a last word, right if each of its tokens is the most likely one; the full text.
-# In CORE: the text after the prompts' common beginning, their common ending, or a continuation (last word).
+# Tokens that are scored: the answers; a last word, right if each token is the most likely one; the full text.
+# In CORE: the tokens after the common beginning of the prompts, their common ending, or a continuation.
 ANSWERS, LAST, TEXT = "answers", "last", "text"
 DIFFERING, COMMON, GREEDY = CORE = ("differing", "common", "greedy")
-MANY = {"choices", "context_options", "endings"}  # fields with several texts
+MANY = {"choices", "context_options", "endings"}  # fields of a line that have several texts
 LETTERS = "ABCDEFGHIJ"
 ABOUT = "The following are multiple choice questions (with answers) about "
-BY_NAME = "lambada"  # files with this in their name have texts with a last word to predict
+BY_NAME = "lambada"  # a file with this in its name has texts whose last word is to be predicted
 
 
 class Question(NamedTuple):
-    """Question: answers, their contexts (one for all answers or one each), index of the right answer.
+    """Question: contexts (one for all answers or one each), answers, and the index of the right answer.
 
-    `front` comes before the context, also before solved questions.
+    `front` comes before the context, and also before any solved questions.
     """
 
     contexts: Sequence[str]
@@ -47,12 +47,12 @@ class Question(NamedTuple):
 
 
 def prompt_of(question: str, before: str = "") -> str:
-    """Return a question in the form that most data sets use."""
+    """Return the prompt for a question in the form that most data sets use."""
     return before + "Question: " + question + "\nAnswer:"
 
 
 def hellaswag(v: Any) -> Question:
-    """Return the question of a line of HellaSwag, without the markup of WikiHow."""
+    """Return the question in a line of HellaSwag, without the markup of WikiHow."""
     text = f"{v['ctx_a']} {v['ctx_b'].capitalize()}" if "ctx_a" in v else v["ctx"]
     texts = [f"{v['activity_label']}: {text}" if "activity_label" in v else text, *v["endings"]]
     texts = [re.sub(r"\[.*?\]", "", t.strip().replace(" [title]", ". ")).replace("  ", " ") for t in texts]
@@ -60,41 +60,41 @@ def hellaswag(v: Any) -> Question:
 
 
 def labelled(context: str, v: Any) -> Question:
-    """Return a question with labelled answers, as in ARC."""
+    """Return a question whose answers have labels, as in ARC."""
     return Question([context], v["choices"]["text"], v["choices"]["label"].index(v["answerKey"].strip()))
 
 
 def lettered(question: str, answers: Sequence[str], right: int, front: str = "") -> Question:
-    """Return a question that lists its answers and asks for the letter of the right one."""
+    """Return a question that lists its answers and asks for the letter of the right answer."""
     listed = ["\n" + letter + ". " + text for letter, text in zip(LETTERS, answers, strict=False)]
     return Question(["".join([question, *listed, "\nAnswer:"])], LETTERS[: len(answers)], right, front=front)
 
 
 def mmlu(v: Any) -> Question:
-    """Return the question of a line of MMLU, with its subject in front."""
+    """Return the question in a line of MMLU, with its subject in front."""
     front = ABOUT + v["subject"].replace("_", " ") + ".\n\n" if "subject" in v else ""
     return lettered(v["question"].strip(), v["choices"], v["answer"], front)
 
 
 def boolq(v: Any) -> Question:
-    """Return the question of a line of BoolQ, in the form of BoolQ or of SuperGLUE."""
+    """Return the question in a line of BoolQ, in the original form or in that of SuperGLUE."""
     context = prompt_of(v["question"] + "?", v["passage"] + "\n")
     return Question([context], ["no", "yes"], v["label" if "label" in v else "answer"])
 
 
 def winogrande(v: Any) -> Question:
-    """Return a question with one end of a sentence and two beginnings."""
+    """Return a question in which two beginnings compete for one end of a sentence."""
     before, after = v["sentence"].split("_", 1)
     return Question([before + v["option1"], before + v["option2"]], [after.strip()] * 2, int(v["answer"]) - 1)
 
 
 def lambada(v: Any) -> Question:
-    """Return a question for the last word of a text."""
+    """Return a question that asks for the last word of a text."""
     before, _, last = v["text"].rpartition(" ")
     return Question([before], [last], 0, LAST)
 
 
-FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function; the first match is used
+FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function; the first match counts
     "ctx endings label": hellaswag,
     "question_stem choices answerKey": lambda v: labelled(v["question_stem"], v),
     "question question_concept choices answerKey": lambda v: lettered(
@@ -122,7 +122,7 @@ FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function;
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of AI2's files with its nested answers as flat fields, as in the published data sets."""
+    """Return a line of AI2's files with nested answers as flat fields, as in the published data sets."""
     inside = value.get("question")
     if not isinstance(inside, dict) or not isinstance(inside.get("choices"), list):
         return value
@@ -130,15 +130,15 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
         name: [each.get(name) for each in inside["choices"] if isinstance(each, dict)]
         for name in ("text", "label")
     }
-    book = re.fullmatch(r"\d+-\d+", str(value.get("id")))  # ids of OpenBookQA, unlike those of ARC
+    book = re.fullmatch(r"\d+-\d+", str(value.get("id")))  # OpenBookQA's ids differ from those of ARC
     stem = {"question_stem" if book else "question": inside.get("stem")}
     return {**{k: v for k, v in value.items() if k != "question"}, **inside, **stem, "choices": table}
 
 
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
-    """Return the question of a line in a published form, else None; raise ValueError for invalid fields.
+    """Return the question of a line in a published form, else None. Raise ValueError for invalid fields.
 
-    `name`: the file's name, for fields that fit several forms; `delimiter`: text before an answer of CORE.
+    `name`: the file's name, for fields that fit several forms; `delimiter`: text before an answer in CORE.
     """
     has = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
     fields = next((each for each in FORMS if has.issuperset(each.split())), None)
@@ -160,7 +160,7 @@ def published(line: int, value: dict[str, Any], name: str = "", delimiter: str =
 
 
 def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
-    """Return the questions, each after `shots` random solved questions of the file, as in CORE."""
+    """Return the questions, each after `shots` solved questions drawn from the file, as in CORE."""
     if not 0 <= shots < max(1, len(questions)):
         raise UsageError(f"--shots {shots}: expected fewer than the {len(questions)} questions of the file")
     order, found = [*range(len(questions))], [*questions]
@@ -175,23 +175,23 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
 
 
 Ids = NDArray[np.int64]
-MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # answers per question; letters of a question and its answers
-QUESTION = ("question", "context")  # names of the field before an answer
+MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # limits: answers of a question; letters of question and answers
+QUESTION = ("question", "context")  # names of the field that comes before an answer
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
 
 @dataclass
 class EncodedChoices:
-    """Questions as tokens."""
+    """Questions encoded as tokens, in sequences."""
 
-    # An array of ids for each answer of each question, or for each window of a text.
+    # One array of ids for each answer of each question, or for each window of a text.
     sequences: list[Ids] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # first scored token of each sequence
+    starts: list[int] = field(default_factory=list)  # index of the first scored token of each sequence
     counts: list[int] = field(default_factory=list)  # number of sequences of each question
     right: list[int] = field(default_factory=list)  # number of the right answer of each question
-    answers: list[str] = field(default_factory=list)  # all answers; empty for further windows of a text
-    span: str = ANSWERS  # the scored part, one of the names above
-    cut: int = 0  # number of sequences that were cut at the beginning to fit the context
+    answers: list[str] = field(default_factory=list)  # all answers; "" for further windows of a text
+    span: str = ANSWERS  # which tokens are scored: one of the names above
+    cut: int = 0  # number of sequences whose beginning was cut off to fit the context
 
     @property
     def tokens(self) -> list[int]:
@@ -203,7 +203,7 @@ class EncodedChoices:
 
 
 def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
-    """Return the questions of a file; raise FileError with file, line, expected and actual value."""
+    """Return the questions in a file. Raise FileError with file, line, expected and found value."""
     found = list(each_line(path, "--choices", partial(one_choice, path.name, delimiter)))
     if not found:
         raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
@@ -211,7 +211,7 @@ def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
 
 
 def one_choice(name: str, delimiter: str, line: int, value: Any) -> Question:
-    """Return the question of a line in a file `name`; raise ValueError for any other line."""
+    """Return the question in a line of the file `name`. Raise ValueError if the line has none."""
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
     value = flat(value)
@@ -245,10 +245,10 @@ def encode_choices(
     shots: int = 0,
     delimiter: str = " ",
 ) -> EncodedChoices:
-    """Return the questions of a file as tokens, with control tokens parsed; long ones are cut at the start.
+    """Return the questions in a file as tokens, with control tokens parsed. Long questions lose their start.
 
-    `bos` comes before each question; CORE's questions, and those with a scored first token, have BOS or EOS.
-    Raise FileError for an answer that is longer than `context` positions or has no token.
+    `bos` comes before each question. CORE's questions, and those whose first token is scored, get BOS or EOS.
+    Raises FileError if an answer is longer than `context` positions or has no token.
     """
     read = with_shots(read_choices(path, delimiter), shots)
     found = EncodedChoices(span=read[0].span)
@@ -267,8 +267,8 @@ def encode_choices(
         for ids, start in rows:
             over = max(0, len(ids) - context - 1)
             if not 0 < start - over < len(ids) - over:
-                problem = f"an answer is {len(ids) - start} of {len(ids)} tokens"
-                raise FileError(f"{where}: {problem}, expected 1 to {context}, the model's context")
+                problem = f"an answer has {len(ids) - start} of {len(ids)} tokens"
+                raise FileError(f"{where}: {problem}, expected 1 to {context}, which is the context")
             found.sequences.append(ids[over:])
             found.starts.append(start - over)
             found.cut += over > 0
@@ -281,7 +281,7 @@ def encode_choices(
 def rows_of(
     each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
 ) -> Iterator[tuple[Ids, int]]:
-    """Yield each answer's ids, after `first` (or `edge` if needed), and the index of the first scored id."""
+    """Yield each answer's ids, after `first` or, if needed, `edge`, and the index of the first scored id."""
     texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
     texts += [text.rstrip() for text in each.contexts]
     every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
@@ -291,7 +291,7 @@ def rows_of(
     last = in_common([ids[::-1] for ids in rows]) if each.span == COMMON else 0
     for ids, question in zip(rows, cycle(alone), strict=False):
         start = same or (len(ids) - last if last else in_common([ids, question]))
-        if each.span == TEXT:  # each token is scored once; the first token follows `edge`
+        if each.span == TEXT:  # each token is scored once; `edge` precedes the first token
             ids = np.append(edge, ids).astype(np.int64)
             for place in range(1, len(ids), context):
                 end = min(place + context, len(ids))

@@ -1,4 +1,4 @@
-"""`zero-mpi evaluate`: reads models and data, evaluates on all ranks, and prints the figures."""
+"""`zero-mpi evaluate`: reads models and data, computes losses on all ranks, and prints the results."""
 
 import sys
 from collections.abc import Sequence
@@ -47,17 +47,17 @@ from zero_mpi.train.setup import share_corpus
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """Data of an evaluation: text and questions."""
+    """Data of an evaluation: windows of text, and questions."""
 
-    windows: measuring.WindowSet | None  # windows over the text; None without a text
+    windows: measuring.WindowSet | None  # windows of the text; None without a text
     text: dict[str, Any]  # facts about the text, for --json
-    tokens: np.ndarray[Any, Any]  # number of tokens of each window
-    answers: list[measuring.AnswerSet]  # answers of the questions; twice if --top-k-out needs them
+    tokens: np.ndarray[Any, Any]  # number of counted tokens in each window
+    answers: list[measuring.AnswerSet]  # answers to score; maybe a second set that counts wrong tokens
     choices: EncodedChoices | None
 
 
 def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
-    """Return the dataset on all ranks; raise UsageError on all ranks. Collective."""
+    """Return the data on all ranks. Raise UsageError on all ranks if reading fails. Collective."""
     windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
 
     def read_questions() -> EncodedChoices | None:
@@ -88,7 +88,7 @@ def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
 
 
 def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
-    """Return the tokens of --data; raise UsageError, also for a stride longer than a window."""
+    """Return the tokens of --data. Raise UsageError if the data does not fit the other flags."""
     config = opened.config
     Windows(np.zeros(0, np.int64), config.context, task.stride)
     tokenizer = None if holds_token_files(config.data) else opened.tokenizer
@@ -100,7 +100,7 @@ def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
     if corpus.train.counted is not None and task.imatrix is not None:
         raise UsageError(f"--imatrix {task.imatrix}: conversations are padded: use a text")
     if not len(cut_up(corpus.parts[0], config.context, task.stride)):
-        raise UsageError(f"--context {config.context}: no answer begins within it: use a larger one")
+        raise UsageError(f"--context {config.context}: no answer begins within the context: use a larger one")
     return corpus
 
 
@@ -108,21 +108,21 @@ Cut = Windows | PackedWindows
 
 
 def cut_up(part: Part, context: int, stride: int | None) -> Cut:
-    """Return the windows of a text, or one window per conversation that starts at its beginning."""
+    """Return the windows of a text; for conversations, one window from the beginning of each."""
     if part.stream.counted is None:
         return Windows(part.stream.ids, context, stride, part.bos)
     return PackedWindows(part.stream, context, packs=False)
 
 
 def about(cut: Cut, windows: measuring.WindowSet, corpus: Corpus, opened: Opened) -> dict[str, Any]:
-    """Return the facts about the text except its number of tokens."""
+    """Return all facts about the text except its number of tokens."""
     stride, rest, nbytes, bos = None, 0, None, corpus.parts[0].bos
     if opened.tokenizer is not None:
         decode, size = opened.tokenizer.decode, opened.tokenizer.vocab_size
         lengths = np.array([len(decode([i])) for i in range(size)], np.int64)  # bytes of text of each id
         nbytes = int(measuring.counted(windows, lengths).sum())
     if isinstance(cut, Windows):
-        first = 1 if bos is None else 0  # index of the first predicted token
+        first = 1 if bos is None else 0  # index of the first token that is predicted
         stride, rest = cut.stride, corpus.train.size - first - (len(cut) - 1) * cut.stride - cut.context
     return {
         "context": cut.context,
@@ -142,10 +142,10 @@ __all__ = ["command", "main", "make_parser"]
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Evaluate, and print the figures. Return the exit status."""
+    """Evaluate and print the results. Return the exit status."""
     check_installation(world)
     task: Task = world.run_on_all(lambda: read_task(arguments))
-    log.install(world.rank, world.size).to_stderr = True  # stdout has only the figures
+    log.install(world.rank, world.size).to_stderr = True  # stdout has only the results
     check(world.comm, task.facts(), SAME_FLAGS)
     files = ("--json", task.json), ("--imatrix", task.imatrix), ("--top-k-out", task.top_k_out)
     for flag, path in files:
@@ -163,7 +163,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
-    """Return the figures of all models on all ranks; raise UsageError on all ranks. Collective."""
+    """Return the results of all models, on all ranks. Raise UsageError if an input is invalid. Collective."""
     watchdog.beat("opening the models")
     opened: Opened = same(world.comm, partial(open_models, task, world.node.rank), SAME_FILES)
     watchdog.beat("reading the text")
@@ -202,7 +202,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
 
 
 def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: list[Array]) -> Figures:
-    """Return the figures of one model; `losses`: of the windows, then of the answers."""
+    """Return the results of one model. `losses`: those of the windows, then those of the answers."""
     found: Figures = {
         "model": subject.title,
         "arch": subject.model.arch,
@@ -218,7 +218,7 @@ def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: 
 
 
 def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
-    """Return all figures: of the dataset, of each model, and the difference between two models."""
+    """Return all results: about the data, about each model, and the difference between two models."""
     found: Figures = {}
     if dataset.windows is not None:
         found["text"] = dataset.text

@@ -1,4 +1,4 @@
-"""Evaluation of a model over sequences: parameters are sharded over all ranks; each rank gets all losses."""
+"""Computes the losses of a model over sequences. Parameters are sharded; each rank gets all losses."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ FIGURES = 3  # sums per window: divergence, squared changes of probability, equa
 
 
 class WindowSet:
-    """Windows over a text, or conversations; the loss of a window covers the targets that count.
+    """Windows of a text, or conversations. A window's loss is a sum over those of its targets that count.
 
-    A window has `context` inputs, and each predicts the next token. If windows overlap, a target counts only
-    in the first window that predicts it: in each window the last `stride` targets, in the first window all.
+    A window has `context` inputs, each of which predicts the next token. If windows overlap, a target counts
+    only in the first window that predicts it, so in later windows only the last `stride` targets count.
     """
 
     def __init__(self, windows: Windows | PackedWindows, micro_batch: int, most: int | None = None) -> None:
@@ -77,9 +77,9 @@ class WindowSet:
 
 
 class AnswerSet:
-    """Answers after their questions; the loss of an answer covers only its own tokens.
+    """Answers after their questions. An answer's loss is a sum over its own tokens only.
 
-    Shorter sequences of a micro-batch are padded at the end; earlier positions do not see the padding.
+    A micro-batch pads its shorter sequences at the end. Earlier positions do not see the padding.
     """
 
     def __init__(self, choices: EncodedChoices, micro_batch: int, scale: float = 1.0) -> None:
@@ -103,7 +103,7 @@ class AnswerSet:
 
 
 def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each window the sum of values[id] over its targets that count; `values`: (V,)."""
+    """Return for each window the sum of values[id] over its counted targets; `values`: (V,), one per id."""
     found: list[int] = []
     for _, batch, _ in map(windows.micro, range(windows.micro_batches)):
         targets = [batch.targets[part] for part in batch.parts]
@@ -112,7 +112,7 @@ def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
-    """Return `values` as lists, one per question, with lengths `counts`."""
+    """Return `values` as one list per question; `counts`: the lengths of the lists."""
     ends = np.cumsum(counts).tolist()
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -121,18 +121,18 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
 def opened_module(
     world: World, config: Config, subject: Evaluated, watchdog: Watchdog
 ) -> Iterator[ShardedModule]:
-    """Yield a sharded model with its weights, then free it; raise UsageError. Collective."""
+    """Yield a sharded model with its weights, then free it. Raise UsageError for bad weights. Collective."""
     watchdog.beat(f"reading {subject.name}")
     notes: list[str] = []
     comm = choose_transport(world, replace(config, init=subject.path), subject.model, notes).comm
     for note in notes if world.rank == 0 else ():
         log.log_note(note)
-    layout = layout_config(config, subject.model)  # frozen parameters need no gradient buffers
+    layout = layout_config(config, subject.model)  # frozen parameters need no buffers for gradients
     module = ShardedModule(subject.model.stages(), comm, layout)
     read = finite(subject.source.read, subject.source.path)
     world.run_on_all(partial(module.load_slices, read))
     yield module
-    del module  # the module must be freed before its memory
+    del module  # free the model before its memory
     comm.close()
 
 
@@ -144,10 +144,10 @@ def measure(
     watchdog: Watchdog,
     importance: Importance | None = None,
 ) -> list[Array]:
-    """Return the losses of a model in nats, (count,) float64 for each set, on all ranks. Collective.
+    """Return the losses of a model in nats, float64 (count,) for each set, on all ranks. Collective.
 
-    Raise UsageError on all ranks for weights or losses that are not finite. `importance` collects the inputs
-    of matrices in the first set.
+    Raises UsageError on all ranks if weights or losses are not finite. `importance` collects the inputs of
+    matrices while the losses of the first set are computed.
     """
     found: list[Array] = []
     with opened_module(world, config, subject, watchdog) as module:
@@ -172,7 +172,7 @@ def losses_of(
     watchdog: Watchdog,
     importance: Importance | None,
 ) -> Array:
-    """Return the losses of one set, with a progress bar. Collective."""
+    """Return the losses of one set on all ranks, showing a progress bar. Collective."""
     hidden = module.comm.rank > 0 or not watched()
     with tqdm(total=sequences.micro_batches, desc=name, leave=False, disable=hidden) as bar:
 
@@ -183,7 +183,7 @@ def losses_of(
 
         seen = nullcontext() if importance is None else observing(importance.observe)
         after = None if importance is None else importance.end_round
-        with np.errstate(all="ignore"), seen:  # the caller reports overflow
+        with np.errstate(all="ignore"), seen:  # the caller reports losses that are not finite
             losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read, after)
     return losses
 
@@ -191,7 +191,7 @@ def losses_of(
 def divergence(
     world: World, config: Config, candidates: Sequence[Evaluated], windows: WindowSet, watchdog: Watchdog
 ) -> Array:
-    """Return `divergences` of two models over the windows. Collective."""
+    """Return the three sums of `divergences` for two models over the windows. Collective."""
 
     def read(number: int) -> Parted:
         watchdog.beat(f"micro-batch {number} of {windows.micro_batches} of both models")
@@ -209,15 +209,15 @@ def divergence(
 
 
 # ------------------------------------------------------------------------------------------ quantization
-# The divergence between two models, and the importance of the columns of matrices.
+# Here follow the divergence between two models, and the importance of the columns of matrices.
 
 
 def divergences(
     modules: Sequence[ShardedModule], micro_batches: int, count: int, read: Callable[[int], Parted]
 ) -> Array:
-    """Return the sums of each part, (count, 3) float64, the same on all ranks. Collective.
+    """Return three sums for each part, (count, 3) float64, the same on all ranks. Collective.
 
-    modules: the model and its reference; read(i): micro-batch i
+    modules: the model and its reference; read(i): returns micro-batch i
     """
 
     def compute(number: int, sums: Array) -> None:
@@ -235,7 +235,7 @@ def divergences(
 
 
 def compared(ours: Array, theirs: Array, targets: Array) -> Array:
-    """Return the three sums over positions, from logits (T, V) of a model and its reference."""
+    """Return the three sums over positions, given the logits (T, V) of a model and of its reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
         here = slice(start, start + ROWS)
@@ -250,25 +250,25 @@ def compared(ours: Array, theirs: Array, targets: Array) -> Array:
 
 
 def log_softmax(logits: Array) -> Array:
-    """Return log-probabilities of the last axis, float64."""
+    """Return the log-probabilities, in float64, of logits whose last axis is the vocabulary."""
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def divergence_figures(sums: Array, tokens: int) -> dict[str, float]:
-    """Return the means over all tokens, with the definitions of llama.cpp's perplexity tool."""
+    """Return the means of the sums over all tokens, with the definitions of llama.cpp's perplexity tool."""
     divergence, squares, equal = (ordered_total(column) / tokens for column in sums.T)
     return {"kl": divergence, "rms_change": float(np.sqrt(squares)), "same_top": equal}
 
 
 class Importance:
-    """Importance matrix: sums of squares of each matrix's inputs and input counts, in micro-batch order.
+    """Importance matrix: for each matrix, sums of its squared inputs and the number of inputs.
 
-    Sums use the same order as gradients, so the result does not depend on the number of ranks.
+    Micro-batches are added in the order of gradients, so the number of ranks does not change the result.
     """
 
     def __init__(self, model: ModelConfig, comm: Comm) -> None:
-        self.places, end = dict[str, tuple[int, int, int]](), 0  # first element, matrices, columns
+        self.places, end = dict[str, tuple[int, int, int]](), 0  # first element, matrices, columns of each
         for name, param in model.params().items():
             if name.startswith("blk.") and name.endswith(".weight") and len(param.shape) > 1:
                 matrices, columns = param.shape[0] if len(param.shape) > 2 else 1, param.shape[-1]
@@ -281,13 +281,13 @@ class Importance:
         self._seen = set[str]()
 
     def sums_and_counts(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return views of the sums of squares (M, in) and of the numbers of inputs (M, 1) of each matrix."""
+        """Return views of a matrix's sums of squares (M, in) and of its numbers of inputs (M, 1)."""
         start, matrices, columns = self.places[name]
         both = self._full[start : start + matrices * (columns + 1)].reshape(matrices, columns + 1)
         return both[:, :columns], both[:, columns:]
 
     def observe(self, name: str, x: Any, starts: Any) -> None:
-        """Add the inputs x (..., in) of a matrix or a stack; in a stack expert e begins at row starts[e]."""
+        """Add inputs x (..., in) of a matrix or of stacked experts, of which e begins at row starts[e]."""
         if name not in self.places:
             return
         to_host = device.in_use().to_host
@@ -302,27 +302,27 @@ class Importance:
         self._seen.add(name)
 
     def end_round(self, contributors: int) -> None:
-        """Add the sums of all ranks of a round to the totals. Collective."""
+        """Add the sums that the ranks computed in a round to the totals. Collective."""
         arguments = self._full, self._own, self._partition
         self._comm.reduce_scatter(*arguments, contributors=contributors, accumulate=True).wait()
         self._full.fill(0)
 
     def totals(self) -> dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        """Return sums (M, in) and counts (M, 1) of the matrices with inputs, on all ranks. Collective."""
+        """Return for each matrix with inputs the sums (M, in) and counts (M, 1), on all ranks. Collective."""
         self._comm.allgather(self._own, self._full, self._partition).wait()
         names = sorted(set[str]().union(*self._comm.allgather_object(self._seen)))
         return {name: self.sums_and_counts(name) for name in names}
 
 
 # ------------------------------------------------------------------------------------------- predictions
-# `--top-k-out`: a rank writes the records of its micro-batches at fixed offsets, so the file does not depend
-# on the number of ranks, and a restarted job skips the micro-batches whose records exist.
+# `--top-k-out`: each rank writes the records of its micro-batches at fixed offsets, so the file does not
+# depend on the number of ranks, and a restarted job skips the micro-batches whose records exist.
 
-LEAST = 1e-12  # least probability of all other ids together
+LEAST = 1e-12  # lowest probability of all ids that a record omits, together
 
 
 class TopK(HeadLoss):
-    """The most likely ids of each position: `records` (B T,) after `evaluate`."""
+    """Loss that finds the most likely ids of each position: `records` (B T,), after `evaluate`."""
 
     def __init__(self, teacher: TeacherFile) -> None:
         self._teacher, self.records = teacher, np.zeros(0, teacher.record)
@@ -347,11 +347,11 @@ class TopK(HeadLoss):
 def write_top_k(
     world: World, module: ShardedModule, windows: WindowSet, out: Path, teacher: TeacherFile
 ) -> None:
-    """Write the file of a teacher's predictions, or continue the file of an interrupted job. Collective."""
+    """Write a file of a teacher's predictions, or continue the file of an interrupted job. Collective."""
     part, top = out.with_name(f"{out.name}.part"), TopK(teacher)
 
     def is_done(i: int) -> bool:
-        """Return True if the last record of micro-batch i exists."""
+        """Return whether the last record of micro-batch i is in the file."""
         places = windows.places(i)
         return any(teacher.read(str(part), places[places >= 0][-1:]).tobytes())
 

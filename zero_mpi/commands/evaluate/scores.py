@@ -1,6 +1,6 @@
-"""Figures computed from losses: sums over one vector in its order, equal for any number of ranks.
+"""Computes results from losses: sums over one vector in its order, so they are equal at any number of ranks.
 
-Figures are numbers in dictionaries, as `--json` writes them; None is a missing number.
+Results are numbers in dictionaries, as `--json` writes them. None means that a number is missing.
 """
 
 import math
@@ -18,18 +18,18 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.sharding.rounds import ordered_total
 
 BY = ("log_likelihood", "per_token", "per_byte")  # scores by which answers are compared
-ACC = ("acc", "acc_norm", "acc_bytes")  # accuracies by the rules of lm-evaluation-harness
+ACC = ("acc", "acc_norm", "acc_bytes")  # accuracies as lm-evaluation-harness defines them
 OF_TASKS = (*ACC, "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 Figures = dict[str, Any]
 
 
 def text_figures(nats: Array, tokens: Array, nbytes: int | None) -> Figures:
-    """Return the figures of a text, from loss in nats and number of counted tokens of each window (n,).
+    """Return the results for a text, given the loss in nats and the counted tokens of each window, (n,).
 
-    loss              nats per token: all nats, divided by all tokens
-    standard_error    of the loss, from differences between windows; None for a single window
-    perplexity        exp(loss); None if that overflows float64
-    bits_per_byte     all nats as bits, divided by `nbytes`, the bytes of the tokens' text
+    loss              nats per token: the sum of all nats, divided by the number of tokens
+    standard_error    standard error of the loss, from differences between windows; None for one window
+    perplexity        exp(loss); None if this overflows float64
+    bits_per_byte     the sum of all nats as bits, divided by `nbytes`, the number of bytes of the text
     window_losses     nats per token of each window
     """
     total, count = ordered_total(nats), int(tokens.sum())
@@ -44,7 +44,7 @@ def text_figures(nats: Array, tokens: Array, nbytes: int | None) -> Figures:
 
 
 def perplexity(loss: float) -> float | None:
-    """Return exp(loss); None if that is not finite."""
+    """Return exp(loss), or None if it is not finite."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -52,10 +52,10 @@ def perplexity(loss: float) -> float | None:
 
 
 def standard_error(nats: Array, tokens: Array) -> float | None:
-    """Return the standard error of sum(`nats`) / sum(`tokens`), for windows drawn at random.
+    """Return the standard error of sum(`nats`) / sum(`tokens`), as if windows were drawn at random.
 
     It is the error of a ratio (Cochran, "Sampling Techniques", 1977, 2.11), because the first of overlapping
-    windows has more tokens than the other windows. None for a single window.
+    windows has more tokens than the others. The error of a single window is None.
     """
     if len(nats) < 2:
         return None
@@ -65,13 +65,13 @@ def standard_error(nats: Array, tokens: Array) -> float | None:
 
 
 def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
-    """Return figures of the preferred answers: by log-likelihood, total or per token or byte of the answer.
+    """Return results for answers preferred by log-likelihood: in total, per token or per byte of the answer.
 
-    acc                by log-likelihood; for tasks of CORE by log-likelihood per token
-    acc_norm           by log-likelihood per letter, without the space in front; acc_bytes: per byte
-    right              number of questions with the right answer preferred; the first of equals is preferred
-    counts accuracy           their share of all questions
-    log_likelihoods    nats, of each answer of each question
+    acc                fraction right by log-likelihood; for tasks of CORE by log-likelihood per token
+    acc_norm           fraction right by log-likelihood per letter (no leading space); acc_bytes: per byte
+    right              number of questions whose right answer is preferred; the first of equal answers wins
+    accuracy           fraction of all questions for each number in `right`
+    log_likelihoods    log-likelihood in nats of each answer of each question
     """
     likelihoods = grouped((-losses).tolist(), choices.counts)
     if choices.span == TEXT:
@@ -106,9 +106,9 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 
 
 def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
-    """Return `model` minus `base` for each figure; the standard error is that of the difference.
+    """Return `model` minus `base` for each result. The standard error is that of the difference.
 
-    Both models have the same windows, so differences between windows are not part of the error.
+    Both models read the same windows, so this error does not contain the differences between windows.
     """
     found: Figures = {}
     if "text" in model:
@@ -127,7 +127,7 @@ def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
 
 
 def subtracted(value: float | None, other: float | None) -> float | None:
-    """Return value - other, or None if one is missing."""
+    """Return value - other, or None if either is missing."""
     return None if value is None or other is None else value - other
 
 
@@ -137,7 +137,7 @@ TITLES = {"log_likelihood": "log-likelihood", "per_token": "per token", "per_byt
 
 
 def lines(figures: Figures) -> Iterator[str]:
-    """Yield all lines of output; every value in them is also in the --json file."""
+    """Yield all lines of the output. Every value in them is also in the --json file."""
     names = [shown(model["model"], 40) for model in figures["models"]]
     rows = figures["models"] + ([figures[DIFFERENCE]] if DIFFERENCE in figures else [])
     names += [DIFFERENCE] * (len(rows) - len(names))
@@ -177,7 +177,7 @@ def lines(figures: Figures) -> Iterator[str]:
 
 
 def about_text(text: dict[str, Any]) -> Iterator[str]:
-    """Yield lines about the predicted part of the text."""
+    """Yield lines on the part of the text that was predicted."""
     some = "" if text["windows"] == text["windows_of_the_text"] else f" of {text['windows_of_the_text']:,}"
     kind, every = "windows of", f"a new one every {text['stride'] or 0:,}"
     if text["stride"] is None:
@@ -194,5 +194,5 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
 
 
 def number(value: float | None, places: int) -> str:
-    """Return a number with `places` decimal places, or "-" for none."""
+    """Return a number with `places` decimal places, or "-" for None."""
     return "-" if value is None else f"{value:,.{places}f}"

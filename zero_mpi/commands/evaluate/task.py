@@ -1,4 +1,4 @@
-"""Task of an evaluation, from its flags. Flags that `train` also has are settings of training."""
+"""The task of an evaluation, read from flags. Flags that `train` has too become settings of training."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ from zero_mpi.train.description import settings, what_was_read
 from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.resume import settled_bos
 
-MOST_CONTEXT = 2048  # default limit; attention's time grows with the square of a window's tokens
-SETTINGS = {  # settings of training that an evaluation has, with a help text if the meaning differs
+MOST_CONTEXT = 2048  # default limit, because attention's time grows with the square of a window's tokens
+SETTINGS = {  # settings of training that evaluate has too; a help text if the meaning differs
     "data": "text, token files or conversations (.jsonl)",
     "tokenizer": "byte, from-init (the model's, default) or a tokenizer file",
     **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""),
@@ -54,21 +54,21 @@ A line of FILE.jsonl (answers are counted from 0):
 
 @dataclass(frozen=True)
 class Task:
-    """Evaluation to do."""
+    """Flags of an evaluation: the models, the data, and the results to compute."""
 
-    config: Config  # settings shared with training; `init` is the model
-    lora: str | None = None  # adapter of the first model
-    against: str | None = None  # second model
-    choices: Path | None = None  # questions with several answers, or a published task
-    shots: int = 0  # number of solved questions before each question
-    delimiter: str = " "  # text between question and answer of CORE
-    context: int | None = None  # tokens of a window, None: the model's, at most MOST_CONTEXT
-    stride: int | None = None  # tokens between starts of windows, None: length of a window
-    windows: int | None = None  # maximum number of windows, None: all
-    json: Path | None = None  # a file for all figures
-    kl: bool = False  # if True, compare the probabilities of both models
-    imatrix: Path | None = None  # a file for the importance matrix of the model
-    top_k_out: Path | None = None  # file for the `top_k` most likely ids of each position, for --teacher
+    config: Config  # settings that evaluate shares with training; `init` is the model
+    lora: str | None = None  # adapter for the first model
+    against: str | None = None  # second model, to compare with
+    choices: Path | None = None  # file of questions with several answers, or of a published task
+    shots: int = 0  # number of solved questions shown before each question
+    delimiter: str = " "  # text between question and answer in CORE files
+    context: int | None = None  # tokens per window; None: as the model, at most MOST_CONTEXT
+    stride: int | None = None  # tokens between the starts of windows; None: length of a window
+    windows: int | None = None  # maximum number of windows; None: all windows
+    json: Path | None = None  # file for all results
+    kl: bool = False  # whether to compare the probabilities of both models
+    imatrix: Path | None = None  # file for the model's importance matrix
+    top_k_out: Path | None = None  # file for the `top_k` most likely ids of each position
     top_k: int = 32
     temperature: float = 1.0
 
@@ -79,7 +79,7 @@ class Task:
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line. Its result contains only the flags that are given."""
+    """Return the parser of the command line. Its result has only the flags that the user gave."""
     parser = Parser(
         prog="mpirun -n N zero-mpi evaluate",
         usage="%(prog)s PATH [flags]",
@@ -107,19 +107,19 @@ def make_parser() -> Parser:
     add("--windows", type=int, help="number of windows, spread over the text (default: all)")
     add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
     add("--json", metavar="FILE", help="write all results to FILE as JSON")
-    text = "KL divergence and equal likeliest tokens of both models, on --data"
+    text = "compare the models' probabilities on --data (KL divergence, top tokens)"
     add("--kl", action="store_true", help=text)
     text = "write the importance matrix of the model on --data, for export"
     add("--imatrix", metavar="FILE", help=text)
     text = "write the most likely tokens of each position, for train"
     add("--top-k-out", metavar="FILE", help=text)
-    add("--top-k", type=int, metavar="K", help="number of these tokens (default: 32)")
-    add("--temperature", type=float, metavar="T", help="their temperature (default: 1)")
+    add("--top-k", type=int, metavar="K", help="tokens per position in --top-k-out (default: 32)")
+    add("--temperature", type=float, metavar="T", help="temperature of --top-k-out (default: 1)")
     return parser
 
 
 def read_task(arguments: Sequence[str]) -> Task:
-    """Return the task of a command line; raise UsageError for invalid combinations."""
+    """Return the task of a command line. Raise UsageError for flags that do not fit together."""
     settings, own = given(make_parser(), arguments, SETTINGS)
     config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
@@ -142,7 +142,7 @@ def read_task(arguments: Sequence[str]) -> Task:
     return Task(config, **own)
 
 
-# Keys of a tokenizer that determine ids; a difference in BOS is reported separately.
+# Keys of a tokenizer that determine ids. A difference in BOS has its own warning.
 DECIDES = tuple(
     "tokenizer.ggml." + each
     for each in ("model", "pre", "merges", "scores", "token_type", "bos_token_id", "eos_token_id")
@@ -152,7 +152,7 @@ LONGEST_NAME = 40  # most characters of a model's path in a table
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Model to evaluate. path, lora: from the flags; source: its weights; model: its sizes."""
+    """Model to evaluate. path, lora: from the flags; source: reader of its weights; model: its sizes."""
 
     path: str
     source: WeightSource
@@ -161,7 +161,7 @@ class Evaluated:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer that came with the model; None if it is missing or cannot be read."""
+        """Tokenizer that came with the model; None if there is none or it cannot be read."""
         try:
             found = inputs.tokenizer_of(self.source, self.model)
         except UsageError:
@@ -183,18 +183,18 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Opened:
-    """Inputs that a rank reads before any large data."""
+    """Inputs that every rank opens before it reads large data."""
 
-    config: Config  # settings, with the length of a window
-    candidates: tuple[Evaluated, ...]  # the model, and the model of --against
-    tokenizer: Tokenizer | None  # tokenizer of text; for token files, the tokenizer of their ids
+    config: Config  # settings, with `context` set to the length of a window
+    candidates: tuple[Evaluated, ...]  # the model, and the model of --against if given
+    tokenizer: Tokenizer | None  # encodes the text; for token files the tokenizer that made them
     threads: int  # number of threads of this rank
 
 
 def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
-    """Return the inputs that this rank reads itself, and facts that all ranks must share.
+    """Return the inputs that this rank opens, and facts that must be equal on all ranks.
 
-    `number`: index of the rank on its node, if the launcher sets none. Raises UsageError for unusable inputs.
+    `number`: this rank's index on its node if the launcher gives none. Raises UsageError for invalid inputs.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")
@@ -223,9 +223,9 @@ def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
 
 
 def choose_tokenizer(task: Task, subject: Evaluated) -> Tokenizer | None:
-    """Return the tokenizer of text and questions; for token files the model's own, if it can be read.
+    """Return the tokenizer for text and questions; for token files the model's tokenizer, if it can be read.
 
-    Raise UsageError if an id is one token in the model and another token in the token files.
+    Raises UsageError if the model and the token files use an id for different tokens.
     """
     config = task.config
     inputs.check_kind_of_data(config)
@@ -240,7 +240,7 @@ def choose_tokenizer(task: Task, subject: Evaluated) -> Tokenizer | None:
 
 
 def check_same_vocabulary(subject: Evaluated, base: Evaluated) -> None:
-    """Raise UsageError if two models have different tokens, according to their files."""
+    """Raise UsageError if two models have different tokens according to their files."""
     sizes = subject.model.vocab_size, base.model.vocab_size
     odd = "" if sizes[0] == sizes[1] else f"{sizes[1]} tokens, expected {sizes[0]}"
     ours, theirs = (GGUFKeys(each.keys).texts(TOKENS) or [] for each in (subject, base))
@@ -255,7 +255,7 @@ def check_same_vocabulary(subject: Evaluated, base: Evaluated) -> None:
 
 
 def cautions(task: Task, opened: Opened) -> Iterator[str]:
-    """Yield warnings about BOS tokens, and about differences between two tokenizers."""
+    """Yield warnings about BOS tokens and about differences between the models' tokenizers."""
     config, path = task.config, shown(task.against or "")
     if config.bos == ALWAYS and config.data and holds_token_files(config.data):
         yield f"--bos {ALWAYS}: no BOS token is added to token files"
@@ -264,7 +264,7 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
     if config.bos == AUTO and len({*asks}) > 1:
         one, other = (opened.candidates[asks.index(wanted)].name for wanted in (True, False))
         yield (
-            f"--against: {one} expects a BOS token, {other} does not: both are read like the first; set "
+            f"--against: {one} expects a BOS token, {other} does not: both get what the first expects; set "
             "--bos always or never for both"
         )
     ours, *theirs = (each.keys for each in opened.candidates)
@@ -277,5 +277,5 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
     if differ:
         yield (
             f"--against {path}: {', '.join(differ)} differ from {opened.candidates[0].name}: both models "
-            "read the tokens of the first one's tokenizer"
+            "read the tokens of the first model's tokenizer"
         )

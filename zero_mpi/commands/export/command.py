@@ -1,7 +1,7 @@
-"""`zero-mpi export SOURCE TARGET --type q8_0`: a model in another type or format, on any number of ranks.
+"""`zero-mpi export SOURCE TARGET --type q8_0`: converts a model, on any number of ranks, to a type or format.
 
-Tensors pass through in pieces, so a model of any size takes a few MiB. The result is written next to TARGET,
-flushed to disk and renamed: TARGET is complete or does not exist.
+Tensors are converted in chunks, so a model of any size takes a few MiB of memory. The result is written next
+to TARGET, flushed to disk and renamed. So TARGET is complete or does not exist.
 """
 
 import os
@@ -55,7 +55,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         prog="zero-mpi export",
         description="Convert a model to another type or format. Ranks of mpirun share the work for a GGUF.",
@@ -77,7 +77,7 @@ def make_parser() -> Parser:
         help="type of matrices; q2_k and later are mixes as in llama.cpp, and need the extra ggml",
     )
     add("--imatrix", metavar="FILE", help="importance matrix, from evaluate or llama.cpp")
-    add("--pure", action="store_true", help="one type for all matrices, also embedding and head")
+    add("--pure", action="store_true", help="one type for all matrices, embedding and head included")
     add("--format", choices=("gguf", "safetensors"), help="format (default: from the name of the target)")
     add("--shard-size", default=SHARD_SIZE, help="maximum size of a safetensors file")
     add("--split-size", help="maximum size of a GGUF file, e.g. 2GB (default: one file)")
@@ -87,11 +87,11 @@ def make_parser() -> Parser:
 
 @dataclass
 class Export:
-    """An export in progress.
+    """An export that is in progress.
 
-    place    temporary path of the result, until it gets its name
-    kinds    type of each tensor
-    files    files of a GGUF, which all ranks fill together; empty for a folder
+    place    temporary path of the result until it is renamed
+    kinds    tensor name -> type
+    files    files of a GGUF, which all ranks write together; empty for a folder
     """
 
     target: Path
@@ -115,7 +115,7 @@ class Export:
         return [self.target.with_name(file.name) for file in self.files] or [self.target]
 
     def begin(self) -> None:
-        """Write a folder, or create the files of a GGUF with their headers."""
+        """Write the folder, or create the files of a GGUF with their headers."""
         remove(self.place)
         if self.write is not None:
             self.kinds = self.write(self.place)
@@ -129,7 +129,7 @@ class Export:
             fill(self.files, self.paths, self.encoder, rank, size)
 
     def publish(self) -> None:
-        """Rename the result to its final name; the first of several files comes last and completes it."""
+        """Rename the result to its final name. Of several files, the first one is renamed last."""
         place, target = self.place, self.target
         if len(self.files) > 1:
             for path, result in reversed([*zip(self.paths, self.results, strict=True)]):
@@ -137,7 +137,7 @@ class Export:
             place.rmdir()
         elif place.is_dir() and target.exists():
             sync_folder(place)
-            replace_folder(place, target)  # now one of these names is the old folder's
+            replace_folder(place, target)  # after this, one of the two paths is the old folder
             remove(place)
             remove(target.with_name(f".{target.name}.old"))
         else:
@@ -176,12 +176,12 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def prepare(options: Namespace, tells: bool) -> Export:
-    """Return the requested export; raises UsageError. `tells`: this rank prints warnings."""
+    """Return the requested export. Raise UsageError if it is not possible. `tells`: print warnings."""
     options.type = mixes.known_type(options.type)
     target, shard = Path(options.target), size_of("--shard-size", options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
     if as_gguf and options.shard_size != SHARD_SIZE:
-        raise UsageError(f"--shard-size {options.shard_size}: is of safetensors: a GGUF has --split-size")
+        raise UsageError(f"--shard-size {options.shard_size}: for safetensors only: a GGUF has --split-size")
     for name, given in (("--split-size", options.split_size), ("--imatrix", options.imatrix)):
         if given is not None and not as_gguf:
             raise UsageError(f"{name} {given}: only a GGUF can have it: name the target NAME.gguf")
@@ -207,7 +207,7 @@ def prepare(options: Namespace, tells: bool) -> Export:
 
 
 def size_of(flag: str, text: str) -> int:
-    """Return a number of bytes such as 5GB or 200MiB; raises UsageError that begins with the flag."""
+    """Return a number of bytes such as 5GB or 200MiB. Raise UsageError, naming the flag, for other text."""
     found = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", text)
     if not found or found[2].upper() not in UNITS or int(found[1]) < 1:
         raise UsageError(f"{flag} {text}: expected a size such as 5GB or 200MiB")
@@ -215,7 +215,7 @@ def size_of(flag: str, text: str) -> int:
 
 
 def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
-    """Raise UsageError unless the target may be written: --force replaces a model, and nothing else."""
+    """Raise UsageError unless the target may be written. --force replaces a model, but nothing else."""
     above = target.absolute().parent
     if not is_folder(above):
         raise UsageError(f"{target}: the folder {above} does not exist: create it")
@@ -240,14 +240,14 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
 
 
 def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
-    """Return the adapter that --base exports alone; raise UsageError if the base or the flags do not fit."""
+    """Return the adapter that --base exports alone. Raise UsageError if base or flags do not fit it."""
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
             raise UsageError(f"{name} {given}: not with --base, which converts only the adapter")
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
-    MergedWeights(base, adapter)  # refuses an adapter of another base
+    MergedWeights(base, adapter)  # raises an error if the adapter belongs to another base
     if TOKENS_ADDED in adapter.metadata:
         raise UsageError(
             f"{adapter.path}: has rows of added tokens, which no adapter holds: export the full model, with "
@@ -257,7 +257,7 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
 
 
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
-    """Return the source; raise UsageError unless it is a model that the target's format can hold."""
+    """Return the source. Raise UsageError unless it is a model that the target's format can store."""
     source = open_merged(path, adapter)
     architecture = keys_of(source).architecture
     if architecture is None or architecture == "zero_mpi":
@@ -272,7 +272,7 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 
 
 def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
-    """Return the types of the file's tensors; raise UsageError if they lack a library or matrix."""
+    """Return the encoder, which chooses types. Raise UsageError if they need a missing library or matrix."""
     wanted, matrix = options.type, options.imatrix
     by_ggml = wanted in mixes.MIXES or matrix is not None
     if by_ggml:
@@ -283,7 +283,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
         if name not in importance and mixes.needs_weights(name, kind, wanted):
-            remedy = "give --imatrix FILE, of evaluate --imatrix" if matrix is None else f"{matrix} has none"
+            remedy = "give --imatrix FILE from evaluate --imatrix" if matrix is None else f"{matrix} has none"
             raise UsageError(f"--type {wanted}: {kind.name} of {name} needs an importance matrix: {remedy}")
     masters, pair = None, source.path.with_name(OPTIMIZER)
     if trained_for and isinstance(source, GGUFFile) and is_file(pair):
@@ -293,7 +293,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
-    """Return the source's keys that stay true, and the tokenizer's keys if the source is a folder."""
+    """Return those keys of the source that stay valid, with the tokenizer's keys if it is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
     keys["general.file_type"] = np.uint32(mixes.file_type(wanted))
     if wanted in mixes.MIXES or wanted.startswith("q"):
@@ -314,7 +314,7 @@ def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: 
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder if it exists."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -322,7 +322,7 @@ def remove(path: Path) -> None:
 
 
 def summary(export: Export) -> str:
-    """Return a line: file, type, size, tensors by type, and matrices without the requested type, and why."""
+    """Return a line on the result: name, type, size, tensors by type, and matrices that got another type."""
     target, wanted, kinds = export.results[0], export.wanted, export.kinds
     files = [target, *target.iterdir()] if target.is_dir() else export.results
     size = sum(file.stat().st_size for file in files if file.is_file())

@@ -1,6 +1,6 @@
-"""Writes a GGUF model as one file or several: every rank encodes and writes its share of the pieces.
+"""Writes a GGUF model as one or more files. Every rank encodes and writes its share of the chunks.
 
-The pieces do not depend on the number of ranks, so neither do the bytes.
+The chunks do not depend on the number of ranks, so the bytes of the files do not either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero_mpi.ops import ggml
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file to be written: its name, keys and tensors."""
+    """A file to write: its name, keys and tensors."""
 
     name: str
     keys: Metadata
@@ -41,7 +41,7 @@ class PlannedFile:
 
 
 def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) -> list[PlannedFile]:
-    """Return the files of a model, in parts of at most `most` bytes of tensors, or of one tensor."""
+    """Return the files of a model. Each has at most `most` bytes of tensors, or a single tensor."""
     table, parts, filled = encoder.table(), list[list[Announced]]([[]]), 0
     for entry, spec in zip(table, checked_table(table).values(), strict=True):
         nbytes = padded(spec.nbytes, alignment_of(keys))
@@ -63,7 +63,7 @@ def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) ->
 
 
 def create(file: PlannedFile, path: Path) -> None:
-    """Create a file of its full length with its header."""
+    """Create a file with its header and in its full length."""
     header, _, nbytes = file.packed()
     with closing(OutputFile(path)) as output:
         output.resize(nbytes)
@@ -71,7 +71,7 @@ def create(file: PlannedFile, path: Path) -> None:
 
 
 def fill(files: Sequence[PlannedFile], paths: Sequence[Path], encoder: Encoder, rank: int, size: int) -> None:
-    """Write the pieces of this rank, every `size`-th of all files."""
+    """Write the chunks of this rank: every `size`-th chunk, counted over all files."""
     number = count()
     for file, path in zip(files, paths, strict=True):
         _, offsets, _ = file.packed()
@@ -82,16 +82,16 @@ def fill(files: Sequence[PlannedFile], paths: Sequence[Path], encoder: Encoder, 
                     output.write_at(offsets[name] + offset, encoder.encoded(name, start, stop))
 
 
-AT_ONCE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
+AT_ONCE = 1 << 18  # elements encoded together; this takes a few MiB with all temporaries
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encoder of a source's tensors: chooses the type of each tensor and makes its blocks.
+    """Encoder of a source's tensors. It chooses the type of each tensor and makes its blocks.
 
-    by_ggml      by ggml's quantizers; otherwise by the package gguf, which has the 8-bit and the oldest types
-    importance   weights of columns by tensor, (matrices, width)
-    masters      training state of a checkpoint with rounded parameters: blocks are made from its masters
+    by_ggml      whether ggml quantizes; otherwise the package gguf does, for 8 bits and the oldest types
+    importance   tensor name -> weights of its columns, (matrices, width)
+    masters      training state with float32 masters of rounded parameters, from which blocks are made
     """
 
     source: WeightSource
@@ -104,7 +104,7 @@ class Encoder:
         return [(name, spec.shape, self.kinds[name]) for name, spec in self.source.tensors.items()]
 
     def pieces(self, name: str) -> list[tuple[int, int, int]]:
-        """Return the pieces of a tensor: first and last element, and first byte in the file's tensor."""
+        """Return the chunks of a tensor: first element, last element (exclusive), first byte in the file."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
         width, matrix = spec.shape[-1], spec.size // (spec.shape[0] if len(spec.shape) > 2 else 1)
@@ -116,7 +116,7 @@ class Encoder:
         ]
 
     def encoded(self, name: str, start: int, stop: int) -> memoryview:
-        """Return elements [start, stop) in the tensor's type; the source's own bytes if it has that type."""
+        """Return elements [start, stop) in the tensor's type; the source's bytes if it has this type."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
         if isinstance(self.source, GGUFFile) and spec.type == kind:
@@ -141,23 +141,23 @@ class Encoder:
 
 
 def check_finite(what: str, values: Floats) -> None:
-    """Raise FileError unless all values are finite."""
+    """Raise FileError unless all values are finite. `what` names the values."""
     if not np.isfinite(values).all():
-        raise FileError(f"{what}: expected finite numbers, found some that are not")
+        raise FileError(f"{what}: expected finite numbers, found infinity or NaN")
 
 
 def too_large(what: str, values: Floats, kind: GGMLQuantizationType) -> FileError:
-    """Return the error for values that a type cannot hold."""
+    """Return an error for values that are too large for a type."""
     return FileError(f"{what}: {np.abs(values).max():g} is more than {kind.name} can hold: take bf16 or f32")
 
 
 def encoded_pieces(what: str, chunks: Iterable[Floats], kind: GGMLQuantizationType) -> Iterator[memoryview]:
-    """Yield flat pieces of full blocks in a type; raise FileError for values not finite or too large."""
+    """Yield values as encoded blocks. Raise FileError for values that are not finite or too large."""
     for chunk in chunks:
         check_finite(what, chunk)
         for at in range(0, max(chunk.size, 1), AT_ONCE):
             try:
-                with np.errstate(over="raise"):  # overflow raises instead of storing infinity
+                with np.errstate(over="raise"):  # raises an error on overflow, which would store infinity
                     yield quantize(chunk[None, at : at + AT_ONCE], kind).data
             except FloatingPointError:
                 raise too_large(what, chunk, kind) from None

@@ -1,7 +1,7 @@
-"""Export to Hugging Face: converts a model with GGUF's names to the content of a Hugging Face folder.
+"""Converts a model with GGUF's names and keys to the content of a Hugging Face folder.
 
-`config_json` writes the keys as Hugging Face's settings, `outgoing` names the tensors and gives each as a
-stream of pieces in the element order of that format. Models that the settings cannot describe are refused.
+`config_json` writes the keys as Hugging Face's settings. `outgoing` names the tensors and yields their
+elements in the order of that format. A model that the settings cannot describe is refused.
 """
 
 import json
@@ -42,14 +42,14 @@ EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 
 def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
-    """Return the tokens that end an answer, eos first, and the key of one that only the chat template shows.
+    """Return the tokens that end an answer, eos first, and the key of a token that only the template shows.
 
     An unknown tokenizer has no such tokens.
     """
     kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
     try:
         tokenizer = kind(metadata, place) if kind else None
-    except UsageError:  # a model may be exported without it
+    except UsageError:  # a model can be exported without a tokenizer that cannot be read
         tokenizer = None
     if tokenizer is None:
         return [], {}
@@ -61,10 +61,10 @@ def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
 
 
 def turn_end(tokenizer: GGUFTokenizer) -> int | None:
-    """Return the token by which the chat template ends an answer; None if it does not end one by a token."""
+    """Return the token with which the chat template ends an answer; None if it uses no token."""
     try:
         text = template_of(tokenizer).render(MESSAGES).text
-    except (UsageError, ValueError):  # there is no template, or it refuses such a conversation
+    except (UsageError, ValueError):  # there is no template, or it rejects MESSAGES
         return None
     kinds, behind = (CONTROL, USER_DEFINED), text.rpartition(ANSWER)[2].lstrip()
     found = [token for token in tokenizer.tokens if behind.startswith(token)]
@@ -79,9 +79,9 @@ TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Tensor to be written into a folder: name and shape there, and its source.
+    """A tensor to write into a folder: its name and shape in the folder, and its source.
 
-    `runs`: ranges of elements of the source's tensors that it consists of; empty: all of `spec`.
+    `runs`: ranges of elements in tensors of the source that form it; empty: all elements of `spec`.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Outgoing:
     runs: tuple[tuple[str, int, int], ...] = ()
 
     def pieces(self) -> Iterator[Floats]:
-        """Yield the tensor's elements in flat pieces, in the folder's order."""
+        """Yield the tensor's elements as flat arrays, in the order of the folder."""
         read = partial(self.source.read, self.spec.name)
         rows = self.spec.shape[0]
         if self.order == Order.HALVES:
@@ -109,7 +109,7 @@ class Outgoing:
 
 
 class Keys:
-    """Keys of a source's architecture, which describe a model that this package has read."""
+    """Keys of the architecture of a source whose model zero_mpi has read."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source, self.keys = source, GGUFKeys(source.metadata, str(source.path))
@@ -120,30 +120,30 @@ class Keys:
             raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face counterpart")
 
     def size(self, name: str, least: int = 1) -> int | None:
-        """Return the integer at ARCH.NAME; None if it is absent."""
+        """Return the integer of key ARCH.NAME; None if the key is missing."""
         return self.keys.integer(f"{self.arch}.{name}", least, MOST_SIZE)
 
     def number(self, name: str, default: float | None = None) -> float | None:
-        """Return the number of key ARCH.NAME for JSON, or `default` if the key is missing."""
+        """Return the number of key ARCH.NAME in a form for JSON, or `default` if the key is missing."""
         key = f"{self.arch}.{name}"
         return default if self.keys.number(key, 0) is None else plain(self.source.metadata[key])
 
     def head_width(self) -> int:
-        """Return the rows of q per head."""
+        """Return the number of rows of q in each head."""
         usual = (self.size("embedding_length") or 0) // (self.size("attention.head_count") or 1)
         return self.size("attention.key_length") or usual
 
 
 def plain(value: Any) -> Any:
-    """Return a number as JSON has it: a float32 as the shortest text that reads back the same."""
+    """Return a number for JSON. A float32 becomes the shortest decimal that reads back the same."""
     if isinstance(value, np.floating):
         return float(str(value))
     return value.item() if isinstance(value, np.generic) else value
 
 
 def outgoing(source: WeightSource) -> list[Outgoing]:
-    """Return the tensors of a folder for the model of `source`. FileError for a tensor that the format
-    lacks.
+    """Return the tensors to write into a folder for the model of `source`. Raise FileError if the format has
+    no place for one.
     """
     keys = Keys(source)
     width, is_mixture = 0 if keys.arch == "gpt2" else keys.head_width(), keys.family in MIXTURES
@@ -151,7 +151,7 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
     for name, spec in source.tensors.items():
         if is_mixture and (parts := hf_names.parts_from(keys.family, name, spec.shape)) is not None:
             found += of_experts(source, spec, parts)
-        elif name not in (rope.ROPE_FREQS, *rope.LONG_FACTORS):  # the configuration contains these
+        elif name not in (rope.ROPE_FREQS, *rope.LONG_FACTORS):  # config.json has these numbers
             order = hf_names.order_of(keys.family, name)
             shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
             found.append(Outgoing(hf_names.from_gguf(keys.family, name), shape, source, spec, order, width))
@@ -161,7 +161,7 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
 def of_experts(
     source: WeightSource, spec: TensorSpec, parts: list[tuple[str, tuple[int, ...], list[str]]]
 ) -> Iterator[Outgoing]:
-    """Yield tensors of experts: one for each expert, or one for all."""
+    """Yield the tensors of experts: either one tensor for each expert, or one for all experts."""
     stack = spec.shape[0] if len(spec.shape) == 3 else 1
     for place, (there, shape, names) in enumerate(parts):
         size, experts = spec.size // stack, range(place, place + 1) if len(parts) > 1 else range(stack)
@@ -188,9 +188,9 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
 
 
 def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
-    """Return the numbers of special tokens, with all that end an answer; None if the source has none."""
+    """Return the ids of special tokens: all that end an answer, and None for a token that is missing."""
     keys = GGUFKeys(source.metadata, str(source.path))
-    # The keys of a folder have no tokenizer.
+    # The keys read from a Hugging Face folder do not include its tokenizer.
     config = source.config if isinstance(source, hf_folder.HuggingFaceFolder) else {}
     found = {
         there: config.get(there, keys.integer(f"tokenizer.ggml.{here}_token_id"))
@@ -210,7 +210,7 @@ def gpt2_settings(keys: Keys) -> dict[str, Any]:
 
 
 def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
-    """Return the settings of the class of a rotary model."""
+    """Return the settings of a rotary model's class."""
     width, base = keys.head_width(), keys.number("rope.freq_base", 10000.0) or 10000.0
     turned, value_width = keys.size("rope.dimension_count") or width, keys.size("attention.value_length")
     if value_width not in (None, width) or (turned != width and not kind.longrope):
@@ -223,7 +223,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         problem = "frequencies are scaled by keys" + (" and by a tensor" if scaling else "")
         raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot express")
     scaling = from_keys if scaling is None else scaling
-    # Phi 3's class reads the first context outside the scaling.
+    # In Phi 3's class, the original context is a separate setting and not part of the scaling.
     former = {rope.FORMER: scaling[rope.FORMER]} if kind.longrope and scaling else {}
     return {
         "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
@@ -243,10 +243,10 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
 
 
 def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
-    """Return which blocks have an attention window, and its size, if there are any."""
+    """Return the settings for attention windows: which layers have one, and its size; {} if none has one."""
     if not kind.period:
         return {}
-    window = keys.size("attention.sliding_window", 0) or None  # 0: all layers see all positions
+    window = keys.size("attention.sliding_window", 0) or None  # 0: every layer sees all positions
     blocks = range(1, 1 + (keys.size("block_count") or 0))
     return {
         "sliding_window": window,
@@ -261,7 +261,7 @@ def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
 
 
 def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
-    """Return the settings for biases; each covers several projections at once."""
+    """Return the settings for biases. Each setting covers several projections."""
     found = {
         name.split(".")[2] for name in source.tensors if name.startswith("blk.") and name.endswith(".bias")
     }
@@ -273,7 +273,7 @@ def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
 
 
 def key_scaling(keys: Keys) -> dict[str, Any] | None:
-    """Return the linear scaling or YaRN that the keys describe; None if there is none."""
+    """Return the linear or YaRN scaling that the keys describe; None if they describe none."""
     kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
     if kind == "yarn":
         former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
@@ -284,7 +284,7 @@ def key_scaling(keys: Keys) -> dict[str, Any] | None:
 
 
 def longrope(keys: Keys) -> dict[str, Any] | None:
-    """Return Phi 3's scaling, from two tensors and two keys, or None; FileError for one tensor alone."""
+    """Return Phi 3's scaling, from two tensors and two keys, or None. Raise FileError if one is missing."""
     names = [name for name in rope.LONG_FACTORS if name in keys.source.tensors]
     magnitude = keys.number("rope.scaling.attn_factor", 1.0)
     if not names and magnitude == 1:
@@ -298,10 +298,10 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
 
 
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
-    """Return the setting that gives the divisors in `rope_freqs.weight`; None without that tensor.
+    """Return the setting that produces the divisors in `rope_freqs.weight`; None without this tensor.
 
-    The model's own setting is tried first. If it does not fit, factor and original context length are
-    searched; every Llama 3 has the same other numbers. Raise FileError for other divisors.
+    The model's own setting is tried first. If it does not fit, the factor and the original context length are
+    searched; all Llama 3 models share the other numbers. Raises FileError for divisors that no setting gives.
     """
     if rope.ROPE_FREQS not in source.tensors:
         return None
@@ -315,7 +315,7 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
     raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, as config.json needs")
 
 
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # our types that safetensors can hold
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # our types that safetensors has too
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION, MORE_TEMPLATES = "generation_config.json", "additional_chat_templates"
 COPIED = (  # files copied from one Hugging Face folder to the next
@@ -327,7 +327,7 @@ Kinds = dict[str, str]  # type of each tensor, by name
 
 
 def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> Kinds:
-    """Write configuration, tensors and tokenizer into a new folder. Return the type of each tensor."""
+    """Write config.json, tensors and tokenizer into a new folder. Return the type of each tensor."""
     config, tensors = config_json(source, DTYPES[wanted]), outgoing(source)
     folder.mkdir()
     write_json(folder / hf_folder.CONFIG, config)
@@ -350,7 +350,7 @@ def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> 
 
 
 def in_parts(tensors: Sequence[Outgoing], most: int) -> list[list[Outgoing]]:
-    """Return the tensors in order, cut into files of at most `most` elements, or of one tensor."""
+    """Return the tensors in order, in one list per file: at most `most` elements, or a single tensor."""
     parts: list[list[Outgoing]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -363,7 +363,7 @@ def in_parts(tensors: Sequence[Outgoing], most: int) -> list[list[Outgoing]]:
 
 
 def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationType) -> None:
-    """Write one safetensors file."""
+    """Write the tensors of one part as a safetensors file."""
     with naming(path), open(path, "wb") as file:
         file.write(pack_header([(tensor.name, kind.name, tensor.shape) for tensor in tensors]))
         for tensor in tensors:
@@ -374,7 +374,7 @@ def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationTy
 
 
 def write_tokenizer(source: WeightSource, folder: Path) -> None:
-    """Write the tokenizer's files, from a folder or from keys; write nothing if there is no tokenizer."""
+    """Write the tokenizer's files, copied from a folder or made from keys; none without a tokenizer."""
     keys = GGUFKeys(source.metadata, str(source.path))
     if keys.tokenizer == "gpt2":
         write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
@@ -388,12 +388,12 @@ def write_tokenizer(source: WeightSource, folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a value as JSON text."""
+    """Write a value to a file as JSON."""
     write_to_disk(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: Path) -> Kinds:
-    """Write configuration and factors into a new folder. Return the type of each tensor."""
+    """Write config and factors of an adapter into a new folder. Return the type of each tensor."""
     keys = GGUFKeys(base.metadata, str(base.path))
     tensors = [outgoing_factor(adapter, spec, keys) for spec in adapter.tensors.values()]
     config = config_of(adapter, base, keys.architecture or "")
@@ -404,7 +404,7 @@ def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: P
 
 
 def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> Outgoing:
-    """Return one factor by PEFT's name and in its order of rows; FileError if PEFT has no place for it."""
+    """Return a factor with PEFT's name and order of rows. Raise FileError if PEFT has no place for it."""
     target, dot, end = spec.name.rpartition(".")
     order, head = hf_folder.order_and_head(spec, target, dot + end, keys)
     name = f"{hf_folder.PREFIX}{layer_of(keys.architecture or '', target)}{hf_folder.ENDS[dot + end]}"
@@ -412,12 +412,12 @@ def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> 
 
 
 def layer_of(arch: str, weight: str) -> str:
-    """Return the path of a layer in the model class of transformers, for the GGUF name of its weight."""
+    """Return the path of the layer in the class of transformers that has the weight with this GGUF name."""
     return hf_names.from_gguf(arch, weight).removesuffix(".weight")
 
 
 def config_of(adapter: WeightSource, base: WeightSource, arch: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json; layers are named in full, as blocks may differ."""
+    """Return the content of adapter_config.json. It lists full layer names, because blocks may differ."""
     lora = lora_of(adapter)
     return {
         "peft_type": "LORA",

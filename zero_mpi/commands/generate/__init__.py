@@ -1,1 +1,1 @@
-"""`zero-mpi generate`: text from a GGUF model, in one process."""
+"""`zero-mpi generate`: generates text with a GGUF model, in one process."""

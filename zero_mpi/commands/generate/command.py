@@ -1,7 +1,7 @@
-"""`zero-mpi generate MODEL.gguf --prompt "def "`: text from a model file, in one process.
+"""`zero-mpi generate MODEL.gguf --prompt "def "`: generates text with a model file, in one process.
 
-Generated text goes to a file or pipe as its exact bytes. On a terminal control characters are escaped: a
-model, or the author of its text, could otherwise move the cursor, rename the window or worse.
+Generated text goes to a file or pipe as its exact bytes. On a terminal, control characters are escaped.
+Otherwise a model, or the author of its text, could move the cursor, rename the window or worse.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from zero_mpi.train.text_model import TextModel
 
 DRAW = ("temperature", "top_k", "top_p", "min_p", "seed")
 ENGINES = ("own", "llamacpp")
-STOP, LENGTH = "stop", "length"  # reasons for the end of an answer, as most servers name them
+STOP, LENGTH = "stop", "length"  # reasons why an answer ended, named as most servers do
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer: its bytes, its number of tokens, and the reason for its end: STOP or LENGTH."""
+    """An answer: its bytes, its number of tokens, and the reason why it ended: STOP or LENGTH."""
 
     text: bytes
     tokens: int
@@ -53,9 +53,9 @@ class Reply:
 
 @dataclass(frozen=True)
 class Speaker:
-    """Model with its tokenizer, and the flags by which the next token is drawn."""
+    """A model with its tokenizer, and the flags that say how to draw the next token."""
 
-    model: Any  # a TextModel, or another engine's model
+    model: Any  # a TextModel, or the model of another engine
     tokenizer: Tokenizer
     options: argparse.Namespace
 
@@ -64,7 +64,7 @@ class Speaker:
         return {name: getattr(self.options, name) for name in DRAW}
 
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
-        """Return the continuation of a prompt's ids; call `say` with each new piece of it."""
+        """Return the continuation of a prompt's ids. Call `say` with each new part of its bytes."""
         pieces = list[bytes]()
         for token in self.model.generate(prompt, self.options.tokens, **self.draw):
             if token in self.tokenizer.ends:
@@ -74,7 +74,7 @@ class Speaker:
         return Reply(b"".join(pieces), len(pieces), LENGTH)
 
     def answers(self, prompts: Sequence[Array]) -> list[Reply]:
-        """Return the continuations of several prompts, computed at the same time."""
+        """Return the continuations of several prompts, computed together."""
         found = list[Reply]()
         ends = self.tokenizer.ends
         for ids in self.model.generate_each(prompts, self.options.tokens, ends, **self.draw):
@@ -85,7 +85,7 @@ class Speaker:
 
 
 class LlamaCpp:
-    """Model of a GGUF file that llama.cpp computes. Raises UsageError without the package or the file."""
+    """Model in a GGUF file, computed by llama.cpp. Raises UsageError if one of them is missing."""
 
     def __init__(self, path: str) -> None:
         if find_spec("xllamacpp") is None:
@@ -130,7 +130,7 @@ Message = dict[str, str]
 
 @dataclass
 class Chat:
-    """Conversation so far, as messages of role and content; `system` comes first."""
+    """A conversation so far, as messages with role and content. `system` comes first."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -142,7 +142,7 @@ class Chat:
             self.messages.append({"role": "system", "content": self.system})
 
     def prompt_ids(self, text: str) -> Array:
-        """Return the ids of the conversation with one more question; UsageError if the template fails."""
+        """Return the ids of the conversation plus a question. Raise UsageError if the template fails."""
         self.messages.append({"role": "user", "content": text})
         try:
             rendered = self.template.render(self.messages, generation_prompt=True)
@@ -162,7 +162,7 @@ Examples:
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line."""
     about = "Generate text from a GGUF model, in one process."
     parser = Parser(prog="zero-mpi generate", description=about, epilog=EXAMPLES)
     add = parser.add_argument
@@ -174,9 +174,9 @@ def make_parser() -> Parser:
     add("--system", metavar="TEXT", help="system message of the conversation")
     add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
     add("--json", action="store_true", help="print prompt and answer as JSON lines")
-    at_once = "prompts of --prompts to answer at once (default: 1)"
+    at_once = "number of prompts in --prompts to answer at once (default: 1)"
     add("--batch", type=int, default=1, metavar="N", help=at_once)
-    engines = "program that computes: zero_mpi (own), or llama.cpp from the package xllamacpp"
+    engines = "engine that runs the model: own (zero_mpi), or llamacpp (package xllamacpp)"
     add("--engine", choices=ENGINES, default="own", help=engines)
     add("--tokens", type=int, default=200, help="maximum number of tokens to generate")
     add_draw(parser)
@@ -184,22 +184,22 @@ def make_parser() -> Parser:
 
 
 def add_draw(parser: Parser) -> None:
-    """Add the flags that say how a token is drawn."""
+    """Add the flags that say how the next token is drawn."""
     add = parser.add_argument
     temperature = "sampling temperature; 0: always the most likely token"
     add("--temperature", type=float, default=0.8, help=temperature)
     add("--top-k", type=int, default=40, help="sample from the N likeliest tokens; 0: no limit")
-    add("--top-p", type=float, default=1.0, help="then from the most likely tokens with total probability X")
-    least = "then from tokens with at least X times the best probability"
+    add("--top-p", type=float, default=1.0, help="use only the most likely tokens with total probability X")
+    least = "of these, use tokens with at least X times the highest probability"
     add("--min-p", type=float, default=0.0, help=least)
     add("--seed", type=int, default=0, help="random seed for sampling")
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print prompts and continuations, byte by byte as they come, each up to an end-of-text token."""
+    """Print prompts and continuations as soon as bytes are ready, each up to an end-of-text token."""
     options = make_parser().parse_args(arguments)
     check(options)
-    log.install(world.rank, world.size).to_stderr = True  # stdout has the answers and nothing else
+    log.install(world.rank, world.size).to_stderr = True  # stdout has only the answers
     ops.use_threads(None if environment.threads_were_set else environment.within_quota(environment.cores()))
     speaker = open_speaker(options)
     tokenizer = speaker.tokenizer
@@ -212,13 +212,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
                 print_answer(speaker, number, prompt, as_bytes(prompt), tokenizer.encode_prompt(prompt))
         else:
             talk(speaker, template)
-    except BrokenPipeError:  # the reader has closed the pipe, as in `... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def talk(speaker: Speaker, template: ChatTemplate) -> None:
-    """Print the answers to all prompts: of one conversation, or of one conversation per prompt of a file."""
+    """Print the answers to all prompts. Each line of a --prompts file is a conversation of its own."""
     options, conversation = speaker.options, None
     for number, prompt in enumerate(prompts(options)):
         if conversation is None or options.prompts is not None:
@@ -227,7 +227,7 @@ def talk(speaker: Speaker, template: ChatTemplate) -> None:
 
 
 def answer_in_batches(speaker: Speaker, template: ChatTemplate | None) -> None:
-    """Print the answers to all prompts of a file, `--batch` of them computed at the same time."""
+    """Print the answers to all prompts of a file; `--batch` prompts are computed together."""
     waiting, options = list(prompts(speaker.options)), speaker.options
     for start in range(0, len(waiting), options.batch):
         part, ids = waiting[start : start + options.batch], list[Array]()
@@ -242,14 +242,14 @@ def answer_in_batches(speaker: Speaker, template: ChatTemplate | None) -> None:
 
 
 def as_bytes(prompt: str) -> bytes:
-    """Return the bytes of a prompt as it was given."""
+    """Return a prompt as the bytes that the user gave."""
     return prompt.encode("utf-8", "surrogateescape")
 
 
 def print_answer(
     speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array, ready: Reply | None = None
 ) -> Reply:
-    """Print one answer, `ready` or computed now, in the requested form; an empty line separates answers."""
+    """Print one answer in the requested form; compute it unless it is `ready`. Then print an empty line."""
     if speaker.options.json:
         answer = ready or speaker.answer(ids, lambda piece: None)
         texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}
@@ -267,7 +267,7 @@ def print_answer(
 
 
 def open_speaker(options: argparse.Namespace) -> Speaker:
-    """Return the model of the flags, computed by the engine that they name."""
+    """Return the model that the flags name, run by the engine that they name."""
     is_own = options.engine == "own"
     model: Any = TextModel(open_merged(options.model, options.lora)) if is_own else LlamaCpp(options.model)
     kind = Speaker if is_own else LlamaCppSpeaker
@@ -275,7 +275,7 @@ def open_speaker(options: argparse.Namespace) -> Speaker:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise UsageError for the first number that is out of range."""
+    """Raise UsageError for the first flag that is out of range or does not fit the others."""
     if options.prompt is not None and options.prompts is not None:
         raise UsageError("--prompt and --prompts: use one of them")
     for name in ("system", *OF_TEMPLATES):
@@ -300,7 +300,7 @@ def write_bytes(data: bytes) -> None:
 
 
 def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
-    """Return a `write` for a terminal: it prints complete characters at once, with control ones escaped."""
+    """Return a `write` for a terminal, which escapes control characters and prints complete characters."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(data: bytes) -> None:
@@ -313,13 +313,13 @@ main = partial(run, "generate", command, alone=True)
 
 STANDARD_INPUT = "-"
 DEFAULT = "def "
-MARK = b"> "  # before each line that a person types
+MARK = b"> "  # shown before each line that a person types
 
 
 def prompts(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the prompts of the flags in order, at least one. Raise UsageError for a file without prompts.
+    """Yield the prompts that the flags give, in order. Raise UsageError for a file without prompts.
 
-    With `--chat` and neither flag, the prompts are the lines of standard input, as they are typed.
+    With `--chat` and neither of the two flags, each line typed on standard input is a prompt.
     """
     if options.prompts is None and not (options.chat and options.prompt is None):
         yield DEFAULT if options.prompt is None else options.prompt
@@ -342,7 +342,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def typed() -> Iterator[str]:
-    """Yield each line of standard input as soon as it is there; print a mark before it if a person types."""
+    """Yield each line of standard input as soon as it is complete. For a person, show a mark before it."""
     while True:
         if sys.stdin.isatty() and sys.stdout.isatty():
             sys.stdout.buffer.write(MARK)

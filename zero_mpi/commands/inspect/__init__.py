@@ -1,1 +1,1 @@
-"""`zero-mpi inspect`: shows and checks a model file or checkpoint, or compares two."""
+"""`zero-mpi inspect`: shows and checks a model file or a checkpoint, or compares two of them."""

@@ -1,6 +1,6 @@
-"""`zero-mpi inspect PATH [OTHER]`: describes and checks a model or checkpoint, or compares two.
+"""`zero-mpi inspect PATH [OTHER]`: shows and checks a model or checkpoint, or compares two of them.
 
-The result is one dictionary (`examine`, `compare`). `--json` prints it, and `lines_of` formats it as text.
+The result is one dictionary (`examine`, `compare`), which `--json` prints and `lines_of` formats as text.
 Exit status 0: valid, or equal; 1: damaged, or different; 2: cannot be read.
 """
 
@@ -20,9 +20,9 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, LONGEST_LINE, shown
 from zero_mpi.launch.world import World, run
 
-TITLE = 16  # width of the titles
-FEW, MANY = 8, 200  # most names and most keys that are shown by default
-NO_BREAK = "\u00a0"  # replaces a space at which a line must not break
+TITLE = 16  # width of the column of titles
+FEW, MANY = 8, 200  # most names and most keys shown by default
+NO_BREAK = "\u00a0"  # replaces a space at which a line must not be broken
 
 
 def make_parser() -> Parser:
@@ -44,7 +44,7 @@ def make_parser() -> Parser:
     )
     add("other", nargs="?", help="path of the same kind, to compare with")
     add("--keys", action="store_true", help="show all keys, with full arrays and texts")
-    add("--tensors", action="store_true", help="show all tensors, or all that differ")
+    add("--tensors", action="store_true", help="show all tensors, or all tensors that differ")
     add("--json", action="store_true", help="print one JSON object instead")
     return parser
 
@@ -57,10 +57,10 @@ def command(world: World, arguments: Sequence[str]) -> int:
         if options.other is None:
             found = examine(path, keys=options.keys, tensors=options.tensors)
         else:
-            from zero_mpi.commands.inspect.compare import compare_paths  # slow imports
+            from zero_mpi.commands.inspect.compare import compare_paths  # its imports are slow
 
             found = compare_paths(path, Path(options.other))
-    except OSError as error:  # the folder may not be readable
+    except OSError as error:  # for example, the folder is not readable
         raise UsageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
     if options.json:
         write(json.dumps(found, indent=2, allow_nan=False).replace("\x7f", "\\u007f").split("\n"))
@@ -73,7 +73,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def lines_of(found: Report, everything: bool) -> Iterator[str]:
-    """Yield the lines of a report: for each entry with a value, its title and on the right its values.
+    """Yield the lines of a report: each entry that has a value, with its title on the left.
 
     If `everything` is false, only the first keys and names are shown.
     """
@@ -86,7 +86,7 @@ def lines_of(found: Report, everything: bool) -> Iterator[str]:
 
 
 def texts_of(value: Any, everything: bool) -> Iterator[str]:
-    """Yield a value as lines: short values of a dictionary on one line, each other value after its name."""
+    """Yield a value as lines. Short values of a dictionary share a line; others follow their names."""
     if isinstance(value, list):
         every = (text for item in value for text in texts_of(item, everything))
         are_names = any(isinstance(item, str) for item in value)
@@ -107,7 +107,7 @@ def texts_of(value: Any, everything: bool) -> Iterator[str]:
 
 
 def key_lines(keys: Any, everything: bool) -> Iterator[str]:
-    """Yield a line for each key of each file, or for each key with different values in two files."""
+    """Yield a line for each key of each file, or for each key whose values differ between two files."""
     if isinstance(keys, dict):
         every = ((role, key, text_of(x, sys.maxsize)) for role, own in keys.items() for key, x in own.items())
     else:
@@ -117,7 +117,7 @@ def key_lines(keys: Any, everything: bool) -> Iterator[str]:
 
 
 def first(lines: Iterable[str], most: int) -> Iterator[str]:
-    """Yield the first lines, then the number of further lines."""
+    """Yield at most `most` lines, and then a line with the number of remaining lines."""
     rest = iter(lines)
     yield from islice(rest, most)
     if more := sum(1 for _ in rest):
@@ -125,9 +125,9 @@ def first(lines: Iterable[str], most: int) -> Iterator[str]:
 
 
 def is_short(value: Any) -> bool:
-    """Return True if a value fits on one line with its name and other values."""
+    """Return whether a value is so short that it shares a line with its name and other values."""
     if isinstance(value, dict):
-        return value.keys() == {"array", "length", "first"}  # an array that `as_json` has cut
+        return value.keys() == {"array", "length", "first"}  # an array shortened by `as_json`
     return not isinstance(value, list) or (len(value) < FEW and not any(isinstance(x, dict) for x in value))
 
 

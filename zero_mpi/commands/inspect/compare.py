@@ -1,7 +1,7 @@
 """Comparison of two models, checkpoints or runs: finds the first bits that differ.
 
-The stored bytes of both are read at the same time in pieces, so memory does not grow with the model, and the
-result does not depend on stored digests. Only the first tensor that differs is compared by value.
+The stored bytes of the two are read in chunks at the same time. So memory does not grow with the model, and
+the result does not depend on stored digests. Only the first tensor that differs is compared by value.
 """
 
 import os
@@ -28,7 +28,7 @@ LISTS = ("differing", "only_in_first", "only_in_second")
 
 
 def compare_paths(first: Path, second: Path) -> Report:
-    """Return the comparison of two paths; for run folders it includes records and checkpoints."""
+    """Return the comparison of two paths. For run folders, it covers records and checkpoints."""
     found = compare(first, second)
     if exists(first / METRICS) and exists(second / METRICS):
         found["records"] = compare_records(first, second)
@@ -39,7 +39,7 @@ def compare_paths(first: Path, second: Path) -> Report:
 
 
 def compare(first: Path, second: Path) -> Report:
-    """Return the comparison of two paths; equal paths are read once. UsageError if one is not readable."""
+    """Return the comparison of two models. Raise UsageError if one is unreadable. Read equal paths once."""
     subject = open_subject(first)
     is_one = exists(second) and os.path.samefile(first, second)
     other_subject = subject if is_one else open_subject(second)
@@ -59,29 +59,29 @@ def compare(first: Path, second: Path) -> Report:
 
 
 def tensors_of(subject: Subject) -> dict[tuple[str, str], Stored]:
-    """Return a subject's tensors by (role, name)."""
+    """Return a subject's tensors, keyed by (role, name)."""
     parts = subject.parts.items()
     return {(role, name): (part, spec) for role, part in parts for name, spec in part.tensors.items()}
 
 
 def side_by_side(ours: Stored, theirs: Stored) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of pieces, of equal length, of the stored bytes of two tensors with one shape and type."""
+    """Yield pairs of chunks of equal length from the stored bytes of two tensors with one shape and type."""
     for a, b in zip(pieces(*ours), pieces(*theirs), strict=True):
         yield np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
 
 
 def same(ours: Stored, theirs: Stored) -> bool:
-    """Return True if shape, type and all bits are the same; stop reading at the first difference."""
+    """Return whether shape, type and all bits are equal. Reading stops at the first difference."""
     if (ours[1].shape, ours[1].type) != (theirs[1].shape, theirs[1].type):
         return False
     return all(np.array_equal(*pair) for pair in side_by_side(ours, theirs))
 
 
 def difference(ours: Stored, theirs: Stored) -> Report:
-    """Return the difference of two tensors: shape or type, or first element, its values, and largest gap.
+    """Return how two tensors differ: shape or type, or the first element, its values, and the largest gap.
 
-    If the bits differ but not the values (sign of a zero, payload of a NaN), the gap is 0 or NaN; for a
-    type that cannot be decoded it is None.
+    The gap is 0 or NaN if bits differ but not values (sign of a zero, payload of a NaN). It is None for a
+    type that cannot be decoded.
     """
     spec = ours[1]
     about = [{"type": one.type.name, "shape": list(one.shape)} for _, one in (ours, theirs)]
@@ -109,7 +109,7 @@ def difference(ours: Stored, theirs: Stored) -> Report:
 
 
 def first_of(start: int, block: int, before: int, spec: TensorSpec, values: tuple[Any, Any]) -> Report:
-    """Return the first differing element of a block that differs; the block begins at element `start`."""
+    """Return the first element that differs in a block that differs. The block begins at element `start`."""
     shown = None
     if values[0] is not None:
         pair = [value[start : start + block] for value in values]
@@ -121,7 +121,7 @@ def first_of(start: int, block: int, before: int, spec: TensorSpec, values: tupl
 
 
 def differing_keys(first: Subject, second: Subject) -> Iterator[Report]:
-    """Yield the keys that differ in value or type, with both values; a missing key has None."""
+    """Yield the keys that differ in value or type, with both values. The value of a missing key is None."""
     for role, part in first.parts.items():
         if role in second.parts:
             both = part.metadata, second.parts[role].metadata
@@ -132,7 +132,7 @@ def differing_keys(first: Subject, second: Subject) -> Iterator[Report]:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Return True if two values of keys have the same type and the same bits."""
+    """Return whether two values of keys have the same type and the same bits."""
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray | np.generic):
@@ -141,7 +141,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def compare_records(first: Path, second: Path) -> Report:
-    """Return the number of common records, and step, field and values of the first that differs."""
+    """Return the number of common records, and the step, field and values of the first difference."""
     files = Records(first), Records(second)
     common = 0
     while files[0].step and files[1].step:
@@ -158,7 +158,7 @@ def compare_records(first: Path, second: Path) -> Report:
 
 
 def compare_checkpoints(first: Path, second: Path) -> Report:
-    """Return the number of common checkpoints, and the difference in the first one that differs."""
+    """Return the number of common checkpoints, and the difference in the first checkpoint that differs."""
     found = [dict(folders.steps(run)) for run in (first, second)]
     common = sorted(found[0].keys() & found[1].keys())
     for step in common:

@@ -1,7 +1,7 @@
-"""Report on a model file or checkpoint: description and checks, as a dictionary of plain values.
+"""Report on a model file or checkpoint: its description and the results of checks, as plain values.
 
-Each tensor is read once, in pieces, to compute its digest and to count values that are not finite, so memory
-does not grow with the model. A checkpoint of zero_mpi is compared with its own digests; the digest of its
+Each tensor is read once, in chunks, to compute its digest and to count values that are not finite. So memory
+does not grow with the model. A checkpoint of zero_mpi is compared with its own digests. The digest of its
 full state does not depend on the number of ranks that wrote it.
 """
 
@@ -31,8 +31,8 @@ from zero_mpi.models import config_from_gguf
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, SCALES, finite_blocks
 
 Report = dict[str, Any]
-READ_AT_ONCE = 1 << 20  # bytes read at a time
-LONG, FEW = 60, 3  # most characters of a text, most items of an array by default
+READ_AT_ONCE = 1 << 20  # bytes that are read at once
+LONG, FEW = 60, 3  # by default, most characters of a text and most items of an array
 SIZES = {  # key of an architecture -> name in the report
     "block_count": "blocks",
     "embedding_length": "width",
@@ -50,7 +50,7 @@ SUMMARISED = ("general.architecture", "general.alignment", "tokenizer.", "traini
 
 @dataclass(frozen=True)
 class Subject:
-    """Opened path: a model, a training state, or a checkpoint with both and maybe a moving average."""
+    """An opened path: a model, a training state, or a checkpoint with both and maybe a moving average."""
 
     model: WeightSource | None
     state: GGUFFile | None
@@ -64,7 +64,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tensor:
-    """Result of reading a tensor: digest, and number of values that are not finite (None: unknown)."""
+    """Results of reading a tensor: its digest, and how many values are not finite (None: unknown)."""
 
     spec: TensorSpec
     digest: str
@@ -72,7 +72,7 @@ class Tensor:
 
 
 def open_subject(path: Path) -> Subject:
-    """Open `path`; of a run folder, its newest checkpoint. Raise UsageError if it cannot be read."""
+    """Open `path`, or the newest checkpoint of a run folder. Raise UsageError if it cannot be read."""
     newest = path / folders.LATEST
     if not os.path.exists(folders.weights_in(path)) and os.path.exists(folders.weights_in(newest)):
         path = newest
@@ -90,20 +90,20 @@ def open_subject(path: Path) -> Subject:
 
 
 def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
-    """Yield the bytes of a tensor in pieces that end at borders of blocks and of digest pieces."""
+    """Yield the bytes of a tensor in chunks that end where blocks and digest chunks end."""
     block, width = GGML_QUANT_SIZES[spec.type]
     step = math.lcm(sound.PIECE_BYTES, width)
     size = max(1, READ_AT_ONCE // step) * step
     if isinstance(source, GGUFFile):
         yield from source.raw_chunks(spec.name, size)
         return
-    for start in range(0, spec.size, size // width * block):  # back into the stored order and type
+    for start in range(0, spec.size, size // width * block):  # converts back to the stored order and type
         values = source.read(spec.name, start, min(start + size // width * block, spec.size))
         yield values.astype(NATIVE[spec.type]).view(np.uint8).data
 
 
 def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
-    """Return the values of a piece, or None for an unknown type."""
+    """Return the values of a chunk, or None if its type is unknown."""
     if kind.name in ("I8", "I16", "I32", "I64", "F64"):
         return np.frombuffer(raw, f"<{kind.name.lower()[0]}{int(kind.name[1:]) // 8}")
     try:
@@ -113,9 +113,9 @@ def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
 
 
 def not_finite(raw: Any, kind: GGMLQuantizationType) -> int | None:
-    """Return the number of values of a piece that are not finite; None for an unknown type.
+    """Return how many values of a chunk are not finite; None for an unknown type.
 
-    Only blocks with scales that are not finite are decoded, as all other blocks have finite values.
+    Only blocks whose scales are not finite are decoded, because all other blocks have finite values.
     """
     if kind.name in SCALES:
         blocks = np.frombuffer(raw, np.uint8)
@@ -128,7 +128,7 @@ def not_finite(raw: Any, kind: GGMLQuantizationType) -> int | None:
 
 
 def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
-    """Return digest and count of one tensor; read it once."""
+    """Return the digest of a tensor and its number of non-finite values, reading it once."""
     counts = list[int | None]()
 
     def digested() -> Iterator[bytes]:
@@ -145,7 +145,7 @@ def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
 
 
 def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
-    """Return the report on a path, on request with all keys or with a row for each tensor."""
+    """Return the report on a path. On request it has all keys, or a row for each tensor."""
     subject = open_subject(path)
     parts = subject.parts
     read = {role: [read_tensor(part, spec) for spec in part.tensors.values()] for role, part in parts.items()}
@@ -174,7 +174,7 @@ def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
 
 
 def about_file(source: WeightSource) -> Report:
-    """Return name and size of a file, a split file or a folder."""
+    """Return the name and the size of a file, of a split file or of a folder."""
     specs = source.tensors.values()
     common = {"path": str(source.path), "tensors": len(specs), "elements": sum(spec.size for spec in specs)}
     if isinstance(source, GGUFFile):
@@ -183,7 +183,7 @@ def about_file(source: WeightSource) -> Report:
 
 
 def about_model(source: WeightSource) -> Report:
-    """Return architecture and sizes from the keys, and the reason if zero_mpi cannot run the model."""
+    """Return architecture and sizes, read from the keys, and the reason if zero_mpi cannot run the model."""
     metadata, shapes = source.metadata, {name: spec.shape for name, spec in source.tensors.items()}
     arch = keys_of(source).architecture
     if isinstance(source, GGUFFile) and is_adapter_file(source):
@@ -201,7 +201,7 @@ def about_model(source: WeightSource) -> Report:
 
 
 def about_tokenizer(keys: GGUFKeys) -> Report | None:
-    """Return kind, size and special tokens; None if there is no tokenizer."""
+    """Return a tokenizer's kind, size and special tokens; None if there is no tokenizer."""
     if keys.tokenizer is None:
         return None
     head = "tokenizer.ggml."
@@ -214,7 +214,7 @@ def about_tokenizer(keys: GGUFKeys) -> Report | None:
 
 
 def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
-    """Return the keys that are not reported elsewhere, with long values cut; all in full on request."""
+    """Return the keys that the report does not show elsewhere. Long values are cut unless `everything`."""
     elsewhere = () if everything else (*SUMMARISED, f"{metadata.get('general.architecture')}.")
     return {
         key: as_json(value, everything) for key, value in metadata.items() if not key.startswith(elsewhere)
@@ -222,7 +222,7 @@ def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
 
 
 def about_training(subject: Subject) -> Report | None:
-    """Return the progress of the zero_mpi run; None for a file of another program."""
+    """Return the progress of the run that wrote a checkpoint; None for a file of another program."""
     metadata = [part.metadata for part in subject.parts.values()][-1]
     if sound.ID not in metadata:
         return None
@@ -231,14 +231,14 @@ def about_training(subject: Subject) -> Report | None:
     found["recorded_state_digest"] = as_json(metadata.get(sound.STATE_DIGEST), True)
     if subject.state is not None:
         for name in ("settings", "plan", "machine"):
-            with suppress(UsageError):  # the verdict reports a missing part of the pair
+            with suppress(UsageError):  # `verdict` reports a missing file
                 values = read_json(subject.state, f"training.{name}")
                 found[name] = {key: as_json(value, True) for key, value in values.items()}
     return found
 
 
 def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
-    """Return the result of checking digests and the pair of files, and the counts of non-finite values."""
+    """Return what is wrong with digests or the pair of files, and the number of non-finite values."""
     digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
     every = [*chain.from_iterable(read.values())]
     with_sums = [role for role, part in subject.parts.items() if sound.TENSOR_DIGESTS in part.metadata]
@@ -263,7 +263,7 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
 
 
 def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[str]:
-    """Yield differences between the tensors of a file and the digests in it."""
+    """Yield a line for each tensor of a file that does not match its digest in the file."""
     path = source.path
     try:
         recorded = sound.from_lines(keys_of(source).texts(sound.TENSOR_DIGESTS))
@@ -280,11 +280,11 @@ def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[st
 
 
 def as_json(value: Any, everything: bool = False) -> Any:
-    """Return a key's value in a form for JSON; long texts and arrays are cut unless `everything`."""
+    """Return a key's value in a form for JSON. Long texts and arrays are cut unless `everything`."""
     if isinstance(value, np.ndarray | list):
         part = value if everything else value[:FEW]
         if isinstance(part, np.ndarray) and part.dtype.kind in "biu":
-            part = part.tolist()  # one call, as there may be millions of items
+            part = part.tolist()  # one call, because there may be millions of items
         items = [as_json(item, everything) for item in part]
         if everything or len(value) <= FEW:
             return items
@@ -293,7 +293,7 @@ def as_json(value: Any, everything: bool = False) -> Any:
     if isinstance(value, np.generic):
         value = float(str(value)) if isinstance(value, np.floating) else value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no such number
+        return str(value)  # JSON has no NaN or infinity
     if isinstance(value, str) and len(value) > LONG and not everything:
         return f"{value[:LONG]}..."
     return value if value is None or isinstance(value, str | int | float) else "..."

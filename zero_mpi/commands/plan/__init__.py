@@ -1,1 +1,1 @@
-"""Command `plan`: reads the flags of `train` and predicts memory, traffic and time of this run."""
+"""Command `plan`: reads the flags of `train` and predicts memory, traffic and time of such a run."""

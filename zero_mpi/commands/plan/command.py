@@ -1,4 +1,4 @@
-"""`zero-mpi plan`: plans the run of the flags and prints the plan; `--json` writes it to a file."""
+"""`zero-mpi plan`: prints the plan for a run with the given flags. `--json` writes it to a file."""
 
 import argparse
 import contextlib
@@ -36,7 +36,7 @@ from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_li
 from zero_mpi.sharding.strategy import STRATEGIES
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
-SHOWN = {  # flags of `train` that --help shows
+SHOWN = {  # flags of `train` that --help shows here
     *("--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"),
     *("--offload", "--version", "--lora", "--lora-targets", "--checkpoint-io", "--writers-per-node"),
     *("--loss", "--teacher"),
@@ -50,11 +50,11 @@ SWEEP = ("ranks_per_node", "most_ranks")
 
 
 class Question(NamedTuple):
-    """Cases to plan. per_node: ranks per node in a sweep; text: bytes of tokens; sample: print a sample."""
+    """Cases to plan. per_node: ranks per node in a sweep; text: bytes of all ids; sample: print a sample?"""
 
     cases: tuple[Case, ...]
     machine: Machine
-    known: tuple[str, ...]  # names of the machine's numbers that are not assumed
+    known: tuple[str, ...]  # names of the machine's numbers that are measured or given
     per_node: int
     most_ranks: int
     sweeps: bool
@@ -64,7 +64,7 @@ class Question(NamedTuple):
 
 
 def make_parser() -> Parser:
-    """Return a parser with our flags and those of `train`; flags without effect are accepted but hidden."""
+    """Return a parser with plan's flags and train's flags. Flags without effect are accepted but hidden."""
     parser = train_parser()
     parser.prog, parser.epilog = "zero-mpi plan", EXAMPLES
     parser.description = (
@@ -100,7 +100,7 @@ def make_parser() -> Parser:
 
 
 def read(arguments: Sequence[str]) -> Question:
-    """Return the cases of a command line; raise UsageError."""
+    """Return the cases that a command line describes. Raise UsageError for invalid flags."""
     flags, own = given(make_parser(), arguments, ("config", *FIELDS))
     path = flags.pop("config", None)
     settings = joined(read_toml(Path(path), []) if path else {}, flags)
@@ -137,7 +137,7 @@ def read(arguments: Sequence[str]) -> Question:
 
 
 def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
-    """Return the machine file's content, ranks and nodes; of the nodes in a file take as few as suffice."""
+    """Return the machine file, ranks and nodes. Of the nodes in the file, take as few as suffice."""
     described = None
     if "machine" in own:
         for name in ("doctor", "alpha", "beta"):
@@ -156,9 +156,9 @@ def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
 
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
-    """Return the model of `--init` or of the sizes; the default vocabulary size is the tokenizer's.
+    """Return the model of `--init` or of the flags. The default vocabulary size is the tokenizer's.
 
-    base: type of a frozen base without `--init`; its tensors have the types that `export` would write
+    base: type of a frozen base without `--init`; its tensors get the types that `export` would write
     """
     init = inputs.open_init(config)
     if init is not None and base is not None:
@@ -185,7 +185,7 @@ def find_model(config: Config, base: str | None = None) -> ModelConfig:
 def find_machine(
     own: dict[str, Any], described: MachineFile | None, case: Case
 ) -> tuple[Machine, tuple[str, ...]]:
-    """Return the machine's numbers, and the names of the numbers that are not assumed."""
+    """Return the machine's numbers, and the names of the numbers that are measured or given."""
     numbers = machines.read_doctor(Path(own["doctor"])) if "doctor" in own else {}
     if described is not None:
         numbers = dict(described.numbers)
@@ -193,7 +193,7 @@ def find_machine(
     base = assumed(case.on_gpu, case.precision_name)
     if of_bf16 and base in LOW:
         numbers["flops"] = of_bf16
-    if case.on_gpu and described is None:  # rates in the doctor's file are those of the host
+    if case.on_gpu and described is None:  # the rates in the doctor's file are those of the host's CPU
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
     numbers |= {name: float(own[name]) for name in RATES if name in own}
     if (text := own.get("memory")) is not None:
@@ -208,13 +208,13 @@ def find_machine(
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print the plan. Return the exit status."""
+    """Print the plans. Return the exit status."""
     try:
         question = read(arguments)
         if question.json is not None:
             check_target("--json", question.json)
         numbers = sweeps(question) if question.sweeps else plans(question)
-    except MemoryError as error:  # address space is reserved although it is never used
+    except MemoryError as error:  # address space is reserved, although it is never used
         raise UsageError("a single unit of this model is larger than the memory of this machine") from error
     if question.json is not None:
         write_json("--json", question.json, numbers | {"machine": asdict(question.machine)})
@@ -222,7 +222,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def plans(question: Question) -> dict[str, Any]:
-    """Print the plans of all cases; return their numbers."""
+    """Print the plan of each case. Return the numbers of all plans."""
     made = [make_plan(case, question.machine) for case in question.cases]
     asked = [resident(plan.case, plan.memory, question.text, question.sample) for plan in made]
     tables = [
@@ -235,7 +235,7 @@ def plans(question: Question) -> dict[str, Any]:
 
 
 def sweeps(question: Question) -> dict[str, Any]:
-    """Print the sweep of each case as soon as it is ready; return the numbers."""
+    """Print the sweep of each case as soon as it is ready. Return the numbers of all sweeps."""
     write(introduction(question.cases[0], question.machine, question.known))
     numbers: dict[str, Any] = {}
     for case in question.cases:

@@ -1,1 +1,1 @@
-"""`zero-mpi report`: HTML page on runs. `runs` reads their folders; `command` makes the page."""
+"""`zero-mpi report`: writes an HTML page on runs. `runs` reads their folders; `command` makes the page."""

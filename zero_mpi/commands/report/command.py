@@ -1,9 +1,9 @@
-"""Command `report`: reads the runs and writes a page with a Plotly figure and tables.
+"""Command `report`: reads the folders of runs and writes a page with a Plotly figure and tables.
 
-Names, settings and events come from untrusted files, so the template makes all characters of a value visible,
-cuts long values and escapes them. The Content-Security-Policy of the page permits only its two scripts, by
-their hashes, and loads nothing. The page is written to a temporary file and renamed, so a browser never loads
-a part of it.
+Names, settings and events come from untrusted files. So the template makes all characters of a value visible,
+cuts long values and escapes them. The page's Content-Security-Policy permits only its two scripts, which it
+names by hash, and loads nothing else. The page is written to a temporary file and renamed, so that a browser
+never loads an incomplete page.
 """
 
 import base64
@@ -33,9 +33,9 @@ from zero_mpi.launch.world import run as launch
 
 Json = dict[str, Any]
 NAME = "report.html"
-FULL = 4  # with up to FULL runs each has LIMIT columns; more runs share FULL * LIMIT
-LEAST = 250  # least columns of a run
-# Title of a panel, the curves in it, and their unit.
+FULL = 4  # up to FULL runs have LIMIT columns each; more runs share FULL * LIMIT columns
+LEAST = 250  # least number of columns of a run
+# Title of a panel, its curves (number in a record -> name), and the factor to the panel's unit.
 PANELS = (
     ("Loss (nats per token)", {"loss": "training", "val_loss": "validation"}, 1.0),
     ("Losses of routers", {"balance_loss": "balance", "z_loss": "z"}, 1.0),
@@ -51,12 +51,12 @@ PANELS = (
     ("Share of measured peak (%)", {"mfu": "share of peak"}, 0.01),
     ("Memory of the largest rank (MiB)", {MEMORY: "memory"}, float(1 << 20)),
 )
-MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events marked above the curves
+MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events marked on the strip
 SIGNS = {"saved": "diamond", "resumed": "triangle-right", "warning": "triangle-up", "stopped": "square"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")  # Okabe and Ito, 2008
-DASHES = ("solid", "dash", "dot", "dashdot")  # dashes of runs, after all colours are used
-MOST_EVENTS, MOST_MARKS = 200, 300  # most listed events and most marks of a run
-LONGEST_NAME = 60  # letters
+DASHES = ("solid", "dash", "dot", "dashdot")  # dashes of further runs, once all colours are used
+MOST_EVENTS, MOST_MARKS = 200, 300  # most events listed and most events marked for a run
+LONGEST_NAME = 60  # most letters of a run's name
 PANEL, STRIP, GAP = 210, 40, 46  # heights in pixels
 PAGE = Path(__file__).parent / "page.html"
 SCRIPT = """
@@ -88,7 +88,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Write the page. Return the exit status."""
+    """Write the page and print its path. Return the exit status."""
     options = make_parser().parse_args(arguments)
     paths = [Path(path) for path in options.runs]
     runs = read_runs(paths, max(LEAST, LIMIT * FULL // max(FULL, len(paths))))
@@ -105,12 +105,12 @@ main = partial(launch, "report", command, alone=True)
 
 
 def page(runs: Sequence[Run], now: datetime) -> str:
-    """Return the page as text; raise UsageError if Plotly is not installed."""
-    from jinja2 import Environment, StrictUndefined  # slow to import, and --help does not need it
+    """Return the page as text. Raise UsageError if Plotly is not installed."""
+    from jinja2 import Environment, StrictUndefined  # slow import, which --help does not need
     from markupsafe import Markup
 
     def visible(value: object) -> object:
-        """Return a text for the page: cut, with all characters visible; Markup is returned unchanged."""
+        """Return a value as text for the page, cut, with all characters visible. Markup stays unchanged."""
         return value if isinstance(value, Markup) else readable(cut(str(value), LONGEST_LINE))
 
     def setting(value: object) -> str:
@@ -118,7 +118,7 @@ def page(runs: Sequence[Run], now: datetime) -> str:
 
     library = str(import_optional("the page", "report", "plotly.offline").get_plotlyjs())
     data = json.dumps(figure(runs), separators=(",", ":"), allow_nan=False)
-    for letter in "<>&":  # so that the JSON cannot close its script element
+    for letter in "<>&":  # so that JSON text cannot close its script element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     environment = Environment(autoescape=True, finalize=visible, undefined=StrictUndefined)
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
@@ -147,7 +147,7 @@ def policy(*scripts: str) -> str:
 
 
 def figure(runs: Sequence[Run]) -> Json:
-    """Return the figure: a strip with the events of all runs, and a panel for each kind of curve."""
+    """Return the figure: a strip with the events of all runs, and a panel for each entry of PANELS."""
     panels = [panel for panel in PANELS if any(name in run.curves.names for run in runs for name in panel[1])]
     data = [events_trace(run, number) for number, run in enumerate(runs)]
     for place, (_, curves, unit) in enumerate(panels):
@@ -172,17 +172,17 @@ def figure(runs: Sequence[Run]) -> Json:
 
 
 def label(text: str) -> str:
-    """Return text as a label for Plotly, which interprets labels as HTML."""
+    """Return a text as a label for Plotly, which reads labels as HTML."""
     return html.escape(readable(cut(text, LONGEST_NAME)))
 
 
 def line_of(number: int) -> Json:
-    """Return the colour and dash of a run."""
+    """Return the colour and the dash of the lines of run `number`."""
     return {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
 def events_trace(run: Run, number: int) -> Json:
-    """Return the marks of a run's events."""
+    """Return the trace that marks a run's events."""
     known = [event for event in run.events if event["event"] in MARKED and event.count("step") is not None]
     marks = [event for event in known if event["event"] != "saved"][-MOST_MARKS:]
     marks += [event for event in known if event["event"] == "saved"][-MOST_MARKS:]
@@ -202,7 +202,7 @@ def events_trace(run: Run, number: int) -> Json:
 
 
 def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
-    """Return the layout: strip and panels in one column, with a common axis of steps."""
+    """Return the layout: the strip and the panels in one column, with a common axis of steps."""
     strip = STRIP + 14 * (len(runs) - 1)
     full = strip + len(panels) * (PANEL + GAP)
     grid = {"gridcolor": "rgba(128,136,148,0.22)", "zeroline": False}
@@ -239,14 +239,14 @@ def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
 
 
 def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]:
-    """Return rows (name, True if runs differ, value of each run) for the names in all runs."""
+    """Return rows (name, whether the runs differ, value of each run) for every name in any run."""
     names = dict.fromkeys(name for column in columns for name in column)
     found = [(name, [column.get(name, "") for column in columns]) for name in names]
     return [(name, len(set(values)) > 1, values) for name, values in found]
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Return the state of a run, and the facts in the event of its newest start."""
+    """Return the state of a run, and the facts that the event of its newest start has."""
     reason, steps = run.status.text("reason"), run.status.count("steps") or run.config.count("steps")
     state = (run.state or "unknown: there is no status.json") + (f": {reason}" if reason else "")
     started = {
@@ -258,14 +258,14 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def newest(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield (time, step, description) of the newest events, newest first."""
+    """Yield (time, step, description) of the most recent events, the newest first."""
     for event in [*run.events][: -MOST_EVENTS - 1 : -1]:
         when = event.moment("time")
         yield f"{when:%Y-%m-%d %H:%M:%S}" if when else "", f"{event.count('step') or 0:,}", about(event)
 
 
 def about(event: Entry) -> str:
-    """Return the description of an event as one line."""
+    """Return the description of an event in one line."""
     name, folder = event["event"], event.text("folder")
     if name == "started" and (ranks := event.count("ranks")):
         return f"started on {plural(ranks, 'rank')}"

@@ -1,7 +1,7 @@
 """Reads run folders for the report: records, events, state and configuration.
 
-A run folder must have `metrics.jsonl` or `status.json`. All else may be missing, of an older version, cut off
-by a crash, or from an untrusted source; files and values that cannot be read are left out.
+A run folder must have `metrics.jsonl` or `status.json`. Anything else may be missing, written by an older
+version, cut off by a crash, or from an untrusted source. Files and values that cannot be read are left out.
 """
 
 import math
@@ -31,26 +31,26 @@ from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
 from zero_mpi.telemetry.status import NAME as STATUS
 from zero_mpi.telemetry.status import RUNNING, read_status
 
-LIMIT = 2000  # most columns of a run
-LARGEST = 1e39  # above the largest float32; a larger value counts as not finite
-MEMORY = "memory_bytes"  # one number per rank in a record; the largest becomes the curve
+LIMIT = 2000  # most columns of a run's curves
+LARGEST = 1e39  # slightly above the largest float32; a larger number counts as not finite
+MEMORY = "memory_bytes"  # a record has one number for each rank; the curve has the largest
 NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 NUMBERS += ("step_seconds", "wait_seconds", MEMORY, "balance_loss", "z_loss")
 NUMBERS += ("load_most", "load_least", "load_entropy")
-LOST = "lost"  # state of a "running" run without a sign of life for SILENCE seconds
-SILENCE = 60.0  # seconds; a living run renews its status every five
-MOST_KEYS = 500  # most settings that are shown
-MOST_HISTORY = 8 << 20  # most bytes of events to read, the newest ones
+LOST = "lost"  # state of a "running" run whose files did not change for SILENCE seconds
+SILENCE = 60.0  # seconds; a run that is alive renews its status every five seconds
+MOST_KEYS = 500  # most settings that the page shows
+MOST_HISTORY = 8 << 20  # most bytes of events to read, from the end of the file
 MOST_COUNT = 1 << 63
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return True if a value from JSON is a number that a record may have."""
+    """Return whether a value from JSON is a number that a record may have."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def number_of(record: Mapping[str, Any], name: str) -> float:
-    """Return a number of a record; nan if it is not finite or not a number, infinity if it is missing."""
+    """Return a number of a record: nan if it is not finite or not a number, infinity if it is missing."""
     value = record.get(name, math.inf)
     if name == MEMORY and isinstance(value, list) and value and all(map(is_number, value)):
         return float(max(value))
@@ -58,10 +58,10 @@ def number_of(record: Mapping[str, Any], name: str) -> float:
 
 
 class Curves:
-    """Curves of a run; if it has more than `limit` steps, neighbouring steps are averaged.
+    """Curves of a run. If it has more than `limit` steps, neighbouring steps are averaged.
 
-    width   steps of a column, a power of two; column i holds steps i * width + 1 to (i + 1) * width
-    names   names of the numbers in the records
+    width   number of steps in a column, a power of two; column i has steps i * width + 1 to (i + 1) * width
+    names   names of the numbers that the records have
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = (), limit: int = LIMIT) -> None:
@@ -78,7 +78,7 @@ class Curves:
         self.names = {name for name, each in self._values.items() if not np.isinf(each).all()}
 
     def points(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return (last step, mean) of each column that has the number; the mean is nan if a value is nan."""
+        """Return (last step, mean) of each column that has this number; the mean is nan if any value is."""
         values = self._values[name]
         there = ~np.isinf(values)
         columns, places = np.unique(self._columns[there], return_inverse=True)
@@ -87,19 +87,19 @@ class Curves:
 
 
 class Entry(dict[str, Any]):
-    """Values of a file by name. A value of an unexpected type counts as missing."""
+    """Values in a file, by name. A value of an unexpected type counts as missing."""
 
     def text(self, name: str) -> str:
         value = self.get(name)
         return value if isinstance(value, str) else ""
 
     def count(self, name: str) -> int | None:
-        """Return a value that is an integer of at least 0."""
+        """Return a value if it is an integer of at least 0, else None."""
         value = self.get(name)
         return int(value) if is_number(value) and 0 <= value <= MOST_COUNT else None
 
     def moment(self, name: str) -> datetime | None:
-        """Return a value that is a time in ISO 8601; without a zone it is UTC."""
+        """Return a value as a time in ISO 8601, or None. Without a time zone, the time is UTC."""
         try:
             found = datetime.fromisoformat(self.text(name))
         except ValueError:
@@ -109,7 +109,7 @@ class Entry(dict[str, Any]):
 
 @dataclass
 class Run:
-    """Data of a run for the report."""
+    """Data that a run folder has for the report."""
 
     path: Path
     curves: Curves
@@ -121,14 +121,14 @@ class Run:
 
     @property
     def state(self) -> str:
-        """State in status.json; LOST if a running run has been silent too long; empty without the file."""
+        """State in status.json: LOST if a running run was silent for too long, "" without this file."""
         state, updated = self.status.text("state"), self.status.moment("updated")
         is_silent = updated is not None and (self.now - updated).total_seconds() > SILENCE
         return LOST if state == RUNNING and is_silent else state
 
     @property
     def step(self) -> int:
-        """Number of steps done, according to the records, or to the status without records."""
+        """Number of the last step, from the records, or from the status if there are no records."""
         return self.curves.step or self.status.count("step") or 0
 
     @property
@@ -137,9 +137,9 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path], limit: int = LIMIT) -> list[Run]:
-    """Return the runs in folders, each once, with unique names; raise UsageError for another folder.
+    """Return the runs in folders, each run once, with unique names. Raise UsageError for other folders.
 
-    A name is the last parts of a path, as many as are needed to make it unique.
+    The name of a run has as many of the last parts of its path as make it unique.
     """
     places: dict[str, Path] = {}
     for path in paths:
@@ -155,12 +155,12 @@ def read_runs(paths: Sequence[Path], limit: int = LIMIT) -> list[Run]:
 
 
 def read_run(path: Path, limit: int = LIMIT) -> Run:
-    """Return the run in a folder; raise UsageError if there is none, or if it cannot be read."""
+    """Return the run in a folder. Raise UsageError if there is none, or if it cannot be read."""
     check_folder(path)
     try:
         has_records = os.path.exists(path / METRICS)
         lines = read_lines(path / METRICS, MARK, "a file of records") if has_records else ()
-        curves = Curves(filter(None, map(record_of, lines)), limit)  # without lines that a crash cut off
+        curves = Curves(filter(None, map(record_of, lines)), limit)  # lines that a crash cut off are left out
         config = Entry()
         with suppress(ValueError):  # includes FileError
             found = parse_toml(read_file(path / CONFIG, MOST_SETTINGS))
@@ -187,7 +187,7 @@ def check_folder(path: Path) -> None:
 
 
 def read_events(path: Path) -> list[Entry]:
-    """Return the newest events of a run, oldest first; invalid lines are left out."""
+    """Return the newest events of a run, the oldest of them first. Invalid lines are left out."""
     found, size = deque[tuple[int, Entry]](), 0
     with suppress(FileError):
         for line in read_lines(path, b'"event"'):

@@ -1,5 +1,5 @@
-"""`zero-mpi supervise`: starts a run, and restarts it on the remaining hosts when it has ended.
+"""`zero-mpi supervise`: starts a run, and restarts it on the remaining hosts when it has failed.
 
 `command` is the loop of restarts, `hosts` finds the hosts that answer and fills in the launch command, and
-`attempt` is one start. NumPy and MPI are not loaded, and nothing is written into the folder of a running run.
+`attempt` is one start. None of them loads NumPy or MPI, or writes into a run's folder while it runs.
 """

@@ -1,13 +1,13 @@
-"""One start of the run: creates its process group, waits for it, and interprets how the run ended.
+"""One start of a run: creates its process group, waits for its end, and finds out how it ended.
 
-The launcher leads the group, and only the launcher gets stop signals, which it forwards. A run that may have
-missed the signal gets it again every few seconds, as in the job scripts. A launcher that still runs after the
-run has written its last state, or long after the last change in the run folder, waits for a lost host, so its
-group is killed. If this process is killed, the kernel signals the launcher.
+The launcher leads the group. Only the launcher gets stop signals, and it forwards them. A run that may have
+missed the signal gets it again every few seconds, as in the job scripts. If a launcher still runs long after
+the run wrote its last state, or long after the last change in the run folder, it waits for a lost host, and
+its group is killed. If this process is killed, the kernel signals the launcher.
 
-The run's status.json takes precedence over the launcher's exit status: launchers return 0 after a lost host,
-and Open MPI's returns 1 although the run has saved and stopped as requested. If a failure repeats at the same
-step, on the same hosts and without a new checkpoint, the run is not started again.
+The run's status.json takes precedence over the launcher's exit status. A launcher may return 0 after a lost
+host, and Open MPI's launcher returns 1 although the run saved and stopped as requested. If a failure repeats
+at the same step, on the same hosts and without a new checkpoint, the run is not started again.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ from zero_mpi.launch.stopping import INTERRUPTED, SIGNALS, TWICE
 from zero_mpi.telemetry import events, status
 from zero_mpi.telemetry.metrics import METRICS, last_step
 
-NO_FOLDER = Path(os.devnull)  # replaces the run folder if a command has none
+NO_FOLDER = Path(os.devnull)  # used as run folder if the command has none
 NO_CHECKPOINT = "", 0
-SIGNS = (METRICS, events.NAME, status.NAME, folder_lock.NAME)  # a run renews the last two all the time
-MOST_REASON = 400  # most characters of a reason
-LOOK = 0.1  # seconds between checks of the process
+SIGNS = (METRICS, events.NAME, status.NAME, folder_lock.NAME)  # files that change while a run is alive
+MOST_REASON = 400  # most characters of a reason that is shown
+LOOK = 0.1  # seconds between checks of the launcher process
 CHECK_RUN_SECONDS = 1.0  # seconds between checks of the run folder
-AGAIN = 5.0  # seconds after which a run gets the stop signal again
-LINGER = 60.0  # seconds that a launcher may go on after the run's last state
+AGAIN = 5.0  # seconds after which the run gets a stop signal again
+LINGER = 60.0  # seconds that a launcher may go on after the run wrote its last state
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 
@@ -50,7 +50,7 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Run folder: status, newest checkpoint, and times of the files that a living run changes."""
+    """Run folder: status, newest checkpoint, and the times of files that change while the run lives."""
 
     path: Path
 
@@ -61,7 +61,7 @@ class RunFolder:
         return last_step(self.path / METRICS)
 
     def checkpoint(self) -> tuple[str, int]:
-        """Return name and time of the newest complete checkpoint, or NO_CHECKPOINT."""
+        """Return the name and the time of the newest complete checkpoint, or NO_CHECKPOINT."""
         try:
             folder = self.path / LATEST
             return Path(os.readlink(folder)).name, os.stat(folder).st_mtime_ns
@@ -69,7 +69,7 @@ class RunFolder:
             return NO_CHECKPOINT
 
     def signs(self) -> list[tuple[int, int]]:
-        """Return times and sizes of the files that change while a run lives: records, status and lock."""
+        """Return times and sizes of the files that change while a run lives, such as records and lock."""
         found = []
         for name in SIGNS:
             with contextlib.suppress(OSError):
@@ -78,7 +78,7 @@ class RunFolder:
         return found
 
     def await_release(self, seconds: float, is_over: Callable[[], bool]) -> None:
-        """Wait while a process on this machine, such as a rank without a launcher, holds the folder."""
+        """Wait while a process on this machine, such as a rank whose launcher died, holds the folder."""
         until = time.monotonic() + seconds
         lock = self.path / folder_lock.NAME
         while folder_lock.is_held_here(lock) and time.monotonic() < until and not is_over():
@@ -93,13 +93,13 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Ending:
-    """End of an attempt: exit status, reason, and the decision if the run is over."""
+    """End of an attempt: exit status, reason, and the decision whether the run is over."""
 
-    status: int  # exit status of the launcher, as a shell reports it
-    said: Mapping[str, Any]  # status.json of the run; empty if this start has written none
-    ended_for: str = ""  # why the supervisor ended the run; empty if it ended by itself
+    status: int  # exit status of the launcher, as in a shell
+    said: Mapping[str, Any]  # content of status.json; empty if this start did not write it
+    ended_for: str = ""  # why the supervisor ended the run; "" if it ended by itself
     step: int = 0  # the last recorded step
-    progressed: bool = False  # True if there is a new checkpoint
+    progressed: bool = False  # whether there is a new checkpoint
 
     @property
     def reason(self) -> str:
@@ -108,19 +108,19 @@ class Ending:
             return one_line(why)[:MOST_REASON]
         if self.ended_for:
             return self.ended_for
-        names = {128 + number: f" ({number.name})" for number in signal.Signals}  # status in a shell
+        names = {128 + number: f" ({number.name})" for number in signal.Signals}  # status in a shell -> name
         lost = ": killed, or a host was lost" if state == status.RUNNING else ""
         return f"status {self.status}{names.get(self.status, '')}{lost}"
 
     @property
     def failure_status(self) -> int:
-        """Exit status of a failure: not 0, and not a status with another meaning."""
+        """Exit status that reports a failure: neither 0 nor a status with another meaning."""
         return FAILED if self.status in (0, BAD_USAGE, REQUEUE) else self.status
 
     def final_status(self, stop_requested: bool) -> int | None:
-        """Return the exit status if the run is over; None: the run must be started again.
+        """Return the exit status if the run is over; None if it must be started again.
 
-        stop_requested: True if the run was asked to stop.
+        stop_requested: whether the run was asked to stop
         """
         state = self.said.get("state")
         if state == status.DONE or (self.status == 0 and state is None and not self.ended_for):
@@ -134,12 +134,12 @@ class Ending:
         return None
 
     def fingerprint(self, hosts: Sequence[str]) -> tuple[object, ...]:
-        """Return values that are equal if a failure repeats; numbers in its reason are ignored."""
+        """Return values that are equal if a failure repeats. Numbers in its reason are ignored."""
         return self.status, re.sub(r"\d+(\.\d+)?", "N", self.reason), self.step, tuple(hosts)
 
 
 class StopRequest:
-    """Stop signals received so far. signal_name: the first one; at_once: stop now, after a second Ctrl-C."""
+    """Stop signals received so far. signal_name: the first one; at_once: whether a second Ctrl-C came."""
 
     def __init__(self) -> None:
         self.signal_name, self.at_once = "", False
@@ -158,7 +158,7 @@ class StopRequest:
 
 
 class Attempt:
-    """One start of the run, and the state of its folder since then."""
+    """One start of the run, and what has changed in its folder since then."""
 
     def __init__(self, folder: RunFolder, stop: StopRequest, hang_after: float) -> None:
         self._folder, self._stop, self._hang_after = folder, stop, hang_after
@@ -168,9 +168,9 @@ class Attempt:
         self._signaled_at = self._checked_at = float("-inf")
 
     def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
-        """Start the command, wait for its end, return its `Ending`; raise UsageError if it does not exist.
+        """Run the command and return its `Ending`. Raise UsageError if the program does not exist.
 
-        settings: environment variables in addition to those of this process
+        settings: environment variables to set in addition to those of this process
         """
         try:
             job = subprocess.Popen(
@@ -178,7 +178,7 @@ class Attempt:
                 env=os.environ | settings,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGTERM),  # when the parent ends
+                preexec_fn=partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGTERM),  # when this process ends
             )
         except OSError as error:
             raise UsageError(f"{show(command[0])} cannot be started: {reason(error)}") from None
@@ -187,14 +187,14 @@ class Attempt:
             while not has_ended(job) and not ended_for:
                 time.sleep(LOOK)
                 ended_for = self._check_run(job)
-        finally:  # leave no process, also after an error
+        finally:  # leave no process behind, even after an error
             if not has_ended(job):
                 os.killpg(job.pid, signal.SIGTERM)
                 until = time.monotonic() + GRACE
                 while not has_ended(job) and time.monotonic() < until:
                     time.sleep(LOOK)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(job.pid, signal.SIGKILL)  # the remaining processes of the group
+                os.killpg(job.pid, signal.SIGKILL)  # kills the remaining processes of the group
             code = job.wait()
         progressed = self._folder.checkpoint() not in (self._checkpoint, NO_CHECKPOINT)
         end = 128 - code if code < 0 else code
@@ -205,13 +205,13 @@ class Attempt:
         return {} if word == self._before else word
 
     def _check_run(self, job: subprocess.Popen[bytes]) -> str:
-        """Return the reason if the run must be ended now, else an empty text."""
+        """Return why the run must be ended now; "" if it may go on."""
         now = time.monotonic()
         if self._stop.at_once:
             return "stopped by a second signal"
         if self._stop.signal_name and self._over_since is None and now - self._signaled_at > AGAIN:
             self._signaled_at = now
-            os.kill(job.pid, signal.SIGUSR1)  # the process is not reaped, so its pid is not used again
+            os.kill(job.pid, signal.SIGUSR1)  # the process was not waited for, so its pid is not reused
         if now - self._checked_at < CHECK_RUN_SECONDS:
             return ""
         self._checked_at = now
@@ -223,7 +223,7 @@ class Attempt:
         return self._silence(now)
 
     def _silence(self, now: float) -> str:
-        """Return a reason if the run folder has not changed for too long, else an empty text."""
+        """Return a reason if nothing in the run folder has changed for too long, else ""."""
         signs = self._folder.signs()
         if signs != self._signs:
             self._signs, self._alive_at = signs, now
@@ -233,5 +233,5 @@ class Attempt:
 
 
 def has_ended(job: subprocess.Popen[bytes]) -> bool:
-    """Return True if the leader has ended; it is not reaped, so that its group keeps its number."""
+    """Return whether the launcher has ended. It is not waited for, so its group keeps its number."""
     return os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

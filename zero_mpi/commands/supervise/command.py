@@ -1,8 +1,8 @@
-"""Command `supervise`: restarts a run until it is done, has stopped with a checkpoint, or cannot continue.
+"""Command `supervise`: restarts a run until it is done, stops with a checkpoint, or cannot continue.
 
-A restart counts against the limit until there is a new checkpoint, which resets count and pause, so a
-run of weeks may lose a host per day. Pauses double up to MOST_PAUSE. Each restart is logged in a line,
-and written into the events of the run between two starts.
+A restart counts against the limit until there is a new checkpoint, which resets the count and the pause. So a
+run of weeks may lose a host per day. Each pause is twice as long as the one before, up to MOST_PAUSE. Each
+restart is logged in a line, and written into the events of the run before its next start.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from zero_mpi.launch.ending import BAD_USAGE, FAILED, REQUEUE, say
 from zero_mpi.launch.stopping import INTERRUPTED, leave
 from zero_mpi.telemetry import events
 
-BEFORE = "--"  # separates the flags from the command
+BEFORE = "--"  # between supervise's flags and the command
 MOST_PAUSE = 300.0  # seconds
-# For Slurm: start a step before the previous one has ended, which takes minutes after a lost node.
+# Lets a Slurm step start before the previous step has ended, which takes minutes after a lost node.
 OVERLAP = {"SLURM_OVERLAP": "1"}
-LOOK = 0.1  # seconds between checks for an end of the pause
-ORPHANS = 30.0  # seconds within which ranks without a launcher end
+LOOK = 0.1  # seconds between checks whether a pause must end
+ORPHANS = 30.0  # seconds in which ranks without a launcher must end
 NUMBERS: dict[str, tuple[float, int, str]] = {  # flag -> default, least value, help
     "--restarts": (10, 0, "maximum number of restarts without a new checkpoint"),
     "--backoff": (5.0, 0, "seconds before the first restart; doubled each time"),
     "--hang-after": (900.0, 0, "seconds without a change in the run folder before a restart; 0: never"),
-    "--spare": (0, 0, "spare hosts, taken from the end of the list"),
+    "--spare": (0, 0, "number of spare hosts, taken from the end of the list"),
     "--min-hosts": (1, 1, "minimum number of hosts for a restart"),
     "--probe-timeout": (HostPool.timeout, 0, "seconds in which a host must answer"),
 }
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line before BEFORE."""
+    """Return the parser of the flags, which come before BEFORE."""
     parser = Parser(
         prog="zero-mpi supervise",
         usage="%(prog)s [flags] -- COMMAND ...",
@@ -70,7 +70,7 @@ def make_parser() -> Parser:
 
 
 def prepare(arguments: Sequence[str]) -> Restarts:
-    """Return the loop for a command line; raise UsageError."""
+    """Return the loop of restarts that a command line describes. Raise UsageError for invalid flags."""
     cut = arguments.index(BEFORE) if BEFORE in arguments else len(arguments)
     wanted = f"expected a command after {BEFORE}: zero-mpi supervise {BEFORE} mpirun ..."
     if cut == len(arguments) and arguments and not arguments[0].startswith("-"):
@@ -91,7 +91,7 @@ def prepare(arguments: Sequence[str]) -> Restarts:
 
 
 def with_spare(pool: HostPool | None, options: Namespace, template: Template) -> HostPool | None:
-    """Return the hosts, with the last ones as spares; raise UsageError if there are too few."""
+    """Return the hosts, the last of them as spares. Raise UsageError if there are too few."""
     if not template.takes_hosts:
         if options.hostfile or options.spare or options.min_hosts > 1:
             expected = f"expected one of {', '.join(PLACEHOLDERS)} in the command"
@@ -110,7 +110,7 @@ def with_spare(pool: HostPool | None, options: Namespace, template: Template) ->
 
 
 class Restarts:
-    """Loop of restarts. `limits`: flags of the command; `stop`: stop signals of this process."""
+    """Loop of restarts. `limits`: values of the flags; `stop`: stop signals of this process."""
 
     def __init__(
         self, template: Template, pool: HostPool | None, folder: RunFolder, limits: Namespace
@@ -121,7 +121,7 @@ class Restarts:
         self.stop = StopRequest()
 
     def run(self) -> int:
-        """Start the run until it is over; return the exit status. Raise UsageError."""
+        """Start the run until it is over. Return the exit status. Raise UsageError if a start fails."""
         first, settings = self._folder.checkpoint(), dict[str, str]()
         hosts = self._pool.choose() if self._pool else ()
         with tempfile.TemporaryDirectory(prefix="zero_mpi-supervise-") as place:
@@ -143,7 +143,7 @@ class Restarts:
                 hosts, settings = found, OVERLAP
 
     def _may_start_again(self, ending: Ending, hosts: Sequence[HostEntry]) -> bool:
-        """Return True if another start may succeed; otherwise log why not."""
+        """Return whether another start may succeed. If not, log the reason."""
         if ending.progressed:
             self._count = 0
         failed = ending.fingerprint([host.name for host in hosts])
@@ -162,7 +162,7 @@ class Restarts:
         return not why
 
     def _next_hosts(self, ending: Ending) -> tuple[HostEntry, ...] | int:
-        """Wait until the next start; return its hosts, or the exit status if there is no next start."""
+        """Wait for the next start. Return its hosts, or the exit status if there is no next start."""
         while True:
             self._count += 1
             pause = min(self._limits.backoff * 2 ** min(self._count - 1, 20), MOST_PAUSE)
@@ -185,7 +185,7 @@ class Restarts:
                 return FAILED
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; return False if this process was asked to stop."""
+        """Wait. Return False if this process was asked to stop."""
         until = time.monotonic() + seconds
         while not self.stop.signal_name and time.monotonic() < until:
             time.sleep(min(LOOK, seconds))

@@ -1,8 +1,8 @@
-"""Hosts of a run: lists and probes hosts, chooses hosts for a start, and fills in the launch command.
+"""Hosts of a run: finds and probes them, chooses the hosts of a start, and fills in the launch command.
 
-A host answers if the probe, a command that is run on it, ends with status 0 in time. Before each start except
-the first, all hosts except this one are probed at once. The last `spare` hosts of the list are used only if
-hosts before them do not answer.
+A host answers if the probe, which is a command for this host, ends with status 0 in time. Before each start
+except the first, all hosts except this machine are probed at the same time. The last `spare` hosts of the
+list are only used if earlier hosts do not answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
 AT_ONCE = 64  # hosts that are probed at the same time
-LOOK = 0.05  # seconds between checks of the probes
+LOOK = 0.05  # seconds between checks whether probes have ended
 SECONDS = 30.0  # seconds within which Slurm must list its nodes
 HERE = "{host}"
 BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
@@ -36,11 +36,11 @@ DEFAULT_OUT = "runs/default"  # default --out of train
 
 @dataclass(frozen=True)
 class HostPool:
-    """Hosts of a run in the order of the list, and the probe for them."""
+    """Hosts of a run, in the order of the list, and the command that probes a host."""
 
     hosts: tuple[HostEntry, ...]
-    probe: tuple[str, ...]  # words of a command, with HERE in place of the host name
-    timeout: float = 15.0  # most seconds of a probe
+    probe: tuple[str, ...]  # words of the command; HERE stands for the host name
+    timeout: float = 15.0  # seconds after which a probe has failed
     spare: int = 0  # number of hosts at the end of the list that are spares
 
     def choose(self, silent: Sequence[str] = ()) -> tuple[HostEntry, ...]:
@@ -66,7 +66,7 @@ class HostPool:
         return silent
 
     def _ask(self, name: str) -> subprocess.Popen[bytes] | None:
-        """Start and return the probe of a host, in a new process group; None if there is no such program."""
+        """Start the probe of a host in a new process group and return it; None if there is no program."""
         words, quiet = [word.replace(HERE, name) for word in self.probe], subprocess.DEVNULL
         try:
             return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
@@ -75,7 +75,7 @@ class HostPool:
 
 
 def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
-    """Return the hosts of a file or of the batch job, None without either; raise UsageError."""
+    """Return the hosts of a file or of the batch job, or None. Raise UsageError if they are invalid."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     file = hostfile or ("" if nodes else environ.get("PBS_NODEFILE", ""))
     if not (file or nodes):
@@ -92,7 +92,7 @@ def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
-    """Return the nodes of a Slurm job with their numbers of ranks; raise UsageError."""
+    """Return the nodes of a Slurm job with their numbers of ranks. Raise UsageError if Slurm fails."""
     question = ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]
     try:
         answer = subprocess.run(question, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
@@ -107,7 +107,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
 
 @dataclass(frozen=True)
 class Template:
-    """Launch command with placeholders. words: its words; form: the form of its hostfile."""
+    """Launch command with placeholders. words: words of the command; form: name of the hostfile's form."""
 
     words: tuple[str, ...]
     form: str
@@ -117,7 +117,7 @@ class Template:
         return any(name in word for word in self.words for name in PLACEHOLDERS)
 
     def fill(self, hosts: Sequence[HostEntry], folder: Path) -> list[str]:
-        """Return the launch command for some hosts; the hostfile is written into `folder`."""
+        """Return the launch command for these hosts. Write the hostfile, if it needs one, into `folder`."""
         path = folder / "hosts"
         path.write_text("".join(f"{LINES[self.form](host)}\n" for host in hosts))
         names = ",".join(host.name for host in hosts)
@@ -128,7 +128,7 @@ class Template:
         return words
 
     def resuming(self) -> Template:
-        """Return the command with --resume changed to resume from the run's newest checkpoint."""
+        """Return the command with `--resume` changed, so that the run resumes from its newest checkpoint."""
         words, is_given = list(self.words), False
         for number, word in enumerate(words):
             if word == "--resume" and number + 1 < len(words):
@@ -140,7 +140,7 @@ class Template:
         return Template(tuple(words), self.form)
 
     def out(self) -> Path | None:
-        """Return the run folder, or None if the command does not train; raise UsageError."""
+        """Return the run folder, or None if the command does not train. Raise UsageError if it is unknown."""
         given = [after for word, after in pairwise((*self.words, "")) if word == "--out"]
         given += [word.removeprefix("--out=") for word in self.words if word.startswith("--out=")]
         if given:
@@ -155,5 +155,5 @@ class Template:
 
 
 def ranks_of(hosts: Sequence[HostEntry]) -> int:
-    """Return the number of ranks on some hosts."""
+    """Return the total number of ranks of these hosts."""
     return sum(host.slots for host in hosts)

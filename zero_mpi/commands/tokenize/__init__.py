@@ -1,4 +1,4 @@
-"""`zero-mpi tokenize`: converts text to token files in parallel, with the same bytes on any number of ranks.
+"""`zero-mpi tokenize`: converts text to token files in parallel; the number of ranks changes no byte.
 
-`encode_parts` cuts inputs into parts and writes them; `work_folder` has the records of complete parts.
+`encode_parts` cuts inputs into parts and writes them; `work_folder` keeps the records of complete parts.
 """

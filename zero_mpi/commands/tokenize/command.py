@@ -1,4 +1,4 @@
-"""`zero-mpi tokenize`: reads the flags and makes a complete folder of token files, on all ranks."""
+"""`zero-mpi tokenize`: reads the flags and, on all ranks, completes a folder of token files."""
 
 import hashlib
 import os
@@ -37,8 +37,8 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import short
 
-OPTIONS = ("field", "skip_bad", "control_tokens", "part_mb")  # flags that affect the token files
-THREADS = "RAYON_NUM_THREADS"  # variable of the package `tokenizers`
+OPTIONS = ("field", "skip_bad", "control_tokens", "part_mb")  # flags that change the bytes of the token files
+THREADS = "RAYON_NUM_THREADS"  # variable that limits the threads of the package `tokenizers`
 LEAST_PART_MB, MOST_PART_MB = 0.001, 16384
 MEBIBYTE = BLOCK = 1 << 20
 COUNTS = ("documents", "tokens", "text_bytes", "skipped")
@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         "files are the same at any number of ranks. The same command resumes a job that was stopped.",
         epilog=EXAMPLES,
     )
-    inputs = "text, .jsonl, either as .gz or .zst, .parquet, or folders (default: Python's library)"
+    inputs = "text or .jsonl (also as .gz or .zst), .parquet, or folders (default: Python's library)"
     size = "MiB of text per token file (default: 1/256 of all, from 1 to 256)"
     field = "JSON field or Parquet column with the text (default: text)"
     add = parser.add_argument
@@ -73,7 +73,7 @@ def make_parser() -> Parser:
 
 
 def read_options(arguments: Sequence[str]) -> Namespace:
-    """Return the flags; raise UsageError for values out of range."""
+    """Return the flags. Raise UsageError if a value is out of range."""
     options = make_parser().parse_args(arguments)
     if options.part_mb is not None and not LEAST_PART_MB <= options.part_mb <= MOST_PART_MB:
         raise UsageError(f"--part-mb {options.part_mb:g}: expected {LEAST_PART_MB} to {MOST_PART_MB}")
@@ -82,7 +82,7 @@ def read_options(arguments: Sequence[str]) -> Namespace:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Write the missing parts of the folder. Return the exit status."""
+    """Write the missing parts of the folder and the manifest. Return the exit status."""
     check_installation(world)
     options = world.run_on_all(lambda: read_options(arguments))
     log.install(world.rank, world.size)
@@ -101,7 +101,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: Watchdog) -> int:
-    """Write the missing parts of the folder. Return the exit status. Collective."""
+    """Write the missing parts of the folder and the manifest. Return the exit status. Collective."""
     watchdog.beat("finding the files")
     files, out = world.run_on_root(lambda: found_files(options.path, options.out)), Path(options.out)
     take_folder(world, out)
@@ -140,13 +140,13 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: W
 
 
 def check_shared(out: Path) -> None:
-    """Raise UsageError on a rank that does not see the files of rank 0."""
+    """Raise UsageError if this rank does not see the files that rank 0 wrote."""
     if not is_folder(out / UNFINISHED):
         raise UsageError(f"--out {shown(out)}: expected a folder that the hosts of all ranks share")
 
 
 def about(options: Namespace, tokenizer: Tokenizer) -> Table:
-    """Return all settings that affect the token files, without the inputs."""
+    """Return all settings that affect the token files, except the inputs."""
     return {
         "zero_mpi": __version__,
         "tokenizer": {
@@ -161,7 +161,7 @@ def about(options: Namespace, tokenizer: Tokenizer) -> Table:
 
 
 def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
-    """Return the input files of the flags; raise UsageError, also if `out` is inside an input folder."""
+    """Return the input files. Raise UsageError for invalid paths, or if `out` is inside an input folder."""
     for given in paths:
         inner, outer = os.path.realpath(out), os.path.realpath(given)
         if os.path.commonpath([inner, outer]) == outer:
@@ -180,9 +180,9 @@ def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
 def inspect_files(
     world: World, encoding: work.Encoding, watchdog: Watchdog
 ) -> tuple[list[Table], list[list[int]]]:
-    """Inspect all files, each on one rank, and report files that are not text. Collective; UsageError.
+    """Inspect all files, each on one rank. Raise UsageError for a file that cannot be read. Collective.
 
-    Return the inputs for the manifest, and the weights of each file's pieces (none if it is not text).
+    Return the inputs for the manifest, and the weights of each file's pieces (no weights if it is no text).
     """
     files, reading = encoding.files, encoding.reading()
     sizes, found = [file.size for file in files], dict[int, tuple[str, list[int]]]()
@@ -190,7 +190,7 @@ def inspect_files(
     def inspect_here(progress: work.ProgressSum) -> None:
         for number in work.dealt(sizes, world.size)[world.rank]:
             if not progress.beat():
-                return  # another rank raises the error
+                return  # the rank that saw the change raises the error
             weights = work.TEXT_FORMATS[files[number].format].weights(files[number], reading)
             if weights is not None:
                 found[number] = digest_of(files[number], progress), weights
@@ -211,7 +211,7 @@ def inspect_files(
 
 
 def digest_of(file: work.InputFile, progress: work.ProgressSum) -> str:
-    """Return the sha256 of a file; raise UsageError if it cannot be read, JobError if it changes."""
+    """Return the sha256 of a file. Raise UsageError if it cannot be read, JobError if it has changed."""
     digest = hashlib.sha256()
     with open_file(file.path) as raw:
         try:
@@ -228,7 +228,7 @@ def digest_of(file: work.InputFile, progress: work.ProgressSum) -> str:
 def begin(
     folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], inputs: list[Table]
 ) -> set[str] | None:
-    """Write the plan, on rank 0; return the names of missing parts, None if the folder is complete."""
+    """Write the plan on rank 0. Return the names of missing parts, or None if the folder is complete."""
     with writing():
         folder.begin(inputs, encoding.text.tokenizer)
     if folder.is_complete:
@@ -243,7 +243,7 @@ def begin(
 def finish(
     folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], new: set[str], seconds: float
 ) -> None:
-    """Write the manifest and log the result; raise UsageError if the inputs have no text."""
+    """Write the manifest and log the result. Raise UsageError if the inputs contain no text."""
     found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
     if len(found) != len(parts):
         raise JobError(f"{shown(folder.out)}: records of parts were removed during the job")
@@ -277,7 +277,7 @@ def warn(notes: Iterable[str]) -> None:
 
 
 def train_on(encoding: work.Encoding) -> str:
-    """Return a hint with the command that trains on the folder."""
+    """Return a hint for the user: the command that trains on the folder."""
     return f"train on it with mpirun -n 8 python -m zero_mpi.train --data {shown(encoding.out)}"
 
 

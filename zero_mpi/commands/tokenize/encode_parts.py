@@ -1,10 +1,10 @@
-"""Text formats, division of inputs into parts, assignment of parts to ranks, and encoding.
+"""Formats of text files, cutting of inputs into parts, assignment of parts to ranks, and encoding.
 
-A format (`TEXT_FORMATS`) has functions for the weights of a file's pieces, by which work is divided before it
-begins, and for the texts between two places of a file. Each part becomes a token file.
+A format (`TEXT_FORMATS`) has a function for the weights of a file's pieces, by which work is divided before
+it begins, and a function for the texts between two places of a file. A part becomes a token file.
 
-Nonblocking sums over ranks share progress, problems of a rank, and the end of the work (`ProgressSum`). A sum
-begins as soon as the previous one is complete, so a rank with a large document does not delay other ranks.
+Nonblocking sums over the ranks (`ProgressSum`) share progress, problems of a rank, and the end of the work. A
+sum begins as soon as the previous sum is complete, so a rank with a large document delays no other rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from zero_mpi.telemetry.progress_bar import interval, short, watched
 
 FLAG = "TEXT"  # name of the inputs in messages
 ROWS = 256  # rows of Parquet that are read together
-DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked text: per byte of the file; limit for small files
+DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked text: per byte of the file; allowed for any file
 FRACTION, SMALLEST, LARGEST = 256, 1 << 20, 1 << 28  # a part has 1 / FRACTION of all bytes, within limits
-EVERY, PAUSE = 0.1, 0.01  # seconds between sums; seconds between checks of a rank that is done
+EVERY, PAUSE = 0.1, 0.01  # seconds between sums; seconds between checks by a rank that is done
 WATCHED, LOGGED = 5.0, 60.0  # seconds between progress lines: on a terminal, in a log
 
 # --------------------------------------------------------------------------------------------- formats
@@ -54,17 +54,17 @@ WATCHED, LOGGED = 5.0, 60.0  # seconds between progress lines: on a terminal, in
 
 @dataclass(frozen=True)
 class InputFile:
-    """Input file: its name in the manifest, its path, and the name of its format."""
+    """An input file: its name in the manifest, its path, and the name of its format."""
 
     name: str
     path: Path
     format: str
-    size: int  # bytes when the file was inspected
+    size: int  # size in bytes when the file was inspected
     changed_at: int  # time of its last change before the inspection, in nanoseconds
 
 
 def check_unchanged(file: InputFile) -> None:
-    """Raise JobError if a file has changed since the start of the job."""
+    """Raise JobError if a file has changed since it was inspected."""
     try:
         about = file.path.stat()
     except OSError as error:
@@ -74,10 +74,10 @@ def check_unchanged(file: InputFile) -> None:
 
 
 class Reading:
-    """Settings and counts for reading the texts of one part, or for one inspection of files.
+    """Settings and counts for reading the texts of one part, or for inspecting files.
 
-    field       name of the field of a line or row with the text
-    skips       if True, invalid lines and rows are left out and counted in `skipped`
+    field       name of the field or column that holds the text
+    skips       whether invalid lines and rows are left out and counted in `skipped`
     filter      decides which files are text, and has notes on them
     beat        function that is called after each block that is read
     """
@@ -89,7 +89,7 @@ class Reading:
         self._stream: text_streams.TextStream | None = None
 
     def stream(self, path: Path, first: int) -> text_streams.TextStream:
-        """Return the stream of a file; reuse the open stream if it is not beyond `first`."""
+        """Return the stream of a file. Reuse the open stream unless it has already passed `first`."""
         kept = self._stream
         if kept is None or kept.path != path or not kept.reaches(first):
             self.close()
@@ -102,14 +102,14 @@ class Reading:
             self._stream = None
 
     def bad(self, path: Path, place: str, number: Callable[[], int], problem: object) -> None:
-        """Raise FileError for an invalid line or row, or count it."""
+        """Raise FileError for an invalid line or row; with --skip-bad, count it instead."""
         if not self.skips:
             where = f"{shown(path)}, {place} {number():,}"
             raise FileError(f"{where}: {problem}; --skip-bad skips such lines and rows") from None
         self.skipped += 1
 
     def text_of(self, value: Any) -> bytes:
-        """Return the text in a line's value; raise ValueError if it has none."""
+        """Return the text in the value of a line. Raise ValueError if it has none."""
         if not isinstance(value, dict):
             raise ValueError(f"expected an object with {quoted(self.field)}, found {quoted(value)}")
         if self.field not in value:
@@ -122,14 +122,14 @@ class Reading:
 
 
 class TextFormat(NamedTuple):
-    """Format of text."""
+    """Format of text files."""
 
     name: str
-    suffixes: tuple[str, ...]  # suffixes of its files, without a compression suffix
-    # Returns approximate bytes of text, of the file or of each row group; None: the file is left out.
+    suffixes: tuple[str, ...]  # suffixes of its files, without .gz or .zst
+    # Returns approximate bytes of text, for the file or for each row group; None: the file is left out.
     weights: Callable[[InputFile, Reading], list[int] | None]
     texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # yields the texts between two places
-    divisible: bool = False  # True: places are bytes; False: they are indices of weights
+    divisible: bool = False  # whether places are bytes; otherwise they are indices of weights
 
 
 def _length(file: InputFile, reading: Reading) -> list[int] | None:
@@ -209,22 +209,22 @@ TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the 
 
 
 def unpacked_name(name: str) -> str:
-    """Return a file's name without its compression suffix."""
+    """Return a file's name without the suffix of a compression."""
     return name[: len(name) - len(text_streams.packing_of(name))]
 
 
 def format_named(name: str) -> TextFormat:
-    """Return the format for a file's name; text if no other format has its suffix."""
+    """Return the format of a file by its name; plain text if no other format has its suffix."""
     inner = unpacked_name(name).lower()
     found = next(each for each in TEXT_FORMATS.values() if inner.endswith(each.suffixes))
-    return TEXT if found is PARQUET and inner != name.lower() else found  # Parquet has its own compression
+    return TEXT if found is PARQUET and inner != name.lower() else found  # Parquet compresses inside the file
 
 
 # ----------------------------------------------------------------------------------------------- parts
 
 
 class FilePiece(NamedTuple):
-    """Piece of input number `file`, from place `first` to `stop`. weight: approximate bytes of text."""
+    """Part of input number `file`, from place `first` to `stop`. weight: approximate bytes of text."""
 
     file: int
     first: int
@@ -233,7 +233,7 @@ class FilePiece(NamedTuple):
 
 
 class WorkPart(NamedTuple):
-    """Part of the inputs that becomes one token file, with the file's name."""
+    """Pieces of the inputs that become one token file, and the file's name."""
 
     name: str
     pieces: tuple[FilePiece, ...]
@@ -246,9 +246,9 @@ class WorkPart(NamedTuple):
 def cut_parts(
     files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: int | None
 ) -> list[WorkPart]:
-    """Return the parts, of about `size` bytes each, in the order of the inputs.
+    """Return the parts, each of about `size` bytes, in the order of the inputs.
 
-    A part ends before a piece that would make it larger; a piece that cannot be cut may exceed `size`.
+    A part ends before a piece that would make it too large. A piece that cannot be cut may exceed `size`.
     """
     if size is None:
         size = min(max(sum(map(sum, weights)) // FRACTION, SMALLEST), LARGEST)
@@ -271,7 +271,7 @@ def cut_parts(
 
 
 def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
-    """Divide weights among ranks; return the indices of each rank, in order."""
+    """Assign weights to ranks. Return the indices that each rank gets, in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for place, weight in sorted(enumerate(weights), key=lambda each: -each[1]):
@@ -282,7 +282,7 @@ def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
 
 
 class Amount(NamedTuple):
-    """Amount of completed work: weight of pieces, bytes of text, documents and tokens."""
+    """Amount of finished work: weight of pieces, bytes of text, documents and tokens."""
 
     weight: int = 0
     text_bytes: int = 0
@@ -294,11 +294,11 @@ NOTHING = Amount()
 
 
 class ProgressSum:
-    """Sums of the progress of all ranks; `beat` starts a sum and reads its result.
+    """Sums of the progress of all ranks. `beat` starts a sum, or reads the result of a finished sum.
 
-    what     name of the work for the watchdog
+    what     name of the work, for the watchdog
     total    weight of all work; `before`: weight that an earlier job has done
-    stops    function that returns True if this rank must stop
+    stops    function that returns whether this rank must stop
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class ProgressSum:
         self._due = 0.0
 
     def run(self, work: Callable[[ProgressSum], None]) -> bool:
-        """Do this rank's `work`; return True if all ranks have completed theirs. Collective.
+        """Call this rank's `work`. Return whether all ranks have completed their work. Collective.
 
         A problem on one rank stops all ranks and is raised on all ranks.
         """
@@ -336,7 +336,7 @@ class ProgressSum:
         return self._is_done
 
     def beat(self, amount: Amount = NOTHING) -> bool:
-        """Add the work done since the last call; return False once all ranks must stop."""
+        """Add the work done since the last call. Return False as soon as all ranks must stop."""
         self._own += amount
         if any(amount):
             self._moved()
@@ -355,7 +355,7 @@ class ProgressSum:
 
     def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
         documents, tokens, finished, stops = rest
-        self._moved()  # a complete sum means that all ranks make progress
+        self._moved()  # every rank contributed to the sum, so none is stuck
         self._is_done = finished == self._world.size
         self._over = self._is_done or stops > 0
         now = time.monotonic()
@@ -371,7 +371,7 @@ class ProgressSum:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Settings for making token files on each rank: the encoder `text` and the command's `options`."""
+    """Settings for making token files, on each rank: the reader of texts, and the command's flags."""
 
     out: Path
     files: Sequence[InputFile]
@@ -386,9 +386,9 @@ class Encoding:
 
 
 def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: ProgressSum) -> None:
-    """Write this rank's parts until all are written or a rank stops.
+    """Write this rank's parts until they are all written or a rank stops.
 
-    Raise UsageError for a text that cannot be read, JobError for a file that cannot be written.
+    Raises UsageError for a text that cannot be read, JobError for a file that cannot be written.
     """
     reading = encoding.reading()
     reading.beat = progress.beat
@@ -403,7 +403,7 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: Progre
 def _encode(
     encoding: Encoding, reader: TextReader, part: WorkPart, reading: Reading, progress: ProgressSum
 ) -> bool:
-    """Write a part; return False if all ranks must stop."""
+    """Write a part. Return False if all ranks must stop."""
     total = 0
 
     def texts() -> Iterator[Text]:

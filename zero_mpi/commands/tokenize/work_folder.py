@@ -1,9 +1,9 @@
-"""Folder of token files, with its plan, the records of complete parts, and the manifest.
+"""A folder of token files, with its plan, the records of complete parts, and the manifest.
 
-The folder `.tokenize` exists until all parts are complete. It has the plan with the first job's settings, a
-record of each complete part, and unfinished files. A pair of token files is renamed when it is on disk, and
-its record is written after that. So a part with a record is complete even if the writer is killed, and a part
-without a record is written again, with the same bytes.
+The folder `.tokenize` exists until all parts are complete. It contains the plan, which has the first job's
+settings, a record of each complete part, and unfinished files. When a pair of token files is on disk, it is
+renamed, and then its record is written. So a part with a record is complete even if the writer is killed. A
+part without a record is written again, with the same bytes.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ from zero_mpi.files.open import exists, open_in_place, read_file
 from zero_mpi.files.parse import parse_json
 
 PLAN, BIN, IDX = "plan.json", ".bin", ".idx"
-CODE = "zero_mpi's source"  # key of the plan
-MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # limits of a plan or manifest; with millions of files it is large
+CODE = "zero_mpi's source"  # key of the plan for the digest of the code
+MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # limits of a plan or manifest; millions of files make it large
 UNDER_WAY = re.compile(r"\d{5,}\.(bin|idx)|\.(\d{5,}|plan|manifest|tokenizer)\.(json|gguf)\.partial")
 RECORD = re.compile(r"(\d{5,}|plan)\.json")
 SAME = "use the same value to continue, or another --out"
@@ -43,9 +43,9 @@ Table = dict[str, Any]
 
 
 class WorkFolder:
-    """Folder of `--out`, on rank 0 while it is locked; `about`: settings that affect bytes, without inputs.
+    """Folder of `--out`, on rank 0 while it is locked. `about`: settings that affect bytes, without inputs.
 
-    Raises UsageError for a folder with other files, or one that was started with other settings.
+    Raises UsageError if the folder has other files, or was started with other settings.
     """
 
     def __init__(self, out: Path, about: Table) -> None:
@@ -63,7 +63,7 @@ class WorkFolder:
             )
 
     def _kept(self) -> Table:
-        """Return the manifest, or the plan of a job with complete parts; empty without either."""
+        """Return the manifest, or the plan of a job that has complete parts; {} without either."""
         if self.is_complete:
             return read_table(self.out / MANIFEST)
         if exists(self.aside / PLAN) and any(path.name != PLAN for path in self.aside.glob("*.json")):
@@ -78,7 +78,7 @@ class WorkFolder:
                     raise UsageError(f"{begun}: {what} was {quoted(was)}, is now {quoted(value)}: {SAME}")
 
     def begin(self, inputs: list[Table], tokenizer: Tokenizer) -> None:
-        """Write the plan; raise UsageError if the folder has other inputs, OSError with a file's name."""
+        """Write the plan. Raise UsageError if the folder has other inputs, or OSError with a file's name."""
         self._check({"inputs": inputs})
         self.about["inputs"] = inputs
         if self.is_complete:
@@ -86,7 +86,7 @@ class WorkFolder:
             return
         plan = {**self.about, CODE: code()}
         self.aside.mkdir(exist_ok=True)
-        for path in (*self.aside.iterdir(), *self.out.iterdir()):  # files of a killed job
+        for path in (*self.aside.iterdir(), *self.out.iterdir()):  # files that a killed job left
             if UNDER_WAY.fullmatch(path.name) and read_record(self.out, path.stem) is None:
                 path.unlink()
         header, _, _ = pack_file("zero_mpi", tokenizer.metadata(), [])
@@ -94,14 +94,14 @@ class WorkFolder:
         write_whole(self.aside / PLAN, json.dumps(sealed(plan)))
 
     def end(self, manifest: Table) -> None:
-        """Write the manifest and remove files that are not in the result; raise OSError with a file name."""
+        """Write the manifest and remove files that do not belong there. Raise OSError with a file's name."""
         sync_folder(self.out)
         write_whole(self.out / MANIFEST, json.dumps({**self.about, **manifest}, indent=2) + "\n")
         sync_folder(self.out)
         self.clear()
 
     def clear(self) -> None:
-        """Remove the plan, records and unfinished files; keep files of other programs."""
+        """Remove plan, records and unfinished files, but keep files of other programs."""
         with suppress(OSError):
             for path in self.aside.iterdir():
                 if UNDER_WAY.fullmatch(path.name) or RECORD.fullmatch(path.name):
@@ -110,9 +110,9 @@ class WorkFolder:
 
 
 class PartWriter:
-    """Writer of the token file `name` in a folder, with ids of type `dtype`.
+    """Writer of a pair of token files called `name` in a folder, with ids of type `dtype`.
 
-    A writer that is closed before `finish` leaves no files. All methods raise OSError with the file's name.
+    If it is closed before `finish`, it leaves no files. All methods raise OSError with the file's name.
     """
 
     def __init__(self, out: Path, name: str, dtype: np.dtype[Any]) -> None:
@@ -122,9 +122,9 @@ class PartWriter:
         self._file = open(self._aside[BIN], "wb", opener=open_in_place)  # noqa: SIM115 (closed by __exit__)
 
     def add(self, name: str, ids: NDArray[np.integer[Any]]) -> None:
-        """Append a document, called `name` in errors; an empty one is skipped."""
+        """Append a document. `name` is its name in errors. An empty document is skipped."""
         if len(ids) > MEGATRON_MOST:
-            raise UsageError(f"{name}: a document of {len(ids):,} tokens, at most {MEGATRON_MOST:,} fit")
+            raise UsageError(f"{name}: a document has {len(ids):,} tokens, but at most {MEGATRON_MOST:,} fit")
         if len(ids):
             raw = ids.astype(self._dtype, copy=False).tobytes()
             with naming(self._aside[BIN]):
@@ -133,7 +133,7 @@ class PartWriter:
             self._sizes.append(len(ids))
 
     def finish(self, about: Table) -> None:
-        """Rename the pair of files to its final names, and write the record with the facts `about` it."""
+        """Rename the pair of files to its final names, then write its record with the facts `about`."""
         with naming(self._aside[BIN]):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -157,7 +157,7 @@ class PartWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError):  # all needed data are already on disk
+        with suppress(OSError):  # the data that is needed is on disk already
             self._file.close()
         for path in self._aside.values():
             with suppress(OSError):
@@ -165,7 +165,7 @@ class PartWriter:
 
 
 def read_record(out: Path, name: str) -> Table | None:
-    """Return the record of a part, None if the part is not complete."""
+    """Return the record of a part, or None if the part is not complete."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         record: Table = parse_json(read_file(out / UNFINISHED / f"{name}.json"))
         there = all((out / each["name"]).stat().st_size == each["bytes"] for each in record["files"])
@@ -174,7 +174,7 @@ def read_record(out: Path, name: str) -> Table | None:
 
 
 def read_table(path: Path, sealed_too: bool = False) -> Table:
-    """Return a table that tokenize has written; raise FileError for another table."""
+    """Return a table that tokenize wrote. Raise FileError for a table that was changed."""
     with ours(path):
         found = parse_json(read_file(path, MOST_BYTES), most_values=MOST_VALUES)
         if not isinstance(found, dict) or not found or (sealed_too and sealed(found) != found):
@@ -183,9 +183,9 @@ def read_table(path: Path, sealed_too: bool = False) -> Table:
 
 
 def differences(before: Any, now: Any, what: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, before, now) of each value that differs.
+    """Yield (name, value before, value now) for each value that differs.
 
-    Complete parts have no invalid line, so `skip_bad` may be added later.
+    Complete parts have no invalid lines, so a difference in `skip_bad` is allowed.
     """
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         of = f" of the input {show(now['name'])}" if what == "inputs" else ""
@@ -202,7 +202,7 @@ def differences(before: Any, now: Any, what: str = "") -> Iterator[tuple[str, An
 
 @contextmanager
 def ours(path: Path) -> Iterator[None]:
-    """Return a context that converts errors with a file of tokenize to a FileError with a remedy."""
+    """Convert an error with a file of tokenize, raised in the `with` block, to a FileError with a remedy."""
     try:
         yield
     except UsageError:

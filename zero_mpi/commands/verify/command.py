@@ -1,7 +1,7 @@
-"""`zero-mpi verify`: recomputes steps of a run and reports the first difference from its records.
+"""`zero-mpi verify`: recomputes steps of a run and reports the first difference from the records.
 
-Segments of the run are recomputed with the code of training. Settings, data and initial weights must be those
-of the run.
+Segments of the run are recomputed with the code of training. The settings, data and initial weights must be
+those of the run.
 """
 
 import argparse
@@ -80,14 +80,14 @@ from zero_mpi.train.setup import Session, build, fill_parameters
 from zero_mpi.train.steps import Steps
 
 PLACES = ("data", "val_data", "init", "lora_init", "teacher", "tokenizer", "chat_template")
-MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # settings that affect no bit
+MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # settings that change no bit
 OWN = {
     **dict.fromkeys(PLACES, "current path (default: path in the run's settings)"),
     **dict.fromkeys(MEANS, "(default: as in the run)"),
 }
 MOST_SEED = 1 << 32
 INCOMPLETE = 3  # exit status: some of the requested steps could not be recomputed
-SAY_SECONDS = 30.0  # seconds between progress lines
+SAY_SECONDS = 30.0  # seconds between lines on progress
 Facts = Mapping[str, Any]
 EXAMPLES = """\
 Examples:
@@ -102,19 +102,19 @@ difference was found, but not everything could be recomputed."""
 
 @dataclass(frozen=True)
 class Request:
-    """Request of a command line: the run to verify, and options."""
+    """Request to verify a run: the run, its settings, and the flags that select steps."""
 
     run: Path
-    config: Config  # settings of the run, with the current paths and MEANS
-    first: int | None  # first and last state of the steps to recompute; None: all
+    config: Config  # settings of the run, with the current paths and values of MEANS
+    first: int | None  # states at which recomputation starts and ends; None: the first, the last
     last: int | None
-    sample: int | None  # maximum number of segments; None: all
-    seed: int | None  # random seed of the sample; None: any
-    expect: str | None  # digest that must be the end of the chain
+    sample: int | None  # most segments to recompute, drawn at random; None: all
+    seed: int | None  # random seed for drawing segments; None: any seed
+    expect: str | None  # digest that the chain must end with
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line. Its result contains only the flags that are given."""
+    """Return the parser of the command line. Its result has only the flags that the user gave."""
     parser = Parser(
         prog="mpirun -n N zero-mpi verify",
         usage="%(prog)s DIR [flags]",
@@ -135,7 +135,7 @@ def make_parser() -> Parser:
 
 
 def read_request(arguments: Sequence[str]) -> Request:
-    """Return the request of a command line, with the run's settings and the current paths."""
+    """Return the request of a command line, with the settings of the run and the current paths."""
     now, own = given(make_parser(), arguments, OWN)
     run = Path(own.pop("run"))
     for name in ("from", "to", "sample", "seed"):
@@ -143,7 +143,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     place = run / toml.CONFIG_FILE
     if not exists(place):
         raise UsageError(f"{shown(run)}: expected a run folder (--out of training) with {toml.CONFIG_FILE}")
-    # This job writes nothing and resumes nothing, so it has no folder.
+    # This job writes nothing and does not resume, so it has no run folder.
     now |= {"out": os.devnull, "resume": "never", "dry_run": False}
     config = Config(**joined(read_toml(place, []), now))
     check(config)
@@ -170,7 +170,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str]:
-    """Verify a run; return status and last line, or raise Differs on all ranks. Collective."""
+    """Verify a run. Return status and last line, or raise Differs on all ranks. Collective."""
     watchdog.beat("reading the records")
     history: History = of_root(world, lambda: read_history(request.run, request.expect))
     say(world, *([f"chain: complete, proof {history.head}"] if history.head else []))
@@ -211,7 +211,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
 def choose(
     world: World, request: Request, bounds: tuple[int, int], chosen: Sequence[Segment]
 ) -> Sequence[Segment]:
-    """Return the segments to recompute, on all ranks; raise UsageError. Collective."""
+    """Return the segments to recompute, on all ranks. Raise UsageError if there is none. Collective."""
     if (request.first, request.last) != (None, None):
         if bounds[0] >= bounds[1]:
             raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
@@ -229,12 +229,12 @@ def choose(
 
 
 def resolve_job(world: World, request: Request, history: History, segments: Sequence[Segment]) -> RunSpec:
-    """Resolve a job of the run with its data and files; raise Differs if they differ. Collective."""
+    """Prepare a job of the run with its data and files. Raise Differs if they have changed. Collective."""
     said, proof = history.runs[segments[0].run], request.run / PROOF
 
     def config_then() -> Config:
-        """Return the settings with the job's recorded values; raise UsageError for an unknown setting."""
-        then = {"bos": NEVER, "template_date": DAY, **said[SETTINGS]}  # older runs lack the first two
+        """Return the settings with the values of the job. Raise UsageError for an unknown setting."""
+        then = {"bos": NEVER, "template_date": DAY, **said[SETTINGS]}  # older runs did not record these two
         found: Config = replace(
             request.config,
             **{
@@ -254,7 +254,7 @@ def resolve_job(world: World, request: Request, history: History, segments: Sequ
 
 
 def say(world: World, *texts: str) -> None:
-    """Print lines on rank 0. Collective."""
+    """Print lines, on rank 0 only. Collective."""
     world.on_root(lambda: write(texts))
 
 
@@ -262,8 +262,8 @@ def say(world: World, *texts: str) -> None:
 
 
 def check_config(run: Path, config: Config, history: History) -> None:
-    """Raise Differs unless config.toml and checkpoints have the settings of the chain, if there is one."""
-    if SETTINGS in (said := history.runs[-1]):  # settings that are newer than the run have their defaults
+    """Raise Differs unless config.toml and checkpoints have the settings in the chain, if there is one."""
+    if SETTINGS in (said := history.runs[-1]):  # a setting that is newer than the run has its default
         refuse(toml.CONFIG_FILE, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
         stays = {*Config().fixed(), *said[FACTS]} - {*toml.PATHS}
         kept = {key: value for key, value in (said[SETTINGS] | said[FACTS]).items() if key in stays}
@@ -275,9 +275,9 @@ def check_config(run: Path, config: Config, history: History) -> None:
 
 
 def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segment]) -> list[str]:
-    """Raise Differs unless data and initial weights are those of the run's job and of its checkpoints.
+    """Raise Differs unless data and initial weights are those of the run's job and its checkpoints.
 
-    Return notes on other differences that may change bits: machine and package.
+    Return notes on other differences, in machine and package, that may change bits.
     """
     now: Facts = json.loads(json.dumps(identity(spec.config, spec.description, spec.weights)))
     if FACTS in run:
@@ -296,7 +296,7 @@ def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segm
 
 
 def refuse(where: str, found: Facts, said: Facts, whose: str = f"the chain in {PROOF}") -> None:
-    """Raise Differs for the first value that differs from the recorded value."""
+    """Raise Differs for the first value that is not the recorded value. `whose`: where it is recorded."""
     for key, before, now in differences(said, found):
         label = {"corpus": CORPUS}.get(key, spelled(key) if key in FIELDS else shown(key))
         place = where if where == "here" else f"in {where}"
@@ -304,13 +304,13 @@ def refuse(where: str, found: Facts, said: Facts, whose: str = f"the chain in {P
 
 
 class Recomputation(Steps, Observer):
-    """Steps that stop at the first difference from a record; rank 0 has the records."""
+    """Steps that stop at the first difference from a record. Rank 0 has the records."""
 
     def __init__(self, session: Session, watchdog: Watchdog) -> None:
         super().__init__(session)
         self._watchdog, self._said = watchdog, time.monotonic()
         self._records: Iterator[Facts] | None = None
-        self.found = ""  # the first difference
+        self.found = ""  # description of the first difference
 
     def make(self, segment: Segment, records: Iterator[Facts] | None) -> None:
         session, config = self.session, self.session.config
@@ -350,9 +350,9 @@ class Recomputation(Steps, Observer):
 def compute(
     world: World, folder: Path, spec: RunSpec, segments: Sequence[Segment], watchdog: Watchdog
 ) -> None:
-    """Recompute segments of one job; raise Differs on all ranks at the first difference. Collective.
+    """Recompute segments of one job. Raise Differs on all ranks at the first difference. Collective.
 
-    All segments use one session; each segment begins by reading its state.
+    All segments share a session. Each segment begins by reading its first state.
     """
     session: Session | None = None
     for segment in segments:
@@ -379,12 +379,12 @@ def compute(
         say(world, f"{segment.text}: the same bits, {elapsed(time.monotonic() - begun)}")
     if session is not None:
         comm = session.comm
-        del session, steps  # both must be freed before their memory
+        del session, steps  # free them before their memory
         comm.close()
 
 
 def compare_state(world: World, folder: Path, session: Session, step: int) -> None:
-    """Raise Differs unless all tensors equal those in the checkpoint of a step. Collective."""
+    """Raise Differs unless all tensors are equal to those in a step's checkpoint. Collective."""
     parts, place = parts_of(session.optimizer, session.description), folders.step_folder(folder, step)
     found = agreed(world, lambda: min(others(place, parts, session.comm.rank), default=None))
     first = min(filter(None, world.comm.allgather_object(found)), default=None)
@@ -393,9 +393,9 @@ def compare_state(world: World, folder: Path, session: Session, step: int) -> No
 
 
 def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, int, str]]:
-    """Yield (file, tensor, element, text) where this rank's shards differ from the checkpoint; FileError.
+    """Yield (file, tensor, element, text) where this rank's shards differ. Raise FileError if unreadable.
 
-    Only the first differing element of each tensor and piece is yielded.
+    Only the first element that differs is yielded for each tensor and chunk.
     """
     files = open_checkpoint(folder)
     sources: dict[str, WeightSource] = {**files.weights, STATE: files.state}

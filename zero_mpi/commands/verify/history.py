@@ -1,9 +1,9 @@
-"""History of a run: compares its files with each other, and finds the segments that can be recomputed.
+"""History of a run: compares its files with each other and finds the segments that can be recomputed.
 
-Rank 0 reads the chain and metrics.jsonl, a line at a time, the checkpoints and `latest`; all ranks check the
-tensors of checkpoints. A segment begins at a checkpoint in the run folder or at the initial weights. It
-ends at the next checkpoint that exists, so a segment may include steps with checkpoints that `--keep` has
-removed; the last segment may end at the last record.
+Rank 0 reads the chain and metrics.jsonl, one line at a time, the checkpoints and `latest`. All ranks check
+the tensors of checkpoints. A segment begins at an existing checkpoint or at the initial weights. It ends at
+the next checkpoint that exists, so it may include steps whose checkpoints `--keep` has removed. The last
+segment may end at the last record.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,19 +24,19 @@ from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
 from zero_mpi.telemetry.proof import ID as NAME
 from zero_mpi.train.description import FACTS, MACHINE, SETTINGS
 
-MOST_JOBS = 1 << 14  # most jobs of a run, as the settings of each job are kept in memory
+MOST_JOBS = 1 << 14  # most jobs of a run; their settings are held in memory
 T = TypeVar("T")
 Record = Mapping[str, Any]
-Steps = tuple[int, int]  # start and last step
+Steps = tuple[int, int]  # start, last step
 
 
 class Differs(Exception):
-    """Error: a run differs from its records; the text is the first difference, in a line."""
+    """Raised if a run differs from its records. The text, one line, names the first difference."""
 
 
 @contextmanager
 def differing() -> Iterator[None]:
-    """Return a context that converts the UsageError of an invalid file to Differs."""
+    """Convert a UsageError for an invalid file, raised in the `with` block, to Differs."""
     try:
         yield
     except UsageError as error:
@@ -44,9 +44,9 @@ def differing() -> Iterator[None]:
 
 
 def agreed(world: World, action: Callable[[], T]) -> T:
-    """Return this rank's action(); if ranks raise Differs, raise the first on all ranks. Collective.
+    """Return this rank's action(). If ranks raise Differs, raise the first of them on all ranks. Collective.
 
-    `action` must not communicate. Errors of `World.run_on_all` are raised as well.
+    `action` must not communicate. Other errors are treated as in `World.run_on_all`.
     """
     found: list[T] = []
 
@@ -64,7 +64,7 @@ def agreed(world: World, action: Callable[[], T]) -> T:
 
 
 def of_root(world: World, action: Callable[[], T]) -> T:
-    """Return rank 0's action() on all ranks; raise the same errors as `agreed`. Collective."""
+    """Return rank 0's action() on all ranks. Errors are raised as in `agreed`. Collective."""
     found = agreed(world, lambda: action() if world.rank == 0 else None)
     result: T = world.comm.broadcast_object(found)
     return result
@@ -72,12 +72,12 @@ def of_root(world: World, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class Segment:
-    """Segment: consecutive steps that can be recomputed."""
+    """Consecutive steps that can be recomputed."""
 
-    start: int  # step of the checkpoint at its start; 0: the initial weights
+    start: int  # the segment begins with the checkpoint of this step; 0: the initial weights
     last: int
-    ends: bool  # True if there is a checkpoint of the last step
-    run: int  # index into `History.runs` of the job that made the steps
+    ends: bool  # whether there is a checkpoint of the last step
+    run: int  # index in `History.runs` of the job that computed the steps
 
     @property
     def text(self) -> str:
@@ -86,14 +86,14 @@ class Segment:
 
 @dataclass
 class History:
-    """Events of a run in their order, and the segments that result from them."""
+    """Events of a run, in order, and the segments that follow from them."""
 
     folders: Mapping[int, Path]  # existing checkpoints, by step
-    runs: list[Record] = field(default_factory=list)  # facts that the bits of each job depend on, if recorded
+    runs: list[Record] = field(default_factory=list)  # for each job: facts that determine its bits, if known
     segments: list[Segment] = field(default_factory=list)  # segments that can be recomputed
-    saved: list[int] = field(default_factory=list)  # steps of checkpoints, by records of saves and resumes
+    saved: list[int] = field(default_factory=list)  # steps of checkpoints, as saves and resumes recorded them
     at: int = -1  # the last step
-    head: str = ""  # digest of the chain's last line; empty if there is no chain
+    head: str = ""  # digest of the chain's last line; "" without a chain
     notes: list[str] = field(default_factory=list)  # notes for the user
     _since: int = 0
     _is_there: bool = False
@@ -104,14 +104,14 @@ class History:
         return [step for step in self.saved if step in self.folders]
 
     def id_of(self, step: int) -> str | None:
-        """Return the id of a step's checkpoint, None without one; raise Differs if it is damaged."""
+        """Return the id of a step's checkpoint, or None if there is none. Raise Differs if it is damaged."""
         if step not in self.folders:
             return None
         with differing():
             return keys_of(open_checkpoint(self.folders[step]).state).text(ID)
 
     def begin(self, step: int, run: Mapping[str, Any]) -> None:
-        """Add the start of a job at a step; raise Differs if no job can start there."""
+        """Record that a job starts at a step. Raise Differs if no job can start there."""
         origin = run.get(proof.ORIGIN)
         continues = origin == proof.CHAIN and step == self.at
         if continues and step == self._tip[0]:
@@ -132,16 +132,16 @@ class History:
         self.runs.append(run)
 
     def record(self, step: int) -> None:
-        """Add a step; raise Differs if it is not the next one."""
+        """Add a step. Raise Differs if it does not follow the last step."""
         if not self.runs or step != self.at + 1:
-            raise Differs(f"step {step} follows on step {self.at}")
+            raise Differs(f"step {step} follows step {self.at}")
         self.at = step
 
     def save(self, step: int, name: object) -> None:
-        """Add a checkpoint, maybe written after later steps; raise Differs if the folder has another."""
+        """Add a checkpoint, maybe one that was written later. Raise Differs if the folder has another one."""
         in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
         if not self.runs or not in_order:
-            raise Differs(f"a checkpoint of step {step} follows on step {self.at}")
+            raise Differs(f"a checkpoint of step {step} follows step {self.at}")
         found = self.id_of(step)
         if found is not None and found != name:
             raise Differs(
@@ -159,7 +159,7 @@ class History:
 
 
 def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
-    """Return (start, last) of each run of steps after `first`, up to `last`, that no segment contains."""
+    """Return (start, last) of each sequence of steps, after `first` up to `last`, that is in no segment."""
     found, reached = [], first
     for segment in [*segments, Segment(last, last, False, 0)]:
         if segment.start > reached:
@@ -169,7 +169,7 @@ def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
 
 
 def steps_of(segments: Sequence[Segment]) -> list[Steps]:
-    """Return (start, last) of segments in order, with adjacent segments merged."""
+    """Return (start, last) of each segment, in order. Adjacent segments are merged."""
     found: list[Steps] = []
     for one in segments:
         start = found.pop()[0] if found and found[-1][1] == one.start else one.start
@@ -178,7 +178,7 @@ def steps_of(segments: Sequence[Segment]) -> list[Steps]:
 
 
 class Records:
-    """Reader of a run's records, one after the other; `ahead` is the next record, empty at the end."""
+    """Reader of a run's records, one by one. `ahead` is the next record, {} at the end."""
 
     def __init__(self, run: Path) -> None:
         self._rest = records_of(run)
@@ -189,19 +189,19 @@ class Records:
         return int(self.ahead.get("step", 0))
 
     def take(self) -> Record:
-        """Return the next record, and advance to the following one."""
+        """Return the next record, and read the record after it into `ahead`."""
         taken, self.ahead = self.ahead, next(self._rest, {})
         return taken
 
 
 def records_of(run: Path) -> Iterator[Record]:
-    """Yield the records of a run folder, in the order of the file; none if the file does not exist."""
+    """Yield the records of a run folder, in the order of the file. Yield none if the file does not exist."""
     if exists(run / METRICS):
         yield from filter(None, map(record_of, read_lines(run / METRICS, MARK, "a file of records")))
 
 
 def read_history(run: Path, expect: str | None) -> History:
-    """Return a run's history; raise Differs if its files contradict each other, UsageError without files."""
+    """Return a run's history. Raise Differs if its files contradict each other; UsageError without files."""
     records, history = Records(run), History(dict(folders.steps(run)))
     ended = status.read_status(run / status.NAME).get("state") in (status.DONE, status.STOPPED)
     if exists(run / proof.PROOF):
@@ -220,16 +220,16 @@ def read_history(run: Path, expect: str | None) -> History:
         raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
     if untold := [path.name for step, path in history.folders.items() if step not in history.saved]:
         more = " and more" * (len(untold) > 8)
-        history.notes.append(f"not in this run, or abandoned: {', '.join(untold[:8])}{more}")
+        history.notes.append(f"checkpoints of no run, or abandoned: {', '.join(untold[:8])}{more}")
     if gone := len(history.saved) - len(history.kept):
         history.notes.append(f"{gone} of {len(history.saved)} checkpoints no longer exist")
     return history
 
 
 def follow(run: Path, records: Records, history: History, ended: bool) -> None:
-    """Add the lines of a chain and compare them with the records of metrics.jsonl; raise Differs.
+    """Add the lines of a chain. Raise Differs if they contradict the records in metrics.jsonl.
 
-    `ended`: the last job has ended normally, so the last line of each file must be complete.
+    `ended`: whether the last job ended normally, so that the last line of each file must be complete.
     """
     try:
         with closing(proof.read_proof(run / proof.PROOF)) as lines:
@@ -246,16 +246,16 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
     if not history.head:
         raise Differs(f"{proof.PROOF} has no line")
     if records.step:
-        after = f"{METRICS} has a record of step {records.step} after the last of {proof.PROOF}"
+        after = f"{METRICS} has a record of step {records.step} after the last step in {proof.PROOF}"
         after += f", step {history.at}"
         if ended or records.step != history.at + 1:
             raise Differs(after)
-        history.notes.append(f"{after}, as after a kill: it is checked only by recomputation")
+        history.notes.append(f"{after}, as after a kill: only recomputation checks this record")
         history.record(records.step)
 
 
 def note_line(line: proof.Line, records: Records, history: History) -> None:
-    """Add a line of the chain; raise Differs for an impossible line."""
+    """Add a line of the chain. Raise Differs if it cannot follow the lines before it."""
     if line.kind == proof.RUN:
         if not all(isinstance(line.value.get(part), dict) for part in (SETTINGS, FACTS, MACHINE)):
             raise Differs(f"expected {SETTINGS}, {FACTS} and {MACHINE} of a run")
@@ -279,7 +279,7 @@ def note_line(line: proof.Line, records: Records, history: History) -> None:
 
 
 def replay(records: Records, history: History) -> None:
-    """Add the records and checkpoints of a run without a chain; raise Differs."""
+    """Add the records and checkpoints of a run without a chain. Raise Differs if they are inconsistent."""
     first = records.step - 1
     history.begin(first, {} if first == 0 else {"from": history.id_of(first) or ""})
     while records.step:
@@ -293,7 +293,7 @@ def replay(records: Records, history: History) -> None:
 
 
 def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
-    """Return the first difference between two records: the name, and both values as text."""
+    """Return the first difference between two records: a name, and its two values as text."""
     for name in dict.fromkeys((*expected, *found)):
         if found.get(name) != expected.get(name) or (name in found) != (name in expected):
             ours, theirs = (quoted(one[name]) if name in one else "none" for one in (found, expected))
@@ -302,7 +302,7 @@ def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
 
 
 def check_tensors(run: Path, step: int, world: World) -> None:
-    """Raise Differs if this rank's share of a checkpoint's tensors was changed after it was written."""
+    """Raise Differs if this rank's share of a checkpoint's tensors has changed since it was written."""
     with differing():
         files = open_checkpoint(folders.step_folder(run, step))
         check_digests(files, world.rank, world.size, world.meter.beat)

@@ -1,10 +1,10 @@
-"""Finds the assistant's answers in the text of a conversation. The loss counts these answers.
+"""Finds the assistant's answers in the text of a conversation, because the loss counts only their tokens.
 
-If a template marks the answers by `{% generation %}`, its marks are used. Otherwise a turn begins where the
-text of all earlier messages plus the generation prompt ends, and it ends with the first end-of-turn token
+If a template marks the answers by `{% generation %}`, its marks are used. Otherwise an answer begins where
+the text of all earlier messages plus the generation prompt ends, and it ends with the first end-of-turn token
 after its content. Some templates write a turn differently if more messages follow (they drop earlier
-thoughts, or move the system message). Then the text is rendered a second time with another content for the
-turn, and the positions where the two texts differ are the content.
+thoughts, or move the system message). Then the text is rendered a second time with other content for the
+turn, and the answer is the part in which the two texts differ.
 
 Rendering a text for each turn would take quadratic time. So the position of each message comes from the
 template's loop over messages, and the generation prompt is rendered once for each role that precedes an
@@ -28,7 +28,7 @@ BLANKS = re.compile(r"\s*")
 
 
 class AnswerFinder:
-    """Finds answers in the texts of a template. ends: spellings of the tokens that end a turn."""
+    """Finder of answers in texts that a template rendered. ends: spellings of the tokens that end a turn."""
 
     def __init__(self, template: ChatTemplate, ends: Sequence[str]) -> None:
         self.template = template
@@ -36,14 +36,14 @@ class AnswerFinder:
         self._ends = sorted(filter(None, ends), key=len, reverse=True)
 
     def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
-        """Return a conversation's text and the positions of the answers in it. ValueError if that fails.
+        """Return a conversation's text and the positions of its answers. Raise ValueError if rendering fails.
 
-        Turns that the template drops are absent. silent: return the turns that the loss ignores instead.
+        Turns that the template drops have no position. silent: return the turns that do not count instead.
         """
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
         self._tools = conversation.tools
-        by_speaker = dict[object, list[int]]()  # turns by the role of the message before
+        by_speaker = dict[object, list[int]]()  # numbers of turns, keyed by the role of the previous message
         for turn in [] if self.template.marks else turns:
             by_speaker.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
         firsts = [speaking[0] for speaking in by_speaker.values()]
@@ -59,11 +59,11 @@ class AnswerFinder:
         """Return whether a conversation's text depends on its tools."""
         try:
             return self.template.render(conversation.messages).text != text
-        except ValueError:  # the template requires tools
+        except ValueError:  # the template fails without the tools
             return True
 
     def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-        """Return the template's marks for these turns, by its loop or in order; ValueError without marks."""
+        """Return the template's marks around the given turns. Raise ValueError if marks are missing."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not whole.marked:
             return whole.marked
@@ -75,11 +75,11 @@ class AnswerFinder:
             return [mark for n, mark in zip(answers, whole.marked, strict=True) if n in turns]
         raise ValueError(
             "the chat template: expected a {% generation %} block around each answer, because some are not "
-            "trained"
+            "trained on"
         )
 
     def _by_loop(self, whole: RenderedText, messages: Messages, by_speaker: dict[object, list[int]]) -> Spans:
-        """Return each turn's answer, by the template's loop; empty if the loop does not show every turn."""
+        """Return each turn's answer, found by the template's loop; {} if the loop does not show all turns."""
         places, spans = segments(whole), Spans()
         turns = {turn for speaking in by_speaker.values() for turn in speaking}
         if not places.keys() >= turns:
@@ -88,7 +88,7 @@ class AnswerFinder:
             first, last = speaking[0], speaking[-1]
             before = whole.before[first]
             if before is None or not whole.text.startswith(before):
-                first = last  # the text before it does not depend on later messages
+                first = last  # the text before turn `last` is rendered below, without later messages
                 before = self._text(messages[:last], generation_prompt=True)
             if before is None or not whole.text.startswith(before):
                 continue
@@ -96,7 +96,7 @@ class AnswerFinder:
             for turn in speaking:
                 start, stop = places[turn]
                 if whole.text.startswith(lead, start, stop):
-                    start += size  # negative if an answer includes text before its own message
+                    start += size  # `size` is negative if `before` ends ahead of the message's position
                     spans[turn] = start, self._end_of_turn(whole.text, start, stop)
         if rest := turns - spans.keys():
             other = self._instead(whole, messages, rest)
@@ -134,7 +134,7 @@ class AnswerFinder:
             return None
 
     def _instead(self, whole: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
-        """Render the messages with a character that the text does not contain as these turns' content."""
+        """Render the messages again; the content of `turns` is a character that the text does not contain."""
         letters = set(whole.text)
         other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
         calls = ("tool_calls", "function_call")
@@ -154,7 +154,7 @@ class AnswerFinder:
             found, at = at, at - len(end)
 
     def _differing(self, text: str, place: Span, other: str, other_place: Span) -> Span | None:
-        """Return where two texts of a turn differ, and extend it by the end-of-turn token that follows."""
+        """Return the span where two texts of a turn differ, with the end-of-turn token that follows it."""
         here, instead = text[slice(*place)], other[slice(*other_place)]
         if here == instead:
             return None
@@ -167,7 +167,7 @@ class AnswerFinder:
 
     @cached_property
     def _closing(self) -> str:
-        """First line of the text that the template writes after an answer; it need not be a token."""
+        """First line of the text that the template writes after an answer. The line need not be a token."""
         answer = "\ue000"
         said = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
         try:
@@ -178,9 +178,9 @@ class AnswerFinder:
 
 
 def segments(rendered: RenderedText) -> dict[int, Span]:
-    """Return each message's position, from the template's loop; no positions if the loop is not reliable.
+    """Return each message's position, as the template's loop shows it; {} if the loop is not reliable.
 
-    In a loop inside a macro, all messages seem to begin in one place, because the macro's text is held back.
+    In a loop inside a macro, all messages seem to begin in one place: a macro's text is written at its end.
     """
     begins = {place: begin for place, begin in enumerate(rendered.begins) if begin is not None}
     starts = list(begins.values())

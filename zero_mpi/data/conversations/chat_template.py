@@ -2,8 +2,8 @@
 
 A template is untrusted code and runs in a separate process (`sandbox`). Before the first rendering, trials
 show whether the template accepts contents as text or as lists of parts, and in which form it accepts tool
-calls. Most templates write `arguments | tojson`, which escapes the quotes of a text. Other templates append
-the arguments to a text, which fails for an object.
+calls. Most templates write `arguments | tojson`, which escapes the quotes if the arguments are a text. Other
+templates append the arguments to a text, which fails if they are an object.
 """
 
 import json
@@ -29,20 +29,20 @@ from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
 Message = dict[str, Any]
-TOOL_USE = f"{TEMPLATE}.tool_use"  # template for rows with tools
-DAY = "2024-07-26"  # default day of `strftime_now`
+TOOL_USE = f"{TEMPLATE}.tool_use"  # key of the template for rows with tools
+DAY = "2024-07-26"  # the date that `strftime_now` returns by default
 PROGRAM = str(Path(__file__).with_name("sandbox.py"))
 SECONDS = 2.0  # CPU time for all renderings of one conversation; most templates need milliseconds
 MOST_BYTES = 1 << 20  # limit in bytes of a template; most have a few thousand
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
 REMEDY = "add --chat-template FILE, such as the chat_template.jinja of a similar model"
-KEY, VALUE = "zq_key", "zq_value"  # a key and a value that no template writes by itself
+KEY, VALUE = "zq_key", "zq_value"  # no template writes these texts by itself
 NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": NO_PARAMETERS}}
 
 
 class TemplateInputs(NamedTuple):
-    """Inputs of templates that flags set: variables, the system message, the day for `strftime_now`."""
+    """Inputs that flags set for templates: variables, the system message, the day for `strftime_now`."""
 
     variables: Mapping[str, Any] = MappingProxyType({})
     system: str | None = None
@@ -57,7 +57,7 @@ class RenderedText(NamedTuple):
 
     marked    (start, stop) of each segment that the template marks as the assistant's
     begins    where the text of each message begins; None if no loop of the template shows this
-    before    for each of `prompts`, the text up to that message with the generation prompt; None if refused
+    before    for each of `prompts`, the text up to that message plus the generation prompt; None if rejected
     """
 
     text: str
@@ -67,9 +67,9 @@ class RenderedText(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """Form in which a template takes tool calls: the content of a message with only calls, and the arguments.
+    """Form in which a template takes tool calls. content: the content of a message that only has calls.
 
-    If the template prints arguments both as text and as objects, or in neither form, they stay unchanged.
+    text, objects: whether it prints such arguments. If both are equal, the arguments stay unchanged.
     """
 
     content: str | None = ""
@@ -100,14 +100,14 @@ class CallForm(NamedTuple):
 
 
 class EndlessTemplate(Exception):
-    """Raised if a template takes more time or memory than allowed; the conversation is then rejected."""
+    """Raised if a template takes more time or memory than allowed; the conversation is then invalid."""
 
 
 class ChatTemplate:
-    """A chat template with its special tokens. Raises UsageError if the template does not parse.
+    """A chat template with its special tokens. Raises UsageError if Jinja cannot parse the template.
 
-    The process is restarted after a rendering that took too long. All renderings of one conversation
-    together may take `SECONDS`; for the first conversation this includes the trials.
+    The template's process is restarted after a rendering that took too long. All renderings of a conversation
+    share `SECONDS` of CPU time; for the first conversation this includes the trials.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
@@ -128,8 +128,8 @@ class ChatTemplate:
     ) -> RenderedText:
         """Return the text of messages. `generation_prompt`: append the text that asks for an answer.
 
-        `prompts`: numbers of messages before which the generation prompt is rendered too. If the template
-        fails for any reason, ValueError has a message of one line.
+        `prompts`: message numbers; for each, the earlier messages plus the generation prompt are rendered.
+        Raises ValueError with a message of one line if the template fails for any reason.
         """
         with self.sharing_time():
             fitted = [self._fitted(each) for each in messages]
@@ -137,7 +137,7 @@ class ChatTemplate:
 
     @contextmanager
     def sharing_time(self) -> Iterator[None]:
-        """Let all renderings in the body share `SECONDS`. Raise ValueError when this time is used up."""
+        """Let all renderings in the `with` block share `SECONDS`. Raise ValueError if they need more time."""
         if self._is_shared:
             yield
             return
@@ -150,7 +150,7 @@ class ChatTemplate:
             self._left, self._is_shared = SECONDS, False
 
     def _fitted(self, message: Message) -> Message:
-        """Return a message whose content is text or a list of parts, whichever the template accepts."""
+        """Return a message whose content is text or a list of parts: the form that the template accepts."""
         if isinstance(message.get("tool_calls"), list):
             message = self._calls.fitted(message)
         content = message["content"]
@@ -187,7 +187,7 @@ class ChatTemplate:
         return self._shows(parts_of("\ue000", "\ue001"), "\ue000", "\ue001")
 
     def _shows(self, content: Any, *texts: str) -> bool:
-        """Return whether the template prints these texts of a content, but not as a Python or JSON list."""
+        """Return whether the template prints all `texts` in the content, but not as a Python or JSON list."""
         found = self._tried([{"role": "user", "content": content}], None)
         as_list = any(f"{q}text{q}: {q}\ue000" in found for q in "'\"")
         return all(text in found for text in texts) and not as_list
@@ -236,7 +236,7 @@ class ChatTemplate:
             size = int.from_bytes(process.stdout.read(8), "little")
             found: dict[str, Any] = marshal.loads(process.stdout.read(size))
         except BaseException as error:
-            status, self._left = ended(process), 0.0  # its next answer would belong to this request
+            status, self._left = ended(process), 0.0  # its next answer would belong to this old request
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
             late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
@@ -249,7 +249,7 @@ class ChatTemplate:
 
 
 def parts_of(*texts: str) -> list[Message]:
-    """Return a content that consists of these texts as parts."""
+    """Return a message content that is a list of these texts as parts."""
     return [{"type": "text", "text": text} for text in texts]
 
 

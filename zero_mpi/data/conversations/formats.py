@@ -1,11 +1,11 @@
-"""Files of conversations: one conversation per line or row, in a common form recognised by its keys.
+"""Files of conversations, one per line or row. Keys show which of the following forms a conversation has.
 
     {"messages": [{"role": "user", "content": "..."}, ...]}
     {"prompt": "...", "completion": "..."}                               or both are lists of messages
     {"instruction": "...", "input": "...", "output": "..."}              with `system`, if there is one
     {"conversations": [{"from": "human", "value": "..."}, ...]}          with `system`, if there is one
 
-Rows of preferences hold a better and a worse answer to one prompt, or one answer with a label:
+Rows of preferences hold a better and a worse answer to one prompt, or one answer with a label (good or bad):
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}                or lists of messages
     {"chosen": "...", "rejected": "..."}                                 the prompt is their common beginning
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message; 0 or false: no loss on it
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that hold the model's thoughts
 CALLERS = ("function_call", "tool_call")  # roles whose content is an assistant's tool call as JSON
 SPEAKERS = {  # roles by their common names, in upper or lower case
     **dict.fromkeys(("human", "user", "prompter"), USER),
@@ -55,8 +55,8 @@ ROWS = re.compile(
 KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 OF_PAIRS, OF_LABELS = re.compile(rb'"rejected"\s*:'), re.compile(rb'"(?:rejected|label)"\s*:')
 PAIR, LABELLED = ("chosen", "rejected"), ("prompt", "completion", "label")
-MOST_REASONS = 6  # reasons that are counted separately
-VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that do not make a new reason
+MOST_REASONS = 6  # number of reasons that are counted separately
+VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that vary within one reason
 
 
 class BadRows:
@@ -72,17 +72,17 @@ class BadRows:
         self._first.setdefault(key, f"{shown(str(error))} ({shown(name)}:{number})")
 
     def notes(self) -> list[str]:
-        """Return one line with all reasons; nothing if there are no bad rows."""
+        """Return one line with all reasons; an empty list if there are no bad rows."""
         reasons = "; ".join(f"{count:,} with {self._first[key]}" for key, count in self.counts.items())
         return [f"--skip-bad skipped {self.counts.total():,} rows: {reasons}"] if reasons else []
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a line. name: file and line number; answers: number of the first turn to learn from.
+    """Messages of a line. name: file and line number; answers: number of the first message to learn from.
 
-    A message is a dictionary with `role` and `content`. The loss counts only assistant turns from number
-    `answers` on that are not `silent`. tools: the tools passed to the template.
+    A message is a dictionary with `role` and `content`. The loss counts assistant messages from `answers`
+    on, except those in `silent`. tools: the tools passed to the template.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Conversation:
         return [n for n in answers if self.messages[n]["role"] == ASSISTANT and n not in self.silent]
 
     def with_system(self, text: str) -> Conversation:
-        """Return the conversation with a system message in front, unless there is one already."""
+        """Return the conversation with a system message in front, unless it has one already."""
         if any(message["role"] in (SYSTEM, "developer") for message in self.messages):
             return self
         silent = frozenset(place + 1 for place in self.silent)
@@ -123,16 +123,16 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 
 
 def holds_pairs(path: Path, labels: bool = False) -> bool:
-    """Return whether a file holds pairs of answers, or answers with labels; raises FileError."""
+    """Return whether a file holds pairs of answers, or answers with labels. Raise FileError if damaged."""
     return holds_conversations(path, OF_LABELS if labels else OF_PAIRS, [PAIR, *[LABELLED] * labels])
 
 
 def holds_conversations(
     path: Path, first: re.Pattern[bytes] = KEYS, forms: Sequence[tuple[str, ...]] = ()
 ) -> bool:
-    """Return whether a file holds conversations, by its name and its first keys; raises FileError.
+    """Return whether a file holds conversations, by name and first keys. Raise FileError if it is damaged.
 
-    first, forms: keys that identify rows of another kind, in lines and in tables
+    first, forms: keys that identify the rows to look for, in files of lines and in tables
     """
     suffix = row_sources.suffix_of(path)
     if suffix not in (*row_sources.LINES, row_sources.DOCUMENT, *row_sources.TABLES):
@@ -160,7 +160,7 @@ def read_conversations(
     """Yield make(conversation) for each conversation of a file, called `name`.
 
     An invalid row, or a row for which `make` raises ValueError, is added to `bad` or becomes a FileError that
-    names the file, the line, what was expected and what was found. `parse`: reads rows of another form.
+    names the file, the line, what was expected and what was found. `parse`: reads rows of another kind.
     """
 
     def one(number: int, value: Any) -> T:
@@ -178,7 +178,7 @@ def read_conversations(
 
 
 def one_conversation(name: str, value: Any) -> Conversation:
-    """Return the conversation of a line; raises ValueError for anything else."""
+    """Return the conversation of a line. Raise ValueError if the line is not a conversation."""
     value = _row(value, EXPECTED)
     filled = {key for key, each in value.items() if each != []}
     forms = (read for there in (filled, value) for keys, read in FORMS if all(key in there for key in keys))
@@ -194,9 +194,9 @@ def one_conversation(name: str, value: Any) -> Conversation:
 
 
 def one_pair(name: str, value: Any, labels: bool) -> Sides:
-    """Return the better and the worse conversation of a line; with `labels` one may be missing.
+    """Return the better and the worse conversation of a line; a line with a label has only one of them.
 
-    The loss counts only the answers, which follow the prompt. Raises ValueError for anything else.
+    The loss counts only the answers, which follow the prompt. Raises ValueError if the line has neither form.
     """
     expected = (
         "expected an object with chosen and rejected" + ", or with prompt, completion and label" * labels
@@ -228,7 +228,7 @@ def _prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], l
         answers = [_messages(key, value[key]) for key in PAIR]
         if isinstance(prompt, list):
             return _messages("prompt", prompt), answers[0], answers[1]
-        at = _first_difference(*answers)  # their common beginning is the prompt
+        at = _first_difference(*answers)  # the common beginning of the two answers is the prompt
         return answers[0][:at], answers[0][at:], answers[1][at:]
     if list in kinds:
         raise ValueError("chosen and rejected: expected texts or lists of messages, found one of each")
@@ -246,7 +246,7 @@ def _prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], l
 
 
 def _first_difference(a: Any, b: Any) -> int:
-    """Return the first index where two texts or lists differ; the last common index if none does."""
+    """Return the first index where two texts or lists differ, or the last index that both have."""
     return min(common(a, b), max(0, min(len(a), len(b)) - 1))
 
 
@@ -257,7 +257,7 @@ def common(a: Any, b: Any) -> int:
 
 
 def _row(value: Any, expected: str) -> Message:
-    """Return an object without the keys that have a null value; raises ValueError for anything else."""
+    """Return an object without the keys that have a null value. Raise ValueError if it is not an object."""
     if not isinstance(value, dict):
         raise ValueError(f"{expected}, found {quoted(value)}")
     result: Message = _without_nulls(value)
@@ -277,7 +277,7 @@ def _keys_of(value: Message) -> str:
 
 
 def _is_trained(message: Message) -> bool:
-    """Return whether the loss counts an assistant's message, by its keys; ValueError for other values."""
+    """Return whether an assistant's message counts, as its keys say. Raise ValueError for other values."""
     found = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
     for key, value in found.items():
         if value not in (0, 1):
@@ -287,7 +287,7 @@ def _is_trained(message: Message) -> bool:
 
 
 def _tools(value: Any) -> list[Any] | None:
-    """Return the tools of a line (a list or its JSON text), or None; raises ValueError for other values."""
+    """Return the tools of a line (a list or its JSON text), or None. Raise ValueError for any other value."""
     found = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
     if found is not None and not isinstance(found, list):
         raise ValueError(f"tools: expected a list, or a JSON text of one, found {quoted(value)}")
@@ -315,7 +315,7 @@ def _by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def _by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
-    """Return the messages of ShareGPT's form: (no prompt, all messages)."""
+    """Return an empty prompt and the messages of ShareGPT's form."""
     found = []
     for place, turn in enumerate(_listed("conversations", value["conversations"])):
         where = f"conversations[{place}]"
@@ -354,12 +354,12 @@ def _listed(key: str, value: Any) -> list[Any]:
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    """Return messages with a role and a content that is a text or a list of text parts."""
+    """Return a list of messages, each with a role and a content that is a text or a list of text parts."""
     return [_message(f"{key}[{place}]", each) for place, each in enumerate(_listed(key, value))]
 
 
 def _message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
-    """Return a message; it may lack content if it calls tools. Raises ValueError with these key names."""
+    """Return a message; it may lack content if it calls tools. `of_role`, `of_content`: names of the keys."""
     if not isinstance(value, dict) or "role" not in value:
         raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
     name, content = str(value["role"]).lower(), value.get("content")
@@ -389,7 +389,7 @@ def _message(where: str, value: Any, of_role: str = "role", of_content: str = "c
 
 
 def _calls(where: str, value: Any) -> list[Message]:
-    """Return the tool calls of a JSON text (an object with name and arguments, or a list), or ValueError."""
+    """Return the tool calls in a JSON text, which is a call or a list of calls. Raise ValueError if not."""
     try:
         found = parse_json(value) if is_text(value) else value
     except ValueError:

@@ -33,7 +33,7 @@ def pyarrow(what: str = "Arrow files") -> Any:
 
 @contextmanager
 def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
-    """Open a Parquet file, or columns and batches of an Arrow file. Raise FileError if this fails."""
+    """Open a Parquet file, or the columns and batches of an Arrow file. Raise FileError if it is damaged."""
     library, parquet = pyarrow(f"{kind} files"), import_module("pyarrow.parquet")
     with open_file(path, f"a file of {kind}") as raw:
         try:
@@ -46,7 +46,7 @@ def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
 
 
 def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
-    """Return columns and record batches of an Arrow file or stream; the package datasets writes both."""
+    """Return columns and record batches of an Arrow file or stream. The package datasets writes both."""
     if file.read(6) == b"ARROW1":
         found = library.ipc.open_file(file)
         return found.schema.names, map(found.get_batch, range(found.num_record_batches))
@@ -56,19 +56,19 @@ def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of a file name, without the suffix of a compression."""
+    """Return the suffix of a file name; a suffix such as .gz is removed first."""
     return (path.with_suffix("") if packing_of(path.name) else path).suffix.lower()
 
 
 def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
-    """Return the first `HEAD` bytes of a file; if they are not enough, also the rest of the last line."""
+    """Return the first `HEAD` bytes of a file, and also the rest of the last line if they are not enough."""
     with TextStream(path) as stream:
         head = stream.read(HEAD)
         return head if is_enough(head) else head + stream.read(MOST).partition(b"\n")[0]
 
 
 def columns_of(path: Path) -> list[str]:
-    """Return the columns of a table that may hold conversations; no columns for an Arrow file of tokens."""
+    """Return a table's columns that conversations may use; an Arrow file of tokens has none of them."""
     is_arrow = suffix_of(path) == ARROW
     with open_table(path, TABLES[suffix_of(path)]) as found:
         names = found[0] if is_arrow else found.schema_arrow.names
@@ -76,7 +76,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
-    """Return "line" or "row", as the file has it, and all rows as JSON. FileError for a damaged file."""
+    """Return the name of a row ("line" or "row") and all rows as JSON. Raise FileError for a damaged file."""
     suffix = suffix_of(path)
     rows = _table(path) if suffix in TABLES else _document(path) if suffix == DOCUMENT else None
     return ("line", TextStream(path).each_line()) if rows is None else ("row", map(_as_json, rows))
@@ -107,6 +107,6 @@ def _document(path: Path) -> list[Any] | None:
 
 
 def _as_json(row: Any) -> bytes:
-    """Return a row as a JSON line. Types that JSON lacks become text; bytes become {}, never a content."""
+    """Return a row as a JSON line. Types that JSON lacks become text; bytes become {}, so no content."""
     text = json.dumps(row, ensure_ascii=False, default=lambda x: {} if isinstance(x, bytes) else str(x))
     return text.encode("utf-8", "surrogatepass")

@@ -1,15 +1,15 @@
 """Program that renders a chat template in a separate process, under limits that the system enforces.
 
-A template comes with a model and is untrusted code. Jinja2's sandbox keeps it from the interpreter, but lets
-it loop forever or double a text without limit, even inside a filter or a comparison, where our code does not
-run. So the system ends this process once a rendering has used its CPU time, and refuses it memory beyond a
-limit. A conversation must give the same text whenever and wherever it is read: there is no `random`, and
-`strftime_now` returns a given day.
+A template comes with a model and is untrusted code. Jinja2's sandbox keeps it from Python's internals, but
+lets it loop forever or double a text without limit, even inside a filter or a comparison, where our code does
+not run. So the system ends this process once a rendering has used its CPU time, and refuses to give it memory
+beyond a limit. A conversation must give the same text whenever and wherever it is read: there is no `random`,
+and `strftime_now` returns a given day.
 
-`chat_template` starts this file as a script. The script imports nothing of the package, so it starts quickly.
-It reads `marshal` values, each after its length: first the template (`source`, `day`), then the variables of
-each rendering with the message numbers (`prompts`) before which the generation prompt is rendered too. Each
-rendering has `seconds` of CPU time; the reply holds one value and the seconds that are `left`.
+`chat_template` starts this file as a script. The script imports nothing from zero_mpi, so it starts quickly.
+It reads `marshal` values, each preceded by its length: first the template (`source`, `day`), then the
+variables of each rendering, with the numbers of the messages (`prompts`) before which a generation prompt is
+rendered too. A rendering may use `seconds` of CPU time; the reply tells how many seconds are `left`.
 """
 
 import json
@@ -28,8 +28,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEMORY = 256 << 20  # memory limit of this process in bytes; it uses 20 MiB at its start
-LETTERS, GROWTH = 1 << 20, 2  # limits of a text: characters, and characters per byte of its variables
+MEMORY = 256 << 20  # memory limit of this process in bytes; it uses 20 MiB when it starts
+LETTERS, GROWTH = 1 << 20, 2  # most characters of a text: LETTERS plus GROWTH for each byte of its variables
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # meant for the rank
 
 
@@ -39,7 +39,7 @@ class Marks(Extension):
     tags = {"generation"}  # noqa: RUF012 (Jinja's own way)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block as a call, so that the start of its text is known."""
+        """Parse the block as a call, so that the position where its text begins is known."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -56,7 +56,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     written   number of characters rendered so far
     marked    (start, stop) of the text of each `generation` block
-    begins    where the text of each message begins: at the last turn of a loop over messages
+    begins    where the text of each message begins, as the last loop over the messages shows it
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": refuse}
 
     def compiled(self, source: str) -> Template:
-        """Return the template, in which each turn of a loop calls `begin` with its variable."""
+        """Return the template, in which each iteration of a loop calls `begin` with the loop variable."""
         tree = self.parse(source)
         for loop in tree.find_all(nodes.For):
             if isinstance(loop.target, nodes.Name):
@@ -83,7 +83,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.begins[self._places[id(value)]] = self.written
 
     def rendered(self, template: Template, variables: dict[str, Any], most: int) -> bytes:
-        """Return the text of a template, at most `most` characters."""
+        """Return the text of a template. Raise an error if it has more than `most` characters."""
         self._places = {id(message): place for place, message in enumerate(variables["messages"])}
         self.written, self.marked = 0, list[tuple[int, int]]()
         self.begins: list[int | None] = [None] * len(variables["messages"])
@@ -92,11 +92,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             parts.append(part)
             self.written += len(part)
             if self.written > most:
-                raise TemplateError(f"the text has more than {most} characters, the limit here")
+                raise TemplateError(f"the text has more than {most} characters, which is the limit")
         return "".join(parts).encode()
 
     def answer(self, template: Template, request: dict[str, Any], most: int) -> dict[str, Any]:
-        """Return a text, the places in it, and the generation prompts; None for a refused prompt."""
+        """Return the text, positions in it, and for each of `prompts` the text up to it (None if refused)."""
         prompts, before = request.pop("prompts"), list[bytes | None]()
         found = {"text": self.rendered(template, request, most), "marked": self.marked, "begins": self.begins}
         for place in prompts:
@@ -109,7 +109,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def refuse(message: object) -> NoReturn:
-    """Raise the error of a template that refuses a conversation."""
+    """Raise the error by which a template refuses a conversation."""
     raise TemplateError(str(message))
 
 
@@ -125,8 +125,8 @@ def error_text(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer requests until the input ends, each within its CPU time."""
-    with suppress(ValueError):  # the limit is lower already
+    """Answer requests until the input ends. A request that uses up its CPU time ends the process."""
+    with suppress(ValueError):  # a lower limit is set already
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in IGNORED:

@@ -1,7 +1,7 @@
 """Encodes conversations as tokens and marks each token as counted in the loss or not.
 
-The ids are those of the full text. The number of bytes of each token is known, so cumulative lengths show
-which tokens overlap an answer. A token across the border of an answer counts, because the model has to
+The full text of a conversation is encoded. The number of bytes of each token is known, so cumulative lengths
+show which tokens overlap an answer. A token across the border of an answer counts, because the model has to
 produce all of it.
 """
 
@@ -43,7 +43,7 @@ CAUTIONS = {
 
 
 def described(of: Facts) -> str:
-    """Return facts about one row or many as text."""
+    """Return a text with the counts of one row or of many rows."""
     bos = f"bos in {of['bos']:,}" if of["conversations"] else "with bos" if of["bos"] else "no bos"
     text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, {bos}, "
     text += f"end of turn in {of['turns'] - of['endless']:,} of {of['turns']:,}"
@@ -52,7 +52,7 @@ def described(of: Facts) -> str:
 
 
 class Totals:
-    """Sums of facts, the largest number of tokens in a row, and a description of the first row."""
+    """Sums of the rows' counts, the largest number of tokens in a row, and a description of the first row."""
 
     def __init__(self) -> None:
         self.sums, self.longest, self.first = Facts(), 0, ""
@@ -63,19 +63,19 @@ class Totals:
         self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))
 
     def remarks(self) -> list[str]:
-        """Return notes on the data: one on the totals, one on the first row."""
+        """Return two notes on the data: the totals and the first row."""
         total = f"conversations: {self.sums['conversations']:,}, {described(self.sums)}"
         return [total, f"first conversation: {self.first}"]
 
     def cautions(self) -> list[str]:
-        """Return notes on data that are left out or read differently than the file says."""
+        """Return notes on data that is skipped, or that is not used in the way in which the file marks it."""
         return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
 
 
 Files = Iterable[tuple[str, Path]]
 ANSWERS, ALL = "answers", "all"
 LOSSES = (ANSWERS, ALL)
-GROUP = 1 << 20  # characters of conversations that are encoded together
+GROUP = 1 << 20  # characters of text that are encoded together
 
 
 class TokenizedConversation(NamedTuple):
@@ -84,7 +84,7 @@ class TokenizedConversation(NamedTuple):
     name      file name and line number
     ids       (n,) uint16 or uint32; counted (n,) bool: whether the loss counts each id
     lengths   (n,) int64: bytes of text of each token
-    facts     counts for the user
+    facts     counts that are reported to the user
     """
 
     name: str
@@ -96,7 +96,7 @@ class TokenizedConversation(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Digest of the text and of its counted tokens: it depends on the template and on --loss-on."""
+        """Digest of the text and of the tokens that count. It depends on the template and on --loss-on."""
         return hashlib.sha256(hashlib.sha256(self.text.encode()).digest() + self.counted.tobytes()).digest()
 
 
@@ -113,8 +113,8 @@ class ConversationReader:
     """Reader of conversations with a tokenizer and the chat template that came with it.
 
     loss_on   tokens that the loss counts: "answers" of the assistant, or "all"
-    bos       token that begins each conversation, if the template does not write it
-    inputs    template inputs from flags
+    bos       token to put before each conversation, if the template does not write it
+    inputs    inputs that flags set for the template
 
     Raises UsageError if there is no template.
     """
@@ -135,7 +135,7 @@ class ConversationReader:
             self._for_tools = AnswerFinder(template_of(tokenizer, inputs, TOOL_USE), ends)
 
     def read(self, files: Files, bad: BadRows | None = None) -> Iterator[TokenizedConversation]:
-        """Yield the conversations of files in order; raises FileError, naming the line, and UsageError.
+        """Yield the conversations of files in order. Raise FileError, which names the line, or UsageError.
 
         Invalid rows are added to `bad`, if it is given.
         """
@@ -145,7 +145,7 @@ class ConversationReader:
     def read_pairs(
         self, files: Files, bad: BadRows | None = None, labels: bool = False
     ) -> Iterator[list[TokenizedConversation | None]]:
-        """Yield the better and the worse side of each pair of files, as `read` does; see `pairs`."""
+        """Yield the better and the worse side of each pair in the files, as `read` does; see `one_pair`."""
 
         def make(pair: Sides) -> list[RenderedConversation | None]:
             return [None if side is None else self.render(side) for side in pair]
@@ -169,7 +169,7 @@ class ConversationReader:
     ) -> TokenizedConversation:
         """Return a conversation with its (n,) answer tokens marked; `lengths`: bytes of each token.
 
-        A bos in front has length 0. Raises UsageError if the tokens do not cover the full text.
+        A bos in front has 0 bytes. Raises UsageError if the tokens do not cover the full text.
         """
         ends, size = np.cumsum(lengths), len(each.text.encode())
         if lengths.sum() != size:
@@ -185,7 +185,7 @@ class ConversationReader:
             ids, lengths = with_bos(ids, self._bos), np.insert(lengths, 0, 0)
             counted = np.insert(counted, 0, self._all)
         turns = np.flatnonzero(counted & ~np.append(False, counted[:-1]))
-        turns = turns[:1] if self._all else turns  # a row is one segment, even if some turns are silent
+        turns = turns[:1] if self._all else turns  # with --loss-on all, a row is one segment
         ended = np.add.reduceat(self._is_end[ids] & counted, turns) if turns.size else turns
         bos = int(ids[:1].tolist() == [self._tokenizer.bos])
         each.facts.update({"tokens": len(ids), "counted": int(counted.sum())}, bos=bos, turns=turns.size)
@@ -193,7 +193,7 @@ class ConversationReader:
         return TokenizedConversation(each.name, each.text, ids, counted, lengths, each.facts)
 
     def render(self, conversation: Conversation) -> RenderedConversation:
-        """Return the text of a conversation and its answers; ValueError, in one line, if rendering fails."""
+        """Return the text of a conversation and its answers. Raise ValueError, in one line, if that fails."""
         if self._system is not None:
             conversation = conversation.with_system(self._system)
         tools = conversation.tools

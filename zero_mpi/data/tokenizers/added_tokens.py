@@ -1,7 +1,7 @@
 """New tokens for a model's tokenizer (`--add-tokens FILE`), stored as user-defined tokens in its GGUF keys.
 
-As in llama.cpp, they are cut out of a text before anything else. New tokens first replace unused `[PADn]` at
-the end of the vocabulary; further tokens extend the vocabulary.
+As in llama.cpp, these tokens are cut out of a text before anything else is done with it. They first replace
+unused `[PADn]` at the end of the vocabulary; further tokens extend the vocabulary.
 """
 
 from collections import Counter
@@ -19,13 +19,13 @@ from zero_mpi.files.gguf_keys import ARCHITECTURE, THE_FILE, TOKENS, TYPES, GGUF
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
-MOST_BYTES, MOST_TOKENS, LONGEST = 1 << 22, 1 << 16, 256  # limits of a file, and characters of a token
+MOST_BYTES, MOST_TOKENS, LONGEST = 1 << 22, 1 << 16, 256  # limits: bytes and tokens of a file, token length
 SCORES = KEY + "scores"
-LEAST_LIKELY = -1000.0  # score of a token that is cut out before scores are used, as in llama.cpp
+LEAST_LIKELY = -1000.0  # score of a token that is cut out of a text before scores are used, as in llama.cpp
 
 
 def read_tokens(path: str | Path) -> list[str]:
-    """Return the tokens of a file: a JSON list, or one token per line. Raise UsageError if one is invalid."""
+    """Return the tokens in a file: a JSON list, or one per line. Raise UsageError if a token is invalid."""
     place = f"--add-tokens {shown(path)}"
     with prefixed(f"{place}:"):
         raw = read_file(path, MOST_BYTES, "a file of tokens")
@@ -52,7 +52,7 @@ def read_tokens(path: str | Path) -> list[str]:
 
 
 def is_token(text: Any) -> bool:
-    """Return whether a value can be a token: text without NUL characters that UTF-8 can encode."""
+    """Return whether a value can be a token: text that UTF-8 can encode and that has no NUL character."""
     is_text = isinstance(text, str) and 0 < len(text) <= LONGEST and "\0" not in text
     return is_text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
@@ -60,7 +60,7 @@ def is_token(text: Any) -> bool:
 def with_tokens(
     metadata: Mapping[str, Any], tokens: Sequence[str], place: str = THE_FILE
 ) -> tuple[dict[str, Any], int]:
-    """Return a model's keys with new tokens, and the first new id. UsageError if a token exists already."""
+    """Return a model's keys with new tokens, and the first new id. Raise UsageError for an old token."""
     keys, tokenizer = GGUFKeys(metadata, place), tokenizer_from_metadata(metadata, place)
     known = keys.texts(TOKENS) or []
     taken = [t for t in tokens if t in known or len(tokenizer.encode(t, special=True)) == 1]

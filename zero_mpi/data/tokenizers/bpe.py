@@ -1,9 +1,9 @@
-"""Byte-level BPE as a model file describes it. It gives the same ids as llama.cpp.
+"""Byte-level BPE, set up from the keys of a model file. It gives the same ids as llama.cpp.
 
-A GGUF holds the tokens, their types and the merges, and the name of the rule that splits text into words
+A GGUF holds the tokens, their types, the merges, and the name of the rule that splits text into words
 (`pretokenizers`). The `tokenizers` library splits and merges; `gguf_tokenizer` does everything else. A byte
 that is not in the vocabulary gives no id. Long texts are cut into pieces, which the library encodes in all
-its threads. The ids are always the same as for the full text.
+its threads. The ids are always the same as those of the full text.
 """
 
 import re
@@ -23,19 +23,19 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
-_BATCH = 1 << 20  # characters encoded at once; results take 150 bytes for each
-# Characters encoded at once in a text that cannot be cut at seams.
+_BATCH = 1 << 20  # characters encoded together; the results take 150 bytes for each character
+# Number of characters encoded together if a text cannot be cut at seams.
 _WINDOW, _OVERLAP = gguf.PIECE, 2 * gguf.LONGEST
-# A seam is a place between a letter or digit and white space. No regex of the table looks across it.
+# A seam is a place between a letter or digit and white space. No regex in `pretokenizers` looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
 _SEAM_OF_ASCII = re.compile(_SEAM.pattern, re.ASCII)
 
 
 class BPETokenizer(gguf.GGUFTokenizer):
-    """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "gpt2".
+    """Tokenizer for GGUF keys whose `tokenizer.ggml.model` is "gpt2".
 
     Raises UsageError for keys that contradict each other, an unknown splitting rule, or a missing library.
-    Like llama.cpp, it ignores `add_space_prefix` for this kind.
+    Like llama.cpp, it ignores the key `add_space_prefix`.
     """
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
@@ -47,7 +47,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
         self.merges = _merges(self._keys, self.ids)
         both = self.ids_in_text().items() if self.rules.cut else ()
         self._normalized = {asked: self.rules.spellings(ids, normalized=True) for asked, ids in both}
-        tokenizers()  # raises an error now and on all ranks, instead of later on rank 0
+        tokenizers()  # raises an error on all ranks now, instead of on rank 0 later
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
         return self.rules.spellings(ids, normalized=False) if self.rules.cut else super().spellings(ids)
@@ -64,17 +64,17 @@ class BPETokenizer(gguf.GGUFTokenizer):
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
         if not self.rules.cut:
             return super().encode_with_lengths(documents)
-        texts = [gguf.as_text(data) for data in documents]  # the library maps ids to bytes
+        texts = [gguf.as_text(data) for data in documents]  # the library finds the bytes of each id
         encodings = self.library.encode_batch(texts, add_special_tokens=False)
         return [self._aligned(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
     def _aligned(self, text: str, encoding: Any) -> tuple[Ids, Lengths]:
-        """Return the library's ids of a text, and the number of the text's bytes that each id has."""
+        """Return the library's ids of a text, and how many of the text's bytes each id covers."""
         ids = np.array(encoding.ids, np.uint32)
         bytes_at = np.cumsum([0, *(len(letter.encode()) for letter in text)])
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum.accumulate(np.maximum(ends, np.append(begins[1:], len(text))[: len(ends)]))
-        last = np.diff(ends, append=-1) != 0  # the last of several tokens for one character
+        last = np.diff(ends, append=-1) != 0  # whether a token is the last one of its character
         spelt = np.cumsum(self.widths[ids])
         stops = np.interp(spelt, [0, *spelt[last]], [0, *bytes_at[ends[last]]])
         lengths: Lengths = np.diff(stops.astype(np.int64), prepend=0)
@@ -82,7 +82,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
 
     @cached_property
     def library(self) -> Any:
-        """The library's tokenizer for full texts, without unused `[PADn]`, because readers fill the gaps."""
+        """The library's tokenizer for full texts, without unused `[PADn]`, because readers add them again."""
         filler = {f"[PAD{place}]" for place, kind in enumerate(self.types) if kind == gguf.UNUSED}
         vocabulary = {token: place for token, place in self.ids.items() if token not in filler}
         tokenizer, lib = build(vocabulary, self.merges, self.pre, self.rules.normalizer), tokenizers()
@@ -91,7 +91,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
             if kind in gguf.STANDING:
                 flags = {flag: flag in self.rules.flags.get(token, ()) for flag in FLAGS}
                 added.append(lib.AddedToken(token, special=kind != gguf.USER_DEFINED, **flags))
-        tokenizer.add_tokens(added)  # a single call, because each call checks all earlier tokens again
+        tokenizer.add_tokens(added)  # one call for all, because each call checks all earlier tokens again
         return tokenizer
 
     def ids_of_parts(self, documents: Sequence[gguf.Parts]) -> list[NDArray[np.integer[Any]]]:
@@ -103,7 +103,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
         return [np.concatenate([row([]), *ids]) for ids in by_part]
 
     def _words(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer[Any]]]:
-        """Yield the ids of each text; only a limited number of characters is encoded at once."""
+        """Yield the ids of each text. Texts are encoded in groups with a limited number of characters."""
         start = 0
         while start < len(texts):
             stop, size = start, 0
@@ -121,7 +121,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
     def _window(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        """Return for each id: id * 2, plus 1 where a word ends; its first character; its end (exclusive)."""
+        """Return three columns: id * 2, plus 1 if a word ends here; first character; end (exclusive)."""
         found = self._encoder.encode(texts[0], add_special_tokens=False)
         ends = np.diff(found.word_ids, append=-1) != 0
         return [np.array(found.ids, np.uint32) << 1 | ends, *np.array(found.offsets, np.uint32).T]
@@ -130,9 +130,9 @@ class BPETokenizer(gguf.GGUFTokenizer):
         """Yield the ids of a long text without seams, by encoding overlapping windows.
 
         Merges join the pair of the lowest rank first, and the leftmost of equal pairs. So a row of tokens
-        encodes a word if each pair of neighbours, encoded by itself, stays unchanged. A window begins at a
-        token of the previous one. If both have the same tokens and words for a while after it, the tokens of
-        the first up to there and all tokens of the second form such a row; otherwise a larger window is used.
+        encodes a word if each pair of neighbours, encoded alone, gives the same two tokens. A window begins
+        at a token of the previous one. If both agree for a while after it, the previous tokens up to there
+        and all tokens of the new window form such a row. Otherwise a larger window is used.
         """
         start, size, window = 0, _WINDOW, list[NDArray[np.integer[Any]]]()
         while True:
@@ -142,7 +142,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
                 return
             end = int(np.searchsorted(stops, size - _OVERLAP // 2, "right"))
             near = np.arange(max(1, int(np.searchsorted(firsts, size - _OVERLAP))), end)
-            near = near[firsts[near] == stops[near - 1]]  # no token may begin within a character
+            near = near[firsts[near] == stops[near - 1]]  # a window must not begin inside a character
             near = near[np.argsort(ids[near - 1] & 1 == 0, kind="stable")]  # prefer beginnings of words
             # Inside white space, the following text can move the beginning of a word.
             seams = (
@@ -158,7 +158,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
                 size, window = 2 * size, []
 
     def spelling(self, token: str, kind: int) -> bytes:
-        if kind == gguf.NORMAL:  # a character outside the byte alphabet is unchanged
+        if kind == gguf.NORMAL:  # characters that stand for no byte stay as they are
             return b"".join([bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in token])
         return token.encode() if kind == gguf.USER_DEFINED else b""
 
@@ -166,8 +166,8 @@ class BPETokenizer(gguf.GGUFTokenizer):
     def _encoder(self) -> Any:
         """The library's tokenizer for the text between special tokens, created at first use.
 
-        A byte without a token gets an id above the vocabulary, which is dropped later. The library would drop
-        the byte before it merges, and then bytes from both sides of it could become one token.
+        A byte without a token gets an id above the vocabulary, which is dropped after merging. The library
+        would drop the byte before it merges, and then bytes from both sides of it could become one token.
         """
         lacking = [character for character in byte_characters() if character not in self.ids]
         vocabulary = self.ids | {character: self.vocab_size + i for i, character in enumerate(lacking)}
@@ -180,17 +180,17 @@ _BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 def build(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], words: PreTokenizer, normalizer: Any = None
 ) -> Any:
-    """Return a library tokenizer with these parts. Raise UsageError if the library rejects them."""
+    """Return a tokenizer of the library made of these parts. Raise UsageError if the library rejects them."""
     lib = tokenizers()
     pre = lib.pre_tokenizers
-    by_itself = words.regexes[-1] == GPT2  # the library has a faster compiled version of it
+    by_itself = words.regexes[-1] == GPT2  # the library has a faster, compiled form of this regex
     cuts = [pre.Split(lib.Regex(regex), "isolated") for regex in words.regexes[: -1 if by_itself else None]]
     bytewise = pre.ByteLevel(add_prefix_space=False, use_regex=by_itself)
     try:
         tokenizer = lib.Tokenizer(lib.models.BPE(vocabulary, merges, ignore_merges=words.ignore_merges))
         if normalizer is not None:
             tokenizer.normalizer = normalizer_of(normalizer)
-    except Exception as error:  # the library raises no more specific class
+    except Exception as error:  # the library only raises plain Exception
         why = shown(str(error))
         raise UsageError(f"the package tokenizers refuses the model file's tokenizer: {why}") from error
     tokenizer.pre_tokenizer = pre.Sequence([*cuts, bytewise])
@@ -199,7 +199,7 @@ def build(
 
 
 def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the merges as pairs in order of their rank; repeated pairs are dropped."""
+    """Return the merges as pairs in order of their rank, without repeated pairs."""
     given = list(dict.fromkeys(keys.texts(MERGES) or []))
     pairs = [(left, right) for left, _, right in [merge.partition(" ") for merge in given]]
     for merge, (left, right) in zip(given, pairs, strict=True):
@@ -214,7 +214,7 @@ def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:
-    """Yield a text in pieces of about `PIECE` characters that give the same ids; yield an id unchanged."""
+    """Yield a text in pieces of about `PIECE` characters, which give the same ids. Yield an id unchanged."""
     if isinstance(part, int) or len(part) <= gguf.PIECE:
         yield part
         return

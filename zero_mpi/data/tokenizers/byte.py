@@ -2,11 +2,11 @@
 
 In a GGUF, the byte tokenizer has a GPT-2 vocabulary: byte b is written as the printable character of GPT-2's
 byte-to-unicode map, and three special tokens follow. Readers require at least one merge. So there is a merge
-that never applies, and its two halves and the joined token are in the vocabulary.
+that never applies; the vocabulary has its two halves and the joined token.
 
-Text may spell control tokens such as <|im_start|>. A text about models or an untrusted text means characters,
-a conversation written by a template means the token. A flag decides how they are read. Without the flag they
-are read as characters, and the user gets a note.
+A text may spell control tokens such as <|im_start|>. In a text about models, or in an untrusted text, they
+are meant as characters; in a conversation that a template wrote, they are meant as tokens. A flag says how to
+read them. Without the flag they are read as characters, and the user gets a note.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Tokenizer(ABC):
     ends: frozenset[int]  # all tokens that end a text
 
     def encode(self, data: bytes | str, *, special: bool = False) -> Ids:
-        """Return the ids (n,) of `data` as uint16 or uint32, without bos and eos.
+        """Return the ids (n,) of `data`, as uint16 or uint32, without bos and eos.
 
-        `special`: read spelt control tokens as tokens; otherwise they are ordinary text.
+        `special`: read control tokens that the text spells as tokens; otherwise they are ordinary characters.
         """
         return self.encode_batch([data], special=special)[0]
 
@@ -67,36 +67,36 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        """Return each text's ids, with spelt control tokens as tokens, and the number of bytes of each id."""
+        """Return each text's ids and each id's number of bytes; spelt control tokens are read as tokens."""
 
     @abstractmethod
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
-        """Return how often the texts spell each token that only `special` reads as a token."""
+        """Return how often the texts spell each token that is only read as a token with `special`."""
 
     @abstractmethod
     def encode_prompt(self, text: str) -> Ids:
-        """Return the ids of a text that the model continues, and of what the model expects before it.
+        """Return the ids of a text that the model shall continue, after the ids that the model expects first.
 
-        For an empty text it returns the token that ends a document, because a new document begins after it.
+        For an empty text, return the token that ends a document, because a new document begins after it.
         """
 
     @abstractmethod
     def decode(self, ids: ArrayLike) -> bytes:
-        """Return the bytes of `ids`, any shape, in C order; tokens that are not text have no bytes.
+        """Return the bytes of `ids` (any shape, in C order). A token that is not text has no bytes.
 
         Raises ValueError for an id outside the vocabulary.
         """
 
     @abstractmethod
     def metadata(self) -> dict[str, object]:
-        """Return a GGUF's `tokenizer.*` keys, and the model's name if llama.cpp chooses rules by it."""
+        """Return the `tokenizer.*` keys for a GGUF, and the model's name if llama.cpp chooses rules by it."""
 
 
 class ByteTokenizer(Tokenizer):
-    """Tokenizer of 260 ids: 256 bytes, bos, eos, pad, and the token of the unused merge.
+    """Tokenizer with 260 ids: 256 bytes, bos, eos, pad, and the joined token of the unused merge.
 
-    It has a chat template if `template` is given. Text is encoded as UTF-8. Undecodable bytes, which Python
-    keeps in strings from a command line that is not UTF-8, are restored.
+    It has a chat template if `template` is given. Text is encoded as UTF-8. If a command line is not UTF-8,
+    Python keeps its undecodable bytes in strings; they are encoded as the original bytes.
     """
 
     bos, eos, pad = 256, 257, 258
@@ -130,7 +130,7 @@ class ByteTokenizer(Tokenizer):
         return flat[flat < _BYTES].astype(np.uint8).tobytes()
 
     def metadata(self) -> dict[str, object]:
-        """Return the `tokenizer.ggml.*` keys of a GGUF, as NumPy values of the exact width to write."""
+        """Return the `tokenizer.ggml.*` keys for a GGUF, as NumPy values of the width that the file needs."""
         bos, eos, _ = _SPECIAL
         return {
             "tokenizer.ggml.model": _MODEL,
@@ -149,7 +149,7 @@ class ByteTokenizer(Tokenizer):
 
     @classmethod
     def is_in(cls, metadata: Mapping[str, object], place: str = THE_FILE) -> bool:
-        """Return whether a GGUF's keys describe the byte tokenizer, by their model and tokens."""
+        """Return whether a GGUF's keys, by their model and tokens, describe the byte tokenizer."""
         keys = GGUFKeys(metadata, place)
         return keys.text(TOKENIZER) == _MODEL and keys.texts(TOKENS) == cls().metadata()[TOKENS]
 
@@ -159,7 +159,7 @@ def _raw(data: bytes | str) -> bytes:
 
 
 def _cut(data: bytes | str) -> list[int | str]:
-    """Return ids of the control tokens spelt in `data`, and the text between, one character per byte."""
+    """Return the ids of control tokens spelt in `data`, and the texts between as one character per byte."""
     return _SPELLINGS.cut(_raw(data).decode("latin-1"))
 
 
@@ -170,9 +170,9 @@ def _ids(part: int | str) -> NDArray[np.uint16]:
 
 
 def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
-    """Return the id that `--bos` puts before a text; None for no id, or without a tokenizer.
+    """Return the id that `--bos` puts before a text; None if it puts none, or without a tokenizer.
 
-    AUTO follows the tokenizer's `add_bos`. Raises UsageError for ALWAYS with a tokenizer that has no bos.
+    AUTO follows the tokenizer's `add_bos`. Raises UsageError for ALWAYS if the tokenizer has no bos.
     """
     if tokenizer is None or asked == NEVER or (asked == AUTO and not tokenizer.add_bos):
         return None
@@ -182,15 +182,15 @@ def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
 
 
 def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
-    """Return ids (n,) with bos in front. A bos that a template wrote is not repeated. None: unchanged."""
+    """Return ids (n,) with bos in front, unless bos is None or the ids begin with it already."""
     return ids if bos is None or ids[:1].tolist() == [bos] else np.insert(ids, 0, bos)
 
 
 class TextReader:
-    """Reads texts, with spelt control tokens as the flag `asked` says: PARSE, PLAIN or None (not given).
+    """Reader of texts. The flag `asked` says how it reads control tokens: PARSE, PLAIN or None (not given).
 
-    None reads like PLAIN and counts the spelt tokens in `spelt` for `notes`. Text that a template wrote is
-    read with PARSE.
+    None reads like PLAIN, and counts the tokens that texts spell in `spelt` for `notes`. Text that a template
+    wrote is always read with PARSE.
     """
 
     def __init__(self, tokenizer: Tokenizer, asked: str | None = None) -> None:
@@ -198,7 +198,7 @@ class TextReader:
         self.spelt = Counter[str]()
 
     def anew(self) -> TextReader:
-        """Return a reader with the same settings whose counts are zero."""
+        """Return another reader with the same settings, whose counts begin at zero."""
         return TextReader(self.tokenizer, self.asked)
 
     def encode(self, texts: Sequence[bytes | str]) -> list[Ids]:
@@ -208,7 +208,7 @@ class TextReader:
         return self.tokenizer.encode_batch(texts, special=self.parses)
 
     def notes(self) -> Iterator[str]:
-        """Yield a note on the tokens that texts spelt so far, if no flag says how to read them."""
+        """Yield a note on the control tokens that texts spelt so far, if no flag says how to read them."""
         if self.spelt:
             found = [f"{shown(token, 60)} {count:,}" for token, count in self.spelt.most_common(3)]
             more = ", ..." if len(self.spelt) > 3 else ""

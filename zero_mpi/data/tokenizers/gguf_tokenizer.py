@@ -1,8 +1,8 @@
-"""Base class of the tokenizers in GGUF files: tokens, their types, and special tokens in the text.
+"""Base class of tokenizers made from GGUF keys: tokens, their types, and special tokens in the text.
 
-As in llama.cpp, tokens that a text spells are cut out before anything else, the longest first. A control
-token is recognized only on request, so a document that mentions a control token stays text. Each subclass
-determines how the text between these tokens becomes ids.
+As in llama.cpp, tokens that a text spells are cut out before anything else is done, the longest first. A
+control token is only recognized on request, so a document that mentions a control token stays text. A
+subclass determines how the text between these tokens becomes ids.
 """
 
 import re
@@ -23,15 +23,15 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import THE_FILE, TOKENS, TYPES, GGUFKeys
 
-Parts = Sequence[int | str]  # parts of a text: ids of the tokens in it, and the texts between
+Parts = Sequence[int | str]  # parts of a text: ids of the tokens that it spells, and the texts between
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
 STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # types of tokens that are recognised in a text
 KEY = "tokenizer.ggml."
 PIECE = 1 << 16  # characters that are processed together
-LONGEST = 1 << 10  # most characters of a token; tokens of known models have up to 256
+LONGEST = 1 << 10  # most characters of a token; tokens of known models have at most 256
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-# Tokens that end a text. They are control tokens whatever the file says (`special_eog_ids` in llama.cpp).
+# Tokens that end a text. They are control tokens even if the file says otherwise, as in llama.cpp.
 _ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
     | {"<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>"}
@@ -43,12 +43,12 @@ _ENDS = frozenset(
 class GGUFTokenizer(Tokenizer):
     """Base class of tokenizers made from GGUF keys.
 
-    Raises UsageError if keys contradict each other. `add_eos_token` is ignored: a prompt is to be continued,
-    and the corpus puts a separator after each document.
+    Raises UsageError if keys contradict each other. The key `add_eos_token` is ignored: the model shall
+    continue a prompt, and in a corpus a separator follows each document.
     """
 
-    usual_ids: ClassVar[Mapping[str, int]] = {}  # ids of special tokens that the file does not give
-    usually_adds_bos = False  # whether a prompt begins with bos, if the file has no such key
+    usual_ids: ClassVar[Mapping[str, int]] = {}  # ids of special tokens if the file does not give them
+    usually_adds_bos = False  # whether a prompt begins with bos if the file has no key for it
     longest: ClassVar = LONGEST
     run_batch = Batches()
 
@@ -72,19 +72,19 @@ class GGUFTokenizer(Tokenizer):
 
     @abstractmethod
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
-        """Return the ids of each document. An id that is outside the vocabulary is dropped later."""
+        """Return the ids of each document. Ids outside the vocabulary are dropped later."""
 
     @abstractmethod
     def spelling(self, token: str, kind: int) -> bytes:
-        """Return a token's bytes in a text, given its type; no bytes for a token that is not text."""
+        """Return the bytes that a token of type `kind` has in a text; no bytes if the token is not text."""
 
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
-        """Return the number of bytes (n,) of each of `ids` in a text between special tokens."""
+        """Return the number of bytes (n,) of each of `ids` in a text that contains no special tokens."""
         result: Lengths = self.widths[ids[ids < self.vocab_size]]
         return result
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
-        """Return the ids of each text, as from `encode`, computed in all threads that the process may use.
+        """Return the ids of each text, as `encode` does, computed in all threads that the process may use.
 
         A byte that is not valid UTF-8 becomes U+FFFD.
         """
@@ -120,11 +120,11 @@ class GGUFTokenizer(Tokenizer):
         return b"".join([spelt[i] for i in found])
 
     def metadata(self) -> dict[str, object]:
-        """Return the file's keys, unchanged: `tokenizer.*`, and other keys that affect the ids."""
+        """Return the file's keys unchanged: `tokenizer.*`, and other keys that change the ids."""
         return dict(self._metadata)
 
     def special_id(self, name: str) -> int | None:
-        """Return the id in `tokenizer.ggml.NAME_token_id`; without this key, the kind's usual id or None."""
+        """Return the id in `tokenizer.ggml.NAME_token_id`; without this key, the kind's usual id, or None."""
         usual = self.usual_ids.get(name, self.vocab_size)
         given = self._keys.token_id(name, self.vocab_size)
         return given if given is not None or usual >= self.vocab_size else usual
@@ -135,7 +135,7 @@ class GGUFTokenizer(Tokenizer):
 
     @cached_property
     def widths(self) -> Lengths:
-        """Number of bytes (V,) of each token when a text spells it, control tokens included."""
+        """Number of bytes (V,) of each token in a text that spells it, control tokens included."""
         both = zip(self.tokens, self.types, strict=True)
         return np.array([len(self.spelling(*each)) or len(each[0].encode()) for each in both], np.int64)
 
@@ -144,7 +144,7 @@ class GGUFTokenizer(Tokenizer):
         return {special: self.spellings(ids) for special, ids in self.ids_in_text().items()}
 
     def ids_in_text(self) -> dict[bool, dict[str, int]]:
-        """Return the ids of tokens to search for in texts: True -> with control tokens, False -> without."""
+        """Return two maps token -> id of tokens to find in texts: True has control tokens, False has none."""
         kinds = {True: STANDING, False: (USER_DEFINED,)}
         return {
             special: {t: place for t, place in self.ids.items() if self.types[place] in wanted}
@@ -152,17 +152,17 @@ class GGUFTokenizer(Tokenizer):
         }
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
-        """Return a finder of these tokens in a text."""
+        """Return a finder of the tokens `ids` in a text."""
         return Spellings(ids, self.stripping())
 
     def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
-        """Return ids of the tokens that a text spells, and the texts between; `sizes` gets the ids' bytes."""
+        """Return ids of tokens spelt in a text, and the texts between; append the ids' bytes to `sizes`."""
         return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(
         self, parts: Parts, sizes: Iterator[int], ids: Iterator[NDArray[np.integer[Any]]]
     ) -> tuple[Ids, Lengths]:
-        """Return the ids of all parts of a text, and how many bytes of the text each id has."""
+        """Return the ids of all parts of a text, and for each id how many bytes of the text it covers."""
         rows: list[NDArray[np.integer[Any]]] = [np.zeros(0, np.uint32)]
         lengths = [np.zeros(0, np.int64)]
         for part, found in zip(parts, ids, strict=False):
@@ -176,14 +176,14 @@ class GGUFTokenizer(Tokenizer):
 
 
 def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
-    """Return the same tokenizer, but with `batches` running its long encodings."""
+    """Return the same tokenizer, but its long encodings are run by `batches`."""
     same = copy(tokenizer)
     vars(same)["run_batch"] = batches
     return same
 
 
 def as_text(data: bytes | str) -> str:
-    """Return `data` as text, with U+FFFD for every byte that is not valid UTF-8."""
+    """Return `data` as text, in which U+FFFD replaces every byte that is not valid UTF-8."""
     raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
     try:
         return raw.decode()
@@ -192,7 +192,7 @@ def as_text(data: bytes | str) -> str:
 
 
 def _tokens(keys: GGUFKeys, longest: int) -> list[str]:
-    """Return the tokens in order of their ids. An empty token gets the name that llama.cpp gives it."""
+    """Return the tokens in order of their ids. An empty token gets the name that llama.cpp gives to it."""
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(keys.texts(TOKENS) or [])]
     if not tokens:
         raise UsageError(f"{keys.place} has no {TOKENS}: expected a vocabulary")

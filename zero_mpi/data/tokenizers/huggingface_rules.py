@@ -1,6 +1,6 @@
 """Rules of a Hugging Face tokenizer for which GGUF has no key and which llama.cpp does not follow.
 
-They come from a folder. The model stores them as JSON under a separate key, which llama.cpp ignores:
+They come from a Hugging Face folder. The model file stores them as JSON under a key that llama.cpp ignores:
 `added_tokens` (token -> flags), `normalizer`, `original` (regexes, see `pretokenizers`) and `ignore_merges`.
 """
 
@@ -23,19 +23,19 @@ from zero_mpi.files.parse import parse_json
 RULES = "tokenizer.huggingface.rules"
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-_LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # normalizers that change characters independently
-_MOST_GROWTH, _MOST_JSON = 16, 2000  # limits: growth of a text, characters of a definition
-_CHUNK = 1 << 16  # characters normalized at once; the library needs 40 bytes for each character
-# Characters that no Unicode normalization form combines with the text before them.
+_LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # normalizers that treat each character separately
+_MOST_GROWTH, _MOST_JSON = 16, 2000  # limits: growth of a text, and characters of a normalizer's definition
+_CHUNK = 1 << 16  # characters normalized together; the library needs 40 bytes for each character
+# Characters that no Unicode normalization form joins to the text before them.
 _STABLE = re.compile("[\0-\x7f\u0400-\u0450\u3400-\u9fff\uac00-\ud7a3]")
 _WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 
 class Rules:
-    """The rules in a tokenizer's keys. Raises FileError if they are invalid.
+    """The rules in a tokenizer's keys. Raises FileError if the rules are invalid.
 
     flags   token -> flags of an added token
-    cut     whether the rules determine how tokens are cut out of a text
+    cut     whether the rules change which tokens are cut out of a text
     """
 
     def __init__(self, keys: GGUFKeys) -> None:
@@ -52,13 +52,13 @@ class Rules:
         self._is_local = kinds_of(self.normalizer) <= _LOCAL
 
     def splitting(self, pre: PreTokenizer) -> PreTokenizer:
-        """Return `pre` with the regexes and the merging that these rules require."""
+        """Return `pre` with the regexes and the merging that these rules demand instead."""
         regexes = (self._original and pre.original) or pre.regexes
         merges = pre.ignore_merges if self._ignore_merges is None else bool(self._ignore_merges)
         return pre._replace(regexes=regexes, ignore_merges=merges)
 
     def normalized(self, text: str) -> str:
-        """Return the text after normalization."""
+        """Return a text as the rules' normalizer changes it."""
         kind = None if self.normalizer is None else self.normalizer["type"]
         if kind is None or (kind in _FORMS and unicodedata.is_normalized(kind, text)):
             return text
@@ -71,7 +71,7 @@ class Rules:
         return "".join(parts)
 
     def spellings(self, ids: Mapping[str, int], normalized: bool) -> FlaggedSpellings:
-        """Return the finder of added tokens to search for in the original text, or in normalized text."""
+        """Return a finder of those added tokens that are looked for in original or in normalized text."""
         found = dict[str, str]()
         for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
             spelt = self.normalized(token) if normalized else token
@@ -89,7 +89,7 @@ class Rules:
 def rules_json(
     flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
 ) -> dict[str, object]:
-    """Return the key with the rules, or none without rules. `normalized` needs a normalizer to be a rule."""
+    """Return the key with the rules; {} without rules. `normalized` is no rule without a normalizer."""
     has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
     given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
     rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
@@ -97,7 +97,7 @@ def rules_json(
 
 
 def rules_in_words(metadata: Mapping[str, object]) -> str:
-    """Return the names of the rules in a model's keys; empty without rules."""
+    """Return the names of the rules in a model's keys; "" if there are none."""
     rules = parse_json(GGUFKeys(metadata).text(RULES) or "{}")
     flagged = [
         f"{flag} of {show(token)}" for token, flags in rules.pop("added_tokens", {}).items() for flag in flags
@@ -108,7 +108,7 @@ def rules_in_words(metadata: Mapping[str, object]) -> str:
 
 
 class FlaggedSpellings(Spellings):
-    """Finds tokens like the package tokenizers: from left to right, the longest first, with its flags."""
+    """Finder of tokens as the package tokenizers finds them: left to right, longest first, using flags."""
 
     def __init__(self, ids: Mapping[str, int], flags: Mapping[str, frozenset[str]]) -> None:
         super().__init__(ids)
@@ -143,18 +143,18 @@ class FlaggedSpellings(Spellings):
 
 
 def tokenizers() -> Any:
-    """Return the package `tokenizers`. Raise UsageError that says how to install it if it is missing."""
+    """Return the package `tokenizers`. If it is missing, raise a UsageError that says how to install it."""
     return import_optional("this model's tokenizer", "tokenizers", "tokenizers")
 
 
 def _is_word(letter: str) -> bool:
-    r"""Return whether a character is `\w` for the library; "" is not."""
+    r"""Return whether a character is `\w` for the library; False for ""."""
     cut = tokenizers().pre_tokenizers.Whitespace().pre_tokenize_str("a" + letter)
     return letter != "" and cut[0][0] == "a" + letter
 
 
 def kinds_of(definition: Any) -> set[str]:
-    """Return the types of all normalizers in a definition."""
+    """Return the types of all normalizers in a definition, nested ones included."""
     return set(re.findall(r'"type": "(\w+)"', json.dumps(definition)))
 
 
@@ -166,11 +166,11 @@ def normalizer_of(definition: Any) -> Any:
 
 
 def check_normalizer(definition: Any) -> None:
-    """Raise ValueError, with its name, for a normalizer that is unknown or makes a text much longer."""
+    """Raise ValueError for a normalizer that is unknown or makes a text much longer; name it in the error."""
     if definition is not None:
         if _growth(definition) > _MOST_GROWTH or len(json.dumps(definition)) > _MOST_JSON:
             raise ValueError(
-                f"a normalizer that makes a text more than {_MOST_GROWTH} times as long, or is long"
+                f"a normalizer that makes a text more than {_MOST_GROWTH} times as long, or has many letters"
             )
         try:
             normalizer_of(definition)
@@ -179,7 +179,7 @@ def check_normalizer(definition: Any) -> None:
 
 
 def _growth(definition: Any) -> int:
-    """Return how many times longer a normalizer makes a text; raise ValueError for an unknown one."""
+    """Return how many times as long a normalizer can make a text. Raise ValueError if it is unknown."""
     given = definition if isinstance(definition, dict) else {}
     kind, new, pattern, inner = map(given.get, ("type", "content", "pattern", "normalizers"))
     old = pattern.get("String") if isinstance(pattern, dict) else None
@@ -190,5 +190,5 @@ def _growth(definition: Any) -> int:
     if kind == "Prepend" and isinstance(given.get("prepend"), str):
         return 1 + len(given["prepend"])
     if kind == "Replace" and isinstance(old, str) and isinstance(new, str) and old:
-        return max(1, -(-len(new) // len(old)))  # only for a fixed text: a regex may take forever
+        return max(1, -(-len(new) // len(old)))  # tried only for a fixed text: a regex may take forever
     raise ValueError(f"the normalizer {shown(definition, 100)}")

@@ -10,17 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 FREE = -1
-BITS = 21  # bits of the right number (a code point or a symbol); the left number has up to 31
+BITS = 21  # bits of the right number (a code point or a symbol); the left number has up to 31 bits
 MOST = 1 << BITS
-MOST_SPELT = 256  # most bytes of a charsmap's spelling and of the text it replaces; NFKC needs 33
+MOST_SPELT = 256  # most bytes of a charsmap's spelling, and of the text that it replaces; NFKC needs 33
 _LEFT, _FOLD = 2654435761, 15  # an odd factor that spreads adjacent values (Knuth)
 
 
 class PairTable(NamedTuple):
-    """Open-addressing table: the search for a pair, or for a free slot, begins at the pair's hash.
+    """Open-addressing table. The search for a pair, or for a free slot, begins at the hash of the pair.
 
-    keys      (n + 1,) int64, n a power of two: left << BITS | right, FREE if empty; the last element is the
-              hash factor, random for each table: otherwise a file could hold pairs that all have one hash
+    keys      (n + 1,) int64, n a power of two: left << BITS | right, or FREE; the last element is the factor
+    of the hash, random so that a file cannot hold pairs that all have the same hash
     values    (n,) int32
     """
 
@@ -29,7 +29,7 @@ class PairTable(NamedTuple):
 
 
 def pair_table(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArray[np.int64]) -> PairTable:
-    """Return a table of distinct pairs (m,) and their values; at least half of the slots are free."""
+    """Return a table of distinct pairs (m,) and their values. At least half of its slots are free."""
     size = 1 << max(4, int(2 * len(left) - 1).bit_length())
     table = PairTable(np.full(size + 1, FREE, np.int64), np.zeros(size, np.int32))
     table.keys[size] = secrets.randbits(62) | 1
@@ -40,7 +40,7 @@ def pair_table(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArra
     while len(pending):
         here = slots[pending]
         free = table.keys[here] == FREE
-        table.keys[here[free]] = wanted[pending[free]]  # if several pairs need a slot, the last gets it
+        table.keys[here[free]] = wanted[pending[free]]  # if several pairs want a slot, the last one gets it
         placed = table.keys[here] == wanted[pending]
         table.values[here[placed]] = values[pending[placed]]
         pending = pending[~placed]
@@ -49,7 +49,7 @@ def pair_table(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArra
 
 
 def trie(tokens: Mapping[str, int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return a trie's nodes, numbered from 1, by node << BITS | character; and tokens by their last nodes."""
+    """Return two maps of a trie: node << BITS | character -> next node, from 1; last node -> token."""
     nodes, ends = dict[int, int](), dict[int, int]()
     for token, number in tokens.items():
         node = 0
@@ -60,8 +60,8 @@ def trie(tokens: Mapping[str, int]) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def find(keys: NDArray[np.int64], values: NDArray[np.int32], left: int, right: int) -> int:
-    """Return the value of a pair; FREE if the table does not have this pair."""
-    wide_left, wide_right = int(left), int(right)  # 64 bits even for values of a 32-bit array
+    """Return the value of a pair, or FREE if the table does not have this pair."""
+    wide_left, wide_right = int(left), int(right)  # 64 bits, even if the numbers come from a 32-bit array
     size = len(keys) - 1
     slot = (wide_left * _LEFT + wide_right) * int(keys[size])
     slot = (slot ^ (slot >> _FOLD)) & (size - 1)

@@ -1,10 +1,10 @@
-r"""Pre-tokenizers: how a byte-level BPE tokenizer cuts text into words before merges, by the name in a GGUF.
+r"""Pre-tokenizers: regexes by which a byte-level BPE tokenizer cuts text into words, known by names in GGUF.
 
 `tokenizer.ggml.pre` names regexes that the file does not contain, so readers must know them. Each regex is
-applied within the pieces of the previous one; text that no regex matches is a piece too. Names and regexes
-are from llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that a GGUF gives the same ids
-as in llama.cpp. Some of them only approximate the regexes of the original tokenizers (tekken, gpt-4o,
-deepseek). The exact regexes are in `original` and are used for a folder whose tokenizer.json has
+applied inside the pieces that the previous regex left; text that no regex matches is a piece too. Names and
+regexes are from llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that a GGUF gives the
+same ids as in llama.cpp. Some of them only approximate the regexes of the original tokenizers (tekken,
+gpt-4o, deepseek). The exact regexes are in `original` and are used for a folder whose tokenizer.json has
 them. Wrong regexes would give wrong ids without an error, so an unknown name is refused.
 """
 
@@ -15,35 +15,35 @@ from typing import Any, NamedTuple
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
-# The library's version of Unicode defines letters and digits: 16 at the time of writing; llama.cpp has 15.1.
-# Some 4400 code points added in 2024 are letters only here. Ids differ if an apostrophe follows one of them,
-# or if a vocabulary merges its last byte with a neighbour; for deepseek-v3 also with new signs.
+# The library's version of Unicode defines which characters are letters and digits: 16 when this was written;
+# llama.cpp has 15.1, so some 4400 code points are letters only here. Ids differ if an apostrophe follows one
+# of these, or if a vocabulary merges its last byte with a neighbour; for deepseek-v3 also at new signs.
 
 # GPT-2's encoder.py (Radford et al. 2019).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
-# Llama 3's tokenizer.json ignores case in the first group, so it would also match U+017F as an s; llama.cpp
-# lists both cases, and so does this regex.
+# The first group of Llama 3's tokenizer.json ignores case, so it also matches U+017F as an s. llama.cpp lists
+# small and capital letters instead, and so does this regex.
 _IGNORING_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _AFTER = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER
-# Qwen 2's tokenizer.json: like Llama 3's, but one digit at a time.
+# From Qwen 2's tokenizer.json: as for Llama 3, but one digit at a time.
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER
 _QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}" + _AFTER.replace(r"\p{L}", r"\p{L}\p{M}")
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 
 
 def _by_case(upper: str, lower: str, contractions: str, digits: str) -> str:
-    """Return the regex of tekken or gpt-4o: a word also ends between a small letter and a capital letter."""
+    """Return the regex of tekken or gpt-4o, where a word also ends between a small and a capital letter."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{contractions}|{lead}{upper}+{lower}*{contractions}"
     return f"{words}|{digits}" + _AFTER.replace(r"[\r\n]*", r"[\r\n/]*")
 
 
 _CASES = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASES_OF_ASCII = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"  # as in llama.cpp, "É" is a small letter too
-# llama.cpp replaces a non-ASCII space by a tab if a regex names no category.
+_CASES_OF_ASCII = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"  # "É" is a small letter too, as in llama.cpp
+# If a regex names no category of characters, llama.cpp replaces a non-ASCII space by a tab.
 _LINE_ENDS, _CJK, _CJK_NO_SPACES = r"[\r\n]", "[一-龥ࠀ-一가-퟿]+", r"[一-龥ࠀ-一가-퟿&&\S]+"
 _CASED = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ"
@@ -60,13 +60,13 @@ _DEEPSEEK3 = (
 
 
 class PreTokenizer(NamedTuple):
-    """The regexes of one name, and the settings that llama.cpp uses with them."""
+    """The regexes of one name, and the settings that llama.cpp uses with this name."""
 
     regexes: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is a token becomes this token, whatever the merges say
-    add_bos: bool = False  # default if the file has no such key
-    original: tuple[str, ...] = ()  # regexes of tokenizer.json, if llama.cpp's differ
-    passes_letters: bool = False  # non-ASCII letters may match no regex, and form a piece with spaces
+    ignore_merges: bool = False  # a word that is a token becomes that token, even if the merges say otherwise
+    add_bos: bool = False  # the value if the file has no key for it
+    original: tuple[str, ...] = ()  # regexes of tokenizer.json, if they differ from llama.cpp's
+    passes_letters: bool = False  # a non-ASCII letter may match no regex; it then forms a piece with spaces
 
 
 _DEFAULT = PreTokenizer((_PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
@@ -91,7 +91,7 @@ _CODER = PreTokenizer(
 )
 _V3 = PreTokenizer((_THREE_DIGITS, _KANA, _DEEPSEEK3))
 
-# If several names have the same regexes, a tokenizer.json with these regexes gets the first name.
+# If several names have the same regexes, a tokenizer.json with these regexes gets the first of the names.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "gigachat", "trillion"), _PLAIN),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
@@ -112,9 +112,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
-    """Return the entry for `tokenizer.ggml.pre` in the file at `place`; without the key, that of "default".
+    """Return the entry that a file's `tokenizer.ggml.pre` names; without this key, the entry "default".
 
-    Raises UsageError for an unknown name.
+    Raises UsageError for an unknown name. `place`: name of the file.
     """
     if (name or "default") in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name or "default"]
@@ -149,7 +149,7 @@ def _is(definition: Any, kind: str) -> bool:
 
 
 def _regexes(steps: list[Any]) -> tuple[str, ...] | None:
-    """Return the regexes of consecutive pre-tokenizers; None if one of them is unknown."""
+    """Return the regexes of consecutive pre-tokenizers; None if one of these steps is unknown."""
     *splits, last = steps or [None]
     if not _is(last, "ByteLevel") or last.get("add_prefix_space", True):
         return None

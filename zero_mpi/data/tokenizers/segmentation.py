@@ -1,8 +1,8 @@
 """Loops that cut a text into tokens, character by character; compiled if numba is installed.
 
-They follow llama.cpp's rules exactly, which no library on PyPI does. `sentencepiece` adds scores in float32;
+They follow llama.cpp's rules exactly, which no library on PyPI does: `sentencepiece` adds scores in float32;
 `tokenizers` allows no equal ranks and treats a letter with its marks as one character. Both would change ids.
-Without numba, Python runs the same functions with the same result, a hundred times slower.
+Without numba, Python runs the same functions, a hundred times slower, with the same result.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ except ImportError:
 
 
 def compiled(function: F) -> F:
-    """Return `function` compiled to machine code and cached on disk; unchanged if numba is not installed."""
+    """Return `function` compiled to machine code and cached on disk; unchanged without numba."""
     if numba is None:
         return function
     try:
         machine: F = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # numba found no folder for its cache
+    except RuntimeError:  # numba found no folder in which it can cache the code
         machine = numba.njit(nogil=True)(function)
     return machine
 
 
 find = compiled(pair_table.find)
-_PLACE = 32  # bits of an index in a heap key, below the rank
+_PLACE = 32  # number of bits, below the rank, that an index takes in a heap key
 _MASK = (1 << _PLACE) - 1
 
 
@@ -52,12 +52,12 @@ def merge(
     ranks: NDArray[np.int64],
     space: int,
 ) -> NDArray[np.int64]:
-    """Join adjacent `symbols` (n,) in place as long as the table has a pair of them.
+    """Join adjacent `symbols` (n,) in place as long as the table contains a pair of them.
 
-    A pair has the rank of its joined symbol. The pair of lowest rank is joined first, and of equal ranks the
-    leftmost (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`: symbol that begins
-    a word if another symbol precedes it; no pair crosses such a position (FREE: no such symbol). Returns
-    the index of the next symbol for each index (n,); FREE at a symbol joined to the symbol before it.
+    The rank of a pair is the rank of its joined symbol. The pair of the lowest rank is joined first, and the
+    leftmost of equal ranks (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`:
+    symbol that begins a word if another symbol precedes it; no pair crosses such a position (FREE: no such
+    symbol). Returns (n,) the index of each next symbol; FREE for a symbol joined to the one before.
     """
     count = len(symbols)
     before, after = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -81,7 +81,7 @@ def merge_word(
     ranks: NDArray[np.int64],
     chain: tuple[NDArray[np.int64], NDArray[np.int64], int],
 ) -> None:
-    """Merge one word as `merge` does. `chain`: links to previous and next symbols, and the first index."""
+    """Merge one word, as `merge` does. `chain`: links to previous and next symbols, and the first index."""
     before, after, start = chain
     heap = [np.int64(0)]
     heap.pop()
@@ -98,7 +98,7 @@ def merge_word(
             continue
         found = find(keys, values, symbols[left], symbols[right])
         if found == FREE or ranks[found] != best >> _PLACE:
-            continue  # one of the two symbols was joined in the meantime
+            continue  # since the pair was pushed, one of its symbols was joined to another
         symbols[left] = found
         beyond = after[right]
         after[left], after[right] = beyond, FREE
@@ -121,10 +121,10 @@ def spell(
     bytewise: NDArray[np.int32],
     vocab: int,
 ) -> NDArray[np.int32]:
-    """Return the ids of merged symbols; a character that is not a token gives the ids of its UTF-8 bytes.
+    """Return the ids of merged symbols. A character that is not a token gives the ids of its UTF-8 bytes.
 
-    `letters` (n,): code points, or -1 - id for a token that was cut out of the text. `bytewise` (256,): the
-    token of each byte.
+    `letters` (n,): code points, or -1 - id in place of a token that was cut out. `bytewise` (256,): the token
+    of each byte.
     """
     ids = np.empty(4 * len(symbols), np.int32)
     count = place = 0
@@ -163,8 +163,8 @@ def likeliest(
 
     The table maps a node of a trie and a letter to the next node; `ends` maps a node to its token or FREE.
     `unknown`: the token of a letter without a token, and its score; adjacent unknown letters become one
-    token. Of equal sums, the one with the longer last token wins. A letter may be -1 - id of a token that was
-    cut out of the text: the letters before it and after it are separate texts.
+    token. Of paths with equal sums, the path with the longer last token wins. A letter may be -1 - id of a
+    token that was cut out: the letters before it and after it are separate texts.
     """
     count = len(letters)
     best, token, origin = (
@@ -197,7 +197,7 @@ def likeliest(
 def backwards(
     letters: NDArray[np.int32], token: NDArray[np.int32], origin: NDArray[np.int64], unknown: int
 ) -> NDArray[np.int32]:
-    """Return the tokens (in order of the text) along the best path (n + 1,), which is read backwards."""
+    """Return the tokens, in the order of the text, of the best path (n + 1,), which is read backwards."""
     ids = np.empty(len(letters), np.int32)
     first, place, in_unknown = len(ids), len(letters), False
     while place > 0:
@@ -216,11 +216,11 @@ def backwards(
 def respell(
     text: NDArray[np.uint8], nodes: NDArray[np.int64], spellings: NDArray[np.uint8], out: NDArray[np.uint8]
 ) -> int:
-    """Write UTF-8 to `out` with its longest prefixes replaced, from left to right, as a charsmap defines.
+    """Copy UTF-8 to `out`; from left to right, replace the longest prefix that the charsmap has at a place.
 
-    Returns the length, even if `out` is too short; FREE if the map points outside itself.
-    `nodes`: a double array (Kanda 2018). A node has its letter, a flag whether a prefix ends in it, and the
-    base of its children. The value of a prefix is the offset in `spellings` of its replacement, ended by 0.
+    Returns the length, even if `out` is too short; FREE if the map points outside itself. `nodes`: a double
+    array (Kanda 2018). A node has its letter, a flag that a prefix ends in it, and the base of its children.
+    The value of a prefix is the offset in `spellings` of its replacement, which ends with 0.
     """
     place = length = 0
     while place < len(text):
@@ -237,7 +237,7 @@ def respell(
                     return FREE
             place += taken
         else:
-            stop = place + 1  # no prefix begins in the middle of a character
+            stop = place + 1  # no prefix begins inside a character
             while stop < len(text) and text[stop] & 0xC0 == 0x80:
                 stop += 1
             for byte in text[place:stop]:
@@ -250,12 +250,12 @@ def respell(
 
 @compiled
 def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[int, int]:
-    """Return (length of the longest prefix in the map, offset of its replacement); (0, 0) without any."""
+    """Return the length of the longest prefix in the map and its replacement's offset; (0, 0) without one."""
     taken = spelling = 0
     if len(nodes) == 0:
         return 0, 0
     node: Any = base_of(nodes[0])
-    for place in range(min(len(text), MOST_SPELT)):  # limited, because a file's table may contain a loop
+    for place in range(min(len(text), MOST_SPELT)):  # a damaged file's table may contain a loop
         letter = np.int64(text[place])
         node ^= letter
         if node >= len(nodes):
@@ -273,5 +273,5 @@ def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[i
 
 @compiled
 def base_of(node: int) -> int:
-    """Return where the children of a node begin, relative to the node."""
+    """Return the index relative to the node at which the node's children begin."""
     return node >> 10 << ((node & 0x200) >> 6)

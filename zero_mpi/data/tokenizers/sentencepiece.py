@@ -1,9 +1,9 @@
-"""SentencePiece tokenizers as model files describe them: merges by score, or the most likely tokens.
+"""SentencePiece tokenizers, set up from model files: merges by score, or the most likely tokens.
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
-SentencePiece's: llama.cpp puts a space before each text that follows a token cut out of the text, and sums in
-float64. The loops are in `segmentation`, which numba compiles. If no token crosses the beginning of a word,
-long texts are cut there, and all threads process the pieces.
+SentencePiece's: llama.cpp puts a space before each text that follows a token cut out of the text, and adds
+scores in float64. The loops are in `segmentation`, which numba compiles. If no token crosses the beginning of
+a word, long texts are cut at such places, and all threads encode the pieces.
 """
 
 import re
@@ -26,10 +26,10 @@ from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
 
 SPACE = "▁"  # U+2581, represents a space
 SCORES, CHARSMAP, NAME = gguf.KEY + "scores", gguf.KEY + "precompiled_charsmap", "general.name"
-_BATCH = 64  # number of pieces processed together by all threads
+_BATCH = 64  # number of pieces that are encoded together by all threads
 _SEAM = re.compile(f"[^{SPACE}](?={SPACE})")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_UNKNOWN_BELOW = np.float32(10.0)  # an unknown letter's score is this much below the lowest score
+_UNKNOWN_BELOW = np.float32(10.0)  # the score of an unknown letter is this much below the lowest score
 
 Letters = NDArray[np.int32]
 
@@ -38,7 +38,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
     """Base class of `MergeTokenizer` and `UnigramTokenizer`. Raises UsageError for contradictory keys."""
 
     longest = 512  # SentencePiece makes no token longer than this
-    usually_adds_space = False  # default if the file has no such key
+    usually_adds_space = False  # value if the file has no key for it
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
@@ -50,11 +50,11 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
 
     @abstractmethod
     def prepared(self, text: str) -> str:
-        """Return a text between special tokens, with the spelling and the spaces that this kind requires."""
+        """Return a text between special tokens with the spelling and the spaces that this kind requires."""
 
     @abstractmethod
     def segment(self, letters: Letters) -> NDArray[np.int32]:
-        """Return the ids (m,) of the code points `letters` (n,)."""
+        """Return the ids (m,) of `letters` (n,), which are code points."""
 
     def spelling(self, token: str, kind: int) -> bytes:
         if kind == gguf.NORMAL:
@@ -65,14 +65,14 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         return token.encode() if kind == gguf.USER_DEFINED else b""
 
     def ids_of_parts(self, documents: Sequence[gguf.Parts]) -> list[NDArray[np.integer[Any]]]:
-        """Return the ids of each document. Threads encode pieces of one text made of all documents."""
+        """Return the ids of each document. The documents form one text, and threads encode pieces of it."""
         end = self.vocab_size  # marks the end of each document
         parts = [part for each in documents for part in (*each, end)]
         texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
         letters = np.frombuffer("".join(texts).encode("utf-32-le"), np.int32).copy()
         stood = np.array([part if isinstance(part, int) else FREE for part in parts], np.int32)
         places = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))[stood != FREE] - 1
-        letters[places] = -1 - stood[stood != FREE]  # a token cut out of the text becomes -1 - its id
+        letters[places] = -1 - stood[stood != FREE]  # -1 - id replaces a token that was cut out of the text
         pieces = self._pieces(letters)
         batches = (pieces[first : first + _BATCH] for first in range(0, len(pieces), _BATCH))
         ids = np.concatenate([row for batch in batches for row in self.run_batch(batch, self._segmented)])
@@ -80,7 +80,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
 
     def _pieces(self, letters: Letters) -> list[Letters]:
-        """Return `letters` cut into pieces of about `PIECE`, which give the same ids as the full text."""
+        """Return `letters` in pieces of about `PIECE` letters, which give the same ids as the full text."""
         begins = letters < 0
         if self.is_cut_at_words:
             begins[1:] |= (letters[1:] == ord(SPACE)) & (letters[:-1] != ord(SPACE))
@@ -103,7 +103,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
         """Return the number of bytes (n,) of each id in a text between special tokens.
 
-        The space that was put before the text has 0 bytes; a U+2581 in the text itself has 3.
+        A space that was added before the text has 0 bytes; a U+2581 that the text itself contains has 3.
         """
         lengths = super().lengths(text, ids)
         lengths[:1] -= int(self.adds_space)
@@ -116,10 +116,10 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
 
 
 class MergeTokenizer(SentencePieceTokenizer):
-    """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "llama": byte-pair encoding with scores.
+    """Tokenizer for GGUF keys whose `tokenizer.ggml.model` is "llama": byte-pair encoding with scores.
 
-    Adjacent tokens are joined, the pair with the greatest score first. A letter without a token becomes the
-    tokens of its bytes, "<0x00>" and so on.
+    Adjacent tokens are joined; the pair with the greatest score is joined first. A letter without a token
+    becomes the tokens of its bytes, "<0x00>" and so on.
     """
 
     usual_ids: ClassVar = {"bos": 1, "eos": 2, "unknown": 0}
@@ -128,7 +128,7 @@ class MergeTokenizer(SentencePieceTokenizer):
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
         name = GGUFKeys(metadata, place).text(NAME) or ""
-        # llama.cpp recognizes this kind only by the name, so the name is one of the tokenizer's keys.
+        # llama.cpp chooses this kind only by the model's name, so the name is among the keys that are kept.
         if any(family in name.lower() for family in ("phi-3", "phi3")):
             self._metadata[NAME] = name
 
@@ -146,17 +146,17 @@ class MergeTokenizer(SentencePieceTokenizer):
 
         of_letter, pairs = self._symbols
         symbols = of_letter[np.maximum(letters, 0)]
-        symbols[letters < 0] = of_letter[-1]  # -1 is in no pair
+        symbols[letters < 0] = of_letter[-1]  # no pair of the table contains -1
         space = int(of_letter[ord(SPACE)]) if self.is_cut_at_words else FREE
         after = segmentation.merge(symbols, *pairs, self._ranks, space)
         return segmentation.spell(symbols, after, letters, self._bytewise, self.vocab_size)
 
     @cached_property
     def _symbols(self) -> tuple[NDArray[np.int32], PairTable]:
-        """The symbol of each code point and of -1 (last), and the table from pairs to joined symbols.
+        """The symbols of all code points and, last, of -1; and a table from pairs to joined symbols.
 
-        Symbols are tokens, and letters that are part of a token. For a large vocabulary, building the table
-        takes a second.
+        Symbols are tokens, and letters that occur in tokens. Building the table of a large vocabulary takes a
+        second.
         """
         symbols = dict(self.ids)
         for token in self.tokens:
@@ -179,12 +179,12 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _ranks(self) -> NDArray[np.int64]:
-        """Ranks (V,) of tokens by their scores: the greatest score has rank 0."""
+        """Ranks (V,) of tokens by their scores: the token with the greatest score has rank 0."""
         return np.unique(-self.scores, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def _bytewise(self) -> NDArray[np.int32]:
-        """Token (256,) of each byte: "<0xNN>", the character itself, or unknown; `vocab_size` without any."""
+        """Token (256,) for each byte: "<0xNN>", or the character, or unknown; `vocab_size` without any."""
         nothing = self.vocab_size if self.unknown is None else self.unknown
         names = [(f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else "") for byte in range(256)]
         found = [next((self.ids[name] for name in both if name in self.ids), nothing) for both in names]
@@ -192,9 +192,9 @@ class MergeTokenizer(SentencePieceTokenizer):
 
 
 class UnigramTokenizer(SentencePieceTokenizer):
-    """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "t5": it maximizes the sum of token scores.
+    """Tokenizer for GGUF keys whose `tokenizer.ggml.model` is "t5": it maximizes the sum of token scores.
 
-    The file's charsmap (mostly NFKC) first normalizes the text. A letter without a token is unknown.
+    First the file's charsmap (mostly NFKC) normalizes the text. A letter without a token is unknown.
     """
 
     usual_ids: ClassVar = {"eos": 1, "unknown": 2, "padding": 0}
@@ -207,7 +207,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         self._unknown = self.unknown
         given = self._keys.octets(CHARSMAP)
         self._nodes, self._spellings = np.zeros(0, np.int64), np.zeros(0, np.uint8)
-        if given:  # the size of a table, the table, and normalized spellings, each ended by 0
+        if given:  # the size of a table, the table, and normalized spellings, each of which ends with 0
             size = int.from_bytes(given[:4], "little")
             if len(given) < 4 or size % 4 or not 0 < size < len(given) - 4:
                 raise self._keys.fault(CHARSMAP, "the size of a table, the table and spellings")
@@ -218,7 +218,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
                 raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
 
     def prepared(self, text: str) -> str:
-        """Return a text normalized by the charsmap, with spaces changed as the file says."""
+        """Return a text normalized by the charsmap, with spaces added or removed as the file says."""
         text = self._respelt(text)
         if self.removes_spaces:
             return "".join([SPACE + word for word in text.split(" ") if word])
@@ -235,12 +235,12 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """True if words can be encoded separately: an unknown space would be merged with unknown letters."""
+        """True if words can be encoded separately. An unknown space would merge with unknown letters."""
         return SPACE in self.ids and not any(_SEAM.search(token) for token in self.tokens)
 
     @cached_property
     def _trie(self) -> tuple[PairTable, NDArray[np.int32]]:
-        """The table that maps a node and a letter to the next node, and the token by its last node."""
+        """The table that maps a node and a letter to the next node, and the token of each last node."""
         known = (gguf.NORMAL, gguf.USER_DEFINED, gguf.UNUSED)
         kinds = zip(self.ids.items(), self.given_types, strict=True)
         nodes, ends = trie(dict(pair for pair, kind in kinds if kind in known))
@@ -251,7 +251,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _wide_scores(self) -> NDArray[np.float64]:
-        """Scores (V,); 0 for user-defined tokens, which makes them more likely than all other tokens."""
+        """Scores (V,); user-defined tokens have 0, which makes them more likely than all others."""
         return np.where(np.array(self.given_types) == gguf.USER_DEFINED, 0.0, self.scores.astype(np.float64))
 
     @cached_property

@@ -1,7 +1,7 @@
 """Finds the tokens that a text spells, in one pass, and cuts them out as llama.cpp does.
 
 llama.cpp first cuts out the longest token everywhere, then the next longest. So of two overlapping tokens the
-longer one is read, wherever it begins. A regex that reads from left to right would not do this.
+longer one is read, wherever it begins. A regex that reads from left to right would read the first one.
 """
 
 import re
@@ -13,12 +13,12 @@ from heapq import heapify, heappop, heappush
 
 from zero_mpi.data.tokenizers.pair_table import BITS, trie
 
-_WHITE = frozenset(" \t\n\v\f\r")  # white space of ASCII
-Span = tuple[int, int, str]  # start, end (both include dropped white space) and the token
+_WHITE = frozenset(" \t\n\v\f\r")  # ASCII's white space
+Span = tuple[int, int, str]  # start and end of a token, both including dropped white space, and the token
 
 
 class Spellings:
-    """Finder of the tokens in `ids` (token -> id; no token is empty).
+    """Finder of the tokens in `ids` (token -> id), none of which is empty.
 
     stripping   tokens after which white space is dropped
     """
@@ -28,7 +28,7 @@ class Spellings:
         self.tokens = sorted(ids, key=lambda token: -len(token.encode()))
 
     def cut(self, text: str, sizes: list[int] | None = None) -> list[int | str]:
-        """Return `text` as ids of the tokens spelt in it and the texts between; `[text]` if it spells none.
+        """Return `text` as ids of the tokens in it and the texts between; `[text]` if it spells no token.
 
         The number of bytes of each id is appended to `sizes`.
         """
@@ -43,18 +43,18 @@ class Spellings:
         return [*parts, text[at:]] if at < len(text) or not parts else parts
 
     def spans(self, text: str) -> list[Span]:
-        """Return the spans of the tokens to cut out, in the order of the text."""
+        """Return the spans of the tokens to cut out, in text order."""
         places = defaultdict[int, list[int]](list)
         for start, rank in self.longest(text):
             places[rank].append(start)
         return sorted(self._taken(text, places)) if places else []
 
     def longest(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield each position where a token begins, and the longest one's rank, from the end of the text."""
+        """Yield, from the end of the text, where a token begins, and the rank of the longest token there."""
         nodes, fails, ranks = self._automaton
         node, at, text = 0, 0, text[::-1]
         while at < len(text):
-            if not node:  # not inside a token: continue at the next possible end
+            if not node:  # not inside a token: go on where a token may end
                 if (found := self._end.search(text, at)) is None:
                     return
                 at = found.start()
@@ -66,8 +66,8 @@ class Spellings:
                 yield len(text) - at, ranks[node]
 
     def _taken(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
-        """Yield (start, stop, token) of the tokens to cut out; `places`: where each rank's token begins."""
-        taken, ranks = bytearray(len(text) + 1), [*places]  # one per character, and one that stays 0
+        """Yield (start, stop, token) of the tokens to cut out. `places`: rank -> where that token begins."""
+        taken, ranks = bytearray(len(text) + 1), [*places]  # one byte per character, and one that stays 0
         heapify(ranks)
         while ranks:
             rank = heappop(ranks)
@@ -98,7 +98,7 @@ class Spellings:
 
     @cached_property
     def _shorter(self) -> list[int]:
-        """Rank of the longest shorter token with which each token begins, or -1."""
+        """Rank of the longest shorter token that each token begins with; -1 if there is none."""
         found, outer = [-1] * len(self.tokens), list[int]()
         for token, rank in sorted((token, rank) for rank, token in enumerate(self.tokens)):
             while outer and not token.startswith(self.tokens[outer[-1]]):
@@ -109,9 +109,9 @@ class Spellings:
 
     @cached_property
     def _automaton(self) -> tuple[dict[int, int], list[int], list[int]]:
-        """Aho-Corasick automaton for the reversed tokens; it reads each character once or twice.
+        """Aho-Corasick automaton for the reversed tokens. It reads each character once or twice.
 
-        Returns the trie's nodes, each node's longest proper suffix node, and the rank of its longest token.
+        It has the trie's nodes, each node's longest proper suffix node, and the rank of its longest token.
         """
         nodes, ends = trie({token[::-1]: rank for rank, token in enumerate(self.tokens)})
         depths, fails, ranks = ([each] * (len(nodes) + 1) for each in (0, 0, -1))
@@ -128,7 +128,7 @@ class Spellings:
 
     @cached_property
     def _end(self) -> re.Pattern[str]:
-        """Regex that finds, in a reversed text, where a token may end, by the token's last two characters."""
+        """Regex that finds where a token may end in a reversed text, by the last two characters of tokens."""
         longer = [token for token in self._ids if len(token) > 1]
         alone = {token for token in self._ids if len(token) == 1}
         letters = alone, {token[-1] for token in longer}, {token[-2] for token in longer}

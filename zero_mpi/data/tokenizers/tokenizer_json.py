@@ -1,9 +1,9 @@
 """Converts a Hugging Face tokenizer.json to GGUF keys, and back.
 
-Reading follows llama.cpp's converter. Tokens are in order of their ids. A missing id becomes `[PADn]` of type
-"unused". Added tokens become control tokens (if special, or by their look) or user-defined tokens. Bos, eos
-and the chat template come from the files in the same folder. Rules that change ids but have no GGUF key are
-stored in the model as `huggingface_rules`; a tokenizer that these cannot describe raises an error.
+Reading follows llama.cpp's converter. Tokens are in the order of their ids. A missing id becomes `[PADn]` of
+type "unused". Added tokens become control tokens (if the file marks them as special, or if they look like
+control tokens) or user-defined tokens. Bos, eos and the chat template come from files in the same folder.
+Rules that change ids but have no GGUF key are stored as `huggingface_rules`; any other tokenizer is refused.
 """
 
 import json
@@ -26,18 +26,18 @@ from zero_mpi.files.parse import parse_json
 
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
 _WAY_OUT = "use token files for --data (1-D .npy)"
-_MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes: tokenizer.json, other files in the folder
-_MOST_TEMPLATES, _MOST_NAME = 32, 99  # most templates of a folder, and most characters of a template's name
-_GAP = 1 << 16  # a model may have this many ids more than twice the number of tokens
+_MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # most bytes of a tokenizer.json, and of other files in its folder
+_MOST_TEMPLATES, _MOST_NAME = 32, 99  # most templates of a folder, and most characters in a template's name
+_GAP = 1 << 16  # most ids of a model beyond twice the number of tokens
 _SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
 _WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPETokenizer:
-    """Return the tokenizer of a tokenizer.json. In its folder, tokenizer_config.json, chat_template.jinja,
-    config.json and generation_config.json give the special tokens and the chat template, if they exist.
+    """Return the tokenizer of a tokenizer.json. Four files next to it give special tokens and the chat
+    template: tokenizer_config.json, chat_template.jinja, config.json and generation_config.json.
 
-    `vocab_size`: size of the model's vocabulary; unused tokens fill it up. Raises UsageError unless the
+    `vocab_size`: size of the model's vocabulary, which unused tokens fill up. Raises UsageError unless the
     tokenizer is a byte-level BPE.
     """
     path = Path(path)
@@ -67,7 +67,7 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
 
 
 def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
-    """Return the content of a tokenizer.json for the GGUF keys of a byte-level BPE or of the byte tokenizer.
+    """Return the content of a tokenizer.json for the GGUF keys of a byte-level BPE or the byte tokenizer.
 
     Raises UsageError like `BPETokenizer`. Unused `[PADn]` are omitted, because readers fill the gaps.
     """
@@ -82,11 +82,11 @@ def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dic
 
 
 def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json: special tokens as text, and the chat template."""
+    """Return the content of a tokenizer_config.json: the special tokens as texts, and the chat template."""
     bpe = BPETokenizer(metadata, place)
     ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
     special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
-    GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error for a template that is not text
+    GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error if the template is not text
     named = {
         key[len(TEMPLATE) + 1 :] or "default": text
         for key, text in metadata.items()
@@ -105,7 +105,7 @@ def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> d
 
 
 def _read(path: Path, most: int) -> dict[str, Any]:
-    """Return the JSON object in a file of at most `most` bytes. Raise UsageError for any other content."""
+    """Return the JSON object in a file. Raise UsageError for other content or more than `most` bytes."""
     raw = read_file(path, most, "JSON")
     try:
         content = parse_json(raw)
@@ -117,13 +117,13 @@ def _read(path: Path, most: int) -> dict[str, Any]:
 
 
 def _sibling(path: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object of another file in the same folder; empty if the file does not exist."""
+    """Return the JSON object of another file in the same folder; {} if the file does not exist."""
     file = path.with_name(f"{name}.json")
     return _read(file, _MOST_SIBLING) if os.path.lexists(file) else {}
 
 
 def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """Return a value that has one of these types, or None. Raise UsageError for another type."""
+    """Return the value of `name` if it has one of these types; None if missing; else raise UsageError."""
     value = content.get(name)
     if value is not None and type(value) not in kinds:
         names = " or ".join(_SPELLED[kind] for kind in kinds)
@@ -132,17 +132,17 @@ def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> A
 
 
 def _by_config(path: Path, name: str, *kinds: type) -> Any:
-    """Return a value of tokenizer_config.json whose type `_given` has checked."""
+    """Return a value of tokenizer_config.json, with its type checked by `_given`."""
     return _given(path.with_name("tokenizer_config.json"), _sibling(path, "tokenizer_config"), name, *kinds)
 
 
 def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the object `model`. Raise UsageError unless it is a byte-level BPE that GGUF can describe."""
+    """Return the object `model`. Raise UsageError unless it is a byte-level BPE that a GGUF can describe."""
     given = content.get("model")
     model: dict[str, Any] = given if isinstance(given, dict) else {}
     kind = model.get("type") or (
         "BPE" if "merges" in model else None
-    )  # early versions of the format omit the type
+    )  # early files of this format have no type
     if kind != "BPE" or not isinstance(model.get("vocab"), dict):
         raise UsageError(
             f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {quoted(kind)}: "
@@ -159,8 +159,8 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the added tokens. Raise UsageError unless they are objects. As in Transformers, tokens of
-    tokenizer_config.json are added too, and replace tokens with the same text.
+    """Return the added tokens, which must be objects: else raise UsageError. As in Transformers, tokens of
+    tokenizer_config.json are added too, and they replace tokens with the same text.
     """
     tokens = _given(path, content, "added_tokens", list) or []
     by_id = _by_config(path, "added_tokens_decoder", dict) or {}
@@ -176,11 +176,11 @@ def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
 def _vocabulary(
     path: Path, model: dict[str, Any], added: list[dict[str, Any]], vocab_size: int | None
 ) -> tuple[list[str], list[int]]:
-    """Return tokens and types in order of ids; unused tokens fill the gaps."""
+    """Return the tokens and their types in order of ids. Unused tokens fill the gaps."""
     known = _by_id(path, ((place, token) for token, place in model["vocab"].items()))
     extra = _by_id(path, ((token.get("id"), token.get("content")) for token in added))
     following = len(known)
-    for place, token in extra.items():  # the library uses the id in the vocabulary, or else the next free id
+    for place, token in extra.items():  # the id in the vocabulary or the next free id, as in the library
         given = model["vocab"].get(token, following)
         if place != given:
             raise UsageError(
@@ -189,7 +189,7 @@ def _vocabulary(
             )
         following += token not in model["vocab"]
     size = max([*known, *extra, -1]) + 1
-    if size > 2 * len(known) + 1024:  # a real vocabulary has few gaps; many would waste memory
+    if size > 2 * len(known) + 1024:  # a real vocabulary has few gaps, and many gaps would waste memory
         raise UsageError(
             f"{path}: expected ids without large gaps, found {len(known)} tokens and the id {size - 1}"
         )
@@ -197,7 +197,7 @@ def _vocabulary(
         raise UsageError(f"{path}: the tokenizer has {size} tokens, but the model's vocabulary {vocab_size}")
     if vocab_size is not None and vocab_size > 2 * size + _GAP:
         raise UsageError(
-            f"{path}: expected the tokenizer of a vocabulary of {vocab_size}, found {size} tokens in it"
+            f"{path}: expected a tokenizer for a vocabulary of {vocab_size}, found {size} tokens"
         )
     control = {token["id"] for token in added if token.get("special") or _looks_special(token["content"])}
     tokens, types = list[str](), list[int]()
@@ -210,7 +210,7 @@ def _vocabulary(
 
 
 def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
-    """Return id -> token. Raise UsageError for other values or for a repeated id."""
+    """Return id -> token. Raise UsageError for values of another type or for a repeated id."""
     found: dict[int, str] = {}
     for place, token in pairs:
         if type(place) is not int or place < 0 or place in found or not _is_text(token):
@@ -221,18 +221,18 @@ def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
 
 
 def _is_text(token: Any) -> bool:
-    """Return whether a token is text that UTF-8 can encode; JSON can also hold lone surrogates."""
+    """Return whether a token is text that UTF-8 can encode. JSON text may contain lone surrogates."""
     return isinstance(token, str) and not any("\ud800" <= c <= "\udfff" for c in token)
 
 
 def _looks_special(token: str) -> bool:
-    """Return whether an added token looks like a control token, by the rule of llama.cpp's converter."""
+    """Return whether llama.cpp's converter takes an added token for a control token because of its look."""
     framed = token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>"))  # noqa: RUF001
     return framed or token in ("<pad>", "<mask>") or (token.startswith("<unused") and token.endswith(">"))
 
 
 def _merge(path: Path, merge: object) -> str:
-    """Return a merge as text "a b"; newer files store a pair of texts."""
+    """Return a merge as the text "a b"; newer files store two texts."""
     if isinstance(merge, list) and len(merge) == 2 and all(isinstance(part, str) for part in merge):
         return " ".join(merge)
     if not isinstance(merge, str):
@@ -241,14 +241,14 @@ def _merge(path: Path, merge: object) -> str:
 
 
 def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, object]:
-    """Return the GGUF keys of special tokens, from tokenizer_config.json or the model's configurations."""
+    """Return the GGUF keys of special tokens, found in tokenizer_config.json or the model's config files."""
     ids, first = {token["content"]: token["id"] for token in reversed(added)}, None
     post = content.get("post_processor")
     for step in _list(post.get("processors", [post])) if isinstance(post, dict) else []:
         single = _list(step.get("single")) if isinstance(step, dict) else []
         head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
         if isinstance(head, dict):
-            first = _content(head.get("id"))  # the post-processor puts this token before a text
+            first = _content(head.get("id"))  # the post-processor puts this token before each text
             break
     texts = {name: _content(_by_config(path, f"{name}_token", str, dict)) for name in _NAMES}
     if not _sibling(path, "tokenizer_config"):
@@ -271,7 +271,7 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
 
 
 def _chat_template(path: Path) -> dict[str, object]:
-    """Return name -> template, as Transformers chooses them: template files override configurations."""
+    """Return name -> template. As in Transformers, template files override tokenizer_config.json."""
     given = _by_config(path, "chat_template", str, list)
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
@@ -297,6 +297,6 @@ def _list(value: object) -> list[Any]:
 
 
 def _content(token: Any) -> str | None:
-    """Return a token's text; a file gives a token as text or as an object."""
+    """Return the text of a token that a file gives as text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
