@@ -187,7 +187,7 @@ def traffic() -> str:
     """Draw the bytes that a step sends inside and between nodes, for each strategy and two transports."""
     picture = Picture(
         WIDTH,
-        "Bytes sent in a step",
+        "Megabytes sent in a step",
         "Bars: the megabytes that all ranks send in a step, inside nodes and between them.",
     )
     picture.text(
