@@ -1,9 +1,9 @@
-"""The operations in bfloat16 and float16 on the host: they compute in float32 and round each result once.
+"""The operations in bfloat16 and float16 on the host, computed in float32 with each result rounded once.
 
 This module defines low precision: sums and products are computed in float32, and results have the low type.
-It is a slow reference, with which tests compare the kernels of a GPU and the bfloat16 kernels of the host.
-Statistics that forward keeps for backward, losses and the tables of rotary positions are never low. A
-gradient to which an operation adds keeps its own type, low or not.
+It is a slow reference for tests of the GPU's kernels and of the host's bfloat16 kernels. Statistics that
+forward keeps for backward, losses and tables of rotary positions never have a low type. A gradient to which
+an operation adds keeps its own type.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LOW = (BFLOAT16, FLOAT16)
 class Roles:
     """The arguments and results of an operation that may have a low type.
 
-    type_from     index of the argument whose type decides the type of the results
-    rounded     indices of the low results; None: the only result
-    written     arguments that the operation writes; a result that is one of them is not copied
+    type_from     index of the argument whose type the results have
+    rounded     indices of the results with the low type; None: the only result
+    written     arguments that the operation writes; a result that is such an argument is not copied
     """
 
     type_from: int
@@ -59,7 +59,7 @@ def widened(x: Any) -> Any:
 
 
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
-    """Return `operation` extended to low-precision arrays, or unchanged if it has no `ROLES`.
+    """Return `operation` extended to low-precision arrays; return it unchanged if it has no `ROLES`.
 
     `native`: the low types that `operation` computes without float32 copies.
     """
@@ -96,6 +96,6 @@ def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) 
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x`, or None, rounded to nearest, ties to even. Overflow gives infinity; the norm shows it."""
+    """Return `x`, or None, rounded to nearest, ties to even. Overflow gives infinity, as the norm shows."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)
