@@ -44,7 +44,7 @@ class HeadShare:
 
 
 def shares(q: Array, k: Array) -> list[HeadShare]:
-    """Return one share per thread: full sequences, or heads of all sequences if that uses more threads."""
+    """Return one share per thread: full sequences, or if that makes more shares, heads of all sequences."""
     (batch, length, heads, _), keys = q.shape, k.shape[2]
     size, shared = length * k.shape[1], heads // keys
     by_sequences = threads.cut((batch, heads, size))

@@ -94,7 +94,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
             entry(*given)
             return bool(type(compiled)._search_new_conversions(compiled, *given))
 
-        # numba calls these if no loaded version fits a call, the second only while another thread loads one.
+        # numba calls these if no loaded version fits, the second only while another thread loads a version.
         compiled._search_new_conversions, compiled._compile_for_args = fits_now, entry
         compiled._can_compile = False
         _kernels.append((compiled, full, low))
@@ -147,7 +147,7 @@ def fixed_helper(function: F) -> F:
 
 
 def target() -> str:
-    """Return LLVM's name of the processor that code is compiled for: this one unless numba names another."""
+    """Return LLVM's name of the processor that code is compiled for: the present one by default."""
     return str(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name())
 
 

@@ -159,7 +159,7 @@ class OneDNN:
         return c
 
     def _new(self, key: Key, arrays: dict[int, Array], adds: bool) -> Product | None:
-        """Make and keep the product of a key, replacing the oldest if there are many; None if unsupported."""
+        """Return and cache a new product; drop the oldest if there are too many; None if unsupported."""
         products = self.own.products
         if len(products) >= MOST_PRODUCTS:
             oldest = products.pop(next(iter(products)))
@@ -224,7 +224,7 @@ class OneDNN:
             self.own.products.clear()
             try:
                 for what, found, expected in self._trials():
-                    # Half a unit in the last place of bfloat16, and the effect of another order of a sum.
+                    # Tolerance: half a unit in the last place of bfloat16, and another order of a sum.
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():
