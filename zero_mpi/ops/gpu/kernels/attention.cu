@@ -1,8 +1,8 @@
 // The softmax of attention, between two matrix products. A block of threads computes one row of scores.
 //
-// Scores are (B K, n R, ld) float32: n queries of R heads that share keys, row t R + r. Query t of the n sees the
-// first m - n + t + 1 of m keys; beyond, weights are written as zeros. Weights have the type of the inputs, since
-// the next product wants it; in float32 they may take the place of the scores, as each thread writes what it read.
+// Scores are (B K, n R, ld) float32: n queries of R heads that share keys, row t R + r. Query t of the n sees
+// the first m - n + t + 1 of m keys; the other weights are zeros. Weights have the type of the inputs, for
+// the next product. In float32 they may overwrite the scores, as a thread writes only elements that it read.
 
 // begins (B, T), or null: the first key that a query sees. The weights of earlier keys are zeros as well.
 
