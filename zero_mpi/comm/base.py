@@ -64,7 +64,7 @@ class ModuleMemory:
     """Memory that a transport provides for the units of a module.
 
     full    for each requested partition: one array that all ranks see, each writing its slice; None if
-              each rank's slice is private
+              slices are private
     buffers   pool of buffers for gradients before reduction
     gathers   pool of buffers for gathered parameters that have no shared array
     """

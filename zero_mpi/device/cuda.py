@@ -1,4 +1,4 @@
-"""Arrays of the one GPU that a rank uses: CuPy's, which is imported when a GPU is chosen."""
+"""The GPU that a rank uses, with arrays of CuPy, which is imported when a GPU is chosen."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
 class CudaMark:
-    """Event in the order of the GPU's work: `done` polls it, `wait` blocks and leaves the core to others."""
+    """Event in the order of the GPU's work: `done` polls it; `wait` blocks without using a core."""
 
     def __init__(self, event: Any, gpu: Cuda) -> None:
         self.event, self._gpu = event, gpu
 
     @property
     def done(self) -> bool:
-        """Return whether all work before the mark is complete. Raises CuPy's error if the GPU has failed."""
+        """Return whether all work before the mark is complete. Raise CuPy's error if the GPU has failed."""
         self._gpu.choose()
         runtime = self._gpu.cupy.cuda.runtime
-        status = runtime.eventQuery(self.event.ptr)  # CuPy's `Event.done` says no forever after a fault
+        status = runtime.eventQuery(self.event.ptr)  # after a fault, CuPy's `Event.done` is False forever
         if status not in (COMPLETE, NOT_READY):
             raise runtime.CUDARuntimeError(status)
         return bool(status == COMPLETE)
@@ -37,14 +37,14 @@ class CudaMark:
 
 
 class Cuda:
-    """CuPy arrays on one GPU. All computing goes to one stream, whichever thread asks for it.
+    """A GPU as a device: CuPy arrays, and one stream for all computation of any thread.
 
-    Memory comes from CuPy's pool, which takes it by cudaMalloc: MPI libraries and other processes can open
-    that. Raises UsageError where there is no such GPU.
+    Memory comes from CuPy's pool, which uses cudaMalloc, so that MPI libraries and other processes can open
+    it. Raises UsageError if there is no such GPU.
     """
 
     name = "cuda"
-    chunk = 0  # CuPy cuts blocks from chunks of its own
+    chunk = 0  # CuPy divides its own chunks into blocks
     activations: Any = None  # as `Host.activations`
 
     def __init__(self, number: int) -> None:
@@ -54,16 +54,16 @@ class Cuda:
         self.choose()
         self.stream, self._copies = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self._fetched: CudaMark | None = None
-        self.stream.__enter__()  # never left: CuPy forgets a stream chosen by `use` after the next `with`
+        self.stream.__enter__()  # never exited: the end of any `with` would reset a stream that `use` had set
 
     @property
     def about(self) -> str:
-        """A description of the GPU, for messages."""
+        """Description of the GPU, for messages."""
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
 
     def choose(self) -> None:
-        """Let the calling thread use this GPU; a thread that has chosen none would use the first."""
+        """Make this GPU the current device of the calling thread, which otherwise is the first GPU."""
         if not getattr(self._threads, "chosen", False):
             self.cupy.cuda.Device(self.number).use()
             self._threads.chosen = True
@@ -81,33 +81,33 @@ class Cuda:
         return self.cupy.zeros(size, dtype)
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """Return (owner, array) as `Host.lend`: CuPy's views, and views of them, hold the array itself."""
+        """Return (owner, array) like `Host.lend`. The owner is the array, to which all CuPy views refer."""
         array = self.cupy.ndarray(shape, dtype, memory.data)
         return array, array
 
     def from_host(self, x: Array) -> Array:
-        """Return a copy of a host's array on the GPU, in the order of its work."""
+        """Return a copy of a host array on the GPU, made in the order of the stream."""
         return x if isinstance(x, self.cupy.ndarray) else self.cupy.asarray(x)
 
     def to_host(self, x: Array) -> Array:
-        """Return a copy of a GPU's array on the host, complete."""
+        """Return a copy of a GPU array on the host, after waiting for it."""
         return x.get(stream=self.stream) if isinstance(x, self.cupy.ndarray) else x
 
     def copy(self, target: Array, source: Array) -> None:
-        """Copy: target[...] = source, wherever the two are; what comes to or from the host is complete."""
+        """Copy `source` to `target`, on any devices. A copy to or from the host is complete on return."""
         here, there = (isinstance(x, self.cupy.ndarray) for x in (target, source))
         if here and not there:
             target.set(np.ascontiguousarray(source, target.dtype).reshape(target.shape), stream=self.stream)
-            self.stream.synchronize()  # the source may be changed as soon as this returns
+            self.stream.synchronize()  # because the caller may then change the source
         else:
             target[...] = source if here else self.to_host(source)
 
     def pinned(self, nbytes: int) -> Array:
-        """Return host memory that the GPU copies from and to by itself; raise UsageError without room."""
+        """Return pinned host memory, which the GPU copies without the CPU; raise UsageError if it fails."""
         cuda = self.cupy.cuda
         self.choose()
         try:
-            memory = cuda.PinnedMemory(max(1, nbytes))  # CuPy's pool would take the next power of two
+            memory = cuda.PinnedMemory(max(1, nbytes))  # CuPy's pool would round up to a power of two
         except cuda.runtime.CUDARuntimeError as error:
             raise UsageError(
                 f"the host cannot provide {nbytes / 2**30:.1f} GiB of pinned memory ({first_line(error)}); "
@@ -116,9 +116,9 @@ class Cuda:
         return np.ndarray((nbytes,), np.uint8, cuda.PinnedMemoryPointer(memory, 0))
 
     def fetch(self, pairs: list[tuple[Array, Array]]) -> CudaMark:
-        """Copy (pinned, array) pairs to the host beside later work; return a mark behind the last copy.
+        """Start copies of (pinned, array) pairs to the host; return a mark after the last copy.
 
-        `before_update` has to be called before the arrays change.
+        Later work runs concurrently. Call `before_update` before the arrays change.
         """
         runtime = self.cupy.cuda.runtime
         self._copies.wait_event(self.mark().event)
@@ -132,13 +132,13 @@ class Cuda:
         return self._fetched
 
     def before_update(self) -> None:
-        """Order later computing after the copies of `fetch`."""
+        """Make later computation wait for the copies of `fetch`."""
         if self._fetched is not None:
             self.wait_for(self._fetched)
             self._fetched = None
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any, Any]:
-        """Record `work` without running it; return the graph, the result, and the memory of both."""
+        """Record `work` as a CUDA graph without running it; return the graph, the result, and the memory."""
         pool = self.cupy.cuda.MemoryPool()
         with self.cupy.cuda.using_allocator(pool.malloc):
             self.stream.begin_capture()
@@ -149,21 +149,21 @@ class Cuda:
         return graph, result, pool
 
     def mark(self, stream: Any = None) -> CudaMark:
-        """Return a mark behind all work that the computing stream, or another, was asked for so far."""
+        """Return a mark after all work launched so far on the computing stream, or on another stream."""
         self.choose()
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(stream or self.stream)
         return CudaMark(event, self)
 
     def wait_for(self, mark: Any) -> None:
-        """Order later computing after a mark, which may be on another stream."""
+        """Make later computation wait for a mark, which may be of another stream."""
         self.stream.wait_event(mark.event)
 
     def synchronize(self) -> None:
         self.stream.synchronize()
 
     def memory_in_use(self) -> int:
-        """Return the bytes of the GPU that are not free, those of other processes on it included."""
+        """Return the bytes of GPU memory in use, including other processes."""
         free, total = self.cupy.cuda.runtime.memGetInfo()
         return int(total - free)
 
@@ -172,27 +172,27 @@ class Cuda:
 
 
 class CudaStopwatch:
-    """Clock of the stream that computes: its stamps are events, whose times are read when all is done.
+    """Clock of the computing stream. Its stamps are events, whose times are read after the work.
 
-    Two events with a known time of the host, the first one and one made when times are read, relate the
-    GPU's clock to the host's, which is taken to run evenly between them. CUDA gives times in float32: they
-    are exact to a microsecond ten seconds after the first event, to a quarter of a millisecond an hour after
-    it, and never put a mark before another that it follows.
+    Two events with known host times, the first event and an event at the time of reading, relate the GPU's
+    clock to the host's; between them, both are assumed to run evenly. CUDA returns times in float32: ten
+    seconds after the first event they are exact to a microsecond, an hour after it to a quarter of a
+    millisecond. Their order is always right.
     """
 
     def __init__(self, cuda: Any, stream: Any) -> None:
         self._cuda, self._stream = cuda, stream
         self._first, self._begun = self._known()
-        self._rate = 0.0  # seconds of the host in a millisecond of the GPU; 0: not known yet
+        self._rate = 0.0  # host seconds per GPU millisecond; 0: not known yet
 
     def stamp(self) -> Any:
-        """Return an event behind all work that was asked for so far."""
+        """Return an event after all work launched so far."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event
 
     def _known(self) -> tuple[Any, float]:
-        """Return an event, and when the GPU came to it."""
+        """Return an event, and the host time at which the GPU reached it."""
         self._stream.synchronize()
         before = time.perf_counter()
         event = self.stamp()
@@ -200,7 +200,7 @@ class CudaStopwatch:
         return event, (before + time.perf_counter()) / 2
 
     def seconds(self, stamp: Any) -> float:
-        """Return when the GPU came to a stamp, by the host's `time.perf_counter`; a float is such a time."""
+        """Return the `time.perf_counter` at which the GPU reached a stamp; a float is returned unchanged."""
         if isinstance(stamp, float):
             return stamp
         if not self._rate:
@@ -210,14 +210,14 @@ class CudaStopwatch:
 
 
 def import_cupy() -> Any:
-    """Return CuPy. Raises UsageError where it is not installed."""
+    """Import and return CuPy. Raise UsageError if it is not installed."""
     others = " or 'zero-mpi[cuda13]', whichever the driver supports"
     return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 
 
 @contextmanager
 def libraries(other: type[Exception] = OSError) -> Iterator[None]:
-    """Raise UsageError for what CuPy, nvmath and cuda-pathfinder raise where a library of CUDA is missing."""
+    """Turn errors of CuPy, nvmath and cuda-pathfinder about missing CUDA libraries into UsageError."""
     try:
         yield
     except (OSError, RuntimeError, other) as error:
@@ -228,17 +228,17 @@ def libraries(other: type[Exception] = OSError) -> Iterator[None]:
 
 
 def gpus() -> int:
-    """Return how many GPUs CuPy finds; 0 also where there is no CuPy or no driver."""
+    """Return the number of GPUs that CuPy finds; 0 without CuPy or a driver."""
     try:
         import cupy
 
         return int(cupy.cuda.runtime.getDeviceCount())
-    except Exception:  # no CuPy; or CUDARuntimeError, which is known only with it
+    except Exception:  # ImportError, or CUDARuntimeError, which only CuPy defines
         return 0
 
 
 def why_no_gpu() -> str:
-    """Return in one line why CuPy finds no GPU. Raises UsageError where CuPy is not installed."""
+    """Return a line that says why CuPy finds no GPU. Raise UsageError if CuPy is not installed."""
     cupy = import_cupy()
     try:
         cupy.cuda.runtime.getDeviceCount()

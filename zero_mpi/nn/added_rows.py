@@ -1,4 +1,4 @@
-"""Last rows of a frozen embedding or head, trained as a separate parameter: the rows of added tokens."""
+"""Rows of added tokens: the last rows of a frozen embedding or head, trained as a separate parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ADDED = ".added"  # suffix of the parameter's name, after the name of the matrix
 
 
 class AddedRows:
-    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C); it is used like an adapter."""
+    """The last `rows` rows of a matrix (O, C): `NAME.weight.added` (rows, C). Used like an adapter."""
 
     kind = None
 
@@ -26,7 +26,7 @@ class AddedRows:
         return self._params
 
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
-        """Return x, by which `add_to` multiplies."""
+        """Return x, which `add_to` multiplies by the rows."""
         return x
 
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
@@ -48,12 +48,12 @@ class AddedRows:
 
 
 def like(x: Any, width: int) -> Any:
-    """Return an array (..., width), shaped like x except for its last axis, in recycled memory."""
+    """Return an array (..., width) in recycled memory, shaped like x except for the last axis."""
     return pool_of(device.in_use()).take((*x.shape[:-1], width), x.dtype)
 
 
 def copied(x: Any) -> Any:
-    """Return a copy of columns, contiguous and in recycled memory."""
+    """Return a contiguous copy of an array's columns in recycled memory."""
     out = like(x, x.shape[-1])
     out[...] = x
     return out

@@ -1,8 +1,8 @@
-"""Loss on a teacher's predictions: the cross-entropy, mixed with the divergence from the teacher.
+"""Distillation loss: the cross-entropy, mixed with the divergence from a teacher's predictions.
 
-For each token the teacher gives K ids t with probabilities T, and the remaining probability. With the
-student's softmax S at the same temperature, the loss is sum T (log T - log S) + Tr (log Tr - log Sr), where
-Tr and Sr are the probabilities of all other ids.
+For each token the teacher gives K ids with probabilities T, and the probability Tr of all other ids. With the
+student's softmax S at the same temperature, and Sr for all other ids, the divergence is sum T (log T - log S)
++ Tr (log Tr - log Sr).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAST = 1e-12  # lower bound of a probability before its logarithm
 
 @dataclass(frozen=True, eq=False)
 class Distilled(CrossEntropy):
-    """(1 - weight) times the cross-entropy, plus weight times the divergence from records (B T,).
+    """Loss (1 - weight) * cross-entropy + weight * divergence from the teacher's records (B T,).
 
     A record has `ids` (K,), their `logp`, and `rest`; zeros if there is no prediction.
     """
@@ -59,7 +59,7 @@ class Distilled(CrossEntropy):
         ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
         ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
         share = ops.cross_entropy(self.cooled(z), targets, 1.0)[1].astype(np.float32, copy=False)
-        share[at[:, 0], targets] += 1  # the softmax, from the gradient of the cross-entropy
+        share[at[:, 0], targets] += 1  # turns the gradient of the cross-entropy into the softmax
         found, wanted = share[at, ids].astype(np.float64), exps(logp)
         others = xp.maximum(LEAST, 1 - found.sum(axis=-1))
         terms = (wanted * (logp - logs(xp.maximum(LEAST, found)))).sum(axis=-1)

@@ -116,7 +116,7 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether device memory may be passed to MPI (`yes`), and the source of this answer (`why`)."""
+    """Answer that device memory may be passed to MPI, or not (`yes`), and the answer's source (`why`)."""
 
     yes: bool
     why: str
