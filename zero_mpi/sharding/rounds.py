@@ -1,4 +1,4 @@
-"""Assigns the micro-batches of a step or an evaluation to the ranks, in rounds.
+"""Assignment of the micro-batches of a step or an evaluation to the ranks, in rounds.
 
 Rank i mod P computes micro-batch i in round i div P, and gradients are added in rank order after each round.
 So every element is summed over the micro-batches in order, for any number of ranks.
@@ -47,7 +47,7 @@ class Rounds:
 
 
 class Accumulator:
-    """Runs the rounds of each step on a ShardedModule.
+    """Runner of the rounds of each step on a ShardedModule.
 
         for micro_batch in accumulator:
             accumulator.accumulate(*read(step, micro_batch))
@@ -81,7 +81,7 @@ class Accumulator:
         """
 
         def work(contributors: int, last: bool) -> Scalar | None:
-            # The collectives are the same either way, so a rank without a micro-batch runs the same code.
+            # A rank without a micro-batch runs the same code, because its collectives are the same.
             if isinstance(criterion, HeadLoss):
                 return self.module.forward_backward(x, criterion, contributors=contributors, last=last)
             output, loss, dy = self.module.forward(x, training=True), None, None
@@ -109,7 +109,7 @@ class Accumulator:
         return loss
 
     def totals(self, *flags: float) -> tuple[float, ...]:
-        """Return the step's loss, and the sums over ranks of `flags`, small whole numbers. One collective."""
+        """Return the step's loss, and the sums of `flags` (small integers) over ranks. One collective."""
         losses = device.in_use().to_host(self.losses)
         totals = self.module.comm.sum_vector(np.append(losses, flags))
         return ordered_total(totals[: self.losses.size]), *totals[self.losses.size :].tolist()
@@ -135,7 +135,7 @@ class PartedBatch:
 def evaluate(module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, HeadLoss]]) -> float:
     """Return the summed loss over `micro_batches`, assigned as in training, without gradients. Collective.
 
-    `read(i)` gives input and loss of micro-batch i.
+    `read(i)` returns input and loss of micro-batch i.
     """
 
     def compute(number: int, losses: Array) -> None:
@@ -173,7 +173,7 @@ def dealt_out(
     idle: Callable[[], Any] | None = None,
     after: Callable[[int], None] | None = None,
 ) -> Array:
-    """Return `count` losses; compute(i, losses) fills in those of micro-batch i on its rank. Collective.
+    """Return `count` losses; compute(i, losses) sets the losses of micro-batch i on its rank. Collective.
 
     idle: called on a rank without a micro-batch in a round, instead of the module's forward
     after: called on all ranks after each round, with the number of ranks that had a micro-batch in it
@@ -193,10 +193,10 @@ def dealt_out(
 
 
 def no_losses(micro_batches: int) -> Array:
-    """Return zeros for the loss of each micro-batch, on the device, so that no loss has to be waited for."""
+    """Return zeros for the losses of micro-batches, on the device, so that the host need not wait."""
     return device.in_use().zeros(micro_batches, np.float64)
 
 
 def ordered_total(values: Array) -> float:
-    """Return the sum of a vector from first to last."""
+    """Return the sum of a vector, added from first to last."""
     return float(np.cumsum(values)[-1])

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, else a line of the log every few steps.
+"""Progress display of a run: a bar on a terminal, otherwise a log line every few steps.
 
 Bar and line show, in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
 Launchers put a pipe between ranks and terminal, so the stderr of parent processes is checked as well.
@@ -65,7 +65,7 @@ class Display:
             memory = self._memory / 2**20
             facts.append(f"{memory:.0f} MiB" if memory < 1024 else f"{memory / 1024:.1f} GiB")
         took, number = time.perf_counter() - self._begun, record["step"]
-        left = took * (self._steps - number) / (number - self._done)  # from the mean step of this job so far
+        left = took * (self._steps - number) / (number - self._done)  # by the mean time of this job's steps
         return [*facts, f"{interval(left)} left" if number < self._steps else f"total {interval(took)}"]
 
 
