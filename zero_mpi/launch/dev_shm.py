@@ -112,6 +112,6 @@ def is_unused(path: Path) -> bool:
 def unname() -> None:
     """Remove the names of this job's own segments, once all ranks of the node have mapped the segments."""
     maps = Path("/proc/self/maps").read_text(errors="replace")
-    for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # not opened again by MPICH
+    for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # MPICH does not reopen them
         with contextlib.suppress(OSError):  # another rank removed it first
             os.unlink(path)

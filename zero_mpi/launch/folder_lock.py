@@ -5,7 +5,7 @@ file, which ends with the process, and renews its record every few seconds. If a
 lives. If it is granted, the holder is dead only if it was on this machine: between machines flocks may not
 exist or may be local (NFS and Lustre, depending on mount options). A holder on another machine counts as dead
 if its record stops changing, by the local clock. The file is then renamed, which only one process can do, and
-a new file is made. A holder that was only paused notices this, or a moved or removed folder; its job ends.
+a new file is made. If a paused holder continues, it notices that and ends its job, also for a removed folder.
 """
 
 from __future__ import annotations
