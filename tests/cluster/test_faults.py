@@ -33,7 +33,7 @@ HAPPENS_AT = 12  # step
 TOKENS = 60_000
 FLAGS = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 FLAGS += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--steps", str(STEPS), "--keep", "3"]
-FLAGS += ["--max-time", "10m"]  # must not depend on a clock that jumps
+FLAGS += ["--max-time", "10m"]  # the limit must not depend on the clock that jumps
 FLAGS += ["--arch", "llama", "--vocab-size", "64", "--save-every", str(SAVE_EVERY)]
 
 
@@ -304,7 +304,7 @@ def test_a_run_over_hosts_ends_and_goes_on(fault, unbroken):
 
 @rows([REFUSED])
 def test_a_run_whose_data_are_cut_short_is_refused(fault, unbroken, common_path):
-    """The refusal comes immediately and in one line; files of the earlier run do not change."""
+    """The job is refused immediately and in one line; files of the earlier run do not change."""
     tokens = common_path / "tokens.npy"
     write_tokens(tokens)
     trial = Trial(common_path)

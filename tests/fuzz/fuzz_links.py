@@ -93,7 +93,7 @@ def put(random: Random, path: Path, kind: str) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.parent.resolve() != path.parent or not path.parent.is_dir():
-        return  # the parent was replaced already
+        return  # the parent is already replaced
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

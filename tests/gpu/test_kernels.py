@@ -48,7 +48,7 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     floats = [isinstance(x, np.ndarray) and x.dtype in KINDS for x in args]
     wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
     result = getattr(reference, name)(*wide, **named)
-    roles = low_precision.ROLES.get(name, low_precision.Roles(1, None, ()))  # an embedding's weights
+    roles = low_precision.ROLES.get(name, low_precision.Roles(1, None, ()))  # the default is for embeddings
     kind = [x for x in args if isinstance(x, np.ndarray)][roles.type_from].dtype
     after = [
         x.astype(old.dtype) if is_float else x for x, old, is_float in zip(wide, args, floats, strict=True)
@@ -60,7 +60,7 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     return tuple(low_precision.narrowed(x, kind) if i in low else x for i, x in enumerate(rest)), after
 
 
-GUARD = 67  # elements before and after
+GUARD = 67  # elements before and after an array
 
 
 def plain(x: np.ndarray) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ def test_strategies_and_recomputation_change_no_bit(gpu, options):
 @pytest.mark.world(1)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
-    """The copies are of the losses and of the sums of squares. The GPU idles while the host waits."""
+    """A step copies only losses and sums of squares to the host, because the GPU idles during each copy."""
     module = tiny.make(SerialComm(), tiny.MODELS["gpt2"], strategy, bucket_mb=0.01)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 3)
     assert len(module.units) > 2
@@ -109,7 +109,7 @@ def test_recorded_micro_batches_change_no_bit(gpu, strategy, precision, monkeypa
     found, calls = run()
     assert found == expected
     assert min(plain) > 100
-    assert max(calls[-4:]) < 10  # two uploads, the graph, the loss
+    assert max(calls[-4:]) < 10  # calls: two uploads, the graph, the loss
 
 
 @pytest.fixture(scope="module", params=["staged", "mpi"])

@@ -54,7 +54,7 @@ def test_named_parameters_and_shard_info_tell_who_owns_what(exact, strategy):
 
 
 def test_what_was_gathered_before_parameters_change_is_dropped(exact):
-    """A prefetch, or a forward without its backward, would keep outdated parameters."""
+    """After an update, a prefetch or a forward without its backward would hold outdated parameters."""
     module = tiny.make(exact, CONFIG, prefetch=2)
     x, _ = tiny.micro_batch(0, 0, CONFIG)
     module.prefetch_forward_params()
@@ -183,7 +183,7 @@ def test_a_sharded_linear_layer_holds_rows_and_drops_them_at_once(exact):
 
 
 def test_clipping_what_the_library_has_summed_scales_all_of_it(fast):
-    """Every rank updates all of the unit, so all of it must be scaled and not only the rank's slice."""
+    """Every rank updates the full unit, so the full gradient must be scaled, not only the rank's slice."""
     module = tiny.make(fast, CONFIG, NO_SHARD)
     one_round(module, fast.rank)
     norm = clip_grad_norm(module, 1e-3)

@@ -35,7 +35,7 @@ def test_checkpoint_prints_its_table_and_leaves_nothing_behind(tmp_path):
     _, _, *rows, _, _ = printed_by(2, "checkpoint.py", *flags)
     found = [re.fullmatch(r"(\S.*?)  +([\d.]+) +([\d.]+) +[\d.]+ +([\d.]+)", row) for row in rows]
     assert [match and match[1] for match in found] == ROWS
-    assert all(float(match[2]) + float(match[4]) > 0 for match in found)  # either may round to 0
+    assert all(float(match[2]) + float(match[4]) > 0 for match in found)  # each of them may round to 0
     assert [match[3] for match in found if match[1].startswith("plain")] == ["1.00"] * 3
     assert list(tmp_path.iterdir()) == []
 

@@ -106,7 +106,7 @@ def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
 
 @pytest.mark.parametrize("flags", ["", "--val-fraction 0", "--strategy no-shard", "--sample 0"])
 def test_defaults_are_no_flags_that_were_given(flags, tmp_path):
-    """Settings in a file that equal the defaults also do not count as given flags."""
+    """Settings in a file that equal the defaults do not count as given flags either."""
     (tmp_path / "all.toml").write_text(write_toml(parse(flags.split())))
     assert said("--config", str(tmp_path / "all.toml")) == said(flags) == []
 

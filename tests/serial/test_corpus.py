@@ -137,7 +137,7 @@ def test_text_in_another_encoding_is_taken_and_told(tmp_path):
 
 
 def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
-    """The kinds of these files are not checked, so the digest cannot change."""
+    """These files are not checked by kind, so a new check cannot change the corpus and its digest."""
     monkeypatch.setattr("zero_mpi.data.text_files.kind_of", lambda *_: pytest.fail("looked at"))
     corpus = load()
     assert corpus.documents == sum(path.stat().st_size > 0 for _, path in library_files())
@@ -262,7 +262,7 @@ def test_the_hash_does_not_depend_on_place_split_or_context(tmp_path, monkeypatc
 
 
 def test_the_hash_is_pinned(tmp_path):
-    """Checkpoints record the hash, so another recipe would refuse every resume."""
+    """The hash must never change, because checkpoints record it and a resume compares it."""
     write(tmp_path, a="one", b__c="two")
     recipe = [(b"a", b"one"), (b"b/c", b"two")]
     parts = [len(name).to_bytes(8, "little") + name + sha256(data).digest() for name, data in recipe]

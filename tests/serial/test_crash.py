@@ -67,7 +67,7 @@ class Operations:
                 self.count += 1
                 stops = self.count == self.stop_at
             if stops:
-                if name == "pwritev":  # half of it is written
+                if name == "pwritev":  # only half of the data is written
                     whole = b"".join(arguments[1])
                     self.real[name](arguments[0], [whole[: len(whole) // 2]], arguments[2])
                 self.action(name, arguments)
@@ -106,7 +106,7 @@ def inode(handle: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    before: tuple[tuple[int, int], ...]  # (step, seed) of earlier checkpoints, in their order
+    before: tuple[tuple[int, int], ...]  # (step, seed) of earlier checkpoints, in order
     after: tuple[int, ...]
     keep: int = 0
     exchanges: bool = True
@@ -209,7 +209,7 @@ def test_a_save_may_be_killed_before_any_operation(power, case, start, complete)
     for stop_at in itertools.count(1):
         out = start()
         killed = save_and_die(out, case, stop_at, power=power)
-        if case.exchanges:  # without exchange it holds only after the clean-up
+        if case.exchanges:  # without exchange this is true only after the next save's clean-up
             assert_nothing_lost(out, case)
         folders.clean(out)
         assert_nothing_lost(out, case)

@@ -108,7 +108,7 @@ def test_an_interrupt_of_one_rank_ends_the_job(tmp_path):
 
 
 def test_bad_input_that_only_one_rank_knows_of_ends_the_job(tmp_path):
-    """The other ranks would wait for a rank that exits silently."""
+    """A rank that exits silently ends the job, because the other ranks would wait for it."""
     fault = 'from zero_mpi.errors import UsageError; raise UsageError("the fault")'
     status, errors = run_script(3, tmp_path, COMMAND.format(where="world.rank == 1", fault=fault))
     assert status not in (0, 75)
@@ -241,7 +241,7 @@ def test_a_rank_in_another_collective_is_named_long_before_the_limit(transport, 
 
 @pytest.mark.parametrize("transport", ["mpi", "shared"])
 def test_checked_collectives_name_the_first_difference(transport, flags, tmp_path):
-    """The difference is reported immediately, in one line, without waiting for the limit."""
+    """Different collectives are reported in one line, without waiting for the limit."""
     script = HANGING.format(rank=1, fault="meet_alone", limit=60)
     checks = ["--check-collectives", "--transport", transport]
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5", *checks)

@@ -45,7 +45,7 @@ def mount() -> Iterator[Mount]:
         mounted.append(place)
 
     yield mount
-    for place in mounted:  # several mounts may be on one folder
+    for place in mounted:  # a folder may have several mounts
         while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
             pass
 
@@ -120,7 +120,7 @@ SMALL_FILES = """if (made, rank) == (45, 0):
 
 
 def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_path):
-    """All ranks end at one of the next steps instead of training in vain."""
+    """After a failed background save, all ranks end at one of the next steps."""
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(FAULTY.format(fault=SMALL_FILES))
     flags = [*flags, "--out", str(out), "--steps", "121", "--async-save", "--save-every", "40"]
@@ -132,7 +132,7 @@ def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_p
     check_digests(open_checkpoint(out / "latest"))
 
 
-# Before step 4 the folder of the run is mounted read-only. Files that are open already, the records, stay
+# Before step 4 the run folder is mounted read-only. Files that are already open, the records, stay
 # writable.
 READ_ONLY = """if made == 3:
         self.saving.saver.wait()  # for the checkpoint of step 2, where it is saved in the background
@@ -226,7 +226,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 TRAINED = ["zero_mpi.train", "--out", "out", "--steps", "3", "--data", "text-0-0.txt"]
 EXPORTED = ["zero_mpi", "export", "model.gguf"]
-CLOSED = [  # (file that cannot be closed, command, status, file name in the line)
+CLOSED = [  # (file that cannot be closed, command, status, file name in the message)
     ("model.gguf", TRAINED, 1, "model.gguf"),
     ("optimizer.gguf", TRAINED, 1, "optimizer.gguf"),
     ("metrics.jsonl", TRAINED, 1, "metrics.jsonl"),

@@ -102,7 +102,7 @@ def test_prompts_at_once_continue_as_each_alone(model):
 
 
 def greedy(model: TextModel, prompt: list[int], tokens: int) -> list[int]:
-    """Return the tokens of temperature 0, by a full forward for every token.
+    """Return the tokens for temperature 0, computed by a full forward for every token.
 
     When the context is full, it restarts with its newest half (six of 13 positions).
     """

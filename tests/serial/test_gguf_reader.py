@@ -251,7 +251,7 @@ LOADABLE = [
 def test_any_range_of_any_type_that_models_come_in(
     load: Any, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
-    """The blocks are random, because the package gguf cannot encode all of these types."""
+    """Blocks are random bytes, because the package gguf cannot encode all of these types."""
     monkeypatch.setattr(tensor_file, "CHUNK", chunk)
     kind = Kind[name]
     block, width = gguf.GGML_QUANT_SIZES[kind]
@@ -282,7 +282,7 @@ def test_a_range_is_read_into_a_given_array(load: Any, kind: Kind) -> None:
 
 
 def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
-    """Reading a slice of a sparse tensor of 4 GiB takes only the memory of the slice."""
+    """Reading a slice of a sparse tensor of 4 GiB allocates only the slice."""
     path = tmp_path / "m.gguf"
     with GGUFStream(path, "llama", {}, [("x", (1 << 15, 1 << 15))]):
         pass

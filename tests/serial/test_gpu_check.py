@@ -96,7 +96,7 @@ def test_steps_are_timed_when_they_are_asked_for(tmp_path):
 
 
 def test_idle_time_is_what_no_kernel_fills():
-    """There are two overlapping streams, a gap, and work before the measured time."""
+    """Idle time is right for overlapping streams, a gap, and work before the measured time."""
 
     def event(kind, start, stop):
         return {"cat": kind, "ts": start, "dur": stop - start}
@@ -112,7 +112,7 @@ def test_idle_time_is_what_no_kernel_fills():
 
 
 def test_figures_of_a_race():
-    """GPT-2 124M at half a million tokens per second has 43 % of the peak, by the usual count."""
+    """GPT-2 124M at half a million tokens per second reaches 43 % of the peak, by the usual FLOP count."""
     racer = gpu_check.Racer("ours", None, {"tokens": 32768, "parameters": 124_439_808}, {"pool_mb": 5.0})
     racer.ms = [1e3 * 32768 / 500_000] * 20
     found = gpu_check.row(racer, "gpt2-124m")

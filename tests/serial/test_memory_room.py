@@ -33,7 +33,7 @@ def with_shm(size, ranks, *command):
 
 @needs_mpiexec
 def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
-    """MPICH died of SIGSEGV with Docker's 64 MiB and 14 ranks."""
+    """Without a check, MPICH dies of SIGSEGV with 14 ranks in Docker's 64 MiB."""
     if reason := why_no_mount():
         pytest.skip(f"no private /dev/shm: {reason}")
     if launcher_kind() != "mpich":
@@ -124,7 +124,7 @@ def resident_pages(job, folder):
             while process.poll() is None:
                 found = found if len(found) == 2 else [*ranks_of(process.pid)]
                 most = max(most, sum(map(proportional, found)))
-                time.sleep(0.1)  # reading the page counts takes longer if there are many
+                time.sleep(0.1)  # not in a tight loop, since reading many page counts is slow
         finally:
             end(process)
     assert process.returncode == 0, (folder / "said").read_text()
