@@ -1,6 +1,6 @@
 """Small task files in the published formats, with the fields of the data sets and our own texts.
 
-`ROWS[name]` has the lines; `FIGURES[name]` the figures of lm-evaluation-harness for them.
+`ROWS[name]` has the lines, and `FIGURES[name]` the figures that lm-evaluation-harness gives for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny base in blocks of every type with adapters that are trained, from its blocks or its floats."""
+"""Tiny base in blocks of every type, and training of adapters on its blocks or its floats."""
 
 from dataclasses import replace
 

@@ -33,7 +33,7 @@ class Stopping:
 
     def __init__(self, stop_at: int, action: Callable[[], object]) -> None:
         self.count, self.stop_at, self.action = 0, stop_at, action
-        self.thread = threading.get_ident()  # threads of earlier tests may still run
+        self.thread = threading.get_ident()  # other threads, of earlier tests, are not counted
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in CALLS:
@@ -113,7 +113,7 @@ def test_a_file_whose_writer_is_killed_is_the_old_or_the_new_one(name, tmp_path)
 def killed_at(stop_at: int, action: Callable[[], object]) -> bool:
     """Run action() in a child that is killed before call `stop_at`; return whether it was."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads that the child does not have
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child has no other threads
         child = os.fork()
     if child == 0:
         Stopping(stop_at, lambda: os.kill(os.getpid(), signal.SIGKILL)).install(pytest.MonkeyPatch())

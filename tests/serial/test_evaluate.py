@@ -307,7 +307,7 @@ def log_probabilities(path: Path, window: list[int]) -> np.ndarray:
 
 
 def test_divergence_is_that_of_the_logits_on_any_ranks(folder: Path) -> None:
-    """The formulas are those of llama.cpp's perplexity --kl-divergence; --against names the reference."""
+    """The figures match llama.cpp's perplexity --kl-divergence, whose reference is the model of --against."""
     flags = ("new.gguf", "--against", "old.gguf", "--data", "text", "--kl", "--windows", "3")
     printed, figures = evaluate(folder, *flags)
     assert evaluate(folder, *flags, ranks=2) == (printed, figures)

@@ -187,7 +187,7 @@ def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> 
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["step"]) == ("failed", 2)
     assert status["reason"] == f"no progress for {said[1]} s: {said[2]}"
-    assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # the lock of a killed job is taken over
+    assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # a killed job leaves its lock
 
 
 def forget_who_was_woken(out: Path, rank: int) -> None:

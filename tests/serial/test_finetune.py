@@ -163,7 +163,7 @@ def test_the_example_of_preferences_shows_what_was_gained(stand_in, tmp_path):
     [(signal.SIGINT, 10**9, "conversations/train.jsonl"), (signal.SIGTERM, 6, "docstrings/metrics.jsonl")],
 )
 def test_the_example_ends_with_75_while_it_asks_and_while_it_trains(number, tokens, when, stand_in, tmp_path):
-    """The answers before training are written before the run, the answers after it at its end."""
+    """The signal comes when the conversations are written, or after a step of training."""
     if not hands_sigterm_on():
         pytest.skip("this launcher ends its ranks at these signals")
     small = ["--steps", "100000", "--context", "64", "--batch-size", "2", "--eval-windows", "1"]

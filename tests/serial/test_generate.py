@@ -156,7 +156,7 @@ def drawn(temperature: float, top_k: int) -> np.ndarray:
 )
 def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
     found = drawn(temperature, top_k)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # four standard deviations of 4000 draws
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # 4 standard deviations for 4000 draws
     assert np.all((found == 0) == (np.array(expected) == 0))
 
 

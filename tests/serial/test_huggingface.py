@@ -83,7 +83,7 @@ def test_half_precision_is_read_exactly(tmp_path: Path, dtype: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, name: str) -> None:
-    """Reordering q's rows and transposing gpt2's matrices, of 64 MiB each, takes little memory."""
+    """A slice takes little memory even if the matrix (64 MiB) is reordered (q) or transposed (gpt2)."""
     shape = (4096, 4096)
     big = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
     q = "model.layers.{}.self_attn.q_proj.weight"

@@ -74,7 +74,7 @@ def test_a_resume_goes_on_from_adapter_and_base(alone, tmp_path):
 
 
 def test_the_loss_before_the_first_step_is_the_bases(alone, base):
-    """The first loss is the base model's, because the products of new adapters are zero."""
+    """The loss before training is the base model's, because the products of new adapters are zero."""
     of_base, of_run = (
         [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         for out in (base.parents[1], alone[0])

@@ -58,7 +58,7 @@ dev_shm.check_space({"PMI_FD": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "4", "MP
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_other_nodes_wait_a_rank_dies_of_a_signal_which_ends_them(rank):
-    """Their launcher waits forever if a rank exits before MPI_Init."""
+    """A signal ends all ranks; after an exit before MPI_Init, the launcher would wait forever."""
     code = NO_ROOM % rank
     status, _, errors = run_command([sys.executable, "-c", code], timeout=60)
     assert (status, errors.count("/dev/shm")) == (-signal.SIGKILL, 1 if rank == 0 else 0)
@@ -103,7 +103,7 @@ def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
 
 @needs_mpiexec
 def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
-    """`ulimit -v` needs no rights, and leaves space for the mappings of ranks at their start."""
+    """The limit by `ulimit -v` needs no root and exceeds the address space of ranks at their start."""
     flags = ["--data", *write_text(tmp_path), "--layers", "9", "--dim", "4096", "--heads", "32"]
     job = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *flags, "--transport", "mpi"]
     command = ["sh", "-c", 'ulimit -v 9000000; exec "$@"', "sh", *job]

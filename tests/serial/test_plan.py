@@ -78,7 +78,7 @@ def test_layers_on_fakes_take_what_real_ones_take(name, recompute, monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"context": 700, "micro_batch": 1},  # weights of attention are not kept
+        {"context": 700, "micro_batch": 1},  # too long to keep attention weights
         {"context": 129, "micro_batch": 5},
         {"strategy_name": "no-shard"},
         {"frozen": ("token_embd*", "blk.0.*")},
@@ -128,7 +128,7 @@ def test_logits_come_in_chunks(monkeypatch):
 
 @needs_numba
 def test_a_context_of_4096_takes_memory_of_its_length_and_not_of_its_square():
-    """Limit per token: 16 numbers a column, 6 a feed-forward column, logits and their gradient."""
+    """Upper bound per token: 16 numbers per column, 6 per feed-forward column, logits and their gradient."""
     sizes = SIZES | {"layers": 1, "heads": 8, "kv_heads": 8, "context": 4096, "tied": False}
     case = Case(Llama.from_flags(sizes), batch_size=1, micro_batch=1, context=4096)
     bound = 4 * 4096 * (16 * sizes["dim"] + 6 * sizes["ffn"] + 2 * sizes["vocab_size"])
@@ -144,7 +144,7 @@ def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     player.play([*starts, second, StepEvent(WAIT, 0, GATHER), StepEvent(WAIT, 1, GATHER)])
     time = player.time
     assert time.communication == pytest.approx(sum(takes))
-    assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # the transfers share a line
+    assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # the transfers use the same link
     assert time.seconds == pytest.approx(time.computation + time.exposed)
 
 

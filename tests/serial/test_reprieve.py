@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# The state of the launcher is R while it has a signal to take and no core to do so.
+# The launcher's state is R while it has a pending signal but gets no core.
 STATE = """
 import os, time
 def state():

@@ -19,7 +19,7 @@ MOUNT = 'mount -t tmpfs -o size="$0" tmpfs /dev/shm || exit 99\n'
 # Files that the job leaves are counted after all its processes have ended.
 COMMAND = MOUNT + '"$@"; status=$?; sleep 0.3; find /dev/shm -type f -printf "left %s\\n"; exit $status'
 MODEL = ["--layers", "2", "--dim", "256", "--heads", "4", "--context", "16", "--batch-size", "4"]
-MODEL += ["--steps", "2", "--warmup", "1", "--sample", "0"]  # 1.6 million parameters: 6 MiB, and slots
+MODEL += ["--steps", "2", "--warmup", "1", "--sample", "0"]  # 1.6 million parameters: 6 MiB, plus slots
 PATCH = """
 import os, signal, sys, tempfile
 from zero_mpi.train import command as train_command

@@ -1,4 +1,4 @@
-"""Token files of other programs are read with their ids and documents; damaged ones are refused."""
+"""Token files of other programs are read with their ids and documents; damaged files are refused."""
 
 import json
 

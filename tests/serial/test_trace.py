@@ -57,7 +57,7 @@ CASES = [  # events of a step of length 100, the columns, and the units with wai
         {"compute": 50, "exposed": 30, "other": 20},
         {"allgather": 30},
     ),
-    (  # evaluations and checkpoints count fully
+    (  # evaluations and checkpoints count in full
         [
             event(0, "steps", "evaluation", 0, 30),
             event(0, "compute", "forward", 5, 25),
@@ -68,7 +68,7 @@ CASES = [  # events of a step of length 100, the columns, and the units with wai
         {"evaluation": 30, "checkpoint": 20, "other": 50},
         {},
     ),
-    (  # a wait without a unit is named by the stage that needs it
+    (  # a wait without a unit gets the name of the stage that needs it
         [
             event(0, "between stages", "before", 0, 50, unit="blk.7"),
             event(0, "waits", "updated parameters", 10, 30),
