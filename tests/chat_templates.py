@@ -154,7 +154,7 @@ PLAIN = """\
 {% if add_generation_prompt %}
 ### assistant:
 {% endif %}"""
-# As some trainers use them: these templates mark the assistant's text themselves.
+# Templates in the style of trainers, which mark the assistant's text.
 MARKED = """\
 {% for message in messages %}
 {% if message['role'] == 'assistant' %}
@@ -181,7 +181,7 @@ TEMPLATES = {
     "marked": MARKED,
 }
 
-# With tools; calls are written in the formats of public templates.
+# Templates with tools, in which calls have the formats of public templates.
 HERMES = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

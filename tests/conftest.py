@@ -2,10 +2,10 @@
 
     mpiexec -n 4 python -m pytest --with-mpi        (or plain `pytest`: a world of one rank)
 
-- Rank 0 writes to the terminal; the others write to $ZERO_MPI_TEST_LOGS/rankN.log (default test-logs/).
+- Rank 0 writes to the terminal; other ranks write to $ZERO_MPI_TEST_LOGS/rankN.log (default test-logs/).
 - After every phase of every test (setup, call, teardown) the ranks exchange outcomes. The worst outcome of
   any rank becomes the outcome on all, so rank 0 reports the result with the failing rank's traceback.
-- If a rank fails before a collective, the others hang in it. A watchdog then prints all stacks and
+- If a rank fails before a collective, the other ranks hang in it. A watchdog then prints all stacks and
   ends the job with status 86, after $ZERO_MPI_TEST_TIMEOUT seconds (60) or the test's own marker.
 - tests/serial runs in one process only. Its tests start their own jobs by `jobs.run_job`.
 - A test with three parameters or more runs with enough combinations to cover every pair of values.
@@ -186,7 +186,7 @@ class Harness:
         marker = item.get_closest_marker("timeout_seconds")
         with self.watched(item.nodeid, marker.args[0] if marker else TIMEOUT):
             result = yield
-        self.remove(self.folder_of(item))  # after the teardown of all ranks
+        self.remove(self.folder_of(item))  # all ranks have finished the teardown
         return result
 
     def folder_of(self, item):
@@ -217,7 +217,7 @@ class Harness:
         return report
 
     def pytest_internalerror(self, excrepr):
-        """End the job after an error of pytest in one rank, because the others would wait forever."""
+        """End the job after an error of pytest in one rank, because other ranks would wait forever."""
         if self.world.size > 1:
             self.shout(f"internal error\n{excrepr}")
             self.world.Abort(DISAGREED_STATUS)

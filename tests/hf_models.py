@@ -248,7 +248,7 @@ def frequencies(config, D, T):
 
 
 def yarn(freqs, config, D):
-    """Divide frequencies with less than one turn in the original context, keep those with 32 turns."""
+    """Divide frequencies with less than one turn in the original context; keep frequencies above 32 turns."""
     scaling, base = config["rope_scaling"], config["rope_theta"]
     old = scaling["original_max_position_embeddings"]
     low, high = (D * np.log(old / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (32, 1))

@@ -118,7 +118,7 @@ def trial(out, flags, draw):
             command, env=clean_environment() | {MARK: mark}, stdout=said, stderr=said, start_new_session=True
         )
     try:
-        if draw.random() < 0.3:  # at any moment of the start
+        if draw.random() < 0.3:  # kill at any moment of the start
             time.sleep(draw.random())
         else:
             until(lambda: newest(out) > before or job.poll() is not None, "a checkpoint")

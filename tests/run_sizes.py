@@ -7,7 +7,7 @@ With --quick, as in `make test`, each test runs at one number of ranks, and test
 see tests/conftest.py.
 
 Each lane runs one part at a time. There are two more lanes than cores, because tests wait a third of their
-time. Parts with several ranks alternate with others, so that few of them run at once. The files of
+time. Parts with several ranks alternate with other parts, so that few of them run at once. The files of
 tests/serial are divided among a dozen processes, which stay small because many tests fork. Each part prints a
 line with the reasons of its skips, its slowest tests, the end of its output if it failed; the last line is
 `N passed, N failed, N skipped`. The exit status is 0 only if every part completed, none failed, and

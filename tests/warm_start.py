@@ -163,7 +163,7 @@ def load() -> None:
 
 
 def compute_once() -> None:
-    """Let ranks share results that each would compute alike; they take half of a small job's time."""
+    """Cache results that all ranks would compute, which takes half of a small job's time."""
     import numpy as np
     import numpy.random  # NumPy loads these on first use
 

@@ -44,7 +44,7 @@ class Stage:
     fire: Callable[[Trial], None]
     mend: Callable[[Trial], None] = lambda trial: None
     env: Mapping[str, str] = field(default_factory=dict)
-    command: Sequence[str] = ()  # command instead of the usual one
+    command: Sequence[str] = ()  # command to run instead of the usual command
 
 
 def write_tokens(path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_run_whose_data_are_cut_short_is_refused(fault, unbroken, common_path)
     with contextlib.closing(trial):
         trial.start(command(fault.launcher, RANKS), flags(common_path))
         trial.until_step(HAPPENS_AT)
-        trial.close()  # by SIGTERM, so it saves
+        trial.close()  # close() sends SIGTERM, so the run saves
         done = trial.done
         os.truncate(tokens, 4096)
         trial.happens(lambda trial: trial.start(command(fault.launcher, RANKS), flags(common_path)))

@@ -53,7 +53,7 @@ Case = Callable[[Random, Path], list[str]]
 MOST_CPU = 5.0  # CPU seconds of a run
 OUT_OF_TIME = f"signal {int(signal.SIGXCPU)}"
 MOST_WAIT = 40.0  # wall-clock seconds; generous, because machines are busy
-MOST_GROWTH = 300 << 20  # bytes of resident memory above what this process has
+MOST_GROWTH = 300 << 20  # bytes of resident memory in addition to this process's
 MOST_HELD = 2 << 30  # limit of a run's memory in bytes
 RESERVED = 3 << 30  # address space that Intel MPI reserves at its start
 MOST_WRITTEN = 256 << 20  # bytes of a file that a run writes
@@ -218,7 +218,7 @@ def find_cases(only: str, folder: Path) -> dict[str, Case]:
     kinds = {name.partition(".")[0] for name in wanted}
     for path in sorted(folder.glob("fuzz_*.py")):
         kind = path.stem.removeprefix("fuzz_")
-        if not kinds or kind in kinds:  # only these, as some train a run at import
+        if not kinds or kind in kinds:  # some modules train a run at import
             cases = importlib.import_module(path.stem).CASES
             found |= {f"{kind}.{name}": case for name, case in cases.items()}
     chosen = {
@@ -302,7 +302,7 @@ def prepare() -> None:
     os.environ.update(SETTINGS)
     from zero_mpi.commands.main import module_of
 
-    uses_intel_mpi()  # and the case is kept
+    uses_intel_mpi()  # cached, so it is run only once
     for name in COMMANDS:
         importlib.import_module(module_of(name))
 

@@ -112,7 +112,7 @@ def test_a_step_that_is_left_out_changes_nothing(gpu, pieces):
 
 
 def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
-    gc.collect()  # otherwise garbage of earlier tests could be freed during the measurement
+    gc.collect()  # frees garbage of earlier tests before the measurement
     _, optimizer = optimizers()
     pool = sys.modules["cupy"].get_default_memory_pool()
     held = []

@@ -1,4 +1,4 @@
-"""The plan's figures for GPU memory equal those of the pools after real steps."""
+"""The plan's GPU memory equals that of the pools after real steps."""
 
 from dataclasses import replace
 

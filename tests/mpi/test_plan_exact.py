@@ -1,4 +1,4 @@
-"""The plan's memory and traffic equal those of real modules, rank by rank."""
+"""The plan's memory and traffic equal the measured values of real modules, rank by rank."""
 
 from dataclasses import replace
 

@@ -76,7 +76,7 @@ def said(*flags, is_text=True):
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_would_never_happen_is_refused(flags, monkeypatch):
     others, remedy = REFUSED[flags]
-    monkeypatch.setattr(portable, "active", flags == "--bits native")  # as in a restarted process
+    monkeypatch.setattr(portable, "active", flags == "--bits native")  # simulates a restarted process
     with pytest.raises(UsageError, match=f"^{flags.split()[0]} .*{others}"):
         parse(flags.split())
     parse([*flags.split(), *remedy.split()] if remedy else flags.split()[:2])

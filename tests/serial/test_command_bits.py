@@ -86,7 +86,7 @@ def train(
     return printed
 
 
-train_compiled = functools.partial(train, operations=COMPILED)  # with the operations that users run
+train_compiled = functools.partial(train, operations=COMPILED)  # the compiled operations, which users run
 
 
 def fields(out: Path, *names: str) -> list[tuple[str, ...]]:

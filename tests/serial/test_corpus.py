@@ -116,7 +116,7 @@ def test_binary_files_of_a_folder_are_left_out_and_counted(tmp_path):
 
 
 def test_a_binary_file_that_the_user_names_is_refused_unless_bytes_are_asked_for(tmp_path):
-    """--tokenizer byte takes binary files that are named, not those of a folder."""
+    """--tokenizer byte reads binary files that are named, but skips binary files in folders."""
     write(tmp_path, a="text", b=b"x\0y", c=b"\x1f\x8b\x08")
     for paths in ([tmp_path / "b"], [tmp_path, tmp_path / "b"]):
         with pytest.raises(UsageError, match=r"--data .*/b "):

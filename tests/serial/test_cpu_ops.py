@@ -334,7 +334,7 @@ def test_the_same_bits_again_in_other_places(name, make):
         given = []
         for x in make():
             if isinstance(x, np.ndarray) and x.ndim:
-                buffer = np.empty(x.size + shift, x.dtype)  # at another offset from a cache line
+                buffer = np.empty(x.size + shift, x.dtype)  # for arrays at other offsets from a cache line
                 buffer[shift:] = x.reshape(-1)
                 x = buffer[shift:].reshape(x.shape)
             given.append(x)

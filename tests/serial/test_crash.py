@@ -52,7 +52,7 @@ class Operations:
 
     def __init__(self, stop_at: int, action: Callable[[str, tuple[Any, ...]], None]) -> None:
         self.count, self.stop_at, self.action = 0, stop_at, action
-        self.opened: dict[int, Opened] = {}  # by inode, because handle numbers are reused
+        self.opened: dict[int, Opened] = {}  # inode -> file, because handle numbers are reused
         self.real = {name: getattr(os, name) for name in CALLS} | {"exchange": folders.exchange}
         self._lock = threading.Lock()
 

@@ -19,7 +19,7 @@ from test_command_bits import needs_mpiexec
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n\n" for n in range(400))
 WALKED = [page for page in PAGES if any(isinstance(step, Line) for step in steps_of(page))]
 FOLDERS = ("examples", "hostfiles", "benchmarks", "tools")  # folders that commands name
-TOLD = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]  # with pages that have no commands
+TOLD = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]  # includes pages without commands
 
 
 def all_lines() -> list[str]:

@@ -172,7 +172,7 @@ NAMES = '{"names": ["X1", "X1"], "driver": "13.0"}'
     ],
 )
 def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch):
-    """The child finds two devices and then ends in one of these ways; CuPy is missing."""
+    """CuPy is missing, and the child finds two devices and then ends in one of several ways."""
     monkeypatch.setattr(hosts, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(hosts, "installed", lambda name: "")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)

@@ -112,7 +112,7 @@ def test_it_is_the_run_of_so_many_steps(ranks, flags, by_steps, tmp_path):
 
 @needs_mpiexec
 def test_it_goes_on_from_a_checkpoint_on_other_ranks(flags, by_steps, tmp_path):
-    """One epoch is 8 steps; with a constant rate the resumed run equals the unbroken one."""
+    """One epoch is 8 steps; with a constant rate the resumed run equals an unbroken run."""
     constant = [*flags, "--schedule", "constant"]
     train(1, tmp_path / "whole", *constant, "--steps", "15")
     train(3, tmp_path / "out", *constant, "--epochs", "1")

@@ -286,7 +286,7 @@ EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
 def test_an_export_names_the_tokens_that_end_an_answer(
     tmp_path: Path, template: str | None, keys: dict[str, str], eot: str | None, eom: str | None
 ) -> None:
-    """The end tokens are the template's and those of llama.cpp's list, EOS first."""
+    """The end tokens are EOS, the template's end tokens, and tokens of llama.cpp's list."""
     all_keys: Any = chat_keys(template)
     ids = {token: place for place, token in enumerate(all_keys["tokenizer.ggml.tokens"])}
     all_keys |= {name: np.uint32(ids[token]) for name, token in keys.items()}

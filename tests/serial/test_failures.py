@@ -1,6 +1,6 @@
 """If a rank fails, exits, is killed or hangs, the job ends within seconds, with the rank and the cause.
 
-Small scripts add the faults to the real command. While one rank fails, the others wait in a collective, so
+Small scripts add the faults to the real command. While one rank fails, other ranks wait in a collective, so
 each of these jobs would hang without a watchdog.
 """
 
@@ -22,7 +22,7 @@ SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedul
 AT_ONCE = 25.0  # seconds for start, failure and end of a job on a busy machine; a hang takes LIMIT
 LIMIT = 30.0
 
-# A command run by `launch.world.run`: one rank fails, the others wait in a barrier.
+# A command run by `launch.world.run`: one rank fails, the other ranks wait in a barrier.
 COMMAND = """
 import sys
 from zero_mpi.launch.world import run
@@ -124,7 +124,7 @@ def test_a_rank_that_leaves_in_the_middle_of_training_ends_the_job(fault, flags,
 
 
 def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
-    """The resumed run equals an unbroken one; records after the checkpoint are replaced."""
+    """The resumed run equals an unbroken run; records after the checkpoint are replaced."""
     train(1, tmp_path / "whole", *flags[:-2], "--steps", "6")
     script = FAULTY.format(fault="if (made, rank) == (5, 2): os.kill(os.getpid(), signal.SIGKILL)")
     status, _ = run_script(4, tmp_path, script, *flags, "--steps", "6", "--save-every", "3")
@@ -136,7 +136,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
-# One rank stops while the others enter the collectives of step 3.
+# One rank stops while the other ranks enter the collectives of step 3.
 HANGING = """
 import os, signal, time
 import numpy as np

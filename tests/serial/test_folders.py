@@ -1,4 +1,4 @@
-"""Tests of checkpoint folders: kept, removed and resumed ones."""
+"""Tests of checkpoint folders: which of them are kept, removed and resumed."""
 
 import os
 from pathlib import Path

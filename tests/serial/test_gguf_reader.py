@@ -158,7 +158,7 @@ def strings(second: bytes) -> bytes:
 
 
 BIG = 2**63
-NEXT = 192  # where a fourth tensor would start
+NEXT = 192  # offset of a fourth tensor, if there were one
 LONG = key("line\nbreak " * 5000, 4, u32(1))
 DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # (content, text in the error)
     "empty file": (b"", "empty"),

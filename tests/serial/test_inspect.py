@@ -266,7 +266,7 @@ def test_every_element_is_looked_at(tmp_path):
     put(tmp_path / "b.gguf", "u", 2, -0.0)  # zeros of both signs differ in a bit
     assert len(compare(tmp_path / "a.gguf", tmp_path / "b.gguf")["differing"]) == 2
     put(tmp_path / "b.gguf", "t", 9, 1.0)
-    put(tmp_path / "b.gguf", "t", 5, -6.0)  # the largest difference; a later chunk has a smaller one
+    put(tmp_path / "b.gguf", "t", 5, -6.0)  # largest difference; a later chunk differs less
     put(tmp_path / "b.gguf", "t", 899_999, 2.0)
     found = compare(tmp_path / "a.gguf", tmp_path / "b.gguf")["difference"]
     assert (found["element"], found["values"], found["elements"], found["largest"]) == ([0, 5], [1, -6], 2, 7)

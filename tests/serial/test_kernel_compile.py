@@ -175,7 +175,7 @@ def test_flat_buffers_and_sums_keep_numbers_below_the_smallest_normal_one():
     """AdamW and sums of transports keep denormals, to have the host's bits."""
     for name, body in all_compiled("sm_100")["flat.cu"].bodies().items():
         flushing = set(re.findall(r"\b\w+(?:\.\w+)*\.ftz(?:\.\w+)*", body))
-        assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # only for 1 - lr * decay, which is near 1
+        assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # used only for 1 - lr * decay, which is near 1
         if name.startswith("adamw_"):
             assert all(f"{step}.rn.f32" in body for step in ("add", "sub", "mul", "div", "sqrt"))
     sums = all_compiled("sm_100")[SUMS].ptx

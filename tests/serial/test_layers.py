@@ -234,7 +234,7 @@ def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
     _, dy = s.loss(y)
     dy_before = fingerprint(dy)
     for array in given.values():
-        array.fill(np.nan)  # then a view of a weight in `saved` would change the gradients
+        array.fill(np.nan)  # if `saved` had a view of a weight, the gradients would change
     g = copied({name: array for name, array in s.g.items() if name not in frozen})
     dx = s.layer.backward(copied(s.p) if s.layer.backward_reads_params else {}, saved, dy, g)
     assert fingerprint(s.x) == x_before, "x was written"

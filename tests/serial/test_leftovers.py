@@ -28,7 +28,7 @@ def in_use(path, code):
 
 @pytest.fixture
 def segment(tmp_path):
-    """Shared-memory file like those of MPI libraries, newly created because other jobs remove old ones."""
+    """Shared-memory file named like an MPI library's; it is new, because other jobs remove old files."""
     path = dev_shm.PLACE / f"mpich_shm_test{os.getpid()}"
     path.write_bytes(bytes(5000))
     yield path

@@ -162,7 +162,7 @@ def test_a_holder_that_is_stopped_keeps_its_lock(children, tmp_path):
 
 
 def test_a_holder_that_was_stopped_and_taken_for_dead_knows_it(children, tmp_path):
-    """Without locks, other processes cannot distinguish a stopped process from a dead one."""
+    """Without locks, other processes cannot distinguish a stopped process from a dead process."""
     first, second = children("none", 2)
     assert first.ask("take", tmp_path, 0) == "took"
     os.kill(first.pid, signal.SIGSTOP)

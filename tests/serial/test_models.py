@@ -25,7 +25,7 @@ SIZES |= {"rms_epsilon": EXACT, "norm_epsilon": EXACT, "rope_freq_base": 500000.
 MODELS = architectures.every(SIZES)
 LLAMA, GPT, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "gpt2", "qwen2", "qwen3"))
 PHI3 = MODELS["phi3"]
-WINDOWED = ("olmo2", "gemma3")  # llama.cpp reads the window's key of these
+WINDOWED = ("olmo2", "gemma3")  # architectures whose window llama.cpp reads
 MIXTURES = [arch for arch in MODELS if ARCHITECTURES[arch].needs_experts]
 ROTARY = [config for config in MODELS.values() if isinstance(config, RotaryModel)]
 
@@ -328,5 +328,5 @@ def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     assert all(config.constants() == {} for config in MODELS.values())
     with refused(ROPE):
         found.check_tensors(shapes_of(found), "a file")
-    with refused(ROPE):  # without a read function
+    with refused(ROPE):  # no read function is given
         config_from_gguf(keys_of(LLAMA), shapes, "a file")

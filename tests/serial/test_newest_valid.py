@@ -1,4 +1,4 @@
-"""`--resume auto` continues from the newest sound checkpoint and names the skipped ones."""
+"""`--resume auto` continues from the newest sound checkpoint and names skipped checkpoints."""
 
 import shutil
 from collections.abc import Callable

@@ -193,7 +193,7 @@ def test_kernels_of_bfloat16_do_what_is_defined(name):
 def attention_and_errors(q, k, v, dy, scale):
     """Return [(y, error), (dq, error), ...] of one head in float32; error: bound of the rounding.
 
-    A rounded bfloat16 has a relative error of at most 2^-8. All bounds follow from this one.
+    A rounded bfloat16 has a relative error of at most 2^-8. All other bounds follow from this bound.
     """
     q, k, v, dy = (x.astype(np.float64) for x in (q, k, v, dy))
     scores = scale * q @ k.T

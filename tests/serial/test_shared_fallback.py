@@ -83,7 +83,7 @@ def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -
 @pytest.mark.parametrize("how", ["", "race"])
 def test_too_little_shared_memory_is_one_line_and_messages(how, text, tmp_path):
     """Other processes may also fill it later. The library must have created the window by then, because Open
-    MPI checks the space on one rank only, and if this rank fails the others wait forever."""
+    MPI checks the space on one rank only, and if it fails, other ranks wait forever."""
     flags, size = ["--data", *text, *MODEL], "100m" if how else "12m"
     status, said, _ = run_with_shm(size, 2, tmp_path / "out", *flags, "--transport", "auto", how=how)
     assert status == 0, said

@@ -269,7 +269,7 @@ def test_a_script_that_trains_saves_and_ends_with_75(number, whom, flags, tmp_pa
         assert said.count(f"returned {REQUEUE}") == 2
 
 
-# from the first line on
+# signals from the first line of the program on
 
 # Signals this process at the import of numpy, which the package imports late.
 EARLY = """

@@ -53,7 +53,7 @@ DONE = "says done"
 
 
 class Trial:
-    """Run with the small launcher; `starts` says what each start does."""
+    """Run with the small launcher, which executes `starts[N]` at start N."""
 
     def __init__(self, folder: Path, *starts: str) -> None:
         self.folder, self.out, self.program = folder, folder / "out", folder / "mpirun"
@@ -135,7 +135,7 @@ def test_an_end_that_is_the_last(ends, status, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("ends", "reason"),
     [
-        ("says running; exit 0", "status 0: killed"),  # as Open MPI's launcher may do
+        ("says running; exit 0", "status 0: killed"),  # Open MPI's launcher may return 0
         ("says running; exit 9", "status 9: killed"),
         ("says running; kill -KILL $$", "status 137 (SIGKILL): killed"),
         ("says failed 'no progress for 5.2 s'; exit 86", "no progress for 5.2 s"),

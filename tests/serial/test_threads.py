@@ -39,7 +39,7 @@ def results_by_place():
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("least", [64, 1 << 40])
 def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
-    """With products on one thread, all bits but those of sums over rows are those of one thread.
+    """With products on one thread, only sums over rows differ from the bits of one thread.
 
     Several threads may use BLAS for parts of a product that one thread computes by oneDNN: the sums have
     different orders, and the rounding depends on the terms even if they cancel.

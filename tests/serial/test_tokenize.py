@@ -365,7 +365,7 @@ def test_a_job_that_was_stopped_goes_on_with_what_is_missing(long, whole, tmp_pa
     (out / "00002.idx").unlink()
     for leftover in (".tokenize/plan.json", "00077.bin", "00077.idx", "tokenizer.gguf"):
         (tmp_path / "new" / leftover).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "new" / leftover).write_bytes(b"half")  # from a job that completed no part
+        (tmp_path / "new" / leftover).write_bytes(b"half")  # written by a job that completed no part
     assert tokenize(long, *SMALL, out="new") == 0
     assert files(tmp_path / "new") == whole
     capsys.readouterr()

@@ -32,7 +32,7 @@ def tokenize(ranks, *flags, out, status=0):
 
 
 def files(out):
-    """Return name -> bytes of all files of a folder, hidden ones included."""
+    """Return name -> bytes of all files of a folder, hidden files included."""
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
@@ -166,7 +166,7 @@ main()
 
 
 def test_a_rank_that_stands_still_ends_the_job(some, whole, tmp_path):
-    """A hung rank ends the job after the others finish their parts; the same command completes it."""
+    """A hung rank ends the job after other ranks finish their parts; a second start completes it."""
     out, script = tmp_path / "out", tmp_path / "hanging.py"
     script.write_text(HANGING)
     job = [str(script), *some, "--out", str(out), "--timeout", "3"]

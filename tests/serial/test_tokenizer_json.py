@@ -264,7 +264,7 @@ def cased(contraction, digits):
     return f"{lead}[{U}]*[{W}]+{contraction}|{lead}[{U}]+[{W}]*{contraction}|{digits}{SLASH}"
 
 
-# As in the files of Mistral Nemo, gpt-oss and Llama 4, Qwen 3.5, DeepSeek Coder and V3.
+# Regexes from the files of Mistral Nemo, gpt-oss and Llama 4, Qwen 3.5, DeepSeek Coder and V3.
 FOLDERS_CUTS = {
     "tekken": ([cased("", r"\p{N}")], True),
     "gpt-4o": ([cased(f"{bpe_files.CASELESS}?", r"\p{N}{1,3}")], True),

@@ -104,7 +104,7 @@ def test_the_columns_add_up_to_the_steps_whatever_is_recorded(tmp_path, seed):
 
 
 def test_what_ranks_wait_for_is_named(tmp_path, capfdbinary):
-    """Rank 1 computes longer; each rank begins a reduction when it is done, and waits for the others."""
+    """Rank 1 computes longer; each rank begins a reduction when it is done, and waits for the other rank."""
     events = []
     for rank, done in enumerate((40, 70, 40)):
         events += [

@@ -65,7 +65,7 @@ def status_of(out: Path) -> dict[str, object]:
 
 
 def snapshot(out: Path) -> dict[str, object]:
-    """Return the content of every file, except those that the first job renews while it waits."""
+    """Return the content of every file, except files that the first job renews while it waits."""
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
     files = {
         path: each for path, each in files.items() if path.match(".ranks/file") or not path.match(".ranks/*")

@@ -302,7 +302,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def sign(run: Path, alter: Callable[[dict[str, Any]], None]) -> None:
-    """Change lines of the chain and compute its digests anew, as a forger would."""
+    """Change lines of the chain and recompute its digests, as a forger would."""
     before, lines = FIRST, ""
     for raw in (run / "proof.jsonl").read_text().splitlines():
         entry = json.loads(raw)

@@ -13,7 +13,7 @@ WIDTH = 110  # columns of the text
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # units per second
 LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # seconds per unit
-FEW = 8  # most hosts, files or ranks that a message names; of further ones it gives only the number
+FEW = 8  # most hosts, files or ranks that a message names; it only counts all further names
 
 
 def write(lines: Iterable[str], *, keep: str = "") -> None:

@@ -1,7 +1,7 @@
 """Agreement among ranks on the objects that they are about to make, on errors, and on results of rank 0.
 
 Each rank checks its arguments, which may fail, and describes them by a few facts. Errors and a digest of the
-facts are gathered, in one short message if there is no error. All ranks raise the error of any rank. If the
+facts are gathered, in one short message if there is no error. An error on any rank is raised on all. If the
 digests differ, the ranks exchange the facts themselves, and all of them raise the same error, which names the
 first difference. One rank alone runs the same code.
 """
@@ -23,7 +23,7 @@ T = TypeVar("T")
 Facts = Mapping[str, object]
 NOTHING = "nothing"
 LONGEST = 80  # most characters of a value in a message
-REFUSALS = (UsageError, JobError)  # errors that a command reports in one line; others are bugs
+REFUSALS = (UsageError, JobError)  # errors that a command reports in one line; all other errors are bugs
 KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
@@ -119,5 +119,5 @@ def odd_one(values: Sequence[str]) -> tuple[int, str] | None:
 
     If two values are equally frequent, rank 0 counts as right.
     """
-    usual = Counter(values).most_common(1)[0][0]  # if several are equally frequent, the first one seen
+    usual = Counter(values).most_common(1)[0][0]  # of equally frequent values, the first seen
     return next(((rank, usual) for rank, value in enumerate(values) if value != usual), None)

@@ -3,9 +3,9 @@
 `NumberedComm` records the collectives that were started. From the records, ranks that have waited for a while
 learn whether they wait for different collectives or for a rank that has ended (`launch.watchdog`).
 `GuardedComm`, for scripts, also belongs to one thread: collectives of two threads have no order, so ranks
-would pair different ones. `CheckedComm` (`--check-collectives`) compares the collectives that
-ranks are about to start: digests are gathered over separate communicators, and if one differs, all ranks
-learn which rank starts which collective. The wrapped transport runs the collectives, with the same bits.
+could mix them up. `CheckedComm` (`--check-collectives`) compares the collectives that ranks are about to
+start: digests are gathered over separate communicators, and if one differs, all ranks learn which rank starts
+which collective. The wrapped transport runs the collectives, with the same bits.
 """
 
 from __future__ import annotations

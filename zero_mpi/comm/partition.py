@@ -65,7 +65,7 @@ class Partition:
 
 @lru_cache(maxsize=4096)
 def dealt_out(length: int, parts: int, quantum: int) -> Partition:
-    """Return a partition; equal ones are the same object, since the bounds take 72 bytes per rank."""
+    """Return a partition, cached because its bounds take 72 bytes per rank."""
     return Partition(length, parts, quantum)
 
 
@@ -85,5 +85,5 @@ class Chunk:
 
 
 def others(rank: int, size: int) -> list[int]:
-    """Return the other ranks, beginning with the next rank, so that ranks begin with different ones."""
+    """Return the other ranks, beginning with the next rank, so that all ranks begin differently."""
     return [(rank + step) % size for step in range(1, size)]

@@ -106,7 +106,7 @@ class GradAccum(Accumulator):
 
         `gradients`: name -> full gradient of each trained parameter, scaled as in `accumulate`; None on a
         rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError for
-        other names or shapes, for gradients on a rank without a micro-batch, and for None on a rank with one.
+        wrong names or shapes, or if gradients and micro-batch are not both present.
         """
         self._check_turn(gradients, "its gradients")
         instance("add_gradients: loss", loss, Real, "a number")

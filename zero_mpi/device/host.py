@@ -51,8 +51,8 @@ class Host:
     def lasting(self, nbytes: int) -> Array:
         """Return uninitialised bytes for a pool, in huge pages if the system has them.
 
-        A processor caches the addresses of a few thousand pages. Of 4 KiB pages, these are a few megabytes,
-        less than the activations of a step.
+        A processor caches the addresses of a few thousand pages. With pages of 4 KiB that covers a few
+        megabytes, less than a step's activations.
         """
         memory = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # some kernels lack huge pages

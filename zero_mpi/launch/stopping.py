@@ -106,7 +106,7 @@ def outlive_terminal() -> None:
 
 
 def report(text: str, *, is_error: bool = False) -> None:
-    """Print one line from any thread: errors to stderr, others to the log, or to stdout without a log."""
+    """Print one line from any thread: errors to stderr, notes to the log, or to stdout without a log."""
     log = sys.modules.get("zero_mpi.telemetry.log")
     with contextlib.suppress(OSError):
         if is_error or log is None or not log.installed():

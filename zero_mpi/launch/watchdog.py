@@ -1,8 +1,8 @@
 """Watchdog that ends a job without progress and prints the state of each rank.
 
 The main thread names its work (`beat`), and a `Meter` records waits for other ranks and collectives. A thread
-watches both. A second thread ends the job some seconds later if the first thread cannot; it uses no files,
-because file systems may hang too.
+watches these records. A second thread ends the job some seconds later if the first thread cannot; it uses no
+files, because file systems may hang too.
 
 Ranks without progress exchange their states through small files in a shared folder, because a rank inside the
 MPI library cannot answer messages. A rank that has waited for a while writes its state there (it signs).
@@ -219,7 +219,7 @@ def waits() -> bool:
 
 
 def stacks() -> str:
-    """Return the stacks of this process's threads, except those of WATCHERS."""
+    """Return the stacks of this process's threads, without the threads of WATCHERS."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)
@@ -354,7 +354,7 @@ class Watchdog:
         self._signed, self._pause, self._compares_at = changed, POLL / 2, 0.0
 
     def _speak(self, changed: float, age: float, stuck: Stuck | None = None) -> None:
-        """Print the states of all ranks and end the job, unless another rank does so."""
+        """Print the states of all ranks and end the job, unless another rank prints them."""
         reports = self._reports
         if reports is None:
             self._end(age)
@@ -364,7 +364,7 @@ class Watchdog:
             time.sleep(GRACE)  # the rank that prints is about to end the job
             self._end(age)
         if stuck is not None:
-            time.sleep(min(POLL, self.limit / 8))  # give ranks that are about to sign time to do so
+            time.sleep(min(POLL, self.limit / 8))  # gives other ranks time to sign
         self._sign(reports, changed)
         states = reports.read()
         each = report(states, self._places)

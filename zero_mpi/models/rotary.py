@@ -105,7 +105,7 @@ class RopeScaling:
         return tuple((1 / (quick + (1 - quick) / self.factor)).tolist())
 
     def _ramp(self, width: int, base: float) -> tuple[float, float]:
-        """Return the ends of the ramp: the last pair with a high frequency and the first with a low one."""
+        """Return the ends of the ramp: the last pair of high and the first of low frequency."""
         places = [
             width * log(self.original / (turns * 2 * math.pi)) / (2 * log(base)) for turns in (FAST, SLOW)
         ]
@@ -129,7 +129,7 @@ def read_factors(
     if read is None:
         raise UsageError(f"{name} is part of the configuration, but no reader for it was given")
     if isinstance(tensors, Mapping):
-        check(tensors[name])  # before reading, because a file may declare a huge shape
+        check(tensors[name])  # checked before reading, because a file may declare a huge shape
     values = read(name)
     check(values.shape)
     if not (np.isfinite(values) & (values > 0)).all():

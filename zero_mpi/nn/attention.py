@@ -234,7 +234,7 @@ class RoPE(Layer):
 
 
 class CausalAttention(Layer):
-    """Layer (q, k, v) -> (B, T, H, E): a position attends to itself and earlier ones of its document.
+    """Layer (q, k, v) -> (B, T, H, E): positions attend to themselves and earlier positions.
 
     `window`: most positions that a position attends to, with itself (Beltagy et al., "Longformer", 2020).
     """

@@ -29,7 +29,7 @@ INITS = ("normal", "ones", "zeros")
 class Param:
     """A parameter's shape and its initialization: "normal" with `std`, "ones" or "zeros".
 
-    buffer: whether it has no gradient and `Layer.update` sets it after a step
+    buffer: True for a parameter without gradient, which `Layer.update` sets after a step
     """
 
     shape: tuple[int, ...]

@@ -187,7 +187,7 @@ def zeros_of(x: Any, dtype: Any) -> Any:
 
 
 def rows_that_count(targets: Any) -> Any:
-    """Return the rows (K,) that a last stage receives: the rows with counted targets, and some others.
+    """Return the rows (K,) that a last stage receives: all rows with counted targets, and some other rows.
 
     K is a multiple of an eighth of all rows, so that few shapes and buffer sizes occur. None means all rows;
     targets on a GPU always give None.

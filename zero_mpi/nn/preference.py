@@ -2,7 +2,7 @@
 
 C and R are the sums of a better and a worse answer, minus the reference model's sums if the loss uses one; nc
 and nr are the numbers of their tokens. All computation is in float64 on the host, one pair after the other.
-Names are those of TRL. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
+TRL uses the same names. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
 SimPO: Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
 """
 

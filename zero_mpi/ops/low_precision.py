@@ -96,6 +96,6 @@ def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) 
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x`, or None, rounded to nearest, ties to even. Overflow gives infinity, as the norm shows."""
+    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity, as norms show."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)

@@ -15,7 +15,7 @@ from zero_mpi.device.types import Array
 Take = Callable[[tuple[int, ...], Any], Array]  # makes an array of a shape and a type
 
 # Attention on the CPU.
-BLOCK = 64  # rows: smaller blocks need more calls, larger ones compute more scores above the diagonal
+BLOCK = 64  # rows: smaller blocks need more calls, larger blocks more scores above the diagonal
 KEPT_WEIGHTS = 64 << 10  # a head with at most this many weights keeps them for backward
 LOW_BLOCK = 128  # rows in bfloat16: a product by oneDNN takes ten microseconds to begin
 LOW_TILE = 256 << 10  # scores that bfloat16 attention computes at a time: they fit in cache

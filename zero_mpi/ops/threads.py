@@ -81,7 +81,7 @@ def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
 
 
 def run(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of calls, in order; the last call runs on this thread, earlier ones on others."""
+    """Return the results of calls, in order; only the last call runs on this thread."""
     if _pool is None or len(calls) < 2:
         return [call() for call in calls]
     resting[0] = 1

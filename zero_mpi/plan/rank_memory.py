@@ -68,7 +68,7 @@ class Memory:
     transport: int = called("received shards")  # buffers of a reduction
     tables: int = called("tables")  # weight decay and sums of squares of each chunk
     workspace: int = called("workspace of products")  # scratch memory of the GPU's library
-    snapshot: int = called("copies for --async-save")  # while a checkpoint is written
+    snapshot: int = called("copies for --async-save")  # only while a checkpoint is written
     # `node_shared`: total memory that a node's ranks share; `host`: not on the device (pinned, snapshot).
     node_shared: int = called("(a node in /dev/shm)")
     host: int = called("(in the host's memory)")

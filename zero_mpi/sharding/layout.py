@@ -173,7 +173,7 @@ def cut_stacks(
 ) -> Iterator[tuple[int, Stack, list[tuple[slice, list[Unit]]]]]:
     """Yield stages whose stacked parameters are split over several units, and these units by parts.
 
-    Parameters of several stages are not split. Nor is the last stage, which runs both ways at once.
+    Parameters of several stages or of the last stage, which runs both ways at once, are not split.
     """
     if config.strategy.buckets or config.by_rows:
         return

@@ -107,7 +107,7 @@ class ShardedModule:
         self.config, self.precision = config, config.precision
         self.loss_scale = LossScale.start(config.precision.scales_loss)
         self.uses, self.parts, self.schedule = layout.uses, layout.parts, layout.schedule
-        # The ranks among which shards are divided: those of a node if every node holds a replica.
+        # Transport of the ranks among which shards are divided: a node's ranks if every node has a replica.
         by_node = comm.replicates_by_node and not self.strategy.shards_moments
         self.group = comm.shard_group() if self.strategy.within_nodes or by_node else comm
         memory = self.group.memory(layout.full(self.group.size), layout.buffers, layout.gathers)
@@ -303,7 +303,7 @@ class ShardedModule:
     # ------------------------------------------------------------------------------------------- values
 
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
-        """Fill parameters, or those in `names`, from (seed, name), equal for any number of ranks. Collective.
+        """Fill parameters, all or `names`, by (seed, name), with the same values on any ranks. Collective.
 
         Ranks need equal seeds, unless each keeps all parameters; `DDP.broadcast_parameters` may follow.
         """
@@ -316,7 +316,7 @@ class ShardedModule:
         self.load_slices(lambda name, *at: initial_values(name, self.params[name], seed, *at), names)
 
     def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
-        """Fill this rank's part of the parameters, or of those in `names`, by read(name, start, stop).
+        """Fill this rank's part of all parameters, or of the named parameters, by read(name, start, stop).
 
         Collective if ranks share parameters and have used them.
         """

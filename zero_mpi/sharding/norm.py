@@ -25,7 +25,7 @@ def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
     """Return (4, N): for each run, its first value in the model, its end, its index on the rank, the rank.
 
     A run is a contiguous range of the model's values in a unit that one rank holds. names: the model's
-    parameters in order. A rank's values are those of its trained units, one unit after the other.
+    parameters in order. A rank has the values of its trained units, one unit after the other.
     """
     trained = [unit for unit in units if unit.trainable]
     chunks = Counter[str]()  # chunks counted so far, for a stacked parameter in several units

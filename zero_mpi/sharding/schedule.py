@@ -3,7 +3,7 @@
 All ranks execute the same lists, even without a micro-batch in a round, so collectives match. The gather of a
 unit starts `prefetch` stages before its first use, and the unit is released after its last use in that
 direction. Units of the last stage are kept between forward and backward. So are units that distant stages
-share (a tied embedding, the root): these are gathered once per micro-batch, all others at most twice. A unit
+share (a tied embedding, the root), which are gathered once per micro-batch, other units at most twice. A unit
 is reduced after the last backward that adds to it, while earlier stages compute; two may be in flight.
 """
 
@@ -172,7 +172,7 @@ def make_schedule(
     passing = {unit for each in parts.values() for units in each.units for unit in units}
     plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable), passing=passing)
     up, down = plan(ascent, keep=carried), plan(descent, held=carried)
-    alone = plan(ascent)  # when no backward follows
+    alone = plan(ascent)  # without a following backward
     reductions = reductions_after(descent, trainable)
 
     forward = [moves.around(step.compute) for moves, step in zip(up, ascent, strict=True)]

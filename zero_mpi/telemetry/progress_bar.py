@@ -65,7 +65,7 @@ class Display:
             memory = self._memory / 2**20
             facts.append(f"{memory:.0f} MiB" if memory < 1024 else f"{memory / 1024:.1f} GiB")
         took, number = time.perf_counter() - self._begun, record["step"]
-        left = took * (self._steps - number) / (number - self._done)  # by the mean time of this job's steps
+        left = took * (self._steps - number) / (number - self._done)  # from the mean time of a step so far
         return [*facts, f"{interval(left)} left" if number < self._steps else f"total {interval(took)}"]
 
 

@@ -261,7 +261,7 @@ def zeros_like(a: ndarray, dtype: Any = None) -> ndarray:
 
 
 def asarray(a: Any, dtype: Any = None) -> ndarray:
-    """Return a device array made from a host array, or the argument if it already is one."""
+    """Return a device array made from a host array, or the argument if it already is a device array."""
     if isinstance(a, ndarray):
         return a if dtype is None or a.dtype == dtype else a.astype(dtype)
     host = np.asarray(a, dtype)

@@ -44,7 +44,7 @@ class Memory:
 
     def __init__(self, size: int) -> None:
         self._room = np.empty(max(1, size) + ALIGNMENT, np.uint8)
-        self._room.view(np.uint8).fill(0xCB)  # not zeros, so that code cannot rely on them
+        self._room.view(np.uint8).fill(0xCB)  # garbage, so that code cannot rely on zeros
         first = self._room.ctypes.data
         self.ptr, self.size = first + -first % ALIGNMENT, size
         POOL.allocated(size)
@@ -126,7 +126,7 @@ class PinnedMemory:
         self.ptr, self.size = self._room.ctypes.data, size
 
     def __del__(self) -> None:
-        Device().synchronize()  # like `cudaFreeHost`, since running transfers may use it
+        Device().synchronize()  # waits like `cudaFreeHost`, since running transfers may use the memory
 
 
 def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
@@ -176,7 +176,7 @@ def event_query(ptr: int) -> int:
 
 def get_elapsed_time(start: Event, end: Event) -> float:
     if not (start._timed and end._timed and start.done and end.done):
-        raise runtime.CUDARuntimeError(600)  # not ready, or made without timing
+        raise runtime.CUDARuntimeError(600)  # an event is not ready or has no timing
     return float(np.float32((end._time - start._time) * 1e3))  # with CUDA's resolution
 
 
@@ -235,7 +235,7 @@ class Stream:
             with self._changed:
                 self._finished += 1
                 self._changed.notify_all()
-            self._let_go(self._finished)  # of work that was queued meanwhile
+            self._let_go(self._finished)  # frees memory of work that was queued meanwhile
 
     def _let_go(self, finished: int) -> None:
         while self._kept and self._kept[0][0] <= finished:
@@ -370,7 +370,7 @@ compute_mode = 0  # set by tests; 3: only one process may use the GPU
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nccl":  # in the package cupy, but here a separate module
+    if name == "nccl":  # a submodule in the real package, here a separate module
         from . import nccl
 
         return nccl

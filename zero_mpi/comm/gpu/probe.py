@@ -26,7 +26,7 @@ import numpy as np
 # CUDA_ERROR_DEVICE_UNAVAILABLE
 MEANING = {46: ": another process uses it, and its compute mode allows only one"}
 BYTES = 1 << 20  # more than libraries send together with a message's header
-# A launcher sets these variables for its ranks; a process with them acts as a rank. Settings are kept.
+# Variables of a launcher that make a process act as a rank. Users' settings are kept.
 JOB = re.compile(
     r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"
     r"MPI_LOCAL(NRANKS|RANKID)$"
@@ -169,7 +169,7 @@ def main() -> None:
             driver.open()  # before MPI starts: Open MPI uses the current device of the starting thread
             arrived = exchange(driver)
             text = "a message from device to device memory arrived"
-            say(takes_memory=arrived, mpi=text if arrived else "the received bytes differ from the sent ones")
+            say(takes_memory=arrived, mpi=text if arrived else "the received bytes differ from those sent")
     except DriverError as error:
         say(error=str(error))
     except Exception as error:  # the library may raise anything, which is the result

@@ -127,7 +127,7 @@ class SharedComm(SharingWrapper):
         threaded: bool | None = None,
     ) -> None:
         world = MPI.COMM_WORLD if comm is None else comm
-        node = node_communicator(world)  # if all ranks are on one node, the same ranks in the same order
+        node = node_communicator(world)  # has the same ranks in the same order if all are on one node
         nodes = world.allreduce(1 if node.Get_rank() == 0 else 0)
         if nodes > 1:
             node.Free()

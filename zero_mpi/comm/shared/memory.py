@@ -95,7 +95,7 @@ class Window:
         return self._root() is not None
 
     def fence(self) -> None:
-        """Keep this rank's earlier reads and writes of shared memory before its later ones."""
+        """Order this rank's earlier reads and writes of shared memory before later reads and writes."""
         self._window.Sync()
 
     def free(self) -> None:
@@ -321,7 +321,7 @@ class NodeMemory:
         self.counters.raise_to(WRITTEN, self._writes)
 
     def all_written(self) -> bool:
-        """Return whether every rank of the node has signalled as often as this one."""
+        """Return whether every rank of the node has signalled as often as this rank."""
         return self.counters.all_reached(WRITTEN, self._writes)
 
     def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:

@@ -137,7 +137,7 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
 
 
 # oneDNN prepares a product for each number of rows. That takes 200 to 300 KiB and as long as many products
-# of an expert, and each call has other numbers. So an expert's rows are padded to one of a few numbers.
+# of an expert, and numbers vary between calls. So an expert's rows are padded to one of a few numbers.
 LEAST_ROWS, STEPS = 16, 8  # the smallest number of rows; how many numbers lie between two powers of two
 
 

@@ -1,7 +1,7 @@
 """Flat buffers on CPUs: AdamW in one pass, and the sums of squares of a gradient's chunks.
 
 Results must not depend on how a buffer is cut. AdamW is therefore compiled without fast-math, so that the
-vector part of a loop and its remainder round alike. The order of a chunk's sum depends only on its length.
+vector part of a loop and its remainder round equally. The order of a chunk's sum depends only on its length.
 """
 
 from __future__ import annotations

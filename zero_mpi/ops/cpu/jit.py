@@ -147,7 +147,7 @@ def fixed_helper(function: F) -> F:
 
 
 def target() -> str:
-    """Return LLVM's name of the processor that code is compiled for: the present one by default."""
+    """Return LLVM's name of the processor that code is compiled for: this machine's by default."""
     return str(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name())
 
 

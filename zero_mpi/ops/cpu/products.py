@@ -131,7 +131,7 @@ def by_tiles() -> Callable[..., Array] | None:
 
 
 def otherwise(operation: Callable[..., Any], *given: Any) -> Any:
-    """Compute an operation whose type no library multiplies: on float32 copies or by the reference."""
+    """Compute an operation, in a type that no library multiplies, on float32 copies or by the reference."""
     if given[0].dtype == BFLOAT16:
         return accept_low(operation.__name__, operation)(*given)
     return getattr(reference, operation.__name__)(*given)

@@ -54,11 +54,11 @@ RESULT = np.dtype(  # cublasLtMatmulHeuristicResult_t
 
 
 class NoAlgorithm(ValueError):
-    """cuBLASLt has no algorithm for a product."""
+    """Error: cuBLASLt has no algorithm for a product."""
 
 
 class Matrix(NamedTuple):
-    """A matrix with contiguous rows, or a batch of equal ones, as plain numbers; strides count elements."""
+    """Matrix with contiguous rows, or a batch of such matrices, as numbers; strides are in elements."""
 
     address: int
     rows: int
@@ -144,7 +144,7 @@ class LtGemm:
         self._adds: Callable[[int, int], None] | None = None  # adds the bias if no algorithm adds it
         try:
             self._choose(products, spec)
-        except NoAlgorithm:  # for unaligned rows, maybe no algorithm adds a bias
+        except NoAlgorithm:  # unaligned rows may have no algorithm that adds a bias
             if not spec.bias:
                 raise
             describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_DEFAULT)

@@ -1,7 +1,7 @@
 """The linear layer on a GPU: forward and each gradient are one product, into existing memory.
 
 The product also adds the bias and other terms (`plus`, `into`, the earlier gradient). cuBLASLt rounds the
-product to 16 bits before it adds it to a result in place, and some kernels do so before they add a bias. A
+product to 16 bits before it adds it to a result in place, and in some kernels before it adds a bias. A
 head's logits are computed in chunks of at most LOGITS_BYTES, which become gradients in place. Products of
 50,257 columns take seven times as long as those of 50,264 (cuBLASLt 13.1, H100), so a vocabulary is padded to
 a multiple of LINE by rows of zeros.
