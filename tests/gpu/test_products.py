@@ -209,7 +209,7 @@ def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
     got, got_dx = ops.linear_cross_entropy(*given, 1.0 / n, *sums)
     assert got.shape == ()
     assert got.dtype == np.float64
-    rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients are low too
+    rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients have a low type too
     assert abs(float(got) - float(loss)) <= (1e-5 if kind == "f32" else 2 * LOW[kind])
     close(gpu.to_host(got_dx), dx, kind, slack=rough)
     for ours, want in zip(sums, wanted, strict=True):

@@ -46,7 +46,7 @@ def test_a_file_of_settings_has_a_warm_up_as_a_share_or_a_number(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('warmup = "5%"\nsteps = 60\n')
     assert parse(["--config", str(path)]).warmup == 3
-    path.write_text("warmup = 40\n")  # the form of 0.1.0
+    path.write_text("warmup = 40\n")  # as version 0.1.0 wrote this setting
     assert parse(["--config", str(path)]).warmup == 40
 
 

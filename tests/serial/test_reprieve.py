@@ -1,4 +1,4 @@
-"""A launcher that would kill ranks too soon is stopped while they save, and continues afterwards."""
+"""A launcher that would kill ranks too soon is paused while they save, and continues afterwards."""
 
 import os
 import shutil

@@ -41,6 +41,6 @@ def test_what_a_start_costs_a_rank_hardly_grows_with_the_ranks(tmp_path, quick):
         found = costs[ranks]
         assert found["messages"] == first["messages"]
         assert abs(found["files"] - first["files"]) <= 20  # the number of lock renewals depends on the clock
-        assert abs(found["said"] - first["said"]) <= 64  # numbers have more digits
+        assert abs(found["said"] - first["said"]) <= 64  # larger numbers have more digits
         assert found["heard"] - first["heard"] <= HEARD * (ranks - FEW)
         assert found["kept"] - first["kept"] <= KEPT * (ranks - FEW)

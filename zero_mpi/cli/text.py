@@ -13,7 +13,7 @@ WIDTH = 110  # columns of the text
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # units per second
 LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # seconds per unit
-FEW = 8  # most hosts, files or ranks that a message names; it only counts all further names
+FEW = 8  # most hosts, files or ranks that a message names; further ones are only counted
 
 
 def write(lines: Iterable[str], *, keep: str = "") -> None:
@@ -58,7 +58,7 @@ def short(number: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a share in percent."""
+    """Return a fraction as text in percent."""
     return f"{100 * value:.3g} %" if abs(value) < 9.99 else f"{100 * value:,.0f} %"
 
 
@@ -95,7 +95,7 @@ def elapsed(value: float) -> str:
 
 
 def plural(count: int, name: str) -> str:
-    """Return a count with its noun: 1 core, 2 cores."""
+    """Return a number with its noun: 1 core, 2 cores."""
     return f"{count:,} {name}{'s' * (count != 1)}"
 
 

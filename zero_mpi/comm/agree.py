@@ -2,8 +2,8 @@
 
 Each rank checks its arguments, which may fail, and describes them by a few facts. Errors and a digest of the
 facts are gathered, in one short message if there is no error. An error on any rank is raised on all. If the
-digests differ, the ranks exchange the facts themselves, and all of them raise the same error, which names the
-first difference. One rank alone runs the same code.
+digests differ, the ranks exchange the facts themselves, and all ranks raise the same error, which names the
+first difference. A single rank runs the same code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def agreed(comm: Comm, what: str, prepare: Callable[[], tuple[T, Facts]]) -> T:
 
 
 def run_on_all(comm: Comm, action: Callable[[], T]) -> T:
-    """Return action(). If it raises UsageError or JobError on any rank, raise the first on all. Collective.
+    """Return action(). Raise the first UsageError or JobError of any rank on all ranks. Collective.
 
     `action` must not communicate.
     """

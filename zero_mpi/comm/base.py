@@ -172,7 +172,7 @@ class Comm(ABC):
 
         So every addition is x + 0, which is exact, and the result does not depend on the order.
         """
-        total = np.array(values, np.float64)  # a copy, because the sum is in place
+        total = np.array(values, np.float64)  # makes a copy, because the sum is in place
         self.allreduce(total, label="vector").wait()
         return total
 
@@ -193,8 +193,8 @@ class Comm(ABC):
     def shard_group(self) -> Comm:
         """Return a transport in which the ranks of this node own the slices, as on every node (HYBRID_SHARD).
 
-        Its collectives stay inside the node, but a reduction sums over the ranks of all nodes, and its
-        `contributors` counts all of them. On a single node, return this transport. May raise UsageError.
+        Collectives stay inside the node, but a reduction sums over the ranks of all nodes, and its
+        `contributors` counts all these ranks. On a single node, return this transport. May raise UsageError.
         """
         return self
 
@@ -217,10 +217,10 @@ class Comm(ABC):
         """Announce that this rank has finished writing its slices of shared arrays."""
 
     def wait_written(self) -> None:
-        """Return when every rank has signalled as often as this rank. Then shared arrays may be read."""
+        """Return when every rank has signalled as often as this rank. Shared arrays may then be read."""
 
     def barrier_readers(self) -> None:
-        """Return when all ranks that share arrays have called it. Then slices may be written. Collective."""
+        """Return when all ranks that share arrays have called it. Slices may then be written. Collective."""
 
 
 def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:

@@ -1,8 +1,8 @@
 """Meters of a rank's communication: bytes sent to other ranks, seconds spent waiting, and the current wait.
 
-A wait is written `with meter.waiting("allgather", label):`. It records the awaited collective and the start
-time in two plain attributes. So a thread that watches the process can read them at any time, even while the
-main thread is inside the MPI library. `meters()` lists all meters of the process.
+A wait is written `with meter.waiting("allgather", label):`. A wait records the collective and the start time
+in two plain attributes. So a thread that watches the process can read them at any time, even while the main
+thread is inside the MPI library. `meters()` lists all meters of the process.
 """
 
 from __future__ import annotations

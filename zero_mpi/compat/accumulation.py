@@ -81,7 +81,7 @@ class GradAccum(Accumulator):
     def reset(self) -> None:
         """Drop the accumulated gradients and an unfinished round; the next round is the first of a step.
 
-        Use it after errors that all ranks raised in the same place and caught, as while reading. Collective.
+        Use it after an error, such as of reading, that all ranks raised and caught at one point. Collective.
         """
         self.module.drop_gathered()
         self.module.zero_gradients()
@@ -105,7 +105,7 @@ class GradAccum(Accumulator):
         """Run one round with gradients that the script has computed, instead of `accumulate`. Collective.
 
         `gradients`: name -> full gradient of each trained parameter, scaled as in `accumulate`; None on a
-        rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError for
+        rank without a micro-batch. `loss` is the micro-batch's summand of `total_loss`. Raises ValueError for
         wrong names or shapes, or if gradients and micro-batch are not both present.
         """
         self._check_turn(gradients, "its gradients")

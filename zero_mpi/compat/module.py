@@ -54,7 +54,7 @@ class ShardedModule(engine.ShardedModule):
 
     `LayoutConfig` and the engine's class describe the other arguments. Before the first micro-batch, all
     parameters need values: by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
-    constructor is collective. On all ranks it raises ValueError for invalid arguments, and UsageError if the
+    constructor is collective. All ranks raise ValueError for invalid arguments, and UsageError if the
     transport cannot reduce the precision or ranks differ.
     """
 
@@ -385,7 +385,7 @@ class ExternalGradients(MicroBatch):
 
 
 def list_of_stages(stages: Any) -> list[Stage]:
-    """Return a model's stages as a list; raise ValueError if they are no stages or none."""
+    """Return a model's stages as a list; raise ValueError for an empty list or other values."""
     expected = "a list of Stage(scope, layer), such as model.stages()"
     if isinstance(stages, str | Mapping | Stage | Layer) or not hasattr(stages, "__iter__"):
         raise ValueError(f"ShardedModule: stages: expected {expected}, got {came(stages)}")

@@ -8,8 +8,8 @@ order.
 
 If the launcher gives a rank its number on the node, `claim` takes that rank's GPU before MPI starts, because
 MPI libraries use the GPU of the thread that starts them. All computation uses one stream. A step copies only
-the gradient's norm from the GPU, and losses stay on the GPU until the step's total is formed. So the host
-runs ahead and launches work while the GPU computes.
+the gradient's norm from the GPU, and losses stay on the GPU until the step's total is formed. So the host can
+launch further work while the GPU computes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def use(name: str, on_node: int = 0) -> Device:
 def claim(name: str) -> None:
     """Take this rank's GPU before MPI starts, if the launcher gives the rank's number on the node.
 
-    Errors are ignored here. They occur again in `use`, where all ranks can agree on them.
+    Errors are ignored here. The same errors occur in `use`, where all ranks can agree on them.
     """
     number, count = environment.local_rank(), 0 if name == "cpu" else gpus()
     if number is not None and count:

@@ -3,8 +3,8 @@
 Other modules compute on arrays of NumPy or CuPy. `namespace` returns the module whose functions apply to an
 array, and `device` knows where arrays are kept. `BufferPool` lends the large flat buffers of the runtime
 (gathered units, gradients of a unit), which callers return explicitly. `recycled` lends memory for
-activations, which returns to the pool when its last view is deleted. Both pools only grow, so a training step
-allocates no large memory once each size has been used.
+activations, which returns to the pool when its last view is deleted. Both pools only grow, so training steps
+allocate no large memory after each size has been used.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def side_by_side(parts: tuple[Array, ...]) -> Array | None:
 
 
 class BufferPool:
-    """Pool of flat float32 buffers, which are lent and returned. It grows when necessary and never shrinks.
+    """Pool of flat float32 buffers, which are lent and returned. A pool grows if necessary and never shrinks.
 
     `take` may return a longer buffer than requested, which the caller then slices. The buffers are on the
     device in use unless another device is given.

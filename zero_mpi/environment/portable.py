@@ -1,10 +1,10 @@
 """`--bits portable`: one instruction set for all computation, for the same bits on different processors.
 
 Libraries choose their code by the processor: OpenBLAS its kernels and blocks, numba its target, NumPy its
-loops. They read this choice from environment variables when they are loaded, so a process that starts without
-these variables restarts with them. The C library's results (logarithms, cosines) differ between its versions;
-functions of `ops.elementary` replace it. The instruction set is x86-64-v3 (AVX2 and FMA), which Intel
-processors have had since 2013 and AMD processors since 2015.
+loops. Libraries read this choice from environment variables when they are loaded, so a process that starts
+without these variables restarts with them. The C library's results (logarithms, cosines) differ between its
+versions; functions of `ops.elementary` replace it. The instruction set is x86-64-v3 (AVX2 and FMA), which
+Intel processors have had since 2013 and AMD processors since 2015.
 """
 
 from __future__ import annotations

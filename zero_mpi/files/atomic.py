@@ -21,8 +21,8 @@ from zero_mpi.files.open import open_in_place, refusing
 def write_whole(path: Path, content: str | bytes, suffix: str = "partial") -> None:
     """Replace a file's content; on failure raise OSError with its name and leave the file unchanged.
 
-    `suffix` ends the name of the temporary file, `.NAME.partial`. Writers that may run at the same time need
-    different suffixes.
+    `suffix` is appended to the name of the temporary file, `.NAME.partial`. Writers that may run at the same
+    time need different suffixes.
     """
     with replacing(path, suffix) as partial:
         write_to_disk(partial, content.encode() if isinstance(content, str) else content)

@@ -1,10 +1,10 @@
 """Properties of the file system of a folder, such as whether several ranks may write one file.
 
-`KINDS` is the only place with these facts. Two properties decide who may write. Caches: hosts may write one
-file at once only if the file system keeps their caches coherent. NFS does not, and a client may send a full
-page when only a few bytes are new, so two hosts that write to the same page could undo each other's writes.
-Locks: Lustre and GPFS lock ranges of a file for a host, so hosts that write to neighbouring ranges wait for
-each other, and more processes on a host do not write faster.
+`KINDS` is the only place with these facts. Two properties decide which ranks may write. Caches: hosts may
+write one file at once only if the file system keeps their caches coherent. NFS does not, and a client may
+send a full page when only a few bytes are new, so two hosts that write to the same page could undo each
+other's writes. Locks: Lustre and GPFS lock ranges of a file for a host, so hosts that write to neighbouring
+ranges wait for each other, and more processes on a host do not write faster.
 
 Properties that the code can test when it needs them are not listed here: whether two names can be exchanged
 in one step (`checkpoint.folders`), whether there are locks (`launch.folder_lock`).
@@ -31,7 +31,7 @@ class FileSystem:
     hosts: bool = False  # whether several hosts may write one file at once
     known: bool = True  # if false, `hosts` is a cautious guess; --writers-per-node overrides it
     writers: int = 1  # number of ranks of a host that write, or EVERY
-    lasting: bool = True  # files on it survive a reboot of the host
+    lasting: bool = True  # whether files survive a reboot of the host
 
 
 OF_A_HOST = FileSystem("", writers=EVERY)

@@ -1,6 +1,6 @@
 """Checks that all ranks have the same package, Python, MPI, NumPy, flags and model files.
 
-Hosts may differ, for example in the environment or in the copy of a file. Then a job would hang, or ranks
+Hosts may differ, for example in the environment or in the copy of a file. Such a job would hang, or its ranks
 would train differently. So ranks compare these facts, by one message if all agree.
 """
 

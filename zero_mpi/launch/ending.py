@@ -8,7 +8,7 @@ When Open MPI's mpirun is ended (Ctrl-C, SIGTERM, a closed terminal), its proces
 SIGTERM and SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank with
 state to save pauses that process (SIGSTOP) as soon as SIGTERM arrives (`hold_launcher`), and continues it
 after all have saved, or after a time limit; if the ranks are dead, a separate process continues it. If a rank
-of the node has ended, that is why Open MPI sends SIGTERM, and the launcher is not paused. A paused launcher
+of the node has ended, Open MPI sends SIGTERM for that reason, and ranks do not pause it. A paused launcher
 forwards no output, so ranks write directly to its destination. Other launchers pass signals on and wait.
 """
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 FAILED, BAD_USAGE, REQUEUE = 1, 2, 75
 DRAIN = 0.2  # seconds for the launcher to forward messages, because an abort drops unread output
 STAGGER = 0.3  # seconds per rank: if all fail at once, the first prints and ends the job before the others
-MOST_TURNS = 20  # ranks that take turns; all later ranks print with the last of them
+MOST_TURNS = 20  # number of ranks that take turns; all later ranks print with the last of these
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
-LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # names of parents of ranks
+LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # names of launcher processes
 HOLD = 120.0  # most seconds of a pause; then the launcher may end ranks that cannot save
 POLL = 0.2  # seconds between checks of the ranks of the node
 LATER = 5.0  # seconds after HOLD at which the separate process continues the launcher if no rank did

@@ -1,11 +1,11 @@
 """Lock of a run folder, `OUT/.lock`: the folder belongs to one job at a time, until that job ends.
 
 The process that creates the file holds the folder; only one can. The holder, rank 0, keeps a flock on the
-file, which ends with the process, and renews its record every few seconds. If a flock is refused, the holder
-lives. If it is granted, the holder is dead only if it was on this machine: between machines flocks may not
-exist or may be local (NFS and Lustre, depending on mount options). A holder on another machine counts as dead
-if its record stops changing, by the local clock. The file is then renamed, which only one process can do, and
-a new file is made. If a paused holder continues, it notices that and ends its job, also for a removed folder.
+file, which ends with the process, and renews its record every few seconds. If the system refuses the flock,
+the holder is alive. If it grants the flock, a holder on this machine is dead; other machines' flocks may be
+invisible (NFS and Lustre, depending on mount options). A holder on another machine counts as dead if its
+record stops changing, by the local clock. The file is then renamed, which only one process can do, and a new
+file is made. If a paused holder continues, it notices that and ends its job, also for a removed folder.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def take(path: Path, record: Record) -> int:
                     )
             elif locked is not False and quiet > PATIENCE:
                 put_aside(path, raw, record)
-            elif locked is not False and not is_logged and (holder or quiet > 0):  # the file is complete
+            elif locked is not False and not is_logged and (holder or quiet > 0):  # file is complete
                 is_logged = True
                 left = f"{path} was left by {holder or 'an unknown job'}"
                 log.info("%s: waiting %.0f s for a sign of life", left, PATIENCE)
@@ -208,7 +208,7 @@ def take(path: Path, record: Record) -> int:
 def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | None:
     """Try once: return the handle if we got the lock, else (locked, content); None: the file is gone.
 
-    We get the lock if the system grants it and the holder was on this machine, because it is dead then.
+    We get the lock if the system grants it and the holder was on this machine, so the holder is dead.
     """
     try:
         handle = find(path)
@@ -233,7 +233,7 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
         if aside.read_bytes()[:SIZE] != raw:
-            with contextlib.suppress(OSError):  # no hard links here: the other job makes a new file
+            with contextlib.suppress(OSError):  # without hard links, the other job makes a new file
                 os.link(aside, path)
         os.unlink(aside)
 
@@ -263,7 +263,7 @@ class RunLock:
     def release(self) -> None:
         self._over.set()
         if not self.lost:
-            self._thread.join(SLOW)  # the disk may hang
+            self._thread.join(SLOW)  # limited, because the disk may hang
         with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
             if record is not None and record.token == self._own_record.token:
                 os.unlink(self._path)

@@ -117,9 +117,9 @@ def report(text: str, *, is_error: bool = False) -> None:
 
 
 class Stopped(BaseException):
-    """Exception: a signal ends the run before its first step. It is no subclass of `Exception`.
+    """Exception: a signal ends the run before its first step. `except Exception` does not catch it.
 
-    All ranks raise it together, with the job's exit status; `StopSignals.cut_short` catches one without.
+    All ranks raise it together, with the job's exit status; without a status, `cut_short` catches it.
     """
 
     def __init__(self, name: str, *, again: bool = False) -> None:
@@ -176,7 +176,7 @@ class StopSignals:
     def cut_short(self, action: Callable[[], Any]) -> Any:
         """Return action(), which must not communicate; None if a signal interrupts it.
 
-        The caller then continues to the next agreement. It never interrupts a program's start or steps.
+        The caller then continues to the next agreement. A program's start and steps are never interrupted.
         """
         if self.phase not in (PREPARING, OVER):
             return action()

@@ -119,8 +119,8 @@ class World:
     def run_on_all(self, action: Callable[[], Any]) -> Any:
         """Return this rank's action(); if it raises UsageError or JobError on a rank, all raise the first.
 
-        `action` must not communicate. It is not called if the folder is lost, and a signal before the first
-        step interrupts it. This method and the following methods are collective.
+        `action` must not communicate. It is not called if the run folder is lost, and a signal before the
+        first step interrupts it. This method and the following methods are collective.
         """
         return agree.run_on_all(self.comm, lambda: self._unless_over(action))
 

@@ -1,9 +1,9 @@
 """Base class of llama and related models: RMSNorm, rotary positions, grouped attention, gated feed-forward.
 
 The architectures differ in class variables: the rotary order of the rows of q and k, the positions of norms,
-blocks without rotary positions, biases, and the tensors that llama.cpp reads. They override methods for other
-differences. A file determines which of the possible biases a model has. Annotations are not strings in this
-module, because subclasses in other modules inherit them in their signatures.
+blocks without rotary positions, biases, and the tensors that llama.cpp reads. For other differences,
+architectures override methods. A file determines which of the possible biases a model has. Annotations are
+not strings in this module, because subclasses in other modules inherit them in their signatures.
 """
 
 import math

@@ -39,7 +39,7 @@ class Param:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
@@ -161,7 +161,7 @@ class Layer:
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         """Return y at the positions after those in `cache`.
 
-        A layer overrides it if its result at a position depends on other positions or the position's index.
+        A layer overrides `infer` if its result at a position depends on other positions or the index.
         """
         return self.forward(p, x)[0]
 

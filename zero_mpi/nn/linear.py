@@ -40,9 +40,9 @@ def some(x: Any, part: slice) -> Any:
 class Linear(AddsInForward):
     """Layer y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
-    If it has an adapter (`low_rank`), the adapter's product is added. `fused`: the number of rows of each
-    matrix, if W consists of several matrices. `stack`: the number N of matrices W (N, O, C), one of which
-    applies to each row of x; then `forward` and `backward` use operations on stacks, `via`.
+    If the layer has an adapter (`low_rank`), the adapter's product is added. `fused`: the number of rows of
+    each matrix, if W consists of several matrices. `stack`: the number N of matrices W (N, O, C), one of
+    which applies to each row of x; then `forward` and `backward` use operations on stacks, `via`.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def check_targets(targets: Any, logits: Any = None) -> None:
 class HeadLoss:
     """A loss of a micro-batch that is computed with the last stage, so that not all logits exist at once.
 
-    The last stage treats each row independently. It may receive a few more rows than have targets.
+    The last stage treats each row independently. This stage may receive a few more rows than have targets.
     """
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
@@ -126,9 +126,9 @@ class PartLosses(HeadLoss):
 class Segment:
     """Consecutive positions of a row, whose targets' log-probabilities are summed.
 
-    It begins with the first counted target and ends with the last. Its length is padded to a power of two or
-    a multiple of an eighth of the row, so that few shapes and buffer sizes occur; the added positions are
-    ignored.
+    A segment begins with the first counted target and ends with the last. The length is padded to a power of
+    two or a multiple of an eighth of the row, so that few shapes and buffer sizes occur; the added positions
+    are ignored.
     """
 
     def __init__(self, row: int, span: slice, targets: Array) -> None:
@@ -148,7 +148,7 @@ class SequenceLoss(HeadLoss):
     """A loss that is a function of the sums of log-probabilities of segments.
 
     `criterion` maps the sums, in nats, to (loss, its derivative by each sum). `train` sets the attribute
-    `sums`. It computes logits twice: for the sums, and for the gradient, which has one factor per segment.
+    `sums`. Logits are computed twice: for the sums, and for the gradient, which has one factor per segment.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class LowRank:
         }
 
     def params(self) -> dict[str, Param]:
-        """Return both matrices by name."""
+        """Return the parameters a and b by name."""
         return self._params
 
     def merged(self, p: Weights, w: Any, part: slice) -> Any:
@@ -59,7 +59,7 @@ class LowRank:
         """Return y (..., O) + narrow b^T, for a part of the O rows; y may be overwritten."""
         b = p[self.b][part]
         if via is ops:
-            return ops.linear_backward_x(narrow, b.T, y)  # in place, which takes half the time
+            return ops.linear_backward_x(narrow, b.T, y)  # adds to y in place, which takes half the time
         return via.linear(narrow, b, None, y)
 
     def backward(

@@ -1,9 +1,9 @@
 """The operations in bfloat16 and float16 on the host, computed in float32 with each result rounded once.
 
 This module defines low precision: sums and products are computed in float32, and results have the low type.
-It is a slow reference for tests of the GPU's kernels and of the host's bfloat16 kernels. Statistics that
-forward keeps for backward, losses and tables of rotary positions never have a low type. A gradient to which
-an operation adds keeps its own type.
+The module is a slow reference for tests of the GPU's kernels and of the host's bfloat16 kernels. Statistics
+that forward keeps for backward, losses and tables of rotary positions never have a low type. A gradient to
+which an operation adds keeps its own type.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def checked(
 ) -> Callable[..., Any]:
     """Return a function with the parameters of `definition`; it calls the version for the first array's type.
 
-    The function raises ValueError if its arrays do not fit. It is made from source text, so that a call reads
-    each array's shape once, builds no list of arguments, and calls no other function in between.
+    The function raises ValueError if its arrays do not fit. The function is made from source text, so that a
+    call reads each array's shape once, builds no list of arguments, and calls no other function in between.
     """
     facts = []
     for entry in expected.entries:

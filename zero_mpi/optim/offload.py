@@ -113,7 +113,7 @@ class Offload:
         states.stored.record(self._down)
 
     def finish(self) -> None:
-        """Wait until all chunks are copied back. Only reads of states wait by themselves."""
+        """Wait until all chunks are copied back. Reads of states wait too, reads of parameters do not."""
         self._down.synchronize()
 
     def _copy(self, targets: list[Array], sources: list[Array], kind: int, stream: Any) -> None:

@@ -107,8 +107,8 @@ class AdamW(Rule):
 class Rounded(Rule):
     """Rule that updates float32 masters by another rule; parameters are masters rounded to a quantized type.
 
-    So parameters have the values of a quantized file, and gradients are computed at these values. Shards end
-    at multiples of 1024 elements or of a row, and a row consists of full blocks, so no block is cut.
+    Parameters thus have the values of a quantized file, and gradients are computed at these values. Shards
+    end at multiples of 1024 elements or of a row, and a row consists of full blocks, so no block is cut.
     """
 
     rule: Rule

@@ -45,7 +45,7 @@ class SimulatedComm(SerialComm):
 
 @dataclass(frozen=True)
 class Case:
-    """Run to plan. Its sizes are named like flags of `zero_mpi.train`. Ranks fill one node after the other.
+    """Run to plan. Sizes are named like flags of `zero_mpi.train`. Ranks fill one node after the other.
 
     The plan is for rank 0, which owns the longest shard of each unit and has a micro-batch in every round.
     All targets count in the loss. For a preference loss, each window is assumed to have a pair of equally

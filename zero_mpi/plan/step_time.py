@@ -50,7 +50,7 @@ class StepTime:
 
 
 def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
-    """Return a + times b."""
+    """Return the sum a + times * b."""
     return StepTime(*(x + times * y for x, y in zip(astuple(a), astuple(b), strict=True)))
 
 

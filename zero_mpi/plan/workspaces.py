@@ -62,13 +62,13 @@ class Compiled(FakeMemory):
         return logits, self.take(x.shape, x.dtype) if need_dx else None
 
     def norm_sums(self, x: Array, count: int) -> None:
-        """Take memory for the gradients of a norm's `count` vectors."""
+        """Allocate memory for the gradients of a norm's `count` vectors."""
 
     def column_sums(self, rows: int, width: int) -> None:
-        """Take memory for a sum over rows."""
+        """Allocate memory for a sum over rows."""
 
     def sorted_tokens(self, tokens: Array, width: int) -> None:
-        """Take memory for the gradient of an embedding."""
+        """Allocate memory for the gradient of an embedding."""
 
 
 class OnGPU(Compiled):

@@ -22,7 +22,7 @@ class Action:
     verb = method = ""
 
     def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
-        """Do the action; only `run` calls this."""
+        """Execute the action; only `run` calls this method."""
         getattr(work, self.method)()
 
 
@@ -38,7 +38,7 @@ class UnitAction(Action):
 
 @dataclass(frozen=True)
 class StageAction(Action):
-    """Action on a micro-batch at one stage. A rank without a micro-batch skips it."""
+    """Action on a micro-batch at one stage. A rank without a micro-batch skips such actions."""
 
     stage: int
 

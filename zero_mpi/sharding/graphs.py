@@ -1,6 +1,6 @@
 """CUDA graphs of micro-batches: the GPU work is recorded once, and one call then launches all of it.
 
-ZERO_MPI_GPU_GRAPH=1 enables them. They need one rank, a cross-entropy of all rows and no trace; other
+ZERO_MPI_GPU_GRAPH=1 enables them. Graphs need one rank, a cross-entropy of all rows and no trace; other
 micro-batches run normally. The arrays of a recorded micro-batch are in a separate memory pool.
 """
 

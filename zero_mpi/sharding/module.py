@@ -247,7 +247,7 @@ class ShardedModule:
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
 
-        Its bits do not depend on ranks, units or strategy (`norm`). Tied parameters count once.
+        The bits do not depend on ranks, units or strategy (`norm`). Tied parameters count once.
         """
         squares = []
         for unit in self.units:

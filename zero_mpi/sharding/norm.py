@@ -1,7 +1,7 @@
 """Sum of the squared gradient elements, in one order for all ranks, units, strategies and devices.
 
-The terms are float64 sums over chunks of each parameter, in the model's order. They are added as NumPy's
-`sum` adds a vector, which it halves down to leaves of at most LEAF values. A rank that has all values of a
+The terms are float64 sums over chunks of each parameter, in the model's order. The terms are added as by
+NumPy's `sum`, which halves a vector down to leaves of at most LEAF values. A rank that has all values of a
 leaf sends their sum. If several ranks have values of a leaf, they send these values. In total, ranks send
 about one number per 100,000 parameters.
 """

@@ -213,7 +213,7 @@ def joined(lists: Iterable[Actions]) -> Actions:
 def reductions_after(descent: Sequence[Step], trainable: Sequence[bool]) -> list[Actions]:
     """Return the reductions that start after each step of backward.
 
-    A unit's gradient is complete after the last step that adds to it. Its reduction starts when fewer
+    A unit's gradient is complete after the last step that adds to it. The reduction starts when fewer
     reductions than the limit are in flight, including reductions of the previous round.
     """
     last = {unit: place for place, step in enumerate(descent) for unit in step.adds if trainable[unit]}

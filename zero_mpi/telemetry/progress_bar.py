@@ -1,7 +1,7 @@
 """Progress display of a run: a bar on a terminal, otherwise a log line every few steps.
 
 Bar and line show, in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
-Launchers put a pipe between ranks and terminal, so the stderr of parent processes is checked as well.
+A launcher puts a pipe between ranks and terminal, so the stderr of parent processes is checked too.
 """
 
 import math
@@ -70,7 +70,7 @@ class Display:
 
 
 def short(count: float) -> str:
-    """Return a number for messages, with three digits."""
+    """Return a number as text for messages, with three digits."""
     for unit in ("", "k", "M"):
         if not count >= 999.5:
             return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"
@@ -79,7 +79,7 @@ def short(count: float) -> str:
 
 
 def interval(seconds: float) -> str:
-    """Return a time for messages."""
+    """Return a time as text for messages."""
     if not math.isfinite(seconds):
         return "?"
     if seconds >= 100 * 3600:

@@ -5,7 +5,7 @@ every such library supports; in some libraries, nonblocking reductions of device
 has no streams: an exchange's buffers receive data only after the sums that read them, and the library's own
 reductions (`fast`) block.
 
-*Staged* sends through host memory. It works with every MPI library, and for several ranks on one GPU. The
+*Staged* sends through host memory. This works with every MPI library, and for several ranks on one GPU. The
 chunks of an exchange are copied into pinned memory, sent, received into pinned memory and copied back.
 Exchanges overlap: while MPI sends one, the next is copied to the host and the previous one back to the GPU. A
 chunk for several ranks is copied to the host once. The pinned memory is divided once and reused. Sums are

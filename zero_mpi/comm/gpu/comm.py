@@ -1,4 +1,4 @@
-"""Collectives on device memory: which chunks go to which rank, in which order they are added. Backends send.
+"""Collectives on device memory. This module decides which chunks go to which rank; backends send them.
 
 The exact reduction is the same as on the host (`comm.mpi`): every rank sends each owner its slice, and the
 owner adds the slices in rank order, in float32, chunk by chunk. So the bits do not depend on the backend. A
@@ -41,7 +41,7 @@ def on_host(array: Any) -> bool:
 class Result:
     """Result of a transfer: an event after its last copy or sum, and the arrays that copies and sums read.
 
-    It keeps these arrays alive, because the device may still read them after the host has moved on.
+    The result keeps these arrays alive, because the device may read them later than the host returns.
     """
 
     mark: Any = None

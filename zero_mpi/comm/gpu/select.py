@@ -48,8 +48,7 @@ COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclus
 def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
     """Return the transport for GPU arrays for a value of --transport, and the reason for it. Collective.
 
-    `exact`: sums in rank order; otherwise the library adds if it can. If a rank raises UsageError, all ranks
-    do.
+    `exact`: sums in rank order; otherwise the library adds if it can. UsageError is raised on all ranks.
     """
     kinds.check_flag(flag, on_gpu=True)
     if ranks == 1:

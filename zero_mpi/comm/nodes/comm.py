@@ -2,8 +2,8 @@
 
 *Gathers.* Each rank's slice is private. To gather a unit, the ranks of a lane exchange their slices into a
 buffer that each node shares, so that a node receives every slice once. When all ranks of a node have done
-that for their lanes, the buffer is complete. It can be used again when all ranks of the node have released
-it. All ranks take and return buffers in the same order, so counting the returned buffers is enough.
+that for their lanes, the buffer is complete. A buffer can be used again when all ranks of the node have
+released it. All ranks take and return buffers in the same order, so counting the returned buffers is enough.
 
 `sums` computes *reductions*. All other communication uses MPI.
 """

@@ -99,7 +99,7 @@ class Window:
         self._window.Sync()
 
     def free(self) -> None:
-        """Unmap the memory. Collective; no array may use it any more."""
+        """Unmap the memory. Collective; no array may use the window any more."""
         self._kept = None
         assert not self.in_use, "arrays still use the window"
         self._window.Unlock_all()

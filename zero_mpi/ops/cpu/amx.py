@@ -45,7 +45,7 @@ ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row, of a float32 or 
 
 
 def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
-    """Return an intrinsic of one instruction. Its arguments: constant tile numbers, an address, a step."""
+    """Return an intrinsic of one instruction. Arguments: constant tile numbers, an address, a step."""
     if not all(isinstance(tile, types.IntegerLiteral) for tile in tiles):
         return None  # numba calls this again, with constants
 

@@ -1,4 +1,4 @@
-"""Causal attention on CPUs. It goes head by head, in blocks of rows, and multiplies by BLAS.
+"""Causal attention on CPUs. Heads are computed one by one, in blocks of rows; BLAS multiplies.
 
 A block of n queries that ends at position m needs the scores of only the first m keys. Scores above the
 diagonal, half of a full mask, are neither computed nor stored. Short sequences keep their weights for
@@ -51,7 +51,7 @@ def at(x: Array, b: int, t: int, h: int) -> tuple[int, int]:
 
 @helper
 def first_seen(begins: Array, row: int) -> int:
-    """Return the first key that a block sees: the first key of its first row, since `begins` increases."""
+    """Return the first key that a block sees: the first key of its first row, as `begins` never falls."""
     return begins[row] if begins.size else 0
 
 

@@ -1,6 +1,6 @@
 """Division of attention into shares of heads, one per thread, and in bfloat16 of a share into tiles.
 
-A tile is a block of rows of some heads, with the keys that these rows see. It is computed at once.
+A tile is a block of rows of some heads, with the keys that these rows see. Each tile is computed at once.
 """
 
 from __future__ import annotations

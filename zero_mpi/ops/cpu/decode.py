@@ -324,7 +324,7 @@ def take_parts(words: Array, place: int) -> bool:
 
 @kernel("i1+", liberties=False)
 def serve(words: Array) -> None:
-    """Compute parts of steps; return if none comes for `PATIENCE` rounds or `threads` needs the pool."""
+    """Compute parts of steps; return after `PATIENCE` rounds without a step, or if the pool is needed."""
     place, waited = words.ctypes.data, 0
     while waited < PATIENCE and seen(place + 8 * REST) == 0:
         waited = 0 if take_parts(words, place) else waited + 1
@@ -355,7 +355,7 @@ def run_steps(words: Array, program: Array, positions: Array) -> None:
 
 
 class Crew:
-    """The waiting threads of this process. They occupy the pool of `threads` until it is needed otherwise."""
+    """The waiting threads of this process. They occupy the thread pool until other work needs it."""
 
     def __init__(self) -> None:
         self._words, self._servants = np.zeros(WORDS, np.int64), list[Future[None]]()

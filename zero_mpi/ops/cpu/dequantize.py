@@ -110,7 +110,7 @@ def plain_8(x: Block) -> list[Any]:
 
 
 def nibbles(x: Block, has_least: bool) -> list[Any]:
-    """Read Q4_0 and Q4_1: a scale, a minimum if `has_least`, 16 bytes. The bytes' low halves come first."""
+    """Read Q4_0 and Q4_1: a scale, a minimum if `has_least`, 16 bytes. All low halves come first."""
     d, (least, start) = x.half(0), (x.half(2), 4) if has_least else (None, 2)
     whole = [x.sixteen(start, shift, 15) for shift in (0, 4)]
     return [x.scaled(q if has_least else x.builder.sub(q, constant(8)), d, least) for q in whole]

@@ -313,8 +313,8 @@ def in_order(bits: Any) -> Any:
 def row_most(row: Array) -> Any:
     """Return the largest element of a contiguous row of at least one element.
 
-    It compares integers, because the compiler vectorizes a maximum of floats only without NaN. In a row with
-    NaN the result is arbitrary; callers subtract it from each element, which keeps NaN in place.
+    The code compares integers, because the compiler vectorizes a maximum of floats only without NaN. In a row
+    with NaN the result is arbitrary; callers subtract it from each element, which keeps NaN in place.
     """
     bits = row.view(np.int32)
     most = in_order(bits[0])

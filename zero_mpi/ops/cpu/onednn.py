@@ -277,7 +277,7 @@ def candidates() -> Iterator[str]:
 
 @cache
 def load() -> tuple[OneDNN | None, str]:
-    """Return (the library, ""), or (None, the reason why there is none). A process loads it once."""
+    """Return (the library, ""), or (None, the reason why there is none). A process loads the library once."""
     if portable.active:
         return None, "--bits portable uses OpenBLAS on float32 copies"
     reason = f"no oneDNN was found: pip install 'zero-mpi[onednn]', or set {VARIABLE} to a library"

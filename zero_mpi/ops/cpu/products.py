@@ -1,4 +1,4 @@
-"""Matrix products and linear layers on CPUs, by oneDNN if it is faster, BLAS, float32 copies or reference.
+"""Matrix products and linear layers on CPUs: by oneDNN if it is faster, else by BLAS or the reference.
 
 oneDNN computes products of bfloat16. On processors with bfloat16 units it also computes float32 products,
 except small products, which BLAS finishes before oneDNN has begun. On processors with tile units (AMX),

@@ -11,8 +11,8 @@ NVRTC; `launch` has the table of kernels. No kernel uses atomics. Sums over rows
 depends only on the shape. Gradients of embeddings use a stable sort of (token, position).
 
 Tests need no GPU. `tests/pretend` simulates CuPy: streams are threads with delays, kernels are the real
-sources compiled for the CPU, and NumPy computes the calls of cuBLASLt and cuDNN. It cannot test speed or real
-drivers, as `benchmarks/gpu_check.py` does. The suite also compiles every kernel for sm_80, sm_90 and sm_100.
+sources compiled for the CPU, and NumPy computes the calls of cuBLASLt and cuDNN. `benchmarks/gpu_check.py`
+tests speed and real drivers. The suite also compiles every kernel for sm_80, sm_90 and sm_100.
 """
 
 from zero_mpi.ops.gpu import attention, elementwise, embedding, flat, gemm, launch, linear, loss, norm  # noqa: F401  (register versions)

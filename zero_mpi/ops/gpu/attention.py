@@ -1,9 +1,9 @@
 """Causal attention on a GPU, by cuDNN if it can be used, otherwise by products and our softmax kernels.
 
 Our own attention gathers the R query heads that share a key/value head as rows (t, r) of one matrix, so that
-grouped heads need no special code. It processes the queries in blocks whose scores fit in SCORES bytes. It
-keeps only the logarithm of each row's sum of weights and computes a block again in backward, so memory grows
-with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
+grouped heads need no special code. The queries are processed in blocks whose scores fit in SCORES bytes.
+Forward keeps only the logarithm of each row's sum of weights, and backward computes each block again, so
+memory grows with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
 
 ZERO_MPI_GPU_ATTENTION is auto, own (our kernels), cudnn (an error if cuDNN cannot be used) or any-order
 (cuDNN adds gradients in any order, and two runs may differ).
@@ -90,7 +90,7 @@ def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa 
 
 
 def refused(what: str) -> None:
-    """Raise UsageError if cuDNN is required. Otherwise return, and our kernels compute."""
+    """Raise UsageError if cuDNN is required. Otherwise our kernels compute."""
     if way() == "cudnn":
         raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {what} of these shapes")
 

@@ -5,9 +5,9 @@ factor is its A, our first factor its B, and our rows are its columns. A plan ho
 algorithm; a call passes plain addresses and allocates nothing. Sums are float32 for all inputs, and float32
 inputs are multiplied in full precision, not as TF32.
 
-The algorithm is the first that cuBLASLt's heuristics propose. It may split the inner dimension and add
-float32 parts from a workspace in a fixed order: weight gradients have few tiles and long sums, which would
-leave most of a GPU idle. ZERO_MPI_GPU_SPLIT_K=0 forbids that. ZERO_MPI_GPU_TUNE=1 times the first eight
+The algorithm is the first that cuBLASLt's heuristics propose. This algorithm may split the inner dimension
+and add float32 parts from a workspace in a fixed order: weight gradients have few tiles and long sums, which
+would leave most of a GPU idle. ZERO_MPI_GPU_SPLIT_K=0 forbids that. ZERO_MPI_GPU_TUNE=1 times the first eight
 algorithms; then another run may choose another algorithm and compute other bits.
 """
 

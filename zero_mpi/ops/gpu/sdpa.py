@@ -6,9 +6,9 @@ up to 128 columns (256 on Hopper); our kernels in `attention` compute all other 
 nvidia-cudnn-frontend provides the graphs, cuDNN the kernels.
 
 By default backward is deterministic, for which cuDNN stores a number per score (the frontend's "dP
-workspace"). If that exceeds `most_slopes` bytes, backward is called for some sequences or heads at a time. If
-one head exceeds it, cuDNN 9.25 and later add in order on Hopper and need memory only for gradients. Older
-versions are not used then, since memory must not grow with the square of T.
+workspace"). If these numbers exceed `most_slopes` bytes, backward is called for some sequences or heads at a
+time. If one head exceeds this limit, cuDNN 9.25 and later add in order on Hopper and need memory only for
+gradients. Older versions are not used then, since memory must not grow with the square of T.
 """
 
 from __future__ import annotations
