@@ -149,8 +149,8 @@ def proportional(folder):
 @needs_mpiexec
 @pytest.mark.timeout_seconds(180)
 def test_what_is_asked_for_is_what_ranks_take(tmp_path):
-    """Use never exceeds the request, and the request is at most a quarter too large. The one-time compiler is
-    left out if another test has filled its cache, so its memory counts as part of the excess."""
+    """Memory use never exceeds the request, and the request is at most a quarter too large. The one-time
+    compiler is left out if another test has filled its cache, so its memory counts as part of the excess."""
     data = write_text(tmp_path)
     most, said = resident_pages(["--data", *data, *MODEL, "--transport", "shared"], tmp_path)
     asked = float(re.search(r"request ([0-9.]+) GiB per node", said)[1]) * 2**30

@@ -81,7 +81,7 @@ class RankState:
 
 
 class RankReports:
-    """Folder of a job's reports, as one rank uses it. job: text that identifies the job. Raises OSError."""
+    """A rank's access to the folder of a job's reports. job: text that identifies the job. Raises OSError."""
 
     def __init__(self, out: Path, rank: int, job: str, folder: str = FOLDER) -> None:
         self._folder = out / folder
@@ -102,7 +102,7 @@ class RankReports:
 
     def leave(self) -> None:
         """Remove this rank's files, because it makes progress; the last rank to leave removes the folder."""
-        with contextlib.suppress(OSError):  # other ranks have files there
+        with contextlib.suppress(OSError):  # fails while other ranks have files in the folder
             self._file.unlink(missing_ok=True)
             self._folder.rmdir()
 
@@ -248,7 +248,7 @@ class Watchdog:
         self._at_end: Callable[[int, str], None] = lambda *end: None
         self._kill = kill
         self._signed: float | None = None  # the value of `_changed` when this rank signed
-        self._pause, self._compares_at = POLL / 2, 0.0  # interval (increasing), next comparison
+        self._pause, self._compares_at = POLL / 2, 0.0  # seconds to, and time of, the next comparison
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
@@ -326,7 +326,7 @@ class Watchdog:
                     self._answer(self._reports, changed, now - changed)
 
     def _answer(self, reports: RankReports, changed: float, age: float) -> None:
-        """Sign or leave the roll call, and compare the states of ranks that have signed."""
+        """Sign or leave the roll call, then compare the states of all ranks that have signed."""
         if self._signed not in (None, changed):
             self._signed = None
             reports.leave()
@@ -385,7 +385,7 @@ class Watchdog:
             age = time.perf_counter() - self._changed
             if late and age > self.limit + GRACE:
                 self._end(age)
-            # Check twice: when a stopped process continues, the first thread must notice that first.
+            # Check twice: after a stop of the process, the first thread must run before this check counts.
             late = self._counts and age > self.limit + GRACE
 
     def _end(self, age: float) -> NoReturn:

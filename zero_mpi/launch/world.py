@@ -1,7 +1,7 @@
 """Runner of a command on all ranks, which ends all ranks with one message and one exit status.
 
-If a rank of an MPI job dies of an exception, the others wait for it. So all exceptions of a command are
-caught here. For bad input, on which all ranks agree, rank 0 prints a line and the status is 2. An
+If a rank of an MPI job dies of an exception, the other ranks wait for it. So this module catches all
+exceptions of a command. For bad input, on which all ranks agree, rank 0 prints a line and the status is 2. An
 error of a single rank is printed with the rank's number and aborts the job.
 """
 
@@ -117,7 +117,7 @@ class World:
         self.kill(status)
 
     def run_on_all(self, action: Callable[[], Any]) -> Any:
-        """Return this rank's action(); if it raises UsageError or JobError on a rank, all raise the first.
+        """Return this rank's action(). All ranks raise the first UsageError or JobError of any rank.
 
         `action` must not communicate. It is not called if the run folder is lost, and a signal before the
         first step interrupts it. This method and the following methods are collective.
@@ -247,7 +247,7 @@ def run(
 def end_interrupted(world: World) -> int:
     """Print that this process was interrupted and end the job; in a single process return the status."""
     stopping.say_interrupted()
-    if world.size > 1:  # rank 0 has printed a line; another rank prints only if it alone was interrupted
+    if world.size > 1:  # rank 0 has printed a line; another rank prints only if no other was interrupted
         await_turn(world.rank)
         text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
         world.end(stopping.INTERRUPTED, "interrupted", text if world.rank else "")

@@ -61,7 +61,7 @@ class LoRA:
 
 
 def is_meant(name: str, pattern: str) -> bool:
-    """Return whether a pattern selects a projection; it must name head, router and experts (see NAMED)."""
+    """Return whether a pattern selects a projection; see TARGETS for head, router and experts."""
     named = name != HEAD or pattern.startswith("output")
     return fnmatchcase(name, pattern) and named and all(part in pattern for part in NAMED if part in name)
 

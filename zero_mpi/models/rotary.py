@@ -105,7 +105,7 @@ class RopeScaling:
         return tuple((1 / (quick + (1 - quick) / self.factor)).tolist())
 
     def _ramp(self, width: int, base: float) -> tuple[float, float]:
-        """Return the ends of the ramp: the last pair of high and the first of low frequency."""
+        """Return the ends of the ramp: last pair of high frequency, first pair of low frequency."""
         places = [
             width * log(self.original / (turns * 2 * math.pi)) / (2 * log(base)) for turns in (FAST, SLOW)
         ]
@@ -343,7 +343,7 @@ class RotaryModel(ModelConfig):
 
     @property
     def turned_width(self) -> int:
-        """Elements of a head that RoPE rotates."""
+        """Number of elements of a head that RoPE rotates."""
         return self.rope_dimension_count or self.key_length
 
     @property

@@ -36,7 +36,7 @@ class Heads:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Columns of q, k and v when the heads are concatenated."""
+        """Numbers of columns of q, k and v, with all heads concatenated."""
         return self.query * self.key_width, self.kv * self.key_width, self.kv * self.value_width
 
     def split(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -92,7 +92,7 @@ class JointQKV(ProjectQKV):
 
 
 class FusedQKV(JointQKV):
-    """`JointQKV` computed by one product with the full matrix; q, k and v are columns of its result."""
+    """`JointQKV` by a single product with the full matrix: q, k and v are columns of the result."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         qkv, saved = self.whole[0].forward(p, x)

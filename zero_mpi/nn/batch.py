@@ -77,7 +77,7 @@ class Documents:
         return found[1]
 
     def within(self, window: int) -> Array:
-        """Return for each position the first one of its document in its window; computed once per window."""
+        """Return the first position that each position sees, given a window; computed once per window."""
         if window not in self._within:
             batch, length = self.begins.shape
             first = first_in_window(batch, 0, length, window, device.home_of(self.begins))
@@ -127,7 +127,7 @@ class StageWeights(dict[str, Array]):
 
 
 def batch_of(p: Weights) -> BatchContext:
-    """Return the micro-batch for which weights are used, or an empty one if none is known."""
+    """Return the micro-batch for which weights are used, or an empty micro-batch if it is unknown."""
     return p.batch if isinstance(p, StageWeights) else BatchContext()
 
 

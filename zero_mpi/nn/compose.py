@@ -118,7 +118,7 @@ class Recompute(Wrapper):
         return self.inner.backward(p, self.inner.saved(p, saved), dy, g)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """Return (loss, dx) without recomputing, because backward follows immediately."""
+        """Return (loss, dx) without recomputation, because backward follows immediately."""
         return self.inner.loss(p, x, targets, scale, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:

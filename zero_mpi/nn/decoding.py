@@ -102,7 +102,7 @@ def joined(stored: Sequence[Array], capacity: int) -> Array:
 
 
 class Unrecorded(Exception):
-    """Raised for a layer or an array that no instruction supports."""
+    """Error: no instruction supports a layer or an array."""
 
 
 class Program:

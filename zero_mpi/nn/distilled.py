@@ -27,7 +27,7 @@ LEAST = 1e-12  # lower bound of a probability before its logarithm
 class Distilled(CrossEntropy):
     """Loss (1 - weight) * cross-entropy + weight * divergence from the teacher's records (B T,).
 
-    A record has `ids` (K,), their `logp`, and `rest`; zeros if there is no prediction.
+    A record has the fields `ids` (K,), `logp` of these ids, and `rest`; all are zero without a prediction.
     """
 
     records: Array

@@ -38,7 +38,7 @@ class PackedMatrix:
         return y
 
     def linear(self, x: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-        """Return y (..., O) = x (..., C) W^T + b + plus, as `ops.linear` does."""
+        """Return y (..., O) = x (..., C) W^T + b + plus, like `ops.linear`."""
         count = x.size // x.shape[-1]
         if count > FEW or not ops.compiles():
             w = recycled(self.shape, x.dtype)

@@ -1,7 +1,7 @@
 """Registration of operations: `operation` registers definitions, and `implements` faster versions.
 
-Both are decorators that return the function unchanged. The package and its tests take all lists of
-operations from here.
+Both decorators return the function unchanged. The package and its tests get all lists of operations from this
+module.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SEEN = 256  # combinations of shapes and types that are remembered for each oper
 
 @dataclass(frozen=True)
 class Entry:
-    """Argument or result in a signature. Without axes, it is a number or a string."""
+    """Argument or result in a signature: an array, or without axes a number or a string."""
 
     name: str
     axes: tuple[str, ...]
@@ -122,7 +122,7 @@ def examine(name: str, signature: Signature, *given: Any) -> None:
 
 
 def shape_of(axes: Sequence[str], sizes: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape for these axes. `sizes`: length of each axis (default 4), and a tuple for `...`."""
+    """Return the shape for `axes`. `sizes`: length of each axis (default 4), and a tuple for `...`."""
     lengths = (sizes.get(axis, 4) for axis in axes)
     return tuple(n for length in lengths for n in (length if isinstance(length, tuple) else (length,)))
 

@@ -23,7 +23,7 @@ LOW_TILE = 256 << 10  # scores that bfloat16 attention computes at a time: they 
 # Kernels of the GPU.
 PACK = 16  # bytes that a thread loads at once
 THREADS = 256  # threads of a block, by default
-COLUMN_ROWS, COLUMN_LINES = 32, 128  # in a sum over rows: rows per line of partial sums, and the most lines
+COLUMN_ROWS, COLUMN_LINES = 32, 128  # of a sum over rows: rows per line of partial sums, most lines
 RUN = 32  # sorted positions that a thread handles in an embedding's gradient, as in embedding.cu
 HELD = 4  # packs of a norm's sums that a thread holds, as in norm.cu
 NORM_LINES = 512  # most lines of a norm's partial sums
@@ -34,7 +34,7 @@ EVEN = 16  # a block has a multiple of this many queries, unless there are fewer
 SLOPES = 4 << 30  # most bytes of cuDNN's backward buffers that grow with the square of T
 LOGITS_BYTES = 2 << 30  # bytes of logits per chunk; a head reads its weights and adds to dw once per chunk
 LARGE_GPU = 40e9  # bytes of memory; smaller GPUs use a quarter of the slopes and an eighth of the logits
-LINE = 8  # a row of logits is padded to a multiple of this, because products of other lengths are slow
+LINE = 8  # a row of logits is padded to a multiple of LINE elements: products of other lengths are slow
 WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
 
 

@@ -134,7 +134,7 @@ def cut_product(part: slice, axis: int, **of: Any) -> dict[str, Any]:
 
 
 def with_sums(shape: tuple[int, ...], work: Callable[..., None], *sums: Array) -> None:
-    """Call `work(part, *sums)` for each part, to add sums over rows. Several parts get separate `sums`."""
+    """Call `work(part, *sums)` for each part, which adds to `sums`. Several parts get separate `sums`."""
     parts = cut(shape)
     if len(parts) == 1:
         work(parts[0], *sums)

@@ -32,7 +32,7 @@ PRODUCTS = (
 )  # fmt: skip
 # (sequences, positions, heads, key/value heads, width of a head): weights kept, then recomputed.
 ATTENTIONS = ((2, 70, 4, 2, 32), (1, 400, 1, 1, 24))
-STREAM = 1 << 18  # slightly more numbers than the largest array has
+STREAM = 1 << 18  # numbers in the stream, slightly more than in the largest array
 ROWS, WIDTH = 67, 193  # sizes for operations on rows: not multiples of a vector or an unrolled loop
 VOCABULARY = 301
 SIZES = {

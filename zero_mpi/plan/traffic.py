@@ -119,7 +119,7 @@ def routes_of(case: Case) -> tuple[Route, Route]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent in a step, for each rank: (ranks,) each."""
+    """Bytes sent in a step, as arrays (ranks,)."""
 
     parameters_inside: Array
     parameters_between: Array
@@ -163,7 +163,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
                 gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
     sums = case.summed * (1 + len(case.measured))
     losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
-    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares over owners of slices
+    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares, among the slices' owners
     (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
 

@@ -179,7 +179,7 @@ class Parameters:
         return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
-        """Round `master` to `low`. Call it after code other than the optimizer has written `master`."""
+        """Round `master` to `low`. Call this after other code than the optimizer has written `master`."""
         if self.low is not None:
             device.in_use().copy(self.low, self.master)
 
@@ -246,7 +246,7 @@ class BlockParameters(Parameters):
     """Frozen parameters that are kept, sharded and gathered as bytes of quantized blocks.
 
     The bytes form separate parameters of float32 words, which are sent like other parameters (`stored`). At
-    the end of a gather they are unpacked to arrays for layers, which a release frees. So a rank has unpacked
+    its end a gather unpacks them to arrays for layers, which a release frees. A rank thus has unpacked
     parameters of one or two units at a time. For stacks, layers unpack the gathered bytes matrix by matrix.
     """
 

@@ -67,7 +67,7 @@ class MicroBatch:
     def turn(self, turn: Turn) -> None: ...
 
     def _next_turn(self) -> Turn:
-        """Do the actions before the next turn of the current stage; return the turn."""
+        """Execute the actions before the next turn of the current stage; return the turn."""
         while True:
             action = next(self.rest)
             action.do(self.module.units, self)

@@ -24,7 +24,7 @@ FLOAT64 = np.dtype(np.float64)
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of a run. compute: of gathered parameters and activations; reduce: of gradients that are sent.
+    """Types of a run. compute: type of gathered parameters and activations; reduce: type of sent gradients.
 
     scales_loss     whether losses are multiplied by a factor, so that small gradients do not vanish
     """

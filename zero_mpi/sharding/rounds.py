@@ -1,7 +1,7 @@
 """Assignment of the micro-batches of a step or an evaluation to the ranks, in rounds.
 
 Rank i mod P computes micro-batch i in round i div P, and gradients are added in rank order after each round.
-So every element is summed over the micro-batches in order, for any number of ranks.
+Every element is thus summed over the micro-batches in order, for any number of ranks.
 
 The losses of all ranks are added in one vector. A rank fills the positions of its own micro-batches and
 leaves zeros elsewhere, so neither the vector nor its sum depends on the number of ranks.
@@ -81,7 +81,7 @@ class Accumulator:
         """
 
         def work(contributors: int, last: bool) -> Scalar | None:
-            # A rank without a micro-batch runs the same code, because its collectives are the same.
+            # A rank without a micro-batch runs the same code, because it must start the same collectives.
             if isinstance(criterion, HeadLoss):
                 return self.module.forward_backward(x, criterion, contributors=contributors, last=last)
             output, loss, dy = self.module.forward(x, training=True), None, None
@@ -153,7 +153,7 @@ def part_losses(
 ) -> Array:
     """Return the losses of all parts in nats, (count,) float64, the same on all ranks. Collective.
 
-    `read(i)` returns micro-batch i. A loss is the sum over its part's targets. `after` as in `dealt_out`.
+    `read(i)` returns micro-batch i. A loss is the sum over its part's targets. `after`: see `dealt_out`.
     """
 
     def compute(number: int, losses: Array) -> None:

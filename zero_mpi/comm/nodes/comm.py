@@ -153,8 +153,8 @@ class NodesComm(ProgressingWrapper):
 class GatherPool(BufferPool):
     """Buffers that the ranks of a node share; all ranks take and return them in the same order.
 
-    If no buffer is free, it adds private memory, into which this rank gathers alone. `released` counts a
-    returned buffer over all pools of a transport. `lent_after` maps a shared buffer's address to the number
+    If no buffer is free, the pool adds private memory, into which this rank gathers alone. `released` counts
+    a returned buffer over all pools of a transport. `lent_after` maps a shared buffer's address to the number
     of buffers that all ranks must have returned before it may be written.
     """
 

@@ -24,7 +24,7 @@ class HeadShare:
     """One thread's share of attention: some sequences, with some key heads and their query heads."""
 
     number: int  # index of this share
-    before: int  # pairs of a sequence and a query head in earlier shares
+    before: int  # number of (sequence, query head) pairs in earlier shares
     sequences: slice  # range of sequences in the batch
     heads: slice  # range of key heads
     shared: int  # query heads per key head

@@ -27,7 +27,7 @@ def about() -> str:
 
 
 def prepare() -> None:
-    """Compile all kernels for the GPU in use, or load them from CuPy's cache; UsageError as in `about`."""
+    """Compile all kernels for the GPU in use, or load them from CuPy's cache; raise like `about`."""
     about()
     for kernel in launch.TABLE.values():
         kernel.bind()
