@@ -58,7 +58,7 @@ def client(address: str, arguments: list[str]) -> None:
 class Server:
     """Server that forks a rank for each client and reports the rank's status; a rank ends with its client.
 
-    ranks   (process, file that signals its end, client) by that file and by the client's file
+    ranks   (process, file that signals its end, client) keys: this file, and the client's file
     """
 
     def __init__(self, address: str) -> None:

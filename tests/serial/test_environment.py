@@ -63,7 +63,7 @@ def test_what_the_user_says_about_yielding_stays():
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK"])
 def test_windows_of_open_mpi_do_without_ucx_whoever_starts_its_ranks(name):
-    """UCX would warn on stderr; under srun only PMIx variables show Open MPI."""
+    """Open MPI's UCX would warn on stderr; under srun only PMIx variables show that it is Open MPI."""
     assert prepared(**{name: "0"})["OMPI_MCA_osc"] == "^ucx"
     assert prepared(**{name: "0"}, OMPI_MCA_osc="ucx")["OMPI_MCA_osc"] == "ucx"
     assert "OMPI_MCA_osc" not in prepared(PMI_RANK="0")

@@ -45,7 +45,7 @@ def losses(printed: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """Return printed(name, ranks), the output of an example; each is run once."""
+    """Return printed(name, ranks), the output of an example; each example is run once."""
 
     @functools.cache
     def run(name: str, ranks: int) -> str:

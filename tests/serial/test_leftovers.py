@@ -1,4 +1,4 @@
-"""Files of killed jobs in shared memory: the kernel shows whether a process has one open.
+"""Files of killed jobs in shared memory: the kernel shows whether a process has a file open.
 
 `test_kills.py` kills jobs in a private /dev/shm and counts the remaining files.
 """

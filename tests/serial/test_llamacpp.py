@@ -104,8 +104,8 @@ def next_token(
 ) -> np.ndarray:
     """Return llama.cpp's log-probabilities (V,) of the next token after `ids`; V is `size`.
 
-    A bias makes it emit a `letter`, because an incomplete character has no log-probabilities. The bias does
-    not change the reported log-probabilities.
+    A bias makes llama.cpp emit a `letter`, because an incomplete character has no log-probabilities. The bias
+    does not change the reported log-probabilities.
     """
     request = {"prompt": ids, "n_predict": 1, "n_probs": size, "temperature": 0.0, "cache_prompt": False}
     answer = server.handle_completions(request | {"logit_bias": [[letter, 1000.0]]})

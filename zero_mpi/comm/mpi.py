@@ -196,7 +196,7 @@ class MPIComm(Comm):
     # ------------------------------------------------------------------------------------- on objects
 
     def _finish(self, request: Any, kind: str, label: str = "") -> None:
-        """Wait for one request, blocking, or sleeping so that other threads and ranks can use the cores."""
+        """Wait for one request: block, or sleep so that other threads and ranks can use the cores."""
         with self.meter.waiting(kind, label):
             if not self._patient:
                 request.Wait()

@@ -171,7 +171,7 @@ def results(kind: Any) -> Iterator[Array]:
 
 
 def digest(kind: Any = np.float32) -> str:
-    """Return a short hash of the bits of all results. Once compiled, this takes tens of ms."""
+    """Return a short hash of the bits of all results. It takes tens of milliseconds."""
     found = hashlib.sha256()
     where = device.in_use()
     for result in results(kind):

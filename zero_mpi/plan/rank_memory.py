@@ -279,7 +279,7 @@ def nodes_of(world: World) -> list[NodeInfo]:
 def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, ranks: int) -> str:
     """Return why some node lacks memory for the run, or an empty text."""
     if device.in_use().name != "cpu":
-        return ""  # the memory is on the GPU, whose library reports a lack of it
+        return ""  # the arrays are on the GPU, whose library reports if memory is short
     least = 4 * BYTES * elements(model) // len(nodes)  # least bytes on a node under any strategy
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
@@ -289,7 +289,7 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
     case = make_case(replace(config, device="cpu"), model, ranks, whole)
     case = replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
     check_sums(case)
-    memory, text = plan_memory(case), text_bytes(config, model)  # once, since there may be thousands of nodes
+    memory, text = plan_memory(case), text_bytes(config, model)  # computed once, since nodes may be thousands
     for node in nodes:
         problem = node_problem(node, model, private(case, memory), text, memory.node_shared)
         if problem:

@@ -218,10 +218,10 @@ class ShardedModule:
     def drop_gathered(self) -> None:
         """Release gathered arrays whose shards are about to change, and a forward that had no backward.
 
-        If ranks share parameters, this returns when no rank reads them any more. An update needs no barrier:
-        the norm waits for a value that each rank sends after its last use of any unit. Other writers, such as
-        loading, may have no norm before them and need a barrier. All ranks agree on whether a barrier is
-        needed, because all of them, with or without a micro-batch, wait for the same gathers.
+        If ranks share parameters, the call returns when no rank reads them any more. An update needs no
+        barrier: the norm waits for a value that each rank sends after its last use of any unit. Other
+        writers, such as loading, may have no norm before them and need a barrier. All ranks agree on whether
+        a barrier is needed, because all of them, with or without a micro-batch, wait for the same gathers.
         """
         self._forward = None
         for unit in self.units:

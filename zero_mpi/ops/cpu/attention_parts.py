@@ -120,8 +120,8 @@ def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[sl
 def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
     """Return the tiles of B sequences of T queries in H heads, where `shared` heads see S keys of one head.
 
-    A head's last block comes first: it sees all keys, so it writes the gradients to which the other
-    blocks, and then the other heads that share the keys, add.
+    A head's last block comes first: it sees all keys, so it writes their gradients. The other blocks, and
+    then the other heads that share the keys, add to them.
     """
     found: list[Tile] = []
     weights = sums = 0
