@@ -2,7 +2,7 @@
 
     pip install "lm_eval[hf]" torch transformers
 
-Its own task files are used, with local rows. ZERO_MPI_LM_EVAL_MODEL=FILE.gguf selects another
+The harness' own task files are used, with local rows. ZERO_MPI_LM_EVAL_MODEL=FILE.gguf selects another
 model than SmolLM2; if it gives no tokenizer.json, transformers reads the tokenizer from the file.
 """
 

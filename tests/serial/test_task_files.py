@@ -321,7 +321,7 @@ def test_the_likeliest_continuation_is_right(small, tmp_path):
     assert figures["acc"] == 0.5
 
 
-# The common rule: question and answer are encoded as one text.
+# Question and answer are encoded as one text.
 
 
 @pytest.mark.parametrize(

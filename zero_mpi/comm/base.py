@@ -220,7 +220,7 @@ class Comm(ABC):
         """Return when every rank has signalled as often as this rank. Shared arrays may then be read."""
 
     def barrier_readers(self) -> None:
-        """Return when all ranks that share arrays have called it. Slices may then be written. Collective."""
+        """Return when all ranks that share arrays are here. Slices may then be written. Collective."""
 
 
 def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:

@@ -197,7 +197,7 @@ def take(path: Path, record: Record) -> int:
                     )
             elif locked is not False and quiet > PATIENCE:
                 put_aside(path, raw, record)
-            elif locked is not False and not is_logged and (holder or quiet > 0):  # file is complete
+            elif locked is not False and not is_logged and (holder or quiet > 0):  # lock file is complete
                 is_logged = True
                 left = f"{path} was left by {holder or 'an unknown job'}"
                 log.info("%s: waiting %.0f s for a sign of life", left, PATIENCE)

@@ -123,7 +123,7 @@ class RankReports:
     def read(self) -> dict[int, RankState]:
         found, now = dict[int, RankState](), 0.0
         for path in self._paths():
-            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # a file was removed
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # file removed meanwhile
                 now = now or self._file.stat().st_mtime
                 said = parse_json(read_file(path, MOST))
                 said["started"] = [[Started(*each) for each in of_comm] for of_comm in said["started"]]

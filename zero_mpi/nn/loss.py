@@ -71,7 +71,7 @@ class HeadLoss:
 class CrossEntropy(HeadLoss):
     """The cross-entropy of a micro-batch, `scale` times the sum over targets; a target of -1 is ignored.
 
-    A call with logits is `cross_entropy`. The last stage computes its logits in chunks.
+    Calling it with logits runs `cross_entropy`. The last stage computes its logits in chunks.
     """
 
     targets: Array

@@ -26,7 +26,7 @@ from zero_mpi.ops import signatures
 from zero_mpi.ops.registry import OPERATIONS
 
 # (rows, inputs, outputs) of linear layers. OpenBLAS has special kernels for products of up to a million
-# multiplications, splits sums of a few hundred terms (each size is so long once), and divides large products.
+# multiplications, splits sums of a few hundred terms (each size occurs here), and divides large products.
 PRODUCTS = (
     (1, 96, 65), (7, 33, 130), (64, 64, 64), (96, 192, 576), (64, 1040, 200), (520, 96, 72), (160, 264, 700)
 )  # fmt: skip

@@ -167,7 +167,7 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
     own, length = itemsize * partition.counts[0], itemsize * partition.length
     if case.hybrid:
         return ring_seconds(case.per_node, machine.node, own, length)
-    if case.shares_gathers and case.strategy.shards_parameters:  # the lanes of a node share its link
+    if case.shares_gathers and case.strategy.shards_parameters:  # ranks of a node share its link
         of_node = itemsize * partition.bounds[case.per_node]
         return ring_seconds(case.nodes, machine.between, of_node, length, rings=of_node // own)
     return ring_seconds(case.ranks, slowest(case, machine), own, length)

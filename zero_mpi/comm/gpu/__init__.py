@@ -7,8 +7,8 @@ otherwise it chooses `staged`. In exact mode backends only move data. Our own ke
 every backend gives the bits of the host.
 
 A transfer begins when the computing stream has passed an event, recorded when the transfer was started. By
-then the data to send are complete, and no earlier work reads the memory to overwrite. At its end the
-computing stream waits for the side stream, on the GPU and not on the host. Only `GpuStreams` handles streams,
+then the data to send are complete, and no earlier work reads the memory to overwrite. The computing stream
+then waits for the transfer's stream, on the GPU and not on the host. Only `GpuStreams` handles streams,
 events and the device of a thread. At most four transfers are in flight, in start order, so buffers and pinned
 memory are allocated once. After a GPU fault no event completes; testing an event raises the error, so the
 fault is not mistaken for a late rank.

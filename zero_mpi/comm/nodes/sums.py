@@ -97,7 +97,7 @@ class NodeSums:
     def start(self, comm: ProgressingWrapper, asked: ReduceScatter, *, replicated: bool) -> Handle:
         """Start a reduction of `comm`, whose waits advance it; see `Sum`. Collective."""
         number, self._started = self._started, self._started + 1
-        if self.memory is not None and number >= ENTRIES:  # the table's entries are reused
+        if self.memory is not None and number >= ENTRIES:  # reuses an entry of the table
             counters, earlier = self.memory.counters, number - ENTRIES
             comm.wait_until(lambda: counters.all_reached(SUMMED, earlier + 1), "reduce_scatter", asked.label)
         items = self._items(asked.partition, replicated, self.topology.local)

@@ -166,7 +166,7 @@ class SharedComm(SharingWrapper):
         if self.rank < asked.contributors:
             self.meter.sent_bytes += asked.partition.outside(self.rank) * asked.full.itemsize
         number, self._started = self._started, self._started + 1
-        if number >= ENTRIES:  # its entry of the table is used again
+        if number >= ENTRIES:  # reuses an entry of the table
             self.wait_until(lambda: self.is_complete(number - ENTRIES), "reduce_scatter", "an earlier round")
         record = self.meter.transfer("reduce_scatter", asked.label)
         reduction = Reduction(self, number, pool, asked, record)
