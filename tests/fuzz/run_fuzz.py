@@ -60,7 +60,7 @@ MOST_WRITTEN = 256 << 20  # bytes of a file that a run writes
 MOST_MADE = 16 << 30  # bytes of a sparse file of a case
 LONGEST_LINE = 2000  # characters of an error line, with its paths
 SHOWN = 1 << 20  # bytes of output that are checked
-KEPT = 3  # most failures of a kind that are kept
+KEPT = 3  # failures kept of each kind, at most
 
 FINE = {0, 2}
 SOUND = "sound"  # a case of this name must succeed; the other cases change its files

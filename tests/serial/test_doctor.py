@@ -151,7 +151,7 @@ def test_a_host_on_which_others_compute_is_a_note(threads, cores, others, tmp_pa
 
 def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
-    assert hosts.free_bytes() == 64 << 20  # the limit of containers
+    assert hosts.free_bytes() == 64 << 20  # a container's default
     first, second = hosts.shared_rows([hosts.free_bytes()], ["/dev/shm is full"], place((0, 1)))
     assert "64 MiB free in /dev/shm of a" in first.value
     assert [(row.verdict, "--shm-size" in row.remedy) for row in (first, second)] == [(NOTE, True)] * 2

@@ -94,7 +94,7 @@ def sweep(place: Path = PLACE) -> None:
 def is_unused(path: Path) -> bool:
     """Return True if no process has the file open, according to the kernel; False if unknown.
 
-    The lease is held for a moment. If another process opens the file meanwhile, it waits, and this process
+    The test's lease lasts a moment. If another process opens the file meanwhile, it waits, and this process
     gets a signal without effect.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

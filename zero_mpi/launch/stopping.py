@@ -167,7 +167,7 @@ class StopSignals:
         return (self.caught if self.phase == PREPARING else ""), self.again
 
     def agreed(self, words: Sequence[Word]) -> None:
-        """Raise Stopped if any rank has sent a signal. All ranks call this with the same words."""
+        """Raise Stopped if a word names a signal. All ranks call this with the same words."""
         name = next((name for name, _ in words if name), "")
         if name:
             self.phase, self.caught = OVER, self.caught or name
