@@ -341,7 +341,7 @@ class Watchdog:
                 self._speak(changed, age, stuck)
 
     def _is_due(self, reports: RankReports, age: float) -> bool:
-        """Return True if this rank must sign: after a long wait, or a short wait if other ranks have."""
+        """Return True if this rank must sign: after a long wait, or a short wait if others signed."""
         soon, late = min(JOIN, self.limit / 8), min(CALL, self.limit / 2)
         if records.ended is not None:
             return age > soon

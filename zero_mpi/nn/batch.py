@@ -103,7 +103,7 @@ class BatchContext:
     _reported: set[tuple[str, str, int]] = field(default_factory=set)
 
     def report(self, layer: str, **values: Any) -> None:
-        """Add values of the layer named `layer` to the sums. A repeated forward adds nothing."""
+        """Add values of the layer named `layer` to the sums. Recomputation adds nothing again."""
         for name, value in values.items():
             if (key := (name, layer, self.stage)) not in self._reported:
                 self._reported.add(key)

@@ -1,10 +1,10 @@
 """Logarithms, powers, cosines and normal random numbers, with the same bits on every machine if requested.
 
 The C library's functions differ in the last bit between versions and processors. So do NumPy's functions,
-which call the C library or use their own vector code. Under `--bits portable` the functions of this module
-replace them. All use only operations that IEEE 754 rounds in exactly one way (sums, products, quotients,
-square roots, and powers of two by their bits) and `decimal`, which does not use the processor's floats. Other
-runs use the libraries' functions. Training code takes these functions from here, never from `math` or NumPy.
+which call the C library or use their own vector code. Under `--bits portable` this module's functions replace
+both. All use only operations that IEEE 754 rounds in exactly one way (sums, products, quotients, square
+roots, and powers of two by their bits) and `decimal`, which does not use the processor's floats. Other runs
+use the libraries' functions. Training code takes these functions from here, never from `math` or NumPy.
 """
 
 from __future__ import annotations
