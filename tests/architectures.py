@@ -1,7 +1,7 @@
-"""Table of all architectures, with one row each, from which the tests build small models.
+"""Table of all architectures, with a row for each, from which tests build small models.
 
 A row lists the tensors of a file, as llama.cpp defines them, and the settings that switch on
-the features of the architecture. A test passes sizes: `build` returns one model, `every` all of them.
+the features of the architecture. A test passes sizes: `build` returns one model, `every` a model of each row.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,15 +38,15 @@ class Row:
     block      tensors of a block and their dimensions: E width, F feed-forward; rows of Q, K, V, T: all
                three; G gate and up; O input columns of the attention output; D of one head; N experts, S the
                shared one
-    outer      tensors outside the blocks; V here is the vocabulary, C the context
+    outer      tensors outside the blocks; V: vocabulary, C: context
     biased     tensors of a block that always have a bias
     settings   fields other than the sizes; every special setting is in use
     fit        head types that the architecture accepts
     blocks     number of blocks in which each kind of block occurs
-    tolerance  of log-probabilities against llama.cpp, whose GELU is a table of 16-bit floats
+    tolerance  for log-probabilities compared with llama.cpp, whose GELU is a table of 16-bit floats
     ties       whether llama.cpp opens a file without a head and uses the embedding instead
     flags      flags of `zero_mpi.train` other than --arch
-    needed     sizes that `from_flags` needs in addition to the common ones
+    needed     sizes that only this architecture's `from_flags` needs
     """
 
     block: Mapping[str, str]
@@ -136,7 +136,7 @@ ROWS = {
 
 
 def build(arch: str, sizes: Sizes, **changes: Any) -> ModelConfig:
-    """Return the model of a row with a test's sizes and an untied head; `changes` overrides fields."""
+    """Return a row's model with a test's sizes and an untied head; `changes` overrides fields."""
     row, kind = ROWS[arch], ARCHITECTURES[arch]
     given = {"block_count": row.blocks, "tied": False, **sizes, **row.fit(sizes), **row.settings}
     known = {part.name for part in fields(kind)}

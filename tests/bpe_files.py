@@ -1,4 +1,4 @@
-"""Tokenizers and texts for tests: small vocabularies trained by the test, and the real one of SmolLM2."""
+"""Tokenizers and texts for tests: small vocabularies that tests train, and SmolLM2's real vocabulary."""
 
 # ruff: noqa: RUF001 (texts of many scripts)
 
@@ -31,7 +31,7 @@ TINY = Llama(
 
 CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The pre_tokenizer of each kind, as Hugging Face's files of GPT-2, SmolLM, Qwen 2 and Llama 3 have it.
+# The pre_tokenizer of each kind, as in Hugging Face's files of GPT-2, SmolLM, Qwen 2 and Llama 3.
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
@@ -106,7 +106,7 @@ def mixed_texts(count, more=(), seed=7):
 
 
 def pair_keys(pre, **more):
-    """Return keys of a vocabulary that reveals nearly every split: it has a token for each pair of bytes."""
+    """Return keys of a vocabulary with a token for each pair of bytes, which reveals nearly every split."""
     letters = byte_characters()
     pairs = [(a, b) for a in letters for b in letters]
     random.Random(1).shuffle(pairs)
@@ -134,7 +134,7 @@ def trained_json(kind, tokens=900):
     tokenizer.train_from_iterator([*TEXTS, *random_texts(50), Path(__file__).read_text()] * 3, trainer)
     content = json.loads(tokenizer.to_str())
     content["model"]["ignore_merges"] = ignore_merges
-    first = len(content["model"]["vocab"]) + 2  # two ids are not used
+    first = len(content["model"]["vocab"]) + 2  # leaves two ids unused
     names = [(token, True) for token in CONTROL] + [(token, False) for token in USERS]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     content["model"]["vocab"] |= {token: first + place for place, (token, _) in enumerate(names)}

@@ -154,7 +154,7 @@ PLAIN = """\
 {% if add_generation_prompt %}
 ### assistant:
 {% endif %}"""
-# In the style of trainers: the template itself marks the assistant's text.
+# Templates in the style of trainers, which mark the assistant's text.
 MARKED = """\
 {% for message in messages %}
 {% if message['role'] == 'assistant' %}
@@ -181,7 +181,7 @@ TEMPLATES = {
     "marked": MARKED,
 }
 
-# With tools; calls are written in the formats of public templates.
+# Templates with tools, in which calls have the formats of public templates.
 HERMES = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -289,7 +289,7 @@ CALLS_MARKED = HERMES.replace(
     "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool'",
     "{{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}\n    {%- elif message.role == 'tool'",
 )
-CALLING = {  # form in which they take arguments: an object, a text, or unchanged
+CALLING = {  # form of tool arguments that a template expects: an object, a text, or unchanged
     "hermes": (HERMES, dict),
     "llama 3.1": (LLAMA31, dict),
     "nemo": (NEMO, dict),

@@ -10,13 +10,13 @@ import pytest
 from zero_mpi.comm import Partition
 from zero_mpi.comm.mpi import MPIComm
 
-# (length, quantum): even, ragged, empty slices, no elements
+# (length, quantum): even, ragged and empty slices, no elements
 LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1)]
 
 
 @functools.cache
 def wild(rank, length, kind=np.float32):
-    """Return numbers of different magnitude, also -0 and denormals; they differ by rank but not by call."""
+    """Return numbers of different magnitude, also -0 and denormals, which differ by rank but not by call."""
     generator = np.random.default_rng([rank, length])
     values = generator.standard_normal(length) * 10.0 ** generator.integers(-4, 4, length)
     chance = generator.random(length)

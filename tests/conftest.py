@@ -2,10 +2,10 @@
 
     mpiexec -n 4 python -m pytest --with-mpi        (or plain `pytest`: a world of one rank)
 
-- Rank 0 writes to the terminal; the others write to $ZERO_MPI_TEST_LOGS/rankN.log (default test-logs/).
+- Rank 0 writes to the terminal; other ranks write to $ZERO_MPI_TEST_LOGS/rankN.log (default test-logs/).
 - After every phase of every test (setup, call, teardown) the ranks exchange outcomes. The worst outcome of
   any rank becomes the outcome on all, so rank 0 reports the result with the failing rank's traceback.
-- If a rank fails before a collective, the others hang in it. A watchdog then prints all stacks and
+- If a rank fails before a collective, the other ranks hang in it. A watchdog then prints all stacks and
   ends the job with status 86, after $ZERO_MPI_TEST_TIMEOUT seconds (60) or the test's own marker.
 - tests/serial runs in one process only. Its tests start their own jobs by `jobs.run_job`.
 - A test with three parameters or more runs with enough combinations to cover every pair of values.
@@ -30,7 +30,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-for folder in (TESTS / "fuzz", TESTS):  # whatever import mode pytest was given
+for folder in (TESTS / "fuzz", TESTS):  # needed in some of pytest's import modes
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -46,7 +46,7 @@ MOST_QUICK = 4  # largest size of run_sizes.py with --quick
 QUICK_SIZE = 3  # preferred size of --quick: uneven slices, a middle rank
 MORE_OF_THE_SAME = "more of the same: make test-all"
 THIRD_VALUES = "each pair of values meets without them"
-PATIENCE = 1.0  # seconds until a failed rank reports if the other ranks do not answer
+PATIENCE = 1.0  # seconds after which a failed rank reports by itself if other ranks do not answer
 
 
 class Alone:
@@ -83,7 +83,7 @@ def join_world(with_mpi):
 def finalize(MPI):
     """End MPI while a watchdog still runs, because an open request or window makes the call hang."""
     if not MPI.Is_finalized():
-        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a C thread: needs no interpreter lock
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # its C thread needs no interpreter lock
         MPI.Finalize()
         faulthandler.cancel_dump_traceback_later()
 
@@ -92,10 +92,10 @@ class Harness:
     def __init__(self, world):
         self.world = world
         self.stderr = os.dup(2)  # outside pytest's capture, so that the last message is printed
-        self.deselected = {}  # reason: number of tests
+        self.deselected = {}  # reason -> number of tests
         # Rank 0 chooses the name; the first test that needs the folder creates it.
         self.base = Path(tempfile.gettempdir(), world.bcast(f"zero_mpi-tests-{uuid.uuid4().hex}"))
-        os.environ.setdefault("ZERO_MPI_CACHE", str(self.base / "encoded"))  # also of jobs
+        os.environ.setdefault("ZERO_MPI_CACHE", str(self.base / "encoded"))  # for jobs too
 
     def shout(self, text):
         os.write(self.stderr, f"\n[rank {self.world.rank}] {text}\n".encode())
@@ -120,7 +120,7 @@ class Harness:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session):
-        session.config.option.with_mpi = True  # else pytest-mpi skips `mpi` tests in a world of one
+        session.config.option.with_mpi = True  # otherwise pytest-mpi skips `mpi` tests on one rank
         if self.world.rank == 0:
             return
         folder = Path(os.environ.get("ZERO_MPI_TEST_LOGS", "test-logs"))
@@ -186,7 +186,7 @@ class Harness:
         marker = item.get_closest_marker("timeout_seconds")
         with self.watched(item.nodeid, marker.args[0] if marker else TIMEOUT):
             result = yield
-        self.remove(self.folder_of(item))  # the teardown of all ranks is over
+        self.remove(self.folder_of(item))  # all ranks have finished the teardown
         return result
 
     def folder_of(self, item):
@@ -217,7 +217,7 @@ class Harness:
         return report
 
     def pytest_internalerror(self, excrepr):
-        """End the job after an error of pytest in one rank, because the others would wait forever."""
+        """End the job after an error of pytest in one rank, because other ranks would wait forever."""
         if self.world.size > 1:
             self.shout(f"internal error\n{excrepr}")
             self.world.Abort(DISAGREED_STATUS)

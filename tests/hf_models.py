@@ -182,7 +182,7 @@ def random_tensors(config, seed=0):
     def draw(name, shape):
         values, norm = 0.2 * rng.standard_normal(shape), ("norm" in name or "ln_" in name)
         if norm and norms_less_one(config):
-            values = np.round(values * 1024) / 1024 + 0.0  # no zero below 0
+            values = np.round(values * 1024) / 1024 + 0.0  # + 0.0 turns -0 into 0
         elif norm and name.endswith("weight"):
             values += 1
         return values.astype(np.float32)
@@ -248,7 +248,7 @@ def frequencies(config, D, T):
 
 
 def yarn(freqs, config, D):
-    """Divide frequencies with less than one turn in the original context, keep those with 32 turns."""
+    """Divide frequencies with less than one turn in the original context; keep frequencies above 32 turns."""
     scaling, base = config["rope_scaling"], config["rope_theta"]
     old = scaling["original_max_position_embeddings"]
     low, high = (D * np.log(old / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (32, 1))
@@ -272,7 +272,7 @@ def magnitude(config):
 
 
 def turned_width(config, D):
-    """Return the number of rotated elements of a head; Phi 3's class has the setting inside or outside."""
+    """Return the number of rotated elements of a head, set inside or outside `rope_scaling` (Phi 3)."""
     inside = config.get("rope_scaling") or {}
     return int(D * inside.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)))
 
@@ -310,7 +310,7 @@ def rotary_logits(config, tensors, ids):
 BRANCHES = {
     "olmo2": ([], NORMS["olmo2"]),
     "gemma3_text": (NORMS["gemma3_text"][:2], NORMS["olmo2"]),
-}  # norms before and after attention and feed-forward
+}  # names of norms before and after attention and feed-forward
 
 
 def linear(w, name, x):

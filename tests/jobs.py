@@ -29,7 +29,7 @@ RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 SETTINGS = re.compile(
     r"OMPI_ALLOW_RUN_AS_ROOT|PRTE_MCA_(rmaps|hwloc)_default_|OMPI_MCA_(rmaps|hwloc)_base_"
-)  # set by a user, not by a job
+)  # variables that a user sets, not a job
 
 # Messages of Open MPI's launcher and MPI_Abort on stderr in a job whose status is not 0: lines between two
 # rules, sometimes followed by a null byte. MPICH prints on stdout or nothing. Warnings, which look
@@ -44,10 +44,10 @@ NOTES = re.compile(
 REFERENCE, COMPILED = {"ZERO_MPI_OPS": "reference"}, {"ZERO_MPI_OPS": "auto"}
 
 OF_A_TEST = "PYTEST_CURRENT_TEST"  # a variable that changes constantly
-MOST_SERVERS = 4  # each uses as much memory as a rank
+MOST_SERVERS = 4  # a server uses as much memory as a rank
 WARM = Path(__file__).with_name("warm_start.py")
 
-_servers: dict[tuple[tuple[str, str], ...], "Server"] = {}  # found by their environment
+_servers: dict[tuple[tuple[str, str], ...], "Server"] = {}  # environment -> server
 _set_for_this_process: set[str] = set()
 _running: set[int] = set()
 
@@ -63,9 +63,9 @@ def prepare_process() -> None:
     a barrier takes a scheduler slice. Jobs that a test starts do not inherit these settings, because
     tests also cover the package's own choice.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job, inherited
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from a shell's background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, for this process only
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup set it, for this process only
         signal.signal(signal.SIGHUP, lambda number, frame: None)
     wanted = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     ranks = max(int(os.environ.get(name, 1)) for name in SIZE_VARIABLES)
@@ -142,7 +142,7 @@ def warm_python(environ: Mapping[str, str]) -> list[str]:
     usual, environ = ({k: v for k, v in each.items() if k != OF_A_TEST} for each in (usual, environ))
     if environ != usual or is_cold():
         return [sys.executable]
-    key = tuple(sorted(usual.items()))  # which a module that is imported later may change
+    key = tuple(sorted(usual.items()))  # the environment, which later imports may change
     if key not in _servers and len(_servers) == MOST_SERVERS:
         return [sys.executable]
     if key not in _servers:
@@ -243,7 +243,7 @@ def run_command(
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
             status = TIMED_OUT
-        finally:  # on an exception too: an interrupted test leaves no ranks
+        finally:  # also after an exception, so that an interrupted test leaves no ranks
             end(process)
         return status, read(out), read(err)
 

@@ -1,4 +1,4 @@
-"""Calls of each operation: a fitting one with every argument, and similar calls that do not fit."""
+"""Calls of each operation: a valid call with every argument, and similar calls that must be refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def fitting(**sizes: int) -> dict[str, Given]:
     return {name: given | special().get(name, {}) for name, given in examples.items()}
 
 
-# Other fitting arguments by (operation, argument): other lengths of these axes, `more` or `fewer` axes.
+# Further valid arguments by (operation, argument): other lengths of axes, `more` or `fewer` axes.
 FREE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("linear_backward_b", "dy"): (0, 1, "more", "fewer"),
     ("gelu", "x"): (0, 1, "more", "fewer"),
@@ -106,7 +106,7 @@ def changed(x: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
 
 
 def calls(name: str) -> Iterator[tuple[str, bool, Given]]:
-    """Yield (label, whether it fits, arguments) of the calls that replace one array of the fitting call."""
+    """Yield (label, whether it is valid, arguments) of calls that replace one array of the valid call."""
     for argument, whole in fitting()[name].items():
         if isinstance(whole, np.ndarray):
             for what, other in changed(whole):

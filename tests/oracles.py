@@ -21,7 +21,7 @@ def torch_with(*names: str) -> tuple[Any, ...]:
 
 
 def open_server(path: Path, adapter: Path | None = None) -> Any:
-    """Start llama.cpp on a model and an adapter, in float32, since it rounds keys and values by default."""
+    """Start llama.cpp on a model and an adapter, with float32 caches, since it rounds them by default."""
     library = llama_cpp()
     params = library.CommonParams()
     params.model.path = str(path)
@@ -30,11 +30,11 @@ def open_server(path: Path, adapter: Path | None = None) -> Any:
     params.n_ctx = 32
     params.cpuparams.n_threads = 1
     params.warmup = False
-    params.verbosity = -1  # a thread writes its log and bypasses pytest's capture
+    params.verbosity = -1  # a thread writes its log, which pytest cannot capture
     params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = library.Server(params)
-    # Rarely its shutdown waits forever for one of its threads, where no Python watchdog can run. It therefore
+    # Rarely its shutdown waits forever for a thread, while no Python watchdog can run. The server therefore
     # lives as long as the process.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
     return server

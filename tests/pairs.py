@@ -13,8 +13,8 @@ PAIRED = 3  # tests with this many parameters run only enough cases to cover all
 def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return cases that are not needed to cover all pairs of values, of tests with three or more parameters.
 
-    A pair of values, such as transport and strategy, occurs in several cases; a different third value
-    adds little. Values of fixtures count. The result is the same on all ranks.
+    A pair of values, such as transport and strategy, occurs in several cases, which differ only in further
+    values and add little. Values of fixtures count too. The result is the same on all ranks.
     """
     functions = defaultdict(list)
     for item in items:
@@ -24,7 +24,7 @@ def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def axes_of(item: pytest.Item) -> list[tuple[Any, ...]]:
-    """Return the parameters of a case with their values; those of one `parametrize` count as one.
+    """Return the parameters of a case with their values; all names of a `parametrize` are one parameter.
 
     Values are equal if they are the same object; an index identifies the value of a case.
     """

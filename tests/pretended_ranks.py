@@ -29,14 +29,14 @@ from zero_mpi.train.setup import TransportChoice
 from zero_mpi.train.trainer import Trainer
 
 PER_NODE = 8
-OF_OBJECTS = tracemalloc.DomainFilter(inclusive=True, domain=0)  # NumPy's arrays have their own domain
+OF_OBJECTS = tracemalloc.DomainFilter(inclusive=True, domain=0)  # NumPy's arrays are in another domain
 
 
 class Echo(SerialComm):
-    """Rank 0 of `size`, `PER_NODE` on a node: every rank answers with a separate copy of its message."""
+    """Communicator of rank 0 of `size` ranks, PER_NODE per node; each answers with a copy of its message."""
 
     kind, sums_in_place = kinds.MPI, False
-    said = heard = messages = 0  # from all ranks
+    said = heard = messages = 0  # bytes and number of messages of all ranks
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -90,7 +90,7 @@ def begin(ranks: int, flags: list[str]) -> Trainer:
 
 def main(ranks: int, flags: list[str]) -> None:
     opened: list[str] = []
-    begin(PER_NODE, [*flags, "--out", "before"])  # all modules are loaded now
+    begin(PER_NODE, [*flags, "--out", "before"])  # loads all modules
     own_source.cache_clear()
     dealt_out.cache_clear()
     Echo.said = Echo.heard = Echo.messages = 0

@@ -2,10 +2,10 @@
 
     python tests/random_kills.py --count 100 --seed 1 --out FOLDER --data TEXT
 
-Kills happen during the start of MPI, steps and saves. After each kill no process of the job is left and
-complete checkpoints are sound. At the end one more start gives the bytes of an unbroken
-run, and /dev/shm has no more segments than after the first kill. Other jobs on the machine create files
-there too, so use a private one: unshare -m sh -c 'mount -t tmpfs tmpfs /dev/shm; exec "$@"' sh python ...
+Kills happen during the start of MPI, steps and saves. After each kill no process of the job may be left and
+complete checkpoints must be sound. At the end one more start gives the bytes of an unbroken run, and /dev/shm
+has no more segments than after the first kill. Other jobs on the machine create files there too, so use a
+private one: unshare -m sh -c 'mount -t tmpfs tmpfs /dev/shm; exec "$@"' sh python ...
 """
 
 import argparse
@@ -118,7 +118,7 @@ def trial(out, flags, draw):
             command, env=clean_environment() | {MARK: mark}, stdout=said, stderr=said, start_new_session=True
         )
     try:
-        if draw.random() < 0.3:  # at any moment of the start
+        if draw.random() < 0.3:  # kill at any moment of the start
             time.sleep(draw.random())
         else:
             until(lambda: newest(out) > before or job.poll() is not None, "a checkpoint")
@@ -129,7 +129,7 @@ def trial(out, flags, draw):
         if victim == "rank" and ranks:
             kill(draw.choice(ranks))
         elif victim == "job":
-            os.kill(job.pid, signal.SIGSTOP)  # otherwise it would clean up after its ranks
+            os.kill(job.pid, signal.SIGSTOP)  # otherwise the launcher would clean up after its ranks
             for pid in found:
                 kill(pid)
         if victim == "launcher" or not ranks:
@@ -161,7 +161,7 @@ def run(folder, data, count, seed):
         victim = trial(out, flags, draw)
         left.append(segments())
         print(f"{number + 1:3} {victim:8} step {newest(out):5}, {left[-1]} segments", flush=True)
-    time.sleep(2.5)  # files newer than 2 s are left alone
+    time.sleep(2.5)  # a start does not remove files newer than 2 s
     last = ["--steps", str(newest(out) + 2)]
     for ranks, place in ((3, out), (1, folder / "unbroken")):
         job = [*launcher(), "-n", str(ranks), sys.executable, "-m", "zero_mpi.train"]

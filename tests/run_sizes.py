@@ -7,7 +7,7 @@ With --quick, as in `make test`, each test runs at one number of ranks, and test
 see tests/conftest.py.
 
 Each lane runs one part at a time. There are two more lanes than cores, because tests wait a third of their
-time. Parts with several ranks alternate with others, so that few of them run at once. The files of
+time. Parts with several ranks alternate with other parts, so that few of them run at once. The files of
 tests/serial are divided among a dozen processes, which stay small because many tests fork. Each part prints a
 line with the reasons of its skips, its slowest tests, the end of its output if it failed; the last line is
 `N passed, N failed, N skipped`. The exit status is 0 only if every part completed, none failed, and
@@ -39,9 +39,9 @@ import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
-QUICK_SIZES = "1,2,3,4"  # no test needs more than four ranks: conftest.py enforces it
+QUICK_SIZES = "1,2,3,4"  # no test needs more than four ranks, as conftest.py checks
 WHOLE = ["tests/serial", "tests/mpi", "tests/gpu"]
-GPU_SIZES = (1, 2, 3)  # pretend streams are threads
+GPU_SIZES = (1, 2, 3)  # few, since pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
 LANES = min(len(os.sched_getaffinity(0)) + 2, 8)
 SERIAL_PARTS = 12
@@ -54,7 +54,7 @@ COUNT = re.compile(r"(\d+) ([a-z]+)")
 WORTH_SAYING = re.compile(r"(FAILED|ERROR|SKIPPED|XFAIL|deselected) |\d+\.\d+s (call|setup|teardown) ")
 Part = tuple[str, int, list[str]]  # name, ranks, paths
 NOTHING_RAN = 5  # pytest's statuses
-NO_VERDICT = 97  # our own status: an end without a summary
+NO_VERDICT = 97  # our own status for an end without a summary
 COUNTED_AS = {"passed": "passed", "xpassed": "passed", "failed": "failed", "error": "failed"}
 COUNTED_AS |= {"errors": "failed", "skipped": "skipped", "xfailed": "skipped"}
 
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def read_verdict(status: int, output: str) -> Verdict:
-    """Return the counts of a part; without a single summary it has failed, a failure counts at least once."""
+    """Return the counts of a part. Without exactly one summary it has failed, with at least one failure."""
     summaries = [line.strip("= ") for line in output.splitlines() if SUMMARY.fullmatch(line.strip())]
     if len(summaries) != 1:
         found = "no summary" if not summaries else f"{len(summaries)} summaries"

@@ -17,7 +17,7 @@ BYTES = [(f"<0x{byte:02X}>", 6) for byte in range(256)]
 
 def texts() -> list[str]:
     found = [*bpe_files.TEXTS, *bpe_files.random_texts(50), Path(__file__).read_text()]
-    return [text.replace("\0", "") for text in found] * 3  # llama.cpp reads tokens up to a zero
+    return [text.replace("\0", "") for text in found] * 3  # llama.cpp ends tokens at a zero byte
 
 
 def keys_of(model: str, tokens: list[tuple[str, int]], scores: Any, **more: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def fuzzed(count: int, seed: int = 7) -> list[str]:
     return found
 
 
-SPELLINGS = {  # spellings of a charsmap: some of NFKC, spaces, longest prefixes, the empty text
+SPELLINGS = {  # text -> spelling in a charsmap: some of NFKC, spaces, longest prefixes, the empty text
     "\t": " ",
     "\n": " ",
     "\u3000": " ",
@@ -137,7 +137,7 @@ def charsmap(spellings: dict[str, str] = SPELLINGS) -> np.ndarray:
 
 
 def place_children(prefix: bytes, node: int, offsets: dict[bytes, int], nodes: Any, taken: Any) -> None:
-    """Give the node of a prefix a base at which the slots of its children are free, and place them."""
+    """Place the children of a prefix's node: choose a base at which their slots are free."""
     longer = [key for key in offsets if key.startswith(prefix) and len(key) > len(prefix)]
     letters = sorted({key[len(prefix)] for key in longer})
     wanted = [0, *letters] if prefix in offsets else letters

@@ -1,9 +1,9 @@
-"""Checks that every timeline must pass, and a handmade timeline."""
+"""Checks of the rules of every timeline, and a handmade timeline."""
 
 import json
 from collections import defaultdict
 
-NANOSECOND = 1.1e-3  # microseconds: times are rounded to one
+NANOSECOND = 1.1e-3  # in microseconds; times are rounded to a nanosecond
 
 
 def lasting(events):

@@ -1,4 +1,4 @@
-"""Tiny base in blocks of every type with adapters that are trained, from its blocks or its floats."""
+"""Tiny base in blocks of every type, and training of adapters on its blocks or its floats."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def floats_of(raw, name):
 
 
 def base(tied, **more):
-    """Return a model with adapters, and the stored bytes by name, in many types."""
+    """Return a model with adapters, and the bytes of its base by name, in blocks of many types."""
     model = Llama.from_flags(SIZES | {"tied": tied} | more)
     kinds = {}
     for number, (name, param) in enumerate(model.params().items()):

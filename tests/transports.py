@@ -1,6 +1,6 @@
 """Exact transports of the host by their flags; tests of bits, bytes and timelines run on each.
 
-`comm.kinds` lists the transports; all of these tests fail if one has no class here.
+`comm.kinds` lists the transports; all these tests fail if a transport has no class here.
 """
 
 from zero_mpi import MPIComm

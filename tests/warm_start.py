@@ -1,10 +1,10 @@
 """Server that forks ranks from a process with the package loaded, instead of starting new processes.
 
 Starting Python and loading NumPy, the package and the compiled operations takes a rank longer than most tests
-run. So a test process has one server for each backend, which loads everything once and forks a rank for each
+run. So a test process has a server for each backend, which loads all modules once and forks a rank for each
 client. The launcher starts the client: a Python without any module that sends its files, environment, folder
 and cores, forwards every signal, and ends with the rank's status; if it is killed, the rank is killed too.
-Code before `main()` then runs once for many ranks, so tests of the start itself, and tests that set
+Code before `main()` thus runs once for many ranks, so tests of the start itself, and tests that set
 variables, start ranks as users do: `run_job(..., warm=False)`.
 """
 
@@ -15,7 +15,7 @@ import json
 import os
 import sys
 
-if sys.argv[1:2] == ["server"]:  # a client does not need them, and they take time
+if sys.argv[1:2] == ["server"]:  # slow imports that a client does not need
     import contextlib
     import fcntl
     import gc
@@ -33,7 +33,7 @@ SIGNALS = ("HUP", "INT", "QUIT", "USR1", "USR2", "TERM", "CONT")  # signals that
 
 
 def client(address: str, arguments: list[str]) -> None:
-    """Request a forked rank and end with its status. Imports little, because it is started for each rank."""
+    """Request a forked rank and end with its status. The client imports little, as each rank starts one."""
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     connection.connect("\0" + address)
     files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
@@ -47,7 +47,7 @@ def client(address: str, arguments: list[str]) -> None:
     for name in SIGNALS:
         signal.signal(getattr(signal, f"SIG{name}"), lambda number, frame: os.kill(rank, number))
     answer = connection.recv(64)
-    code = os.waitstatus_to_exitcode(int(answer)) if answer else 1  # without an answer the server is gone
+    code = os.waitstatus_to_exitcode(int(answer)) if answer else 1  # without an answer the server has died
     if code >= 0:
         os._exit(code)
     if -code != signal.SIGKILL:
@@ -58,7 +58,7 @@ def client(address: str, arguments: list[str]) -> None:
 class Server:
     """Server that forks a rank for each client and reports the rank's status; a rank ends with its client.
 
-    ranks   (process, file that signals its end, client) by that file and by the client's file
+    ranks   (process, file that signals its end, client) keys: this file, and the client's file
     """
 
     def __init__(self, address: str) -> None:
@@ -112,7 +112,7 @@ class Server:
 
     def end(self, file: int) -> None:
         pid, ended, connection = self.ranks[file]
-        if file != ended:  # a client sends nothing but its end
+        if file != ended:  # a client's file only signals its end
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         for each in (ended, connection.fileno()):
@@ -143,7 +143,7 @@ def become(asked: dict) -> list[str]:
     threads = {name: os.environ[name] for name in environment.THREADS if name in os.environ}
     os.environ.clear()
     os.environ.update(asked["environ"])
-    for name, value in threads.items():  # unchanged since NumPy was loaded
+    for name, value in threads.items():  # must be equal when NumPy was loaded
         os.environ.setdefault(name, value)
     environment.prepare()
     return asked["arguments"]
@@ -163,7 +163,7 @@ def load() -> None:
 
 
 def compute_once() -> None:
-    """Let ranks share results that each would compute alike; they take half of a small job's time."""
+    """Cache results that all ranks would compute, which takes half of a small job's time."""
     import numpy as np
     import numpy.random  # NumPy loads these on first use
 

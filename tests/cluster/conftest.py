@@ -1,6 +1,6 @@
 """Tests that need several hosts or a batch system: `make test-cluster`, as root and without a launcher.
 
-They take minutes and start daemons, so they run only if their folder or a file in it is named. A test that
+They take minutes and start daemons, so they run only if this folder or a file in it is named. A test that
 cannot run here is skipped with the reason.
 """
 

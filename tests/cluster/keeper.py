@@ -43,7 +43,7 @@ def kept(what: str, *arguments: str, env: Mapping[str, str]) -> Iterator[Path]:
             raise RuntimeError(f"no {what}: {said}")
         yield state
     finally:
-        keeper.communicate()  # closes its standard input and waits
+        keeper.communicate()  # closes the script's input and waits
 
 
 def until_up(keeper: subprocess.Popen[str], what: str) -> str:

@@ -6,7 +6,7 @@
         here.wait(job, "PENDING")
 
 `tools/cluster/slurm_up.sh` creates it with one node. `slurm_over` creates one with a node for each given
-host. It ends when the block ends or this process is killed: a separate shell waits for the end of its
+host. Slurm ends when the block ends or this process is killed: a separate shell waits for the end of its
 standard input and ends Slurm.
 """
 

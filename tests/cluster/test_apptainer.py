@@ -1,8 +1,8 @@
 """Training in the image of packaging/apptainer gives the bytes of a run outside, with any MPI.
 
-The test builds the image: the base from a Debian mirror, Python packages from wheels that pip has fetched,
-in the versions that are installed outside. Then four ranks train in it, with its own MPICH and with an
-Intel MPI that is mounted into it.
+The test builds the image, with a base from a Debian mirror and Python packages from fetched wheels, in the
+versions that are installed outside. Then four ranks train in the image, with its own MPICH and with an Intel
+MPI that is mounted into it.
 """
 
 import os
@@ -48,7 +48,7 @@ def why_no_image() -> str:
 
 
 def succeed(command: Sequence[str | Path], folder: Path, timeout: float = 300) -> str:
-    """Run a command and return its output; fail if it fails. In a user namespace root has limited rights."""
+    """Run a command in a user namespace, where root has limited rights; return its output or fail."""
     environ = COMPILED | {"APPTAINER_USERNS": "1"}
     status, printed, _ = run_command(command, timeout=timeout, env=environ, cwd=folder, merge=True)
     assert status == 0, f"{' '.join(map(str, command))}: status {status}\n{printed[-5000:]}"

@@ -33,7 +33,7 @@ HAPPENS_AT = 12  # step
 TOKENS = 60_000
 FLAGS = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 FLAGS += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--steps", str(STEPS), "--keep", "3"]
-FLAGS += ["--max-time", "10m"]  # must not depend on a clock that jumps
+FLAGS += ["--max-time", "10m"]  # the limit must not depend on the clock that jumps
 FLAGS += ["--arch", "llama", "--vocab-size", "64", "--save-every", str(SAVE_EVERY)]
 
 
@@ -44,7 +44,7 @@ class Stage:
     fire: Callable[[Trial], None]
     mend: Callable[[Trial], None] = lambda trial: None
     env: Mapping[str, str] = field(default_factory=dict)
-    command: Sequence[str] = ()  # command instead of the usual one
+    command: Sequence[str] = ()  # command to run instead of the usual command
 
 
 def write_tokens(path: Path) -> None:
@@ -304,14 +304,14 @@ def test_a_run_over_hosts_ends_and_goes_on(fault, unbroken):
 
 @rows([REFUSED])
 def test_a_run_whose_data_are_cut_short_is_refused(fault, unbroken, common_path):
-    """The refusal comes immediately and in one line; files of the earlier run do not change."""
+    """The job is refused immediately and in one line; files of the earlier run do not change."""
     tokens = common_path / "tokens.npy"
     write_tokens(tokens)
     trial = Trial(common_path)
     with contextlib.closing(trial):
         trial.start(command(fault.launcher, RANKS), flags(common_path))
         trial.until_step(HAPPENS_AT)
-        trial.close()  # by SIGTERM, so it saves
+        trial.close()  # close() sends SIGTERM, so the run saves
         done = trial.done
         os.truncate(tokens, 4096)
         trial.happens(lambda trial: trial.start(command(fault.launcher, RANKS), flags(common_path)))

@@ -1,7 +1,7 @@
 """Training over several hosts gives the bytes of one process.
 
-Each row of TABLE is a job over TCP between hosts of two ranks each. Its curve and checkpoint are compared
-with those of one process, as `test_command_bits.py` does on one host.
+Each row of TABLE is a job over TCP between hosts of two ranks each. Curve and checkpoint are compared with a
+run of one process, as in `test_command_bits.py` on one host.
 """
 
 import json

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 EACH, SHORT, LONG = 2, 2, 8  # ranks per host, steps
 SIZES = {"layers": 4, "dim": 256, "heads": 4, "context": 32, "vocab_size": 256, "tied": False}
 HEADERS = 1.08  # largest overhead of packets
-START = 0.01  # fraction of the bytes by which starts and ends may differ
+START = 0.01  # tolerance for start and end of a run, as a fraction of its bytes
 FLAGS = ["--sample", "0", "--val-fraction", "0", "--warmup", "1", "--micro-batch", "1", "--resume", "never"]
 FLAGS += [f"--{name}={SIZES[name]}" for name in ("layers", "dim", "heads", "context")]
 

@@ -1,8 +1,8 @@
 """`--bits portable` gives the bits of this processor on emulated processors of Intel and AMD.
 
 QEMU's user mode runs one process with the instructions and identity of another processor, without AVX-512.
-Its products, roots and fused sums are exact. Code that was compiled here for the pinned target is
-the same there, so the emulator need not compile. The models come from tests/portable_steps.py.
+The emulator rounds products, roots and fused sums correctly. It runs the code that was compiled here for the
+pinned target, so it need not compile. The models come from tests/portable_steps.py.
 """
 
 import platform

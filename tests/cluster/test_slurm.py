@@ -19,7 +19,7 @@ REQUEUE, BAD_USAGE = 75, 2
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
 STEPS = 300  # some seconds: signals arrive late on a busy machine
-ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # then the rate does not depend on --steps
+ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # the constant rate does not depend on --steps
 ONE_NODE = "examples/slurm/one_node.sbatch"
 OPENMPI_AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -169,7 +169,7 @@ def test_a_supervised_job_goes_on_in_its_allocation(here, flags, tmp_path):
 
 
 def test_a_run_saves_before_its_job_is_ended_at_the_limit(here, flags, tmp_path):
-    """Nobody sends a signal; the run itself knows when its minute is over."""
+    """No signal is sent; the run itself knows when its minute is over."""
     out = tmp_path / "out"
     job = here.submit(
         [*on_one_node("", 3), "--time=1", "--signal=B:USR1@1"],
@@ -201,7 +201,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(here, flags, tmp_path):
 
 
 def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
-    """srun alone would leave the other ranks waiting. Nothing has been saved, so nothing is requeued."""
+    """After a lost rank, srun alone would leave the others waiting. Without a save, nothing is requeued."""
     out = tmp_path / "out"
     job = here.submit(
         on_one_node("", 3), ONE_NODE, ["--out", str(out), *flags, *ENDLESS], env={"SLURM_WAIT": "3"}

@@ -33,5 +33,5 @@ def test_the_host_without_room_is_named_and_all_ranks_end(small, four_hosts, com
     status, _, errors = four_hosts.run(8, 4, ["-m", "zero_mpi.train", *flags], timeout=60)
     got = re.search(LINE, errors)
     assert got, errors
-    assert (got[2], status != 0) == (small, True)  # the status comes from the launcher: docs/cluster.md
+    assert (got[2], status != 0) == (small, True)  # the launcher determines the status; see docs/cluster.md
     assert not (common_path / "out").exists()

@@ -1,7 +1,7 @@
 """Two jobs on two hosts share a run folder: one completes, the other names that job and its host.
 
 `locks`: the hosts are containers of one machine, so system locks work. `none`: the file system has no
-locks and each host counts as another machine, so only signs of life show a running job.
+locks and each host counts as another machine, so only renewed records show a running job.
 """
 
 import os

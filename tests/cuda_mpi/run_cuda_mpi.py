@@ -3,8 +3,8 @@
 
     python tests/cuda_mpi/run_cuda_mpi.py ROOT [-n 2,3] [PYTEST OPTION...]
 
-ROOT is where that Open MPI is installed (ROOT/bin/mpiexec), or a folder with `ompi` and, where it needs one,
-`ucx` folders. Without a GPU a pretend driver is needed, ROOT/check/pretend/libcuda.so.1 or the folder in
+ROOT is the folder of that Open MPI (with bin/mpiexec), or a folder with subfolders `ompi` and, if needed,
+`ucx`. Without a GPU a pretend driver is needed, ROOT/check/pretend/libcuda.so.1 or the folder in
 $ZERO_MPI_PRETEND_DRIVER. The last line counts the tests, as run_sizes.py does.
 """
 

@@ -19,7 +19,7 @@ from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 
-LONG = [*LENGTHS, (100_001, 1024)]  # longer than libraries send at once
+LONG = [*LENGTHS, (100_001, 1024)]  # one is longer than a library's single message
 SMALL = {"most_bytes": 40 << 10, "summed": 5 << 10}
 SETTINGS = {"whole": {}, "pieces": SMALL, "thread": SMALL, "fast": {}, "fast pieces": SMALL}
 EXACT = [name for name in SETTINGS if not name.startswith("fast")]
@@ -84,7 +84,7 @@ class TestCollectives(OfDevices):
 
 
 def test_many_at_once_beside_vectors_of_the_host(comm):
-    """Gathers and sums run while ranks agree on numbers, as in a step; no new memory is then needed."""
+    """Gathers and sums run while ranks exchange numbers, as in a step, and allocate no new memory."""
 
     def step():
         handles, checks = [], []

@@ -1,6 +1,6 @@
 """GGUF files with wrong types, lengths, counts, names and duplicates, and special files.
 
-Files are made of raw bytes and not by the package's writer, which would refuse most of them.
+The files are written as raw bytes, because the package's writer would refuse most of them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class File:
     data: bytes | None = None
 
     def table(self) -> tuple[bytes, int]:
-        """Return the tensor table and the size of its data in bytes."""
+        """Return the tensor table as bytes, and the size of the tensors' data in bytes."""
         lines, offset = [], 0
         for name, shape, kind in self.tensors:
             dims = struct.pack(f"<I{len(shape)}Q", len(shape), *(d % 2**64 for d in reversed(shape)))

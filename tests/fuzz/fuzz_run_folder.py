@@ -113,7 +113,7 @@ def signed(random: Random, folder: Path) -> list[str]:
         rows[place] = wild.changed_json(random, rows[place])
     if random.random() < 0.3:
         random.shuffle(rows)
-    small = len(wild.as_text(rows, random)) < 20_000  # so that a file is written in time
+    small = len(wild.as_text(rows, random)) < 20_000  # limits the time to write the file
     for row in rows * random.choice([1, 1, 1, 2, 500 if small else 2]):
         chained = {key: value for key, value in row.items() if key != "chain"} if type(row) is dict else row
         body = wild.as_text(chained, random)

@@ -19,7 +19,7 @@ from zero_mpi.config.settings import FIELDS
 SIZES = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab_size": 300, "context": 8}
 ALWAYS = {**SIZES, "batch_size": 2, "micro_batch": 1, "data": ["ids.npy"]}
 MODERATE = (0, -1, 1, 2, 3, 7, 64, 255, 1000, 0.5, 1e999, "x", True, [], {}, "\x1b[2J", 10**400)
-# Large values of these cost time by themselves.
+# Large values of these settings are slow by themselves.
 BIG = {*SIZES, "prefetch", "batch_size", "micro_batch", "eval_windows"}
 
 
@@ -44,7 +44,7 @@ def as_toml(content: Any) -> str:
 
 
 def sayable(value: Any) -> Any:
-    """Return a value without null and lone surrogates."""
+    """Return a value without null and lone surrogates, which TOML cannot express."""
     if isinstance(value, dict):
         return {clean(key): sayable(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):

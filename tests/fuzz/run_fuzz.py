@@ -40,7 +40,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from jobs import library  # noqa: E402
 
-SETTINGS = {  # one process with one thread, and no compiled operations: they take seconds to load
+SETTINGS = {  # one process, one thread, no compiled operations (which take seconds to load)
     "ZERO_MPI_OPS": "reference",
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",  # the library warns about threads after a fork
@@ -53,19 +53,19 @@ Case = Callable[[Random, Path], list[str]]
 MOST_CPU = 5.0  # CPU seconds of a run
 OUT_OF_TIME = f"signal {int(signal.SIGXCPU)}"
 MOST_WAIT = 40.0  # wall-clock seconds; generous, because machines are busy
-MOST_GROWTH = 300 << 20  # bytes of resident memory above what this process has
+MOST_GROWTH = 300 << 20  # bytes of resident memory in addition to this process's
 MOST_HELD = 2 << 30  # limit of a run's memory in bytes
 RESERVED = 3 << 30  # address space that Intel MPI reserves at its start
 MOST_WRITTEN = 256 << 20  # bytes of a file that a run writes
 MOST_MADE = 16 << 30  # bytes of a sparse file of a case
 LONGEST_LINE = 2000  # characters of an error line, with its paths
-SHOWN = 1 << 20  # bytes of output that are looked at
-KEPT = 3  # failures of one kind that are kept
+SHOWN = 1 << 20  # bytes of output that are checked
+KEPT = 3  # failures kept of each kind, at most
 
 FINE = {0, 2}
 SOUND = "sound"  # a case of this name must succeed; the other cases change its files
-ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1, 3}}  # allowed: damaged, or not equal
-FAILS = {"train": {1}, "tokenize": {1}, "export": {1}}  # failures of the machine, also in one line
+ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1, 3}}  # allowed statuses: damaged, or not equal
+FAILS = {"train": {1}, "tokenize": {1}, "export": {1}}  # statuses of machine failures, also with one line
 FREE_OUTPUT = {"generate"}  # prints a model's text
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 KIND = re.compile(r"'?numpy\.\w+'?|[0-9]+")  # parts of a message that do not distinguish failures
@@ -218,7 +218,7 @@ def find_cases(only: str, folder: Path) -> dict[str, Case]:
     kinds = {name.partition(".")[0] for name in wanted}
     for path in sorted(folder.glob("fuzz_*.py")):
         kind = path.stem.removeprefix("fuzz_")
-        if not kinds or kind in kinds:  # some train a run when they are imported
+        if not kinds or kind in kinds:  # some modules train a run at import
             cases = importlib.import_module(path.stem).CASES
             found |= {f"{kind}.{name}": case for name, case in cases.items()}
     chosen = {
@@ -237,7 +237,7 @@ class Fuzz:
     seed: int
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
-    wrong: Counter[str] = field(default_factory=Counter)  # by traceback, hang, slow, memory, ...
+    wrong: Counter[str] = field(default_factory=Counter)  # count by kind: traceback, hang, slow, memory, ...
     slowest: tuple[float, str] = (0.0, "")
     largest: tuple[int, str] = (0, "")
 
@@ -302,7 +302,7 @@ def prepare() -> None:
     os.environ.update(SETTINGS)
     from zero_mpi.commands.main import module_of
 
-    uses_intel_mpi()  # the case is kept
+    uses_intel_mpi()  # cached, so it is run only once
     for name in COMMANDS:
         importlib.import_module(module_of(name))
 
@@ -319,7 +319,7 @@ def main() -> int:
     options = parser.parse_args()
     prepare()
     found = list(find_cases(options.only, options.cases.absolute()).items())
-    cases = dict(Random(options.seed).sample(found, len(found)))  # time may be left for any of the cases
+    cases = dict(Random(options.seed).sample(found, len(found)))  # in random order, since time may run out
     keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-failures-"))
     fuzz, begun = Fuzz(keep.absolute(), options.seed), time.monotonic()
     numbers = itertools.count() if options.rounds is None else iter(range(options.rounds))

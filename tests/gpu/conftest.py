@@ -1,6 +1,6 @@
-"""Tests on CuPy arrays, of a GPU or of the simulated one in tests/pretend (see run_sizes.py).
+"""Tests on CuPy arrays, with a GPU or the simulated CuPy of tests/pretend (see run_sizes.py).
 
-A test module must not import cupy; without it the tests are skipped.
+A test module must not import cupy, so that its tests can be skipped without it.
 """
 
 import os

@@ -244,12 +244,12 @@ def test_a_backward_is_not_cudnns_if_its_memory_grows_with_the_square(
     monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(limit))
     monkeypatch.setattr(pretended, "slopes", limit)
     take_way("auto")
-    check(gpu, "bf16", (1, 512, 512, 1, 1, 8, 8))  # 64 KiB if linear in the length, 512 if quadratic
+    check(gpu, "bf16", (1, 512, 512, 1, 1, 8, 8))  # scores: 64 KiB if linear in the length, 512 if quadratic
     assert len(pretended.refusals) == refused
     assert not refused or "MiB" in pretended.refusals[0]
 
 
-HEAD = 2 * 64 * 128 * 2  # bytes of the two query heads of a key/value head, of 64 positions
+HEAD = 2 * 64 * 128 * 2  # bytes for 64 positions of the two query heads that share a key/value head
 
 
 @pytest.mark.parametrize("version", [92400, 92500])
@@ -257,7 +257,7 @@ HEAD = 2 * 64 * 128 * 2  # bytes of the two query heads of a key/value head, of 
 def test_a_backward_with_many_scores_goes_by_sequences_and_heads(
     gpu, take_way, monkeypatch, version, heads, calls
 ):
-    """The calls keep within the limit, have a fixed order and give the same numbers."""
+    """All calls stay within the limit, in a fixed order, and give the same numbers."""
     found, most = cudnn_or_skip(), heads * HEAD
     if not hasattr(found.cudnn, "refuses"):
         pytest.skip("a real cuDNN's version stays")

@@ -52,7 +52,7 @@ def test_adamw_has_the_bits_of_the_reference(gpu, size, runs, kind):
         ops.adamw(*found, **RATES, decay=gpu.from_host(decay), low=rounded)
         assert [gpu.to_host(x).tobytes() for x in (*found, rounded)] == [x.tobytes() for x in (*wanted, low)]
     found = [gpu.from_host(x) for x in state(size)]
-    ops.adamw(*found, **RATES, decay=decay)  # on the host, as for arrays outside units
+    ops.adamw(*found, **RATES, decay=decay)  # decay on the host, as for arrays outside units
     assert [gpu.to_host(x).tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 
@@ -140,7 +140,7 @@ def special() -> np.ndarray:
 
 @every_kind
 def test_numbers_are_rounded_to_nearest_and_widened_exactly(gpu, kind):
-    """AdamW writes parameters in a low type, and every kernel reads them."""
+    """AdamW rounds parameters to a low type, which every kernel can read."""
     x = special()
     with np.errstate(all="ignore"):
         wanted = [x.copy(), *[np.zeros(x.size, np.float32) for _ in range(3)]]

@@ -2,7 +2,7 @@
 
 The expected result is computed on the host by the definition, `ops.reference`, in float64 from the same bits
 and rounded once, as `ops.low_precision` defines. Shapes include odd cases: one element, primes, rows longer
-and shorter than a block, tiles, and arrays with any offset or gaps. The surrounding NaN must not change.
+and shorter than a block, tiles, and arrays with any offset or gaps. NaN around the arrays must not change.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     return tuple(low_precision.narrowed(x, kind) if own == "same" else x for x, own in both), after
 
 
-GUARD = 67  # elements before and after
+GUARD = 67  # elements before and after an array
 
 
 def plain(x: np.ndarray) -> tuple[Any, Any]:

@@ -112,7 +112,7 @@ def test_a_step_that_is_left_out_changes_nothing(gpu, pieces):
 
 
 def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
-    gc.collect()  # otherwise garbage of earlier tests is freed in between
+    gc.collect()  # frees garbage of earlier tests before the measurement
     _, optimizer = optimizers()
     pool = sys.modules["cupy"].get_default_memory_pool()
     held = []
@@ -173,7 +173,7 @@ def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
         ShardedAdamW(module, offload="moments")
 
 
-# event -> the stream that is late without a wait for it
+# event -> stream to delay, which shows a missing wait for the event
 HELD = {"filled": "_up", "updated": "stream", "emptied": "_down", "stored": "_down"}
 
 
@@ -238,7 +238,7 @@ def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
 
 
 def test_a_snapshot_is_copied_beside_the_work_and_before_the_next_update(gpu, monkeypatch):
-    """The host does not wait; the next update waits for the copies; and buffers are reused."""
+    """The host does not wait, the next update waits for the copies, and buffers are reused."""
     unit, snapshot, copies = Unit("u", {"p": Param((1 << 16,), "zeros")}, 1024, True), Snapshot(), []
     arrays = [gpu.from_host(np.ones(1 << 16, np.float32)) for _ in range(4)]
     rates = {"grad_scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "step": 1}

@@ -128,7 +128,7 @@ def test_rows_that_lie_unevenly_are_brought_together(gpu, kind):
     x, w, plus = draw(kind, 4, 6, 8), draw(kind, 5, 8), draw(kind, 4, 6, 5)
     got = ops.linear(gpu.from_host(x)[:, 1:4], gpu.from_host(w), None, gpu.from_host(plus)[:, 2:5])
     close(gpu.to_host(got), defined("linear")(x[:, 1:4], w, None, plus[:, 2:5]), kind)
-    turned = ops.linear(gpu.from_host(x.swapaxes(1, 2).copy()).swapaxes(1, 2), gpu.from_host(w))  # by columns
+    turned = ops.linear(gpu.from_host(x.swapaxes(1, 2).copy()).swapaxes(1, 2), gpu.from_host(w))  # columns
     close(gpu.to_host(turned), defined("linear")(x, w), kind)
 
 
@@ -153,7 +153,7 @@ def test_a_bias_that_no_algorithm_adds(gpu, kind, monkeypatch):
     for seed in (1, 2):  # the second call uses the kept plan
         b = draw(kind, 5, seed=seed)
         got = ops.linear(*map(gpu.from_host, (x, w, b, plus)))
-        once_more = LOW.get(kind, 1e-6)  # rounded before the bias is added
+        once_more = LOW.get(kind, 1e-6)  # the product is rounded once more before the bias is added
         close(gpu.to_host(got), defined("linear")(x, w, b, plus), kind, once_more)
     assert len(made.plans) == 1
     monkeypatch.setattr(made.lt, "refuses", [gemm.EPILOGUE_BIAS, gemm.EPILOGUE_DEFAULT])
@@ -169,7 +169,7 @@ def test_float32_products_are_no_tf32(gpu):
 
 
 def test_low_sums_are_float32(gpu):
-    """4096 ones are 4096; bfloat16 stops counting at 256, float16 at 2048."""
+    """A sum of 4096 ones is 4096; sums in bfloat16 would stop at 256, in float16 at 2048."""
     for kind in ("bf16", "f16"):
         ones = gpu.from_host(np.ones((8, 4097), KINDS[kind]))
         total = np.zeros((8, 8), np.float32)
@@ -201,7 +201,7 @@ def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
     got, got_dx = ops.linear_cross_entropy(*given, 1.0 / n, *sums)
     assert got.shape == ()
     assert got.dtype == np.float64
-    rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients are low too
+    rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients have a low type too
     assert abs(float(got) - float(loss)) <= (1e-5 if kind == "f32" else 2 * LOW[kind])
     close(gpu.to_host(got_dx), dx, kind, slack=rough)
     for ours, want in zip(sums, wanted, strict=True):
@@ -266,7 +266,7 @@ def test_the_fastest_algorithm_is_looked_for_on_request(gpu, gemm, monkeypatch):
     defined("linear_backward_w")(dy, x, want)
     ops.linear_backward_w(gpu.from_host(dy), gpu.from_host(x), got)
     assert gemm.products().reductions == gemm.FLOAT32_PARTS
-    close(gpu.to_host(got), want, "f32")  # added once although it was timed several times
+    close(gpu.to_host(got), want, "f32")  # the product was added once, although it was timed several times
 
 
 def test_inner_sums_are_whole_on_request(gpu, gemm, monkeypatch):
@@ -314,7 +314,7 @@ def test_a_missing_library_of_cuda_is_one_line(gpu, gemm, monkeypatch, where, er
 @kinds
 def test_batches(gpu, gemm, kind):
     a, b = draw(kind, 2, 3, 17, 8), draw(kind, 2, 3, 21, 8)
-    out = gpu.from_host(np.full((2, 3, 17, 21), np.nan, np.float32))  # nothing may read it
+    out = gpu.from_host(np.full((2, 3, 17, 21), np.nan, np.float32))  # NaN must not be read
     arrays = [gpu.from_host(x) for x in (a, b)]
     sides = [gemm.batched(x) for x in arrays]
     gemm.multiply(*sides, gemm.batched(out), tb=True, scale=0.5)

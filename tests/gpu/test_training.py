@@ -67,7 +67,7 @@ def test_strategies_and_recomputation_change_no_bit(gpu, options):
 @pytest.mark.world(1)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
-    """The copies are of the losses and of the sums of squares. The GPU idles while the host waits."""
+    """A step copies only losses and sums of squares to the host, because the GPU idles during each copy."""
     module = tiny.make(SerialComm(), tiny.MODELS["gpt2"], strategy, bucket_mb=0.01)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 3)
     assert len(module.units) > 2

@@ -1,8 +1,8 @@
 """Collectives on device memory give the bits of the same collectives on the host, over every transport.
 
-The simulated CuPy delays copies and kernels to reveal missing waits. Its device memory is the
-host's, which any MPI accepts. Later transfers reuse the buffers and pinned memory of the first, and
-several chunks are in flight, which is counted and not timed.
+The simulated CuPy delays copies and kernels to reveal missing waits. Its device memory is host memory, which
+any MPI accepts. Tests also count that later transfers reuse the buffers and pinned memory of the first and
+that several chunks are in flight.
 """
 
 import functools
@@ -137,7 +137,7 @@ only_pretend = "work of a real GPU cannot be held up: shown on the pretend one"
 
 
 def hold(stream, seconds=None):
-    """Delay the next work of a simulated stream; return the event that releases it, as `seconds` do."""
+    """Delay the next work of a simulated stream for `seconds`, or until the returned event is set."""
     gate = threading.Event()
     stream.do(gate.wait)
     if seconds is not None:
@@ -368,7 +368,7 @@ def test_a_gpu_that_fails_ends_the_wait_and_no_thread(exact, gpu, fault):
     fault.status = 700
     with pytest.raises(gpu.cupy.cuda.runtime.CUDARuntimeError, match="700"):
         exact.allgather(on_device(own), on_device(whole), partition, "test").wait()
-    fault.status = 0  # the thread still works, as all other threads do
+    fault.status = 0  # so that this and all other threads can be used again
     full = on_device(np.full(40, 77, np.float32))
     handle = exact.allgather(on_device(own), full, partition, "test")
     poll(handle.test)

@@ -35,7 +35,7 @@ def alone(name, micro_batches):
     return tiny.train(SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, prefetch=0)
 
 
-# Each model runs with every third row.
+# Each model runs with a third of the rows.
 ROWS = [(place, name, *row) for i, name in enumerate(tiny.MODELS) for place, row in enumerate(COVERING, i)]
 ROWS = [tuple(row) for _, *row in sorted(ROWS, key=lambda row: row[0] % 3 > 0)]
 

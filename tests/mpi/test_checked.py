@@ -30,7 +30,7 @@ def test_every_method_is_handed_on():
     """A call of a `Comm` method that the wrapper lacks would not reach the transport."""
     names = [name for name, value in vars(Comm).items() if inspect.isfunction(value) and name[0] != "_"]
     known = {name for kind in CheckedComm.__mro__ if kind is not Comm for name in vars(kind)}
-    known |= {"sum_vector", "reduce_scatter"}  # an allreduce, and `_reduce`
+    known |= {"sum_vector", "reduce_scatter"}  # `Comm` implements both by allreduce and `_reduce`
     assert [name for name in names if name not in known] == []
 
 

@@ -55,7 +55,7 @@ def test_the_files_of_one_process(exact, strategy, ranks_folder):
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(exact, strategy, parallel, ranks_folder):
-    """Training continues meanwhile, twice, and the second copies reuse the buffers of the first."""
+    """Training continues during two saves, and the second save reuses the buffers of the first."""
     optimizer, _ = trained(exact, strategy)
     saver = Saver(ranks_folder / "behind", optimizer, DESCRIPTION, background=True, parallel=parallel)
     expected = []
@@ -97,13 +97,13 @@ def test_rank_0_needs_room_for_one_unit(exact, parallel, ranks_folder):
     module = tiny.make(exact, GPT2.from_flags(flags))
     optimizer = ShardedAdamW(module)
     unit = 4 * max(unit.unit.length for unit in module.units)
-    save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)  # imports
+    save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)  # warm-up: loads modules
     tracemalloc.start()
     Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(TrainingProgress(2))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     gathers = exact.rank == 0 and exact.size > 1 and not parallel
-    small = 200_000 + io.DEFAULT_BUFFER_SIZE  # of an open file: 128 KiB since Python 3.14
+    small = 200_000 + io.DEFAULT_BUFFER_SIZE  # the buffer of an open file has 128 KiB since Python 3.14
     assert unit > 3 * small
     assert peak < (unit + small if gathers else small), (peak, unit)
 

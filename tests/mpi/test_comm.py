@@ -71,7 +71,7 @@ def exact(request):
 
 
 class Buffer:
-    """Array inside a larger one; `check` also checks that the surrounding elements did not change."""
+    """Array inside a larger array; `check` also checks that the surrounding elements did not change."""
 
     def __init__(self, values, whole=None):
         self.whole = np.empty(values.size + 2 * EDGE, values.dtype) if whole is None else whole
@@ -155,7 +155,7 @@ def start_reduction(comm, partition, contributors, accumulate, place=None):
     if accumulate:
         before = wild(1000, partition.length)[part]
     full, out = Buffer(given, whole), Buffer(before)
-    full.slot = slot  # keeps the memory, like a module's pool
+    full.slot = slot  # keeps the memory alive, like a module's pool
     handle = comm.reduce_scatter(
         full.array, out.array, partition, contributors=contributors, accumulate=accumulate, label="test"
     )
@@ -359,7 +359,7 @@ def test_later_reductions_use_the_first_ones_scratch(name):
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_tags_begin_again(name):
-    """There are more reductions than tags, and the library reports the highest tag."""
+    """More reductions than tags are left start, so tags begin again at 0."""
     comm, partition = communicator(name), Partition(101, RANKS)
     assert MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) >= mpi.TAGS - 1
     comm._tags = count(mpi.TAGS - 2)

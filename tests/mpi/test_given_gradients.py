@@ -55,7 +55,7 @@ def accumulated(comm, strategy, own=False, frozen=(), **options):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_added_gradients_have_the_bits_of_a_backward(exact, strategy, options):
     cut = {k: v for k, v in options.items() if k != "by_rows" or strategy.shards_moments}
-    expected = accumulated(SerialComm(), FULL_SHARD, **cut)  # replicated parameters have a norm by chunks
+    expected = accumulated(SerialComm(), FULL_SHARD, **cut)  # without sharding, the norm is summed by chunks
     assert accumulated(exact, strategy, own=True, **options) == expected
 
 

@@ -93,7 +93,7 @@ def test_after_an_error_inside_a_round_it_must_be_reset(exact, strategy, unbroke
         raise Broken
 
     for _ in range(3):
-        run.accum.rounds.micro_batches = max(COUNT, exact.size)  # every rank has one, so every rank fails
+        run.accum.rounds.micro_batches = max(COUNT, exact.size)  # each rank has a micro-batch, so each fails
         with pytest.raises(Broken):
             run.accum.accumulate(read(0, 0)[0], failing)
         with pytest.raises(ValueError, match=r"round 0 of .* ended in an error; call GradAccum\.reset"):

@@ -55,7 +55,7 @@ class Kit:
         self.module = ShardedModule(MODEL.stages(), comm, strategy)
         self.module.initialize(seed=0)
         self.optimizer = ShardedAdamW(self.module, lr=1e-2)
-        self.accum = GradAccum(self.module, steps=SIZE + 1)  # two rounds, in the second rank 0 is alone
+        self.accum = GradAccum(self.module, steps=SIZE + 1)  # two rounds; only rank 0 works in the second
         self.state = self.module.state_dict()
 
     def round(self):
@@ -159,7 +159,7 @@ def test_wrong_use_is_refused(kit, case):
     fails(kit.comm, partial(USES[case][0], kit), USES[case][1])
 
 
-FILLED = {  # a way to compute, and a way to give parameters values
+FILLED = {  # label -> (function that computes, function that gives parameters values)
     "forward": (lambda m: m.forward(TOKENS), lambda m: m.initialize(0)),
     "both": (
         lambda m: m.forward_backward(TOKENS, TOKENS, 1e-2),

@@ -46,7 +46,7 @@ def test_named_parameters_and_shard_info_tell_who_owns_what(exact, strategy):
 
 
 def test_what_was_gathered_before_parameters_change_is_dropped(exact):
-    """A prefetch, or a forward without its backward, would keep outdated parameters."""
+    """After an update, a prefetch or a forward without its backward would hold outdated parameters."""
     module = tiny.make(exact, CONFIG, prefetch=2)
     x, _ = tiny.micro_batch(0, 0, CONFIG)
     module.prefetch_forward_params()
@@ -135,7 +135,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(exact, strategy):
     y = module.forward(x)
     dy = np.zeros_like(y)
     if exact.rank == exact.size - 1:
-        dy[0, 0, 0] = np.inf  # on one rank only
+        dy[0, 0, 0] = np.inf  # one rank only has an infinite gradient
     with np.errstate(invalid="ignore", over="ignore"):
         module.backward(dy)
         result = optimizer.step(max_norm=1.0)
@@ -175,7 +175,7 @@ def test_a_sharded_linear_layer_holds_rows_and_drops_them_at_once(exact):
 
 
 def test_clipping_what_the_library_has_summed_scales_all_of_it(fast):
-    """Every rank updates all of the unit, so all of it must be scaled and not only the rank's slice."""
+    """Every rank updates the full unit, so the full gradient must be scaled, not only the rank's slice."""
     module = tiny.make(fast, CONFIG, NO_SHARD)
     one_round(module, fast.rank)
     norm = clip_grad_norm(module, 1e-3)

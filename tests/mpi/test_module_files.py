@@ -165,7 +165,7 @@ def test_save_refuses_what_it_would_destroy_or_cannot_write(exact, ranks_folder)
     refused(exact, long, "expected a name of 1 to 63 bytes, found")
     other = partial(zero_mpi.save, ranks_folder / "all", module, make(exact)[1])
     refused(exact, other, "expected the optimizer of this module", ValueError)
-    for call in (zero_mpi.save, zero_mpi.load):  # with a user's optimizer, and without an optimizer
+    for call in (zero_mpi.save, zero_mpi.load):  # both refuse a user's optimizer and a missing optimizer
         for own in (exact, None):
             refused(
                 exact,

@@ -1,5 +1,5 @@
 """Muon has the bits of one rank at any number of ranks, with every strategy, transport and precision, and
-after a resume. Its weights equal those of a NumPy program in float64."""
+after a resume. Weights match a NumPy program in float64."""
 
 import shutil
 

@@ -27,7 +27,7 @@ from zero_mpi.sharding.strategy import STRATEGIES
 
 WORLD = MPI.COMM_WORLD
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
-ORDINARY, MANY_CHUNKS = sums.chain_chunk(2), 700  # elements
+ORDINARY, MANY_CHUNKS = sums.chain_chunk(2), 700  # elements of a chunk, and of a reduction of many chunks
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def test_what_is_gathered_lies_once_a_node_and_is_not_overwritten_while_it_is_re
                 time.sleep(dawdle.random() * 3e-3)
                 assert buffer[:length].tobytes() == whole.tobytes()
                 pool.give(buffer)
-            spare = [pool.take(5000) for _ in range(3)]  # more buffers than exist, so private memory
+            spare = [pool.take(5000) for _ in range(3)]  # more than the shared buffers: private memory
             handles = [comm.allgather(whole[partition.part(comm.rank)], room, partition) for room in spare]
             for room, handle in zip(spare, handles, strict=True):
                 handle.wait()

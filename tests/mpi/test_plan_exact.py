@@ -1,4 +1,4 @@
-"""The plan's memory and traffic equal those of real modules, rank by rank."""
+"""The plan's memory and traffic equal the measured values of real modules, rank by rank."""
 
 from dataclasses import replace
 
@@ -119,7 +119,7 @@ def test_traffic_of_other_settings(mpi, strategy, options):
 @pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_traffic_of_other_losses(mpi, name, strategy):
-    """The forward of the reference gathers parameters too, and its sums are one more vector."""
+    """The reference's forward gathers parameters too, and sends its log-probabilities as one more vector."""
     changes = dict(LOSSES[name])
     model = replace(MIDDLE["llama"], lora=changes.pop("lora", None))
     case = case_of(mpi, model, strategy, mpi.size + 1, **changes)
@@ -188,13 +188,13 @@ def held_bytes(module, optimizer):
     gradients = sum(unit.gradient.sum.nbytes for unit in units)
     for unit in units:
         full = unit.gradient.whole
-        if full is not None and full.flags.writeable:  # not shared: the slice may be a view of the full array
+        if full is not None and full.flags.writeable:  # not shared, so the slice may be a view of `full`
             gradients += full.nbytes - (
                 unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0
             )
     masters = [one.master for one in kept if one.low is not None]
     copies = Snapshot()
-    adapters = kept != [unit.parameters for unit in units]  # only the adapters are written
+    adapters = kept != [unit.parameters for unit in units]  # then only the adapters are written
     taken = [
         *copies.take("model", parameters_of(optimizer, adapters)),
         *copies.take("state", states_of(optimizer)),

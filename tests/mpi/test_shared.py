@@ -88,7 +88,7 @@ def spoil_what_is_given_back(monkeypatch):
 
 
 def restless(comm, config, strategy, *, steps=4, micro_batches=5, **options):
-    """Train and read or write parameters between the steps in every way; return all results."""
+    """Train, with every kind of read and write of parameters between the steps; return all results."""
     module = tiny.make(comm, config, strategy, **options)
     optimizer = ShardedAdamW(module, lr=1e-2)
     accumulator, records = tiny.GradAccum(module, micro_batches), []
@@ -175,7 +175,7 @@ def shared_pss():
 
 @pytest.mark.world(2, 3, 4, 8)
 def test_a_node_holds_parameters_once(shared):
-    """The measured memory is one copy of the parameters and the gradient slots."""
+    """All ranks together use the memory of one copy of the parameters and of the gradient slots."""
     config = GPT2.from_flags(
         {"layers": 12, "dim": 192, "heads": 3, "ffn": 768, "context": 8, "vocab_size": 64}
     )

@@ -1,4 +1,4 @@
-"""Ranks that wait for rank 0 receive its signs of progress."""
+"""Ranks that wait for rank 0 receive its beats, which count as progress."""
 
 from zero_mpi.launch import world as world_module
 from zero_mpi.launch.world import StopAwareComm, World

@@ -58,7 +58,7 @@ def test_bfloat16_rounds_what_is_unpacked(exact, base, floats):
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda one: one.name)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP], ids=lambda one: one.name)
 def test_experts_in_several_units(exact, floats, base, strategy, precision):
-    """Units have two experts in blocks, the last one, and the block's unit has the adapters."""
+    """Each unit has two experts in blocks and the last unit has one; the block's unit has the adapters."""
     found = tiny_blocks.train(exact, *base, strategy, precision=precision, bucket_mb=0.35)
     assert found == floats[precision.name]
 

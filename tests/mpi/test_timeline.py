@@ -46,7 +46,7 @@ def load(comm, path):
 def traced(comm, path, strategy=FULL_SHARD):
     """Train with a timeline; return its events, the meter's counts, and losses and norms."""
     run = Run(comm, strategy)
-    run.step(STEPS)  # transfers before the timeline must not count
+    run.step(STEPS)  # the timeline must not count earlier transfers
     if isinstance(comm, RecordingComm):
         comm.log.clear()
     with tracing(comm, path) as timeline:
@@ -65,7 +65,7 @@ def moved_by(events, rank):
 
 
 def check_costs(events, rank, counted, near=0.01):
-    """Check waits and bytes of the timeline against the meter, waits to `near` microseconds."""
+    """Compare waits (to `near` microseconds) and bytes of the timeline with the meter's."""
     waits = [
         event["dur"] for event in lasting(events) if event["pid"] == rank + 1 and event["cat"] == "waits"
     ]
@@ -99,7 +99,7 @@ def test_on_several_nodes(mpi, kind, strategy, tmp_path):
     assert records == traced(mpi, tmp_path / "plain.json", FULL_SHARD)[2]
     check_events(events)
     wrong = load(mpi, tmp_path / "trace.json")["otherData"]["clock_error_us"]
-    check_costs(events, mpi.rank, counted, near=2 * wrong)  # apparent drift of the clocks
+    check_costs(events, mpi.rank, counted, near=2 * wrong)  # clocks seem to drift
     reductions = Counter(e["name"] for e in moved_by(events, mpi.rank) if "gradients" in e["name"])
     rounds = STEPS * -(-MICRO_BATCHES // mpi.size)
     assert set(reductions.values()) == {rounds}
@@ -128,7 +128,7 @@ def test_recording_changes_no_bit_and_no_order(exact, tmp_path):
     expected = [run.step(number) for number in range(STEPS)]
     _, _, records = traced(watched, tmp_path / "trace.json")
     assert records == expected
-    asked = [entry[:2] for entry in watched.log if entry.label != "clock"]  # before the first step
+    asked = [entry[:2] for entry in watched.log if entry.label != "clock"]  # requested before the first step
     assert asked[: len(plain.log)] == [entry[:2] for entry in plain.log]
 
 
@@ -144,7 +144,7 @@ def barriers(comm, path, count=5):
 
 
 def apart(found, ranks):
-    """Return the median of microseconds by which a rank seems to leave a barrier before another enters.
+    """Return the median time, in microseconds, by which ranks seem to leave a barrier before others enter.
 
     The maximum would count ranks that lose their core at the beginning of the wait.
     """

@@ -1,4 +1,4 @@
-"""Ranks that write for their node: their number suits the file system, files are equal, and calls are few.
+"""Tests of ranks that write for their node: number by file system, equal files, and few calls.
 
 Groups of ranks count as nodes (`ZERO_MPI_RANKS_PER_NODE`), and the folder appears to be on another file
 system. Writes are counted in Python, and the kernel's own count agrees
@@ -82,7 +82,7 @@ def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, mon
         assert (calls.of("open", name), calls.of("fsync", name)) == (first, first)
         assert (
             calls.of("pwritev", name) <= first * (2 * parts * units + 1) < parts * tensors
-        )  # one write is the header
+        )  # the header needs one more write
     named = [calls.of(call) for call in ("mkdir", "ftruncate", "rename", "replace", "symlink")]
     assert named == ([1, 2, 1, 1, 1] if mpi.rank == 0 else [0] * 5) or named[0] == 2  # OUT itself, at first
 

@@ -1,4 +1,4 @@
-"""Table for test_docs.py that says how each documented command is run, by the beginning of its line.
+"""Table for test_docs.py: how to run each documented command, by the beginning of its line.
 
 The longest matching row counts. A line without a row is run unchanged, with small training. `Run`: run by
 test_docs.py in the order of the page, in a folder of the page; `add` has flags that make it small (they come
@@ -27,7 +27,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Make:
-    """Target whose only command, besides the set-up, is `prints`; that command is run here."""
+    """Target whose only command after the set-up is `prints`, which the test runs."""
 
     prints: str
     add: str
@@ -188,7 +188,7 @@ ROWS: dict[str, How] = {
     "cat runs/seen/events.jsonl": Run(says='"started"(?s:.)*"saved"(?s:.)*"sample"(?s:.)*"done"'),
     "zero-mpi trace runs/seen/trace.json.gz": Run(says="steps 10 to 12 of 2 ranks"),
     # --------------------------------------------------------------------------------- planning, places
-    # The test machine may be unsuitable for a real job.
+    # The doctor may find the test machine unsuitable.
     "mpirun -n 2 zero-mpi doctor --out": Run("--quick", "transport|MPI", statuses=(0, 1)),
     "mpirun -n 2 zero-mpi doctor --quick": of("serial/test_doctor", "rows_are_true"),
     "zero-mpi plan --arch qwen3moe": Run("--strategy full-shard", "12.4 GiB"),

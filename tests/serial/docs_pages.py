@@ -19,14 +19,14 @@ OF_HOSTFILE = re.compile(
 
 @dataclass(frozen=True)
 class Line:
-    """Shell line; a backslash joins it to the next line, and text after ` #` is a comment."""
+    """Shell line of a page, with lines that a backslash joins; text after ` #` is its comment."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Program:
-    """Python program, with the name under which the page says to save it, or without a name."""
+    """Python program of a page, with the file name that the page gives, if any."""
 
     name: str
     text: str

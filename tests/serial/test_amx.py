@@ -13,7 +13,7 @@ LIBRARY, WHY = onednn.load()
 MULTIPLY = products.by_tiles() if LIBRARY is not None and LIBRARY.has_tiles else None
 pytestmark = pytest.mark.skipif(MULTIPLY is None, reason=WHY or "this processor has no tile units (AMX)")
 BF = np.dtype(ml_dtypes.bfloat16)
-# (rows, depth, columns): full tiles, part of a tile, slightly more than full tiles
+# (rows, depth, columns): full tiles, parts of tiles, slightly more than full tiles
 SIZES = [(128, 64, 256), (1, 1, 1), (5, 3, 7), (33, 31, 65)]
 SIZES += [(64, 96, 16), (17, 130, 48), (40, 64, 64), (31, 32, 32)]
 

@@ -1,4 +1,4 @@
-"""Arrays start at a cache line, and the pool of buffers lends, takes back and only grows."""
+"""Tests of arrays, which start at a cache line, and of buffer pools, which only grow."""
 
 import itertools
 import random

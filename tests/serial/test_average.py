@@ -44,7 +44,7 @@ def test_it_is_the_formula_and_a_skipped_step_leaves_it(way):
     assert all(np.array_equal(first[name], expected[name]) for name in first)
     for number in range(5):
         accumulate_gradients(module, number)
-        if number in (0, 2):  # also before the first update
+        if number in (0, 2):  # check before the first update too
             module.units[0].gradient.sum[0] = np.inf
         assert optimizer.step().skipped == (number in (0, 2))
         if number not in (0, 2):

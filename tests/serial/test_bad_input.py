@@ -43,7 +43,7 @@ def things(tmp_path_factory) -> Path:
 
 
 def refusal(ranks: int, flags: list[str], folder: Path, out: Path) -> str:
-    """Return the line of a refused job, after checking that the job did nothing."""
+    """Return the error line of a refused job, after a check that it wrote nothing."""
     job = ["-m", "zero_mpi.train", "--out", str(out), *flags]
     status, printed, errors = run_job(ranks, job, cwd=folder, timeout=20)
     assert (status, printed, errors.count("\n")) == (2, "", 1), f"status {status}\n{printed}\n{errors}"
@@ -118,7 +118,7 @@ train_command.main()
 
 
 def on_a_far_node(flags: list[str], things: Path, folder: Path) -> tuple[int, str, str]:
-    """Run a job of three ranks whose last rank does not see the shared folder."""
+    """Run a job of three ranks whose last rank does not see the files in the shared folder."""
     script = folder / "far.py"
     script.write_text(FAR_AWAY.format(folder=str(folder)))
     job = [str(script), "--out", str(folder / "out"), *TEXT, *SMALL, *flags]

@@ -16,7 +16,7 @@ from zero_mpi.nn.batch import BatchContext, Documents, Packed
 from zero_mpi.sharding.tallies import Tallies
 from zero_mpi.train.steps import load_figures
 
-LAYERS, TOKENS, EXPERTS, USED = 3, 1030, 5, 2  # more tokens than one chunk
+LAYERS, TOKENS, EXPERTS, USED = 3, 1030, 5, 2  # TOKENS: more than one chunk
 FACTORS = {BALANCE: 0.7, Z: 0.2}
 
 

@@ -119,7 +119,7 @@ def without_a_thread(monkeypatch) -> None:
         (500.0, 1000.0, 500.0, "--max-time"),
         (5000.0, 1000.0, 1000 - NOTICE, "the end of Slurm job 1"),
         (5000.0, None, 5000.0, "--max-time"),
-        (5000.0, -3.0, 5000.0, "--max-time"),  # the job still runs, so the limit was extended
+        (5000.0, -3.0, 5000.0, "--max-time"),  # the limit is past but the job runs, so the limit was extended
     ],
 )
 def test_the_earlier_end_counts(own, at_start, left, name, monkeypatch):
@@ -215,7 +215,7 @@ def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, su
     flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "300"]
     out, noted = tmp_path / "out", tmp_path / "submitted"
     noted.touch()
-    # The ranks run when the job is told to stop, so the script need not wait.
+    # The signal comes after the ranks have started, so the script need not delay it.
     said = {"FLAGS": " ".join(["--out", str(out), *flags]), "SETTLE": "0"}
     environ = clean_environment() | pbs_job | said
     script = ["bash", str(EXAMPLES / "pbs" / f"{name}.pbs")]
@@ -239,7 +239,7 @@ def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, su
 
 
 def test_a_supervised_pbs_job_goes_on_without_a_host(pbs_job, programs, tmp_path):
-    """Launcher and ssh are stand-ins; the first start loses a host, the second succeeds."""
+    """Launcher and ssh are simulated; the first start loses a host, and the second start succeeds."""
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
     program(programs, "ssh", '[[ " $* " != *" n2 "* ]]')
     once = f"[[ $(grep -c hostfile {tmp_path}/starts) = 2 ]]"

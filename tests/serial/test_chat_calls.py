@@ -141,7 +141,7 @@ THINKING = HERMES.replace(
 
 
 def test_a_call_counts_where_the_prompt_is_written_otherwise(tmp_path):
-    """The history lacks `<think>`, so the call is found by the difference of two texts."""
+    """Earlier turns lack `<think>`, so the call is found by comparing two texts."""
     assert THINKING != HERMES
     line = written(tmp_path, {"messages": talk(TEXT)})
     (found,) = reader(THINKING).read([("c", line)])

@@ -27,7 +27,7 @@ PROGRESS = TrainingProgress(step=2, tokens=700, skipped=1, updates=3, samples=12
 SETTINGS = {"seed": 0, "model.arch": "llama", "corpus": "ab" * 32}
 MACHINE, PLAN = {"threads": 1, "numpy": "2"}, {"lr": 0.004, "steps": 9}
 DESCRIPTION = Description("llama", CONFIG.metadata(), SETTINGS, MACHINE, PLAN)
-MOST_SECONDS = 2.0  # of CPU time; an undamaged pair takes 4 ms, with tracing 30 ms
+MOST_SECONDS = 2.0  # most seconds of CPU time; an undamaged pair takes 4 ms, with tracing 30 ms
 ROOM = 1 << 20  # bytes for the buffers of readers, NumPy and JSON
 
 Pair = dict[str, bytes]
@@ -167,10 +167,10 @@ def test_tensors_that_were_swapped_or_renamed_are_refused(name, bench):
     data = bytearray(content)
     ranges = [slice(info.offset, info.offset + info.nbytes) for info in (gate, up)]
     data[ranges[0]], data[ranges[1]] = data[ranges[1]], data[ranges[0]]
-    assert not bench.run(bench.pair | {name: bytes(data)})  # their values
+    assert not bench.run(bench.pair | {name: bytes(data)})  # swapped values
     after = content.rindex(b"training.")
     names = swapped(content[after:], b"attn_q.weight", b"attn_k.weight")
-    assert not bench.run(bench.pair | {name: content[:after] + names})  # their names in the table
+    assert not bench.run(bench.pair | {name: content[:after] + names})  # swapped names in the table
     for new in (b"blk.0.attn_x.weight", b"blk.1.attn_q.weight"):
         assert not bench.run(
             bench.pair | {name: content[:after] + content[after:].replace(b"blk.0.attn_q.weight", new)}
@@ -186,5 +186,5 @@ def test_halves_of_two_checkpoints_are_refused(name, bench):
     assert not bench.run(bench.pair | {name: bench.other[name]})
     ident = re.compile(rb"training\.checkpoint_id.{12}([0-9a-f]{32})", re.DOTALL)
     (own,), (its,) = (ident.findall(pair[name]) for pair in (bench.pair, bench.other))
-    forged = bench.other[name].replace(its, own)  # with the id of this checkpoint
+    forged = bench.other[name].replace(its, own)  # the other checkpoint's file, with this checkpoint's id
     assert not bench.run(bench.pair | {name: forged})

@@ -76,7 +76,7 @@ def said(*flags, is_text=True):
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_would_never_happen_is_refused(flags, monkeypatch):
     others, remedy = REFUSED[flags]
-    monkeypatch.setattr(portable, "active", flags == "--bits native")  # as in a restarted process
+    monkeypatch.setattr(portable, "active", flags == "--bits native")  # simulates a restarted process
     with pytest.raises(UsageError, match=f"^{flags.split()[0]} .*{others}"):
         parse(flags.split())
     parse([*flags.split(), *remedy.split()] if remedy else flags.split()[:2])
@@ -106,7 +106,7 @@ def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
 
 @pytest.mark.parametrize("flags", ["", "--val-fraction 0", "--strategy no-shard", "--sample 0"])
 def test_defaults_are_no_flags_that_were_given(flags, tmp_path):
-    """Settings in a file that equal the defaults also do not count as given flags."""
+    """Settings in a file that equal the defaults do not count as given flags either."""
     (tmp_path / "all.toml").write_text(write_toml(parse(flags.split())))
     assert said("--config", str(tmp_path / "all.toml")) == said(flags) == []
 

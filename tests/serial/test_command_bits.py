@@ -1,4 +1,4 @@
-"""The command gives the same bytes at any number of ranks and under any sharding settings.
+"""The train command gives the same bytes at any number of ranks and under any sharding settings.
 
 Each row of TABLE is one job. Its `loss` and `grad_norm` fields are compared as text and its two checkpoint
 files as bytes with the same training on one rank. The sizes are odd on purpose: a prime feed-forward
@@ -19,7 +19,7 @@ import pytest
 from jobs import COMPILED, REFERENCE, launcher, run_command, run_job
 
 SIZES = ["--layers", "2", "--dim", "48", "--heads", "3", "--ffn", "97", "--context", "16"]
-# A short warm-up: with the default one, the weights would hardly move in a few steps.
+# With the default warm-up, weights would hardly change in a few steps.
 SETTINGS = ["--steps", "3", "--warmup", "2", "--sample", "0"]
 MODELS = {
     "llama": ["--arch", "llama", "--kv-heads", "1"],
@@ -86,7 +86,7 @@ def train(
     return printed
 
 
-train_compiled = functools.partial(train, operations=COMPILED)  # with the operations that users run
+train_compiled = functools.partial(train, operations=COMPILED)  # the compiled operations, which users run
 
 
 def fields(out: Path, *names: str) -> list[tuple[str, ...]]:

@@ -52,7 +52,7 @@ def test_switches_can_be_turned_off(name, tmp_path):
 
 
 def test_a_flag_cannot_be_shortened():
-    """An abbreviation would become ambiguous with the next flag that is added."""
+    """Abbreviations are errors, because a new flag could make them ambiguous."""
     with pytest.raises(UsageError, match="--val"):
         parse(["--val", "0.1"])
 

@@ -56,7 +56,7 @@ def test_every_flag_and_what_else_decides_counts(monkeypatch):
 
 @pytest.mark.parametrize(("rank", "expected"), [("0", UsageError), ("2", SystemExit)])
 def test_ranks_that_do_not_find_each_other_are_refused_once(rank, expected):
-    """Under the launcher of another MPI, the first rank reports the error and the others exit silently."""
+    """Under the launcher of another MPI, the first rank reports the error and all others exit silently."""
     environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": rank}
     with pytest.raises(expected) as found:
         consistency.check_not_alone(World(0, 1), environ)

@@ -142,7 +142,7 @@ def test_a_damaged_table_is_none_of_conversations(tmp_path):
 
 
 def test_a_folder_of_the_package_datasets_is_one_of_conversations(tmp_path):
-    """JSON notes are skipped; a table with ids is a token file; damage is one line."""
+    """JSON notes are skipped, a table of ids is a token file, and damage gives an error of one line."""
     (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(TABLE))
     for name in ("state.json", "dataset_info.json"):
         (tmp_path / name).write_text("{}")

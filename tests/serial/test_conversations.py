@@ -335,9 +335,9 @@ LETTERS = "the chat template: .* 10[0-9]{5} characters"
 WICKED = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": LONG,
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}": LONG,
-    "{{ [] | slice(1000000000000) | max }}": LONG,  # a filter that does not end
+    "{{ [] | slice(1000000000000) | max }}": LONG,  # an endless filter
     "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
-    "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}": LONG,  # a comparison that does not end
+    "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}": LONG,  # an endless comparison
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "its recursion is too deep",
     "{{ 'a' * 10**10 }}": MEMORY,
     "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}": MEMORY,
@@ -449,7 +449,7 @@ def test_tools_reach_the_template(tools, loss_on, tmp_path, oracle):
 @pytest.mark.parametrize("name", ["chatml", "llama 3", "gemma"])
 @pytest.mark.parametrize("loss_on", [ANSWERS, ALL])
 def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
-    """llama.cpp adds BOS once as well; the marks of other tokens do not move."""
+    """BOS is added once, as by llama.cpp, and counted tokens do not shift."""
     tokenizer, path = chat_tokenizer(TEMPLATES[name]), written(tmp_path, {"messages": AB})
     (bare,) = ConversationReader(tokenizer, loss_on).read([("x", path)])
     (found,) = ConversationReader(tokenizer, loss_on, tokenizer.bos).read([("x", path)])

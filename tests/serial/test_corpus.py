@@ -110,7 +110,7 @@ def test_binary_files_of_a_folder_are_left_out_and_counted(tmp_path):
 
 
 def test_a_binary_file_that_the_user_names_is_refused_unless_bytes_are_asked_for(tmp_path):
-    """--tokenizer byte takes binary files that are named, not those of a folder."""
+    """--tokenizer byte reads binary files that are named, but skips binary files in folders."""
     write(tmp_path, a="text", b=b"x\0y", c=b"\x1f\x8b\x08")
     for paths in ([tmp_path / "b"], [tmp_path, tmp_path / "b"]):
         with pytest.raises(UsageError, match=r"--data .*/b "):
@@ -131,7 +131,7 @@ def test_text_in_another_encoding_is_taken_and_told(tmp_path):
 
 
 def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
-    """The kinds of these files are not checked, so the digest cannot change."""
+    """These files are not checked by kind, so a new check cannot change the corpus and its digest."""
     monkeypatch.setattr("zero_mpi.data.text_files.kind_of", lambda *_: pytest.fail("looked at"))
     corpus = load()
     assert corpus.documents == sum(path.stat().st_size > 0 for _, path in library_files())
@@ -256,7 +256,7 @@ def test_the_hash_does_not_depend_on_place_split_or_context(tmp_path, monkeypatc
 
 
 def test_the_hash_is_pinned(tmp_path):
-    """Checkpoints record the hash, so another recipe would refuse every resume."""
+    """The hash must never change, because checkpoints record it and a resume compares it."""
     write(tmp_path, a="one", b__c="two")
     recipe = [(b"a", b"one"), (b"b/c", b"two")]
     parts = [len(name).to_bytes(8, "little") + name + sha256(data).digest() for name, data in recipe]

@@ -36,7 +36,7 @@ ops.prepare()
 
 ROOT = Path(__file__).resolve().parents[2]
 FUSED = {name: inspect.unwrap(version) for name, version in VERSIONS[np.ndarray].items()}
-cpu = SimpleNamespace(**FUSED)  # without the checks of arguments
+cpu = SimpleNamespace(**FUSED)  # compiled versions without argument checks
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -173,7 +173,7 @@ def test_fused_is_the_reference(name, make, layout):
 
 
 def test_all_operations_are_fused():
-    assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # both are matmuls or small
+    assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # these are matmuls or small
     assert all(OPERATIONS[name].dispatch(np.ndarray) is VERSIONS[np.ndarray][name] for name in FUSED)
 
 
@@ -280,7 +280,7 @@ def peak_memory() -> Iterator[dict[str, int]]:
 
 
 def test_attention_to_long_texts_takes_memory_of_their_length_only():
-    """With T = 4096 the attention weights alone would take 128 MiB."""
+    """Memory grows with T: all attention weights for T = 4096 would take 128 MiB."""
     q, k, v, dy = attention_inputs((1, 4096, 4096, 2, 1, 16, 16), False)
     with peak_memory() as peak:
         y, kept = cpu.causal_attention(q, k, v, 0.25)
@@ -303,7 +303,7 @@ def test_the_same_bits_again_in_other_places(name, make):
         given = []
         for x in make():
             if isinstance(x, np.ndarray) and x.ndim:
-                buffer = np.empty(x.size + shift, x.dtype)  # at another offset from a cache line
+                buffer = np.empty(x.size + shift, x.dtype)  # for arrays at other offsets from a cache line
                 buffer[shift:] = x.reshape(-1)
                 x = buffer[shift:].reshape(x.shape)
             given.append(x)
@@ -524,7 +524,7 @@ def test_where_nothing_can_be_written_a_temporary_folder_serves(fresh_folder, tm
     monkeypatch.setattr(code_cache.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
     monkeypatch.setattr(code_cache.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "last"))
     assert code_cache.folder() == tmp_path / "last"
-    code_cache.mark_complete("float32")  # a missing folder is no error
+    code_cache.mark_complete("float32")  # must not fail without a folder
 
 
 def test_a_folder_that_others_can_write_is_not_trusted(fresh_folder, tmp_path):

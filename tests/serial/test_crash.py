@@ -51,7 +51,7 @@ class Operations:
 
     def __init__(self, stop_at: int, action: Callable[[str, tuple[Any, ...]], None]) -> None:
         self.count, self.stop_at, self.action = 0, stop_at, action
-        self.opened: dict[int, Opened] = {}  # by inode, because handle numbers are reused
+        self.opened: dict[int, Opened] = {}  # inode -> file, because handle numbers are reused
         self.real = {name: getattr(os, name) for name in CALLS} | {"exchange": folders.exchange}
         self._lock = threading.Lock()
 
@@ -66,7 +66,7 @@ class Operations:
                 self.count += 1
                 stops = self.count == self.stop_at
             if stops:
-                if name == "pwritev":  # half of it is written
+                if name == "pwritev":  # only half of the data is written
                     whole = b"".join(arguments[1])
                     self.real[name](arguments[0], [whole[: len(whole) // 2]], arguments[2])
                 self.action(name, arguments)
@@ -105,7 +105,7 @@ def inode(handle: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    before: tuple[tuple[int, int], ...]  # (step, seed) of earlier checkpoints, in their order
+    before: tuple[tuple[int, int], ...]  # (step, seed) of earlier checkpoints, in order
     after: tuple[int, ...]
     keep: int = 0
     exchanges: bool = True

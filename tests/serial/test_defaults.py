@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_the_defaults_that_it_began_with(folder):
 
 @needs_mpiexec
 def test_a_jump_of_the_rate_is_a_caution(folder):
-    """The caution has both rates; a resume without changes gives no caution."""
+    """A caution names both rates; a resume without changes has no caution."""
     model(folder, 200)
     flags = [*FLAGS, "--batch-size", "4", "--warmup", "1", "--lr", "1e-3"]
     train(1, folder / "out", *flags, "--steps", "4")

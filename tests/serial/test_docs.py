@@ -19,7 +19,7 @@ from test_command_bits import needs_mpiexec
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n\n" for n in range(400))
 WALKED = [page for page in PAGES if any(isinstance(step, Line) for step in steps_of(page))]
 FOLDERS = ("examples", "hostfiles", "benchmarks", "tools")  # folders that commands name
-TOLD = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]  # also pages without commands
+TOLD = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]  # includes pages without commands
 
 
 def all_lines() -> list[str]:
@@ -45,7 +45,7 @@ def test_rows_are_of_commands_tests_and_parts_of_the_suite_that_exist():
 def test_a_target_does_what_the_table_says(target):
     """Check the commands that `make -n` prints for a target."""
     command = ["bash", "-c", target.replace("make", "make -n", 1)]
-    plain = dict.fromkeys(("MAKEFLAGS", "MFLAGS", "ARGS"), "")  # this may be a test of `make test ARGS=...`
+    plain = dict.fromkeys(("MAKEFLAGS", "MFLAGS", "ARGS"), "")  # an outer `make test ARGS=...` may set these
     status, printed, errors = run_command(command, timeout=20, cwd=ROOT, env=plain)
     assert (status, errors) == (0, "")
     prints = getattr(how_of(target), "prints", "")

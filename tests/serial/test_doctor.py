@@ -26,7 +26,7 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def place(*nodes, **options):
-    """Return ranks on nodes a, b, ..., with the facts that rows need."""
+    """Return ranks on nodes a, b, ..., with the facts that the doctor's checks need."""
     size = sum(map(len, nodes))
     names = tuple("abcdefgh"[: len(nodes)])
     return Ranks(World(0, size), SerialComm(), None, nodes, names, Namespace(**options))
@@ -151,7 +151,7 @@ def test_a_host_on_which_others_compute_is_a_note(threads, cores, others, tmp_pa
 
 def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
-    assert hosts.free_bytes() == 64 << 20  # as in containers
+    assert hosts.free_bytes() == 64 << 20  # a container's default
     first, second = hosts.shared_rows([hosts.free_bytes()], ["/dev/shm is full"], place((0, 1)))
     assert "64 MiB free in /dev/shm of a" in first.value
     assert [(row.verdict, "--shm-size" in row.remedy) for row in (first, second)] == [(NOTE, True)] * 2
@@ -172,7 +172,7 @@ NAMES = '{"names": ["X1", "X1"], "driver": "13.0"}'
     ],
 )
 def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch):
-    """The child finds two devices and then ends in one of these ways; CuPy is missing."""
+    """CuPy is missing, and the child finds two devices and then ends in one of several ways."""
     monkeypatch.setattr(hosts, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(hosts, "installed", lambda name: "")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)
@@ -265,13 +265,13 @@ def test_rows_are_true(ranks, tmp_path):
 
 @needs_mpiexec
 def test_faults_of_one_job(tmp_path):
-    """The job has two simulated hosts, an impossible run folder and too many threads."""
+    """The doctor reports an impossible run folder and too many threads, on two simulated hosts."""
     env = {"ZERO_MPI_RANKS_PER_NODE": "2", "OPENBLAS_NUM_THREADS": "64", "MPIR_CVAR_ASYNC_PROGRESS": "0"}
-    env["MPICH_ASYNC_PROGRESS"] = "1"  # a name that only older versions of the library read
+    env["MPICH_ASYNC_PROGRESS"] = "1"  # only older versions of the library read this variable
     status, got, found, said = examine(4, tmp_path, "--out", "/dev/null/run", env=env)
     assert status == 1, said
     assert got["run folder"]["verdict"] == BAD
-    if CORES > 1:  # OpenBLAS takes no more threads than cores, each of two ranks as many
+    if CORES > 1:  # OpenBLAS uses at most as many threads as cores, on each of two ranks
         assert "unset OPENBLAS_NUM_THREADS" in got["threads"]["remedy"]
     assert got["progress threads"]["remedy"] == "unset MPICH_ASYNC_PROGRESS"
     name = platform.node()

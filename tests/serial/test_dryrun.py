@@ -105,7 +105,7 @@ def test_without_mpirun_it_says_what_it_left_out(folder):
 
 @needs_mpiexec
 def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
-    """The plan takes no memory for 54 GiB of parameters; the run is refused."""
+    """A plan of 54 GiB of parameters allocates none of it, and the run is refused."""
     huge = ["--layers", "64", "--dim", "16384", "--heads", "64"]
     status, printed, errors = train(2, folder, *huge, "--dry-run")
     assert status == 2
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_as_large_as_it_says(folder):
 
 
 def test_a_disk_that_is_nearly_full_is_told_or_refused(folder, monkeypatch):
-    """Space is needed for the kept checkpoints and one more, minus the existing ones."""
+    """The run needs disk space for the kept checkpoints and one more, minus the existing checkpoints."""
     monkeypatch.chdir(folder)
     each = saved_bytes(flags.make_case(parse(FLAGS), flags.find_model(parse(FLAGS)), 1, 1))
     cases = [(4, 3, 0, False, False), (3.9, 3, 0, False, True), (3.9, 3, 1, False, False)]

@@ -1,4 +1,4 @@
-"""Small files of a run are complete at every moment: any file operation may fail or be the last."""
+"""Small files of a run are always complete, even if any file operation fails or is the last."""
 
 import errno
 import itertools
@@ -34,7 +34,7 @@ class Stopping:
 
     def __init__(self, stop_at: int, action: Callable[[], object]) -> None:
         self.count, self.stop_at, self.action = 0, stop_at, action
-        self.thread = threading.get_ident()  # threads of earlier tests may still run
+        self.thread = threading.get_ident()  # other threads, of earlier tests, are not counted
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in CALLS:
@@ -162,7 +162,7 @@ def test_what_lies_where_a_file_is_written_does_not_lead_elsewhere(tmp_path):
 
 
 def test_a_device_stays_one(tmp_path):
-    """Root could replace /dev/null by a file; the text must be written to the device."""
+    """The text is written to the device, although root could replace /dev/null by a file."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

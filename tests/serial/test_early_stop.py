@@ -68,7 +68,7 @@ def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     assert best > 2, "the first one would show little"
     assert last < 40
     assert losses(out) == {step: loss for step, loss in endless.items() if step <= last}
-    assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # the newest and the best
+    assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # the best and the newest
     assert [os.readlink(out / name) for name in ("latest", "best")] == checkpoints(out)[::-1]
     assert best_of(out / "best") == Best(endless[best], best, 0)
     assert best_of(out / "latest") == Best(endless[best], best, 3)
@@ -90,7 +90,7 @@ STOPS = "from zero_mpi.launch.stopping import signals; signals.caught = 'SIGTERM
 
 @needs_mpiexec
 def test_a_run_that_is_stopped_again_and_again_ends_the_same(stopped, endless, flags, tmp_path):
-    """The stops: after the best evaluation, between evaluations, before the last one."""
+    """The run is stopped after the best evaluation, between evaluations, or before the last evaluation."""
     last, best = expected_end(endless, 3)
     stops = [best, best + 1, last - 1]
     script = train_with(tmp_path / "stops.py", STOPS.format(stops))
@@ -158,6 +158,6 @@ def test_a_best_that_lies_elsewhere_is_not_taken_for_one_here(stopped, endless, 
     ],
 )
 def test_bad_usage_is_one_line(more, named, flags, tmp_path):
-    if named == "out/best ":  # a folder where the link should be
+    if named == "out/best ":  # replace the link by a folder
         (tmp_path / "out" / "best").mkdir(parents=True)
     assert named in refused(2, tmp_path / "out", *flags, *more.split())

@@ -105,7 +105,7 @@ HARMS = {  # (file of an entry, change to it)
 @pytest.mark.parametrize("harm", HARMS)
 def test_an_entry_that_is_not_sound_is_made_anew(harm, cache, encoded, tmp_path):
     folder = texts(tmp_path / "texts")
-    digest = load(folder).sha256  # the documents are in memory
+    digest = load(folder).sha256  # without the cache, documents are in memory
     (entry,) = cache.iterdir()
     name, change = HARMS[harm]
     content = (entry / name).read_bytes()
@@ -214,7 +214,7 @@ def corpus(path, kind, **more):
 
 
 def test_a_cached_start_says_the_same_of_conversations(cache, tmp_path):
-    """The notes are the same from the cache; --skip-bad is part of an entry's name."""
+    """A cached text gives the same notes; --skip-bad is part of a cache entry's name."""
     path = data(tmp_path / "data", "conversations")
     path.write_text(path.read_text() + "\n{broken")
     first, again = (corpus(path, "bpe", skip_bad=True) for _ in range(2))

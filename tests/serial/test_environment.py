@@ -1,6 +1,6 @@
 """Tests of the variables that are set before NumPy and MPI start: threads, yielding, users' own values.
 
-A wrong choice makes a run 10 to 100 times slower, and no test of results would notice.
+A wrong choice makes a run 10 to 100 times slower, which no test of results would notice.
 """
 
 import json
@@ -41,7 +41,7 @@ def test_one_setting_of_the_user_leaves_all_alone(name):
 
 
 def test_threads_are_left_alone_once_numpy_has_read_them(monkeypatch):
-    """A change would affect only child processes."""
+    """After NumPy is loaded, the variables stay, because a change would affect only child processes."""
     monkeypatch.setitem(sys.modules, "numpy", object())
     assert prepared() == {}
 
@@ -63,7 +63,7 @@ def test_what_the_user_says_about_yielding_stays():
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK"])
 def test_windows_of_open_mpi_do_without_ucx_whoever_starts_its_ranks(name):
-    """UCX would warn on stderr; under srun only PMIx variables show Open MPI."""
+    """Open MPI's UCX would warn on stderr; under srun only PMIx variables show that it is Open MPI."""
     assert prepared(**{name: "0"})["OMPI_MCA_osc"] == "^ucx"
     assert prepared(**{name: "0"}, OMPI_MCA_osc="ucx")["OMPI_MCA_osc"] == "ucx"
     assert "OMPI_MCA_osc" not in prepared(PMI_RANK="0")
@@ -81,7 +81,7 @@ def test_open_mpi_4_beside_python_is_told_where_it_is(monkeypatch, tmp_path):
 
 
 def test_ranks_are_counted_by_the_launcher_before_the_batch_system():
-    """One rank inside an allocation of eight tasks is one rank; Slurm may write 4(x2)."""
+    """Without srun, one rank inside an allocation of eight tasks counts as one; Slurm may write 4(x2)."""
     for value in ("", "4(x2)", "-3", "many"):
         assert local_ranks({"SLURM_NTASKS_PER_NODE": value}) == 1
     assert local_ranks({"SLURM_NTASKS_PER_NODE": "8", "MPI_LOCALNRANKS": "2"}) == 2
@@ -126,10 +126,10 @@ def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
     ("environ", "own", "parents", "ranks", "together", "each"),
     [
         ({}, 4, 4, 1, 4, 4),  # a single rank
-        ({}, 2, 8, 1, 2, 2),  # no launcher: the parent is a shell
+        ({}, 2, 8, 1, 2, 2),  # no launcher, since the parent is a shell
         ({"PMI_RANK": "0"}, 8, 8, 4, 8, 2),  # not bound to cores
         ({"PMI_RANK": "0"}, 2, 8, 4, 8, 2),  # bound to two of eight
-        ({"PMI_RANK": "0"}, 2, 8, 8, 8, 1),  # two ranks to two cores
+        ({"PMI_RANK": "0"}, 2, 8, 8, 8, 1),  # two ranks on two cores
         ({"PMI_RANK": "0"}, 2, 2, 8, 2, 1),  # more ranks than cores
         ({"SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "8"}, 1, 64, 8, 8, 1),
         ({"SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "2"}, 2, 64, 8, 2, 1),
@@ -180,7 +180,7 @@ def test_a_quota_of_processor_time_counts_as_cores(monkeypatch, quota, ranks, to
         (
             {
                 "own": "4:memory:/job\n1:cpu,cpuacct:/job\n", "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-                "memory/memory.limit_in_bytes": "9223372036854771712\n",  # no limit, as version 1 writes it
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",  # "no limit" in version 1
                 "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
             },
             (None, None, None),

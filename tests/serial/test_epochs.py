@@ -46,7 +46,7 @@ def test_a_file_of_settings_has_a_warm_up_as_a_share_or_a_number(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('warmup = "5%"\nsteps = 60\n')
     assert parse(["--config", str(path)]).warmup == 3
-    path.write_text("warmup = 40\n")  # the form of 0.1.0
+    path.write_text("warmup = 40\n")  # as version 0.1.0 wrote this setting
     assert parse(["--config", str(path)]).warmup == 40
 
 
@@ -65,7 +65,7 @@ def test_flags_that_do_not_fit_the_steps_are_refused_once_these_are_known(flags,
 
 
 def test_flags_win_over_the_other_one_in_the_file(tmp_path):
-    """Both flags in one place are refused, even if one has its default value."""
+    """--steps and --epochs in the same place are refused, even if one has its default value."""
     path = tmp_path / "run.toml"
     path.write_text("epochs = 3\n")
     assert (parse(["--config", str(path)]).epochs, parse(["--config", str(path)]).steps) == (3, None)
@@ -74,7 +74,7 @@ def test_flags_win_over_the_other_one_in_the_file(tmp_path):
     path.write_text("steps = 440\n")
     found = parse(["--config", str(path), "--epochs", "9"])
     assert (found.epochs, found.steps) == (9, None)
-    read(["--config", str(path), "--epochs", "9", "--vocab-size", "300"])  # `plan` takes the flag too
+    read(["--config", str(path), "--epochs", "9", "--vocab-size", "300"])  # in `plan` too
     path.write_text("steps = 440\nepochs = 1\n")
     for flags in (["--config", str(path)], ["--steps", "440", "--epochs", "1"]):
         with pytest.raises(UsageError, match=r"--epochs 1: .*--steps 440"):

@@ -125,7 +125,7 @@ def test_perplexity_is_llama_cpps_on_the_same_windows(folder):
 
 @needs_mpiexec
 def test_the_loss_is_the_validation_loss_of_training(tmp_path):
-    """The held-out end of the token file has the same windows, so the losses are equal."""
+    """`evaluate` and a run have the same windows at the end of the token file, and equal losses."""
     ids = np.random.default_rng(0).integers(61, size=900).astype(np.uint16)
     np.save(tmp_path / "all.npy", ids)
     np.save(tmp_path / "held-out.npy", ids[len(ids) - 300 :])
@@ -220,7 +220,7 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
 
 
 def test_letters_and_bytes_are_those_without_the_space_in_front():
-    """The lengths of answers exclude the leading space, which decides some of these cases."""
+    """The length of an answer excludes the leading space, which matters in some of these cases."""
     for answers, nats, expected in (
         ([" four", " twenty-four"], [0.9163, 1.2040], (1, 0, 0)),
         ([" ice", " été"], [0.9, 1.0], (1, 1, 0)),
@@ -307,7 +307,7 @@ def log_probabilities(path: Path, window: list[int]) -> np.ndarray:
 
 
 def test_divergence_is_that_of_the_logits_on_any_ranks(folder: Path) -> None:
-    """The formulas are those of llama.cpp's perplexity --kl-divergence; --against names the reference."""
+    """The figures match llama.cpp's perplexity --kl-divergence, whose reference is the model of --against."""
     flags = ("new.gguf", "--against", "old.gguf", "--data", "text", "--kl", "--windows", "3")
     printed, figures = evaluate(folder, *flags)
     assert evaluate(folder, *flags, ranks=2) == (printed, figures)

@@ -56,7 +56,7 @@ def test_an_exit_status_is_the_last_word_and_no_job_before_is_lost(code, word, b
 
 
 def test_a_run_that_was_not_begun_is_no_event(tmp_path):
-    """A refused run has no events, but a failure before the start is noted."""
+    """A refused run writes no events, but a failure before the start is an event."""
     for code in (2, 0):
         Outcome(tmp_path, World(0, 1), steps=9).end(code, "a bad flag")
     assert not (tmp_path / "events.jsonl").exists()

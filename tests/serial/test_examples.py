@@ -19,9 +19,9 @@ README = (ROOT / "README.md").read_text()
 API = (ROOT / "docs" / "api.md").read_text()
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-OF_SMOLLM2 = ("finetune_smollm2", "preferences")  # run by test_finetune.py
+OF_SMOLLM2 = ("finetune_smollm2", "preferences")  # test_finetune.py runs these
 SHORT = [name for name in EXAMPLES if name not in OF_SMOLLM2]
-# Their micro-batches do not depend on the ranks.
+# Examples whose micro-batches do not depend on the ranks.
 EXACT = ("custom_loop", "custom_model", "lion", "mlp_digits", "save_and_load")
 NAMED = re.compile(r"(?P<owner>\w+)(?:\.(?P<member>\w+))?(?:\((?P<arguments>.*)\))?")
 
@@ -45,7 +45,7 @@ def losses(printed: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """Return printed(name, ranks), the output of an example; each is run once."""
+    """Return printed(name, ranks), the output of an example; each example is run once."""
 
     @functools.cache
     def run(name: str, ranks: int) -> str:
@@ -103,7 +103,7 @@ def test_example_works_without_any_mpi_as_in_a_notebook(name, printed, in_a_note
 
 @pytest.mark.parametrize(("variables", "threads"), [({}, {1}), ({"OMP_NUM_THREADS": "2"}, {2})])
 def test_a_rank_has_one_thread_though_numpy_was_imported_first(variables, threads):
-    """Sorted imports load NumPy first; threads on other ranks' cores make a run ten times slower."""
+    """One thread is set even if NumPy was imported first; more threads would make ranks ten times slower."""
     code = (
         "import numpy; from zero_mpi import connect; comm = connect(); import threadpoolctl\n"
         "print({pool['num_threads'] for pool in threadpoolctl.threadpool_info()}, comm.size)"
@@ -129,7 +129,7 @@ def test_an_error_on_one_rank_ends_a_script_on_all(times):
 
 def test_under_a_launcher_without_mpi_nobody_trains_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.delitem(sys.modules, "zero_mpi.comm.start_mpi", raising=False)  # of other tests
+    monkeypatch.delitem(sys.modules, "zero_mpi.comm.start_mpi", raising=False)  # loaded by other tests
     monkeypatch.setenv("PMI_RANK", "0")
     with pytest.raises(UsageError, match=r"no MPI library .* pip install 'zero-mpi\[mpich\]'"):
         zero_mpi.connect()

@@ -80,7 +80,7 @@ def expected_kind(name: str, array: np.ndarray, wanted: str, pure: bool = False)
 def test_stored_bits_are_those_of_the_gguf_package(
     tmp_path: Path, name: str, pure: bool, wanted: str
 ) -> None:
-    """llama's ffn_down has rows of 97 elements, which become F16. gpt2 is tied: its embedding is the head."""
+    """Rows of 97 elements (llama's ffn_down) become F16; gpt2's embedding is also its head."""
     source = write_model(tmp_path / "m.gguf", MODELS[name])
     export(source, tmp_path / "x.gguf", "--type", wanted, *(["--pure"] * pure))
     found, bits = GGUFFile.open(tmp_path / "x.gguf"), stored(tmp_path / "x.gguf")
@@ -255,7 +255,7 @@ def test_a_folder_may_have_more_rows_than_tokens_and_not_less(tmp_path: Path, ro
     assert tokenize(open_server(tmp_path / "m.gguf"), "a b") == tokenizer.encode("a b").tolist()
 
 
-OWN = CHATML.replace("<|im_end|>", "<|user|>")  # its end-of-turn token is in no list of known names
+OWN = CHATML.replace("<|im_end|>", "<|user|>")  # a template with an unusual end-of-turn token
 SPELT = CHATML.replace("<|im_end|>", "#END#")
 EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
 
@@ -275,7 +275,7 @@ EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
 def test_an_export_names_the_tokens_that_end_an_answer(
     tmp_path: Path, template: str | None, keys: dict[str, str], eot: str | None, eom: str | None
 ) -> None:
-    """The ends are those of the template and of llama.cpp's list, EOS first."""
+    """The end tokens are EOS, the template's end tokens, and tokens of llama.cpp's list."""
     all_keys: Any = chat_keys(template)
     ids = {token: place for place, token in enumerate(all_keys["tokenizer.ggml.tokens"])}
     all_keys |= {name: np.uint32(ids[token]) for name, token in keys.items()}
@@ -292,7 +292,7 @@ def test_an_export_names_the_tokens_that_end_an_answer(
 
 @pytest.mark.parametrize("ends", [[903, 904], [904, 902, 903], 904, [904]])
 def test_all_ends_of_a_folder_come_back(tmp_path: Path, ends: Any) -> None:
-    """Only these settings make 902 and 904 ends; 903 is one by its text."""
+    """Tokens 902 and 904 end an answer only by these settings, token 903 by its text."""
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 908, "eos_token_id": ends}
     hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
     bpe_files.write_json(tmp_path / "hf", bpe_files.trained_json("gpt-2"))

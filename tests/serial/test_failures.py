@@ -1,6 +1,6 @@
 """If a rank fails, exits, is killed or hangs, the job ends within seconds, with the rank and the cause.
 
-Small scripts add the faults to the real command. While one rank fails, the others wait in a collective, so
+Small scripts add the faults to the real command. While one rank fails, other ranks wait in a collective, so
 each of these jobs would hang without a watchdog.
 """
 
@@ -23,7 +23,7 @@ SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedul
 AT_ONCE = 25.0  # seconds for start, failure and end of a job on a busy machine; a hang takes LIMIT
 LIMIT = 30.0
 
-# A command run by `launch.world.run`: one rank fails, the others wait in a barrier.
+# A command run by `launch.world.run`: one rank fails, the other ranks wait in a barrier.
 COMMAND = """
 import sys
 from zero_mpi.launch.world import run
@@ -122,7 +122,7 @@ def test_a_rank_that_leaves_in_the_middle_of_training_ends_the_job(fault, flags,
 
 
 def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
-    """The resumed run equals an unbroken one; records after the checkpoint are replaced."""
+    """The resumed run equals an unbroken run; records after the checkpoint are replaced."""
     train(1, tmp_path / "whole", *flags[:-2], "--steps", "6")
     script = patched_training("if (done, rank) == (5, 2): os.kill(os.getpid(), signal.SIGKILL)")
     status, _ = run_script(4, tmp_path, script, *flags, "--steps", "6", "--save-every", "3")
@@ -134,7 +134,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
-# One rank stops while the others enter the collectives of step 3.
+# One rank stops while the other ranks enter the collectives of step 3.
 HANGING = """
 import os, signal, time
 import numpy as np
@@ -185,7 +185,7 @@ def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> 
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["step"]) == ("failed", 2)
     assert status["reason"] == f"no progress for {said[1]} s: {said[2]}"
-    assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # the lock of a killed job is taken over
+    assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # a killed job leaves its lock
 
 
 def forget_who_was_woken(out: Path, rank: int) -> None:
@@ -239,7 +239,7 @@ def test_a_rank_in_another_collective_is_named_long_before_the_limit(transport, 
 
 @pytest.mark.parametrize("transport", ["mpi", "shared"])
 def test_checked_collectives_name_the_first_difference(transport, flags, tmp_path):
-    """The difference is reported immediately, in one line, without waiting for the limit."""
+    """Different collectives are reported in one line, without waiting for the limit."""
     script = HANGING.format(rank=1, fault="meet_alone", limit=60)
     checks = ["--check-collectives", "--transport", transport]
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5", *checks)

@@ -23,7 +23,7 @@ from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.train.text_model import TextModel
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-smollm2()  # skips the module if it is not installed
+smollm2()  # skips the module if SmolLM2 is not installed
 pytestmark = [needs_mpiexec, pytest.mark.timeout_seconds(180)]
 
 
@@ -49,14 +49,14 @@ def tuned(tmp_path_factory) -> Path:
 
 
 def test_it_learns_from_the_state_of_the_published_model(tuned):
-    """This model has about 3 nats per token on such text, an untrained one 10.8."""
+    """The trained model has about 3 nats per token on such text, an untrained model 10.8."""
     losses = [float(loss) for _, loss in fields(tuned.parent, "loss")]
     assert len(losses) == 2
     assert max(losses) < 5
 
 
 def test_every_key_is_carried_over(tuned, source):
-    """All keys are kept, except the type of the weights."""
+    """The checkpoint keeps all keys except the type of the weights."""
     written = GGUFFile.open(tuned / "model.gguf").metadata
     own = {key for key in written if key.startswith("training.")}
     assert own
@@ -163,7 +163,7 @@ def test_the_example_of_preferences_shows_what_was_gained(stand_in, tmp_path):
     [(signal.SIGINT, 10**9, "conversations/train.jsonl"), (signal.SIGTERM, 6, "docstrings/metrics.jsonl")],
 )
 def test_the_example_ends_with_75_while_it_asks_and_while_it_trains(number, tokens, when, stand_in, tmp_path):
-    """The first file is written before questions are asked, the second after a step."""
+    """The signal comes when the conversations are written, or after a step of training."""
     if not hands_sigterm_on():
         pytest.skip("this launcher ends its ranks at these signals")
     small = ["--steps", "100000", "--context", "64", "--batch-size", "2", "--eval-windows", "1"]

@@ -1,4 +1,4 @@
-"""Tests of checkpoint folders: kept, removed and resumed ones."""
+"""Tests of checkpoint folders: which of them are kept, removed and resumed."""
 
 import os
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_clean_leaves_alone_what_is_not_its_own(tmp_path):
     for name in kept:
         fill(tmp_path / name, OLD)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    os.mkfifo(tmp_path / ".best.partial")  # opening this pipe would wait forever
+    os.mkfifo(tmp_path / ".best.partial")  # a pipe, which would block if it were opened
     kept.append(".best.partial")
     fill(tmp_path / ".step-00000002.partial", NEW)
     (tmp_path / ".latest.partial").symlink_to("step-00000002")
@@ -107,7 +107,7 @@ def found(out: Path) -> list[str]:
 
 
 DEAD = ("step-5", "step-00000006.bak", ".step-00000009.partial")
-CHANGES = {  # (change of the run, steps that it may resume from, in order)
+CHANGES = {  # (change of the run, steps from which it may resume, in order)
     "written later, the link not yet replaced": (lambda run: None, [4, 3, 2, 1]),
     "of a run that started over": (lambda run: age(run / "step-00000004", 999.0), [3, 2, 1]),
     "of a run that went back": (lambda run: age(run / "step-00000004", 1003.0), [3, 2, 1]),

@@ -127,7 +127,7 @@ def test_a_length_that_lies_is_refused(tmp_path, name):
 L = b'{"shape": (500L,), "fortran_order": False, "descr": "<u2"}\n'
 TIGHT = b"{'shape':(500,),'descr':'<u2','fortran_order':False}"
 USUAL = fuzz_tokens.usual()
-TURNED = fuzz_tokens.usual(order=True)  # both orders of a 1-D array are the same
+TURNED = fuzz_tokens.usual(order=True)  # a 1-D array is equal in both orders
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def mount() -> Iterator[Mount]:
         mounted.append(place)
 
     yield mount
-    for place in mounted:  # several mounts may be on one folder
+    for place in mounted:  # a folder may have several mounts
         while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
             pass
 
@@ -133,7 +133,7 @@ def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_p
     check_digests(open_checkpoint(out / "latest"))
 
 
-# Before step 4 the folder of the run is mounted read-only. Files that are open already, the records, stay
+# Before step 4 the run folder is mounted read-only. Files that are already open, the records, stay
 # writable.
 READ_ONLY = """
 if done == 3:

@@ -1,6 +1,6 @@
-"""Runs every case of tests/fuzz once or twice, in CI with a fixed seed.
+"""Each case of tests/fuzz runs once or twice, in CI with a fixed seed.
 
-For an hour: python tests/fuzz/run_fuzz.py --seconds 3600
+To fuzz for an hour: python tests/fuzz/run_fuzz.py --seconds 3600
 """
 
 import os

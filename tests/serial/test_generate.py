@@ -92,7 +92,7 @@ def test_prompts_at_once_continue_as_each_alone(model):
 
 
 def greedy(model: TextModel, prompt: list[int], tokens: int) -> list[int]:
-    """Return the tokens of temperature 0, by a full forward for every token.
+    """Return the tokens for temperature 0, computed by a full forward for every token.
 
     When the context is full, it restarts with its newest half (six of 13 positions).
     """
@@ -146,7 +146,7 @@ def drawn(temperature: float, top_k: int) -> np.ndarray:
 )
 def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
     found = drawn(temperature, top_k)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # four standard deviations of 4000 draws
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # 4 standard deviations for 4000 draws
     assert np.all((found == 0) == (np.array(expected) == 0))
 
 

@@ -158,7 +158,7 @@ def strings(second: bytes) -> bytes:
 
 
 BIG = 2**63
-NEXT = 192  # where a fourth tensor would start
+NEXT = 192  # offset of a fourth tensor, if there were one
 LONG = key("line\nbreak " * 5000, 4, u32(1))
 DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # (content, text in the error)
     "empty file": (b"", "empty"),
@@ -251,7 +251,7 @@ LOADABLE = [
 def test_any_range_of_any_type_that_models_come_in(
     load: Any, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
-    """The blocks are random, because the package gguf cannot encode all of these types."""
+    """Blocks are random bytes, because the package gguf cannot encode all of these types."""
     monkeypatch.setattr(tensor_file, "CHUNK", chunk)
     kind = Kind[name]
     block, width = gguf.GGML_QUANT_SIZES[kind]

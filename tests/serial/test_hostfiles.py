@@ -110,7 +110,7 @@ def test_bad_input_is_one_line(arguments, named, tmp_path):
 
 
 def test_the_installed_launcher_reads_what_is_written(tmp_path):
-    """A hostfile in the other form is converted to that of the launcher."""
+    """`hostfile` converts the other form of hostfile to the launcher's."""
     start = installed_launcher()
     form, other = ("openmpi", "mpich") if launcher_kind() == "openmpi" else ("mpich", "openmpi")
     text = "".join(f"{LINES[other](HostEntry('localhost', count))}\n" for count in (1, 2))

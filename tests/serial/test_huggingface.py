@@ -83,7 +83,7 @@ def test_half_precision_is_read_exactly(tmp_path: Path, dtype: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, name: str) -> None:
-    """The rows of q are reordered, and a matrix of gpt2 is transposed; each has 64 MiB."""
+    """A slice takes little memory even if the matrix (64 MiB) is reordered (q) or transposed (gpt2)."""
     shape = (4096, 4096)
     big = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
     q = "model.layers.{}.self_attn.q_proj.weight"
@@ -131,7 +131,7 @@ def test_a_copy_of_a_tied_head_is_dropped(tmp_path: Path) -> None:
 
 
 def test_llama_3_factors_are_those_of_transformers(tmp_path: Path) -> None:
-    """The factors of Llama 3.1 are those that transformers 5.23 computes."""
+    """Our rotary factors of Llama 3.1 equal those of transformers 5.23."""
     scaling = hf_models.LLAMA3 | {"original_max_position_embeddings": 8192}
     edits = {"hidden_size": 24, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     edits |= {"rope_theta": 500000.0, "rope_scaling": scaling}

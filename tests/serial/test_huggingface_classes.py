@@ -1,7 +1,7 @@
 """Configurations that are read and written agree with the configuration classes of transformers.
 
-For each family and setting, the class gives the meaning of a config.json, and plain NumPy (`hf_models`) the
-result of the model.
+For each family and setting, the class says what a config.json means, and plain NumPy (`hf_models`) computes
+the model's logits.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_a_foreign_file_has_no_checksums(tmp_path):
 
 @pytest.mark.parametrize("name", SCALES)
 def test_values_of_blocks_that_are_not_finite_are_counted(name):
-    """The count is right although only blocks with odd scales are decoded."""
+    """The count of non-finite values is right, although only blocks with non-finite scales are decoded."""
     kind = gguf.GGMLQuantizationType[name]
     shape = (4000, gguf.constants.GGML_QUANT_SIZES[kind][1])
     raw = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).tobytes()
@@ -222,7 +222,7 @@ def test_every_element_is_looked_at(tmp_path):
     put(tmp_path / "b.gguf", "u", 2, -0.0)  # zeros of both signs differ in a bit
     assert len(compare(tmp_path / "a.gguf", tmp_path / "b.gguf")["differing"]) == 2
     put(tmp_path / "b.gguf", "t", 9, 1.0)
-    put(tmp_path / "b.gguf", "t", 5, -6.0)  # the largest difference is not in the last piece that differs
+    put(tmp_path / "b.gguf", "t", 5, -6.0)  # largest difference; a later chunk differs less
     put(tmp_path / "b.gguf", "t", 899_999, 2.0)
     found = compare(tmp_path / "a.gguf", tmp_path / "b.gguf")["difference"]
     assert (found["element"], found["values"], found["elements"], found["largest"]) == ([0, 5], [1, -6], 2, 7)

@@ -21,7 +21,7 @@ from zero_mpi.device import ordered_sum
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = [*(pytest.param(name, marks=pytest.mark.long) for name in ("sm_80", "sm_90")), "sm_100"]
 PTX_TYPES = {"P": ("u64", "b64"), "L": ("u64", "b64", "s64"), "F": ("f32", "b32"), "D": ("f64", "b64")}
-CUPY_ADDS = "-ftz=true"  # to the options of all kernels
+CUPY_ADDS = "-ftz=true"  # option that CuPy adds for all kernels
 SUMS = ordered_sum.SOURCE.name
 ONE_AT_A_TIME = (
     "add_losses",
@@ -175,10 +175,10 @@ def test_kernels_take_what_the_table_says():
 
 @pytest.mark.timeout_seconds(300)
 def test_flat_buffers_and_sums_keep_numbers_below_the_smallest_normal_one():
-    """AdamW and sums of transports have the host's bits, so denormals are kept."""
+    """AdamW and sums of transports keep denormals, to have the host's bits."""
     for name, body in all_compiled("sm_100")["flat.cu"].bodies().items():
         flushing = set(re.findall(r"\b\w+(?:\.\w+)*\.ftz(?:\.\w+)*", body))
-        assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # computes 1 - lr * decay, near 1
+        assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # used only for 1 - lr * decay, which is near 1
         if name.startswith("adamw_"):
             assert all(f"{step}.rn.f32" in body for step in ("add", "sub", "mul", "div", "sqrt"))
     sums = all_compiled("sm_100")[SUMS].ptx

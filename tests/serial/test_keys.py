@@ -23,7 +23,7 @@ ODD |= {"no floats": fuzz_gguf.array(6, []), "a bool": fuzz_gguf.typed(7, True)}
 ODD |= {"bools": fuzz_gguf.array(7, [True, False]), "a text": fuzz_gguf.typed(8, "x\n\x1b[1m")}
 ODD |= {"a long text": fuzz_gguf.typed(8, "x" * 3_000_000), "texts": fuzz_gguf.array(8, ["a", "b"])}
 HEAD = "tokenizer.ggml."
-WRONG = {  # kinds of values that are wrong for a key
+WRONG = {  # wrong values for a key, by kind
     "general.architecture": [*(kind for kind in ODD if "text" not in kind), "texts"],
     f"{HEAD}model": ["a number", "floats", "bools", "texts"],
     f"{HEAD}pre": ["a number", "floats", "texts"],
@@ -61,7 +61,7 @@ def write(path: Path, changes: dict[str, bytes]) -> Path:
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, kinds in WRONG.items() for kind in kinds])
 def test_a_value_of_another_type_is_refused_by_name_or_shown(key, kind, name, tmp_path, monkeypatch, capfd):
-    """`inspect` shows models that cannot run; all other commands refuse them."""
+    """`inspect` shows files with wrong keys; all other commands refuse them."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "x.gguf", {key: ODD[kind]})
     line = refusal(*COMMANDS[name])

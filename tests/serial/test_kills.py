@@ -70,7 +70,7 @@ def test_a_run_ends_when_its_last_checkpoint_is_complete(io, signalled, expected
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(slow_run, tmp_path):
-    """Step 4 ends before the checkpoint of step 3 is complete."""
+    """Step 4 ends before the background save of step 3 is complete."""
     status, printed, errors = slow_run(-1, "--save-every", "3", "--log-every", "1")
     assert (status, errors) == (0, ""), printed
     lines = [line.split(" in ")[0] for line in printed.splitlines()]

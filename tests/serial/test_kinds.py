@@ -1,4 +1,4 @@
-"""The first bytes tell the kind of a file; binary kinds have a name and a remedy."""
+"""The first bytes determine the kind of a file; each binary kind has a name and a remedy."""
 
 import gzip
 import io
@@ -82,7 +82,7 @@ def test_text_is_text(name):
 
 @pytest.mark.parametrize("begin", [each for each in BEGINNINGS if each.data.isascii()], ids=str)
 def test_a_text_may_begin_with_short_letters_of_a_format(begin):
-    """Short ASCII signatures such as GGUF may begin a text; long ones such as %PDF- do not."""
+    """Short ASCII signatures such as GGUF may begin a text, unlike long signatures such as %PDF-."""
     text = b" " * begin.at + begin.data + b" is how a text begins.\n"
     if b"\0" not in begin.data and (len(begin.data) < 5 or begin.at):
         assert kind_of(text, "file") is None

@@ -234,7 +234,7 @@ def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
     _, dy = s.loss(y)
     dy_before = fingerprint(dy)
     for array in given.values():
-        array.fill(np.nan)  # a view of a weight in `saved` would show in the gradients
+        array.fill(np.nan)  # if `saved` had a view of a weight, the gradients would change
     g = copied({name: array for name, array in s.g.items() if name not in frozen})
     dx = s.layer.backward(copied(s.p) if s.layer.backward_reads_params else {}, saved, dy, g)
     assert fingerprint(s.x) == x_before, "x was written"
@@ -302,7 +302,7 @@ def inside(x: Any) -> Iterator[np.ndarray]:
 
 @every_case
 def test_neither_layer_nor_saved_keeps_a_weight(case):
-    """A view of a weight would keep its gathered unit in memory."""
+    """`saved` has no view of a weight, which would keep the gathered unit in memory."""
     s = setting(case)
     y, saved = s.layer.forward(s.p, s.x)
     s.layer.backward(s.p, saved, s.loss(y)[1], copied(s.g))
@@ -326,7 +326,7 @@ def test_recompute_keeps_only_its_input_and_changes_no_bit():
     assert [a.tobytes() for a in plain.g.values()] == [a.tobytes() for a in again.g.values()]
 
 
-TUPLES = (nn.QKNorm, nn.RoPE, nn.ProjectQKV, nn.FusedQKV)  # their outputs have no shape of logits
+TUPLES = (nn.QKNorm, nn.RoPE, nn.ProjectQKV, nn.FusedQKV)  # layers whose outputs are tuples, not logits
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Files of killed jobs in shared memory: the kernel shows whether a process has one open.
+"""Files of killed jobs in shared memory: the kernel shows whether a process has a file open.
 
 `test_kills.py` kills jobs in a private /dev/shm and counts the remaining files.
 """
@@ -28,7 +28,7 @@ def in_use(path, code):
 
 @pytest.fixture
 def segment(tmp_path):
-    """Shared-memory file like those of MPI libraries, newly created because other jobs remove old ones."""
+    """Shared-memory file named like an MPI library's; it is new, because other jobs remove old files."""
     path = dev_shm.PLACE / f"mpich_shm_test{os.getpid()}"
     path.write_bytes(bytes(5000))
     yield path

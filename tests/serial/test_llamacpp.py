@@ -23,7 +23,7 @@ from zero_mpi.models import ModelConfig, Qwen2, Qwen3
 from zero_mpi.models.rotary import RopeScaling
 from zero_mpi.train.text_model import TextModel, weights_of
 
-llama_cpp()  # skips the module without it
+llama_cpp()  # skips the module if llama.cpp is not installed
 
 PROMPT = b"def f(x):\n  return "
 PREFIXES = (1, 2, 7, len(PROMPT))
@@ -96,8 +96,8 @@ def next_token(
 ) -> np.ndarray:
     """Return llama.cpp's log-probabilities (V,) of the next token after `ids`; V is `size`.
 
-    A bias makes it emit a `letter`, because an incomplete character has no log-probabilities. The bias does
-    not change the reported ones.
+    A bias makes llama.cpp emit a `letter`, because an incomplete character has no log-probabilities. The bias
+    does not change the reported log-probabilities.
     """
     request = {"prompt": ids, "n_predict": 1, "n_probs": size, "temperature": 0.0, "cache_prompt": False}
     answer = server.handle_completions(request | {"logit_bias": [[letter, 1000.0]]})
@@ -220,7 +220,7 @@ def test_what_we_refuse_llama_cpp_refuses_too(config, spoil: Edit, tmp_path):
         open_server(path)
 
 
-WINDOW = 8  # tokens; each of its targets is one question to llama.cpp
+WINDOW = 8  # tokens of a window; each target is one request to llama.cpp
 
 
 def surprise(server: Any, ids: list[int], of: int) -> float:

@@ -28,7 +28,7 @@ def test_an_epoch_has_each_window_once(windows, seed, epoch):
 
 
 def test_the_order_is_pinned():
-    """These numbers must never change: a resume would train on other samples than the run it continues."""
+    """These numbers must never change; otherwise a resume would train on other samples than the first job."""
     assert permutation(8, 1, 2).tolist() == [5, 6, 3, 2, 1, 0, 4, 7]
     assert window_of(np.arange(16), 8, 0).tolist() == [3, 4, 1, 6, 5, 2, 7, 0, 1, 4, 0, 6, 3, 5, 2, 7]
 

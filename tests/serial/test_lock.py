@@ -1,7 +1,7 @@
 """A run folder has one holder while processes acquire it, release it, die, stop and fork.
 
 The processes read commands from pipes. `locks` is a file system with locks, `none` one without, and `apart`
-has locks that other machines do not see. In the last two each process acts as a separate machine.
+has locks that other machines do not see. In `none` and `apart` each process acts as a separate machine.
 """
 
 import os
@@ -137,7 +137,7 @@ def test_a_step_of_the_same_batch_job_waits_for_the_one_before(children, tmp_pat
     first, second = children("locks", 2, "7")
     assert first.ask("take", tmp_path, 0) == "took"
     second.tell("take", tmp_path, 0)
-    time.sleep(0.5)  # the first gives some signs of life in the meantime
+    time.sleep(0.5)  # meanwhile the holder renews its record
     assert first.ask("drop") == "done"
     assert second.answer() == "took"
 
@@ -162,7 +162,7 @@ def test_a_holder_that_is_stopped_keeps_its_lock(children, tmp_path):
 
 
 def test_a_holder_that_was_stopped_and_taken_for_dead_knows_it(children, tmp_path):
-    """Without locks, other processes cannot distinguish a stopped process from a dead one."""
+    """Without locks, other processes cannot distinguish a stopped process from a dead process."""
     first, second = children("none", 2)
     assert first.ask("take", tmp_path, 0) == "took"
     os.kill(first.pid, signal.SIGSTOP)
@@ -186,7 +186,7 @@ def test_a_file_removed_under_a_living_holder_is_made_again(children, tmp_path):
 
 
 def replace(folder: Path) -> None:
-    """Replace the folder by another one."""
+    """Replace the folder by a new folder."""
     shutil.rmtree(folder)
     folder.mkdir()
 

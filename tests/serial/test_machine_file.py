@@ -32,7 +32,7 @@ def test_what_the_file_says_reaches_the_plan(tmp_path, capsys):
     found = planned(tmp_path, "--ranks", "128", "--flops", "7e10", "--memory", "4M")
     machine = found["machine"]
     assert found["nodes"] == 2
-    assert (machine["flops"], machine["moves"], machine["memory"]) == (7e10, 8e9, 4 << 20)  # flags go first
+    assert (machine["flops"], machine["moves"], machine["memory"]) == (7e10, 8e9, 4 << 20)  # flags win
     assert read_machine(EXAMPLES / "large.toml").numbers["memory"] == 15_625_000_000
     assert machine["node"] == {"alpha": 1e-6, "beta": 1e-10}
     assert [level["nodes"] for level in machine["levels"]] == [16, 128, None]
@@ -98,7 +98,7 @@ def test_a_save_takes_its_bytes_over_the_slower_of_disk_and_writers(model):
         wanted = Case(model, ranks=8, nodes=4, checkpoint_io=kind, writers_per_node=a_node)
         seconds[name] = (writers(wanted), save_seconds(wanted, Machine(*FREE, *GIVEN[2:], disk=disk)))
     assert seconds["gather"] == (1, 12 * count / 300)
-    assert seconds["parallel"] == (4, 12 * count / 1000)  # one writer a node: 4 x 300 exceeds the disk's rate
+    assert seconds["parallel"] == (4, 12 * count / 1000)  # a writer per node: 4 x 300 exceeds the disk's rate
     assert seconds["both"][0] == 8
     assert save_seconds(case, ASSUMED) is None
 

@@ -33,7 +33,7 @@ def with_shm(size, ranks, *command):
 
 @needs_mpiexec
 def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
-    """MPICH died of SIGSEGV with Docker's 64 MiB and 14 ranks."""
+    """Without a check, MPICH dies of SIGSEGV with 14 ranks in Docker's 64 MiB."""
     if reason := why_no_mount():
         pytest.skip(f"no private /dev/shm: {reason}")
     if launcher_kind() != "mpich":
@@ -58,7 +58,7 @@ dev_shm.check_space({"PMI_FD": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "4", "MP
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_other_nodes_wait_a_rank_dies_of_a_signal_which_ends_them(rank):
-    """Their launcher waits forever if a rank exits before MPI_Init."""
+    """A signal ends all ranks; after an exit before MPI_Init, the launcher would wait forever."""
     code = NO_ROOM % rank
     status, _, errors = run_command([sys.executable, "-c", code], timeout=60)
     assert (status, errors.count("/dev/shm")) == (-signal.SIGKILL, 1 if rank == 0 else 0)
@@ -103,7 +103,7 @@ def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
 
 @needs_mpiexec
 def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
-    """`ulimit -v` needs no rights, and leaves space for the mappings of ranks at their start."""
+    """The limit by `ulimit -v` needs no root and exceeds the address space of ranks at their start."""
     flags = ["--data", *write_text(tmp_path), "--layers", "9", "--dim", "4096", "--heads", "32"]
     job = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *flags, "--transport", "mpi"]
     command = ["sh", "-c", 'ulimit -v 9000000; exec "$@"', "sh", *job]
@@ -124,7 +124,7 @@ def resident_pages(job, folder):
             while process.poll() is None:
                 found = found if len(found) == 2 else [*ranks_of(process.pid)]
                 most = max(most, sum(map(proportional, found)))
-                time.sleep(0.1)  # reading the page counts takes longer if there are many
+                time.sleep(0.1)  # not in a tight loop, since reading many page counts is slow
         finally:
             end(process)
     assert process.returncode == 0, (folder / "said").read_text()
@@ -149,8 +149,8 @@ def proportional(folder):
 @needs_mpiexec
 @pytest.mark.timeout_seconds(180)
 def test_what_is_asked_for_is_what_ranks_take(tmp_path):
-    """Use never exceeds the request, and the request is at most a quarter too large. The one-time compiler is
-    left out if another test has filled its cache, so its memory counts as part of the excess."""
+    """Memory use never exceeds the request, and the request is at most a quarter too large. The one-time
+    compiler is left out if another test has filled its cache, so its memory counts as part of the excess."""
     data = write_text(tmp_path)
     most, said = resident_pages(["--data", *data, *MODEL, "--transport", "shared"], tmp_path)
     asked = float(re.search(r"request ([0-9.]+) GiB per node", said)[1]) * 2**30

@@ -16,7 +16,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.models import ARCHITECTURES, GPT2, Llama, ModelConfig, Qwen2, Qwen3, config_from_gguf
 from zero_mpi.models.rotary import RopeScaling, RotaryModel
 
-EXACT = 2.0**-17  # an epsilon that float32, the type of the key, represents exactly
+EXACT = 2.0**-17  # an epsilon that is exact in float32, the type of its key
 FLAGS: dict[str, Any] = {"layers": 2, "dim": 24, "heads": 4, "context": 16, "vocab_size": 260}
 LLAMA_BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 SIZES: dict[str, Any] = {"vocab_size": 260, "context_length": 16, "embedding_length": 24}
@@ -25,7 +25,7 @@ SIZES |= {"rms_epsilon": EXACT, "norm_epsilon": EXACT, "rope_freq_base": 500000.
 MODELS = architectures.every(SIZES)
 LLAMA, GPT, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "gpt2", "qwen2", "qwen3"))
 PHI3 = MODELS["phi3"]
-WINDOWED = ("olmo2", "gemma3")  # llama.cpp reads the key of a window
+WINDOWED = ("olmo2", "gemma3")  # architectures whose window llama.cpp reads
 MIXTURES = [arch for arch in MODELS if ARCHITECTURES[arch].needs_experts]
 ROTARY = [config for config in MODELS.values() if isinstance(config, RotaryModel)]
 
@@ -316,7 +316,7 @@ ROPE = "rope_freqs.weight"
 
 def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     shapes = shapes_of(LLAMA) | {ROPE: (5,)}
-    read = {ROPE: np.array(FACTORS, np.float32)}.__getitem__  # no other tensor is read
+    read = {ROPE: np.array(FACTORS, np.float32)}.__getitem__  # fails for any other tensor
     found = config_from_gguf(keys_of(LLAMA), shapes, "a file", read)
     found.check_tensors(shapes, "a file")
     assert found == replace(LLAMA, rope_factors=FACTORS)
@@ -328,5 +328,5 @@ def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     assert all(config.constants() == {} for config in MODELS.values())
     with refused(ROPE):
         found.check_tensors(shapes_of(found), "a file")
-    with refused(ROPE):  # without a read function
+    with refused(ROPE):  # no read function is given
         config_from_gguf(keys_of(LLAMA), shapes, "a file")

@@ -1,7 +1,7 @@
 """A run whose folder is moved, removed or replaced ends with status 1 and makes no other folder.
 
-The moments are random: during the start, in steps, in a save and in a background save. There
-are 40 of them, 3 with --quick; `pytest -s` prints how long the ends took.
+The folder moves at random moments: during the start, steps, a save and a background save, 40 times in all, 3
+times with --quick. `pytest -s` prints how long the jobs took to end.
 """
 
 import os
@@ -19,7 +19,7 @@ from test_command_bits import needs_mpiexec, write_text
 
 TRIALS, QUICK_TRIALS = 40, 3
 PATIENCE = 60.0  # seconds for a job on a busy machine to start, or to end
-SAVES = [  # no saves, one per step, one per step in the background, one by all ranks
+SAVES = [  # flags: no saves; a save per step; in the background; by all ranks
     ["--save-every", "0"],
     ["--save-every", "1"],
     ["--save-every", "1", "--async-save"],
@@ -140,7 +140,7 @@ if (rank, done) == (0, 2):
 
 @needs_mpiexec
 def test_a_run_that_ends_waits_for_the_save_behind_it(tmp_path):
-    """The saving thread is inside the MPI library, which must not end before it."""
+    """The saving thread is inside the MPI library, which must not end before the thread does."""
     script = train_with(tmp_path / "slow.py", MOVES, setup=SLOW_WRITES)
     flags = [*MODEL, "--data", *write_text(tmp_path), "--out", "out", "--steps", "9", "--async-save"]
     status, _, errors = run_job(3, [script, *flags, "--save-every", "2"], cwd=tmp_path)

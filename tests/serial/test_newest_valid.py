@@ -1,4 +1,4 @@
-"""`--resume auto` continues from the newest sound checkpoint and names the skipped ones."""
+"""`--resume auto` continues from the newest sound checkpoint and names skipped checkpoints."""
 
 import shutil
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def refused(ranks: int, out: Path, *flags: str) -> str:
     return line
 
 
-# each damage changes the folder of a checkpoint and returns what the run must name
+# functions that damage a checkpoint's folder and return the text that the run must print
 
 
 def cut(folder: Path) -> str:
@@ -113,13 +113,13 @@ def test_a_damaged_one_is_passed_over_and_the_run_is_the_same(damage, run, data,
     assert NEWEST in line
     assert f"resuming from {run.resolve() / OLDER} at step 2" in printed
     assert_same_run(run, unbroken)
-    for step in (3, 4, 5):  # the damaged checkpoint was written again
+    for step in (3, 4, 5):  # the run has replaced the damaged checkpoint
         folder = f"step-{step:08d}"
         assert everything(run / folder) == everything(unbroken / folder)
 
 
 def test_one_that_was_complete_before_the_link_was_replaced_is_gone_on_from(run, data, unbroken):
-    """The job died before it moved the link. No saved step is repeated."""
+    """If a job died before it moved the link `latest`, no saved step is repeated."""
     (run / "latest").unlink()
     (run / "latest").symlink_to(OLDER)
     printed = train(3, run, *SMALL, *data, "--steps", "5")
@@ -147,7 +147,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused(damage, run, data):
 
 
 def test_a_checkpoint_of_another_model_is_no_damage(run, data, tmp_path):
-    """The checkpoint is newer and sound; skipping it would continue a run that the user did not mean."""
+    """A sound checkpoint of another run is an error, because skipping it would continue the wrong run."""
     train(1, tmp_path / "other", *BASE, *data, "--layers", "1", "--dim", "30", "--steps", "4")
     shutil.copytree(tmp_path / "other" / "step-00000004", run / "step-00000004")
     (run / "latest").unlink()

@@ -95,7 +95,7 @@ def test_a_product_that_the_library_has_not_is_computed_all_the_same(monkeypatch
 @pytest.mark.parametrize("rows_at_once", [3, 1000])
 @pytest.mark.parametrize("kind", [BF, np.float32])
 def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library, monkeypatch):
-    """The gradient of logits is rounded before the product: 2^-9 of the largest products."""
+    """The tolerance is 2^-9 of the largest products, because the logits' gradient is rounded first."""
     monkeypatch.setattr(reference, "LOGITS_BYTES", rows_at_once * 50 * 4)
     x, w, b, targets = drawn(2, 5, 24), drawn(50, 24), drawn(50), np.arange(10).reshape(2, 5) * 4
     dw = np.ones((50, 24), kind)
@@ -116,7 +116,7 @@ def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library,
 @needs_library
 @pytest.mark.parametrize("kind", [BF, np.dtype(np.float32)])
 def test_the_same_product_has_the_same_bits_wherever_it_lies(kind):
-    """Micro-batches have different addresses on different ranks."""
+    """Results do not depend on addresses, which differ between ranks."""
     x, w = drawn(160, 264).astype(kind), drawn(100, 264).astype(kind)
     whole = ops.linear(x, w)
     buffer = np.zeros(x.size + 64, kind)
@@ -145,7 +145,7 @@ def test_large_products_of_float32_are_as_defined(rows):
 
 @needs_library
 def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
-    """Windows of packed documents differ in their number of rows."""
+    """Results of a row do not depend on the number of rows, which differs between packed windows."""
     monkeypatch.setattr(onednn, "MOST_PRODUCTS", 4)
     monkeypatch.setattr(LIBRARY.own, "products", {})
     given_back = []
@@ -161,7 +161,7 @@ def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
 @needs_library
 @pytest.mark.parametrize("kind", [BF, np.float32])
 def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, kind):
-    """More rows than an expert's own may be computed, such as rows of other experts with NaN."""
+    """An expert's product may cover further rows, such as other experts' rows with NaN."""
     monkeypatch.setattr(LIBRARY.own, "products", {})
     w, random = drawn(5, 240, 400).astype(kind), np.random.default_rng(0)
     for number in range(12):
@@ -178,7 +178,7 @@ def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, k
         assert_near(found, expected)
         assert_near(into, other)
         assert_near(ops.grouped_linear(x, w, starts, plus), defined.grouped_linear(x, w, starts, plus))
-    assert len(LIBRARY.own.products) <= 4 * 10  # there are 60 numbers of rows and three kinds
+    assert len(LIBRARY.own.products) <= 4 * 10  # few for 60 numbers of rows and 3 kinds
 
 
 @needs_library
@@ -256,5 +256,5 @@ def test_a_run_says_once_what_is_slow(precision, environ, expected, tmp_path):
     assert len(said) == (expected is not None), printed
     if expected:
         assert re.search(expected, said[0])
-    # oneDNN is named as the backend or as missing.
+    # A message names oneDNN as the backend, or says that it is missing.
     assert ("oneDNN" in (tmp_path / "out" / "events.jsonl").read_text() + printed) == (precision == "bf16")

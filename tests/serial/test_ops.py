@@ -71,7 +71,7 @@ def test_a_block_is_a_scale_and_what_it_scales():
         ops.dequantize(raw, "Q8_0", found)
     for block, place in np.ndindex(5, 32):
         expected = float(blocks["scale"][block]) * int(blocks["whole"][block, place])
-        assert found[32 * block + place] == expected  # 11 and 7 bits: float32 holds their product
+        assert found[32 * block + place] == expected  # exact in float32: a product of 11 and 7 bits
 
 
 @shows("add")
@@ -271,7 +271,7 @@ def test_a_wide_product_is_not_rounded():
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("used", [1, 3, 5])
 def test_the_largest_of_a_softmax_are_chosen_and_rows_sorted_by_expert(used, normalized, kind):
-    """A token with equal logits takes the lowest indices; one expert gets no row, one gets all."""
+    """Of equal logits the lowest indices are chosen; one expert gets no row and one gets all rows."""
     logits = numbers(7, 5).astype(kind)
     logits[:, 2], logits[:, 4], logits[3] = 9, -9, 0.5
     with unchanged(logits):
@@ -357,7 +357,7 @@ def test_rope_backward_is_the_turn_back(interleaved):
 
 SHAPES = [  # B, T, S, H, K, D, E
     (2, 5, 5, 6, 2, 3, 4),
-    (1, 3, 7, 3, 3, 2, 2),  # more positions than queries: the queries are the last ones
+    (1, 3, 7, 3, 3, 2, 2),  # more positions than queries, which are the last positions
     (2, 1, 4, 5, 1, 3, 1),
     (1, 1, 1, 1, 1, 1, 1),
 ]
@@ -441,7 +441,7 @@ def test_cross_entropy_does_not_overflow(kind):
 
 @shows("cross_entropy")
 def test_the_loss_of_float32_logits_is_summed_in_float64():
-    """A float32 logarithm of 2 is off by 1e-8."""
+    """The loss is computed in float64, since a float32 logarithm of 2 has an error of 1e-8."""
     loss, _ = ops.cross_entropy(np.zeros((999, 2), np.float32), np.zeros(999, np.int64), 1.0)
     assert loss.dtype == np.float64
     assert loss == pytest.approx(999 * math.log(2), rel=1e-13)
@@ -560,6 +560,6 @@ def test_chunk_squares_do_not_depend_on_how_the_array_is_cut(chunk, count):
     for cuts in ([1], [count // 2], [count - 1], [1, 2, count // 3, count - 2]):
         edges = [0, *cuts, count]
         parts = [g[a * chunk : b * chunk] for a, b in itertools.pairwise(edges)]
-        # copies have other addresses, like slices of other buffers
+        # Copies have other addresses, like slices of other buffers.
         found = np.concatenate([ops.chunk_squares(part.copy(), chunk) for part in parts])
         assert found.tobytes() == whole.tobytes()

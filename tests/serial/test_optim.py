@@ -159,7 +159,7 @@ def factor_of(name):
     ("scales", "named"),
     [
         ({"blk.7*": 2.0}, r"'blk\.7\*'"),
-        ({"output*": 2.0}, r"'output\*'"),  # frozen
+        ({"output*": 2.0}, r"'output\*'"),  # matches a frozen parameter
         ({"*": -1.0}, r"lr_scale: \*: "),
         ({3: 1.0}, "name patterns"),
         (["*=2"], "mapping"),
@@ -201,7 +201,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(way, bad):
     assert not math.isfinite(result.grad_norm)
     assert state_bytes(optimizer) == before
     assert (optimizer.steps, optimizer.skipped) == (1, 1)
-    for each in (optimizer, untroubled):  # as if the skipped step had not happened
+    for each in (optimizer, untroubled):  # both behave as if there had been no skipped step
         accumulate_gradients(each.module, 2)
         assert not each.step(max_norm=1.0).skipped
     assert state_bytes(optimizer) == state_bytes(untroubled)
@@ -249,7 +249,7 @@ def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(other.size)
     assert draw().tobytes() == draw(param=Param((DRAW_BLOCK, 3), std=0.05)).tobytes() == whole.tobytes()
     # Blocks cut from one stream of the generator would share numbers.
-    assert np.unique(whole).size > 0.95 * 3 * DRAW_BLOCK  # about one in a hundred appears twice by chance
+    assert np.unique(whole).size > 0.95 * 3 * DRAW_BLOCK  # one number in a hundred occurs twice by chance
 
 
 def test_initial_values_are_normal_with_the_std_asked_for():
@@ -257,12 +257,12 @@ def test_initial_values_are_normal_with_the_std_asked_for():
     error = 1 / math.sqrt(values.size)
     assert abs(values.mean()) < 5 * error
     assert abs(values.std() - 1) < 5 * error
-    assert abs(np.mean(values**4) - 3) < 5 * error * math.sqrt(96)  # the fourth moment's own deviation
+    assert abs(np.mean(values**4) - 3) < 5 * error * math.sqrt(96)  # the deviation of the fourth moment
     assert np.mean(np.abs(values) < 1) == pytest.approx(math.erf(math.sqrt(0.5)), abs=5 * error)
 
 
 def test_step_on_params_by_name_counts_the_steps_of_each_name():
-    """A name that comes later starts with zero moments and its own step count."""
+    """An array that is passed later starts with zero moments and its own step count."""
     early, late = (ShardedAdamW(make_module(), **OPTIONS) for _ in range(2))
     g = np.array([0.5, -2.0], np.float32)
     p, q, r = (np.ones(2, np.float32) for _ in range(3))

@@ -15,7 +15,7 @@ FLOORS = dict(re.fullmatch(r"([\w-]+)>=([\d.]+)", line).groups() for line in PRO
 PYTHON = PROJECT["requires-python"].removeprefix(">=")
 PACKAGING = ROOT / "packaging"
 SPACK = PACKAGING / "spack/spack_repo/zero_mpi/packages/py_zero_mpi/package.py"
-# Other names at conda-forge and EasyBuild, and packages of EasyBuild's bundles.
+# Names that differ at conda-forge and EasyBuild, and packages that EasyBuild has in bundles.
 CONDA = {"ml-dtypes": "ml_dtypes", "xxhash": "python-xxhash"}
 EASYBUILD = {"ml-dtypes": "ml_dtypes", "xxhash": "python-xxhash", "numpy": "SciPy-bundle"}
 BUNDLED = dict.fromkeys(("jinja2", "threadpoolctl", "tomli-w"), "Python-bundle-PyPI")
@@ -69,7 +69,7 @@ def test_dependencies_of_easybuild():
         if name in BUNDLED:
             assert BUNDLED[name] in found
         elif name == "numpy":
-            assert found[EASYBUILD[name]] >= "2025"  # has numpy 2
+            assert found[EASYBUILD[name]] >= "2025"  # the first with NumPy 2
         else:
             assert numbers(found[EASYBUILD.get(name, name)]) >= numbers(floor), name
     assert numbers(found["Python"]) >= numbers(PYTHON)

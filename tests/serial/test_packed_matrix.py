@@ -14,7 +14,7 @@ def some_matrix(name):
     kind = BLOCK_KINDS[name]
     raw = np.random.default_rng(len(name)).integers(256, size=(ROWS, BLOCKS, kind.nbytes), dtype=np.uint8)
     for low in SCALES[name]:
-        raw[..., low + 1] &= 0x3B  # float16 below 1
+        raw[..., low + 1] &= 0x3B  # makes the scale a float16 below 1
     raw = raw.reshape(ROWS, -1)
     return PackedMatrix(raw, name), dequantize(raw, GGMLQuantizationType[name])
 
@@ -49,7 +49,7 @@ def test_scales_tell_values_that_are_not_finite(name, scale):
     matrix, values = some_matrix(name)
     assert finite_blocks(matrix.raw.reshape(-1), name).all()
     assert np.isfinite(values).all()
-    place = BLOCK_KINDS[name].nbytes + SCALES[name][-1]  # in the second block of a row
+    place = BLOCK_KINDS[name].nbytes + SCALES[name][-1]  # a scale in the second block of a row
     matrix.raw[5, place : place + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     assert not finite_blocks(matrix.raw.reshape(-1), name).all()
     with np.errstate(all="ignore"):

@@ -26,7 +26,7 @@ PLACES = {  # problem -> path in the folder of `places`
 SMALL = ["--layers", "1", "--dim", "8", "--heads", "2", "--context", "8", "--steps", "1", "--sample", "0"]
 TRAIN = ["zero_mpi.train", *SMALL, "--data", "text", "--out", "out"]
 SAMPLES = ["zero_mpi", "samples", "model.gguf", "--data", "chat.jsonl"]
-READ = {  # commands that use the path in the place of PATH
+READ = {  # commands that read PATH
     "train --data": [*TRAIN, "--data", "PATH"],
     "train --data, two": [*TRAIN, "--data", "text", "PATH"],
     "train --init": [*TRAIN, "--init", "PATH"],
@@ -62,7 +62,7 @@ WRITE = {
 }
 
 
-REPLACED = {"report --out: locked"}  # a page is replaced by a rename, whatever its mode
+REPLACED = {"report --out: locked"}  # a rename replaces the page, whatever its mode
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def places(tmp_path_factory):
 
 
 def cases_of(commands, apart=1):
-    """Return the words of each command for every path, or for each `apart`-th path in turn."""
+    """Return each command's arguments for every path, or for every `apart`-th path in turn."""
     return {
         f"{name}: {what}": [place if word == "PATH" else word for word in command]
         for number, (name, command) in enumerate(commands.items())

@@ -38,7 +38,7 @@ def both(request, tmp_path):
 
 
 def test_the_folder_s_products_are_the_adapter_in_hugging_face_s_terms(both, tmp_path):
-    """The base's matrices plus the adapter's products go through an independent forward."""
+    """Logits equal those of an independent forward with the base's matrices plus the adapter's products."""
     model, weights, base, _, folder = both
     export(base, tmp_path / "hf")
     config, tensors = (

@@ -55,7 +55,7 @@ def test_we_load_one_of_peft_s(name, rslora, tmp_path):
         target_modules=LAYERS.get(config.arch, ["q_proj", "k_proj", "v_proj", "down_proj"]),
         task_type="CAUSAL_LM",
         use_rslora=rslora,
-        init_lora_weights=False,  # b is random as well
+        init_lora_weights=False,  # random b too, so that products are not 0
     )
     torch.manual_seed(1)
     theirs = peft.get_peft_model(opened(tmp_path / "hf"), settings)

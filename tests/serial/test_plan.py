@@ -78,7 +78,7 @@ def test_layers_on_fakes_take_what_real_ones_take(name, recompute, monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"context": 700, "micro_batch": 1},  # weights of attention are not kept
+        {"context": 700, "micro_batch": 1},  # too long to keep attention weights
         {"context": 129, "micro_batch": 5},
         {"strategy_name": "no-shard"},
         {"frozen": ("token_embd*", "blk.0.*")},
@@ -135,7 +135,7 @@ def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     player.play([*starts, second, StepEvent(WAIT, 0, GATHER), StepEvent(WAIT, 1, GATHER)])
     time = player.time
     assert time.communication == pytest.approx(sum(takes))
-    assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # the transfers share a line
+    assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # the transfers use the same link
     assert time.seconds == pytest.approx(time.computation + time.exposed)
 
 

@@ -27,13 +27,13 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 
 
 def test_the_table_of_the_page_is_planned():
-    """Each command of the page gives one row; its last flags belong to the last column."""
+    """Each command of docs/finetune.md gives a row of its table; the last flags are the last column."""
     text = PAGE.read_text(encoding="utf-8")
     commands = re.findall(r"^zero-mpi plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
     rows = re.findall(r"^\| [0-9]+[MB] \| [0-9]+ \| (.*iB) \|$", text, re.MULTILINE)
     assert len(rows) == len(commands) == 4
     columns = ("", "--lora 16", "--lora 16 --base q8_0", "--lora 16 --base q4_0")
     for number, (row, sizes) in enumerate(zip(rows, commands, strict=True)):
-        for column in range(4) if number == 0 else (0, 3):  # large models take seconds a column
+        for column in range(4) if number == 0 else (0, 3):  # large models take seconds per column
             (case,) = read([*sizes.split(), *columns[column].split()]).cases
             assert size(plan_memory(case).total) == row.split(" | ")[column]

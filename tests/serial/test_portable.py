@@ -84,7 +84,7 @@ def test_normal_numbers_are_normal():
     moments = [float((drawn.astype(np.float64) ** n).mean()) for n in (1, 2, 3, 4)]
     np.testing.assert_allclose(moments, [0, 1, 0, 3], atol=0.03)
     assert 4.2 < np.abs(drawn).max() < 6.5
-    assert abs(float((drawn[::2] * drawn[1::2]).mean())) < 0.01  # a pair shares its radius only
+    assert abs(float((drawn[::2] * drawn[1::2]).mean())) < 0.01  # the two numbers of a pair are uncorrelated
 
 
 @pytest.mark.timeout_seconds(300)
@@ -134,7 +134,7 @@ def is_constant(node):
 
 
 def of_libraries(path):
-    """Yield the calls of a file whose last bit depends on a library, and powers that are not constant."""
+    """Yield calls in a file whose last bit depends on a library, and powers that are not constant."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in OF_LIBRARIES:
             if isinstance(node.value, ast.Name) and node.value.id in ("np", "math", "xp", "generator"):
@@ -171,7 +171,7 @@ def test_the_variable_stands_for_the_flag(monkeypatch):
         parse([])
 
 
-# Settings of another host: other kernels, caches and target, and a C library without FMA.
+# Settings that simulate another host: kernels, caches, target, and a C library without FMA.
 OTHER_HOST = {
     "OPENBLAS_CORETYPE": "Nehalem",
     "OPENBLAS_L2_SIZE": "2048",

@@ -107,7 +107,7 @@ def test_kernels_round_as_the_definition_does():
 
 
 X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
-TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # each row below, most of them several times
+TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # ids, most of which occur several times
 ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
 
 
@@ -178,7 +178,7 @@ CALLS |= {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_of_bfloat16_do_what_is_defined(name):
-    """A kernel's last bit may differ only if a float32 lies in the middle between two numbers."""
+    """A kernel's last bit may differ only if a float32 is near the midpoint of two bfloat16 numbers."""
     pytest.importorskip("numba")
     found, expected = CALLS[name](ops), CALLS[name](defined)
     pairs = [(found, expected)] if isinstance(found, np.ndarray) else list(zip(found, expected, strict=True))
@@ -193,7 +193,7 @@ def test_kernels_of_bfloat16_do_what_is_defined(name):
 def attention_and_errors(q, k, v, dy, scale):
     """Return [(y, error), (dq, error), ...] of one head in float32; error: bound of the rounding.
 
-    A rounded bfloat16 has a relative error of at most 2^-8. All bounds follow from this one.
+    A rounded bfloat16 has a relative error of at most 2^-8. All other bounds follow from this bound.
     """
     q, k, v, dy = (x.astype(np.float64) for x in (q, k, v, dy))
     scores = scale * q @ k.T
@@ -204,10 +204,10 @@ def attention_and_errors(q, k, v, dy, scale):
     ds = p * (dp - (p * dp).sum(1, keepdims=True))
     e = 2.0**-8
     along = e * p * (p * abs(dp)).sum(1, keepdims=True)
-    of_ds = e * (2 + e) * abs(ds) + (1 + e) ** 2 * along  # p rounded, ds rounded, the sum of rounded p
+    of_ds = e * (2 + e) * abs(ds) + (1 + e) ** 2 * along  # errors by rounding p, ds, and the sum of p
     found = [(p @ v, e * p @ abs(v)), (scale * ds @ k, scale * of_ds @ abs(k))]
     found += [(scale * ds.T @ q, scale * of_ds.T @ abs(q)), (p.T @ dy, e * p.T @ abs(dy))]
-    return [(x, error + e * (abs(x) + error) + 1e-5) for x, error in found]  # results are rounded as well
+    return [(x, error + e * (abs(x) + error) + 1e-5) for x, error in found]  # the results are rounded too
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def attention_and_errors(q, k, v, dy, scale):
 def test_attention_of_bfloat16_is_what_is_defined_but_for_the_rounding_of_weights(
     batch, length, heads, shared, width
 ):
-    """Cases: weights kept or recomputed, a single position, several tiles, shared keys."""
+    """The cases cover kept and recomputed weights, a single position, several tiles, and shared keys."""
     pytest.importorskip("numba")
     joint = drawn(BF, batch, length, (heads + 2 * shared) * width)
     q, k, v = (
@@ -255,7 +255,7 @@ def test_numbers_that_are_not_finite_stay_so():
     assert np.isnan(ops.rms_norm(odd[None], np.ones(5, BF), 1e-5)[0].astype(np.float32)).any()
     assert np.isnan(ops.add(odd, odd[::-1]).astype(np.float32)).sum() == 1
     assert np.isinf(ops.add(odd, odd).astype(np.float32)).sum() == 3, "3e38 twice is beyond"
-    huge = np.full((2, 4), 1e30, np.float32)  # the definitions do not say; the gradient's norm shows it
+    huge = np.full((2, 4), 1e30, np.float32)  # undefined here, and visible in the gradient's norm
     assert not ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)[0].any()
 
 

@@ -1,4 +1,4 @@
-"""Preference losses have values and gradients of an independent program; pairs become windows."""
+"""Preference losses match an independent program in values and gradients; pairs become windows."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from zero_mpi.nn.loss import PartLosses
 from zero_mpi.nn.preference import PREFERENCES, Preference
 from zero_mpi.train.objective import PairStep, as_input
 
-VALUES = {  # for C -12, R -15, references -13 and -14.5, 6 and 5 tokens: (loss, its derivative by C)
+VALUES = {  # (loss, its derivative by C) for C -12, R -15, references -13 and -14.5, 6 and 5 tokens
     ("dpo", 0.1, 0.0): (0.6209570477895321, -0.04625701546562505),
     ("dpo", 0.1, 0.1): (0.6359570477895321, None),
     ("ipo", 0.1, 0.0): (22.404444444444444, -1.5777777777777777),
@@ -269,7 +269,7 @@ def test_mismatched_prompts_have_answers_to_others_in_as_much_room():
         first = int(np.argmax(ids.targets[row, span] >= 0))
         return ids.inputs[row, span][: first + 1].tolist(), ids.targets[row, span][first:].tolist()
 
-    before = {0: 5, 2: 0, 4: 2, 1: 4, 3: 1, 5: 3}  # better sides first, then worse ones
+    before = {0: 5, 2: 0, 4: 2, 1: 4, 3: 1, 5: 3}  # sequences of better sides first, then of worse sides
     for n in range(6):
         assert text(found, n) == (text(pairs, n)[0], text(pairs, before[n])[1])
     assert as_input(found.batch).ids.shape == (1, 40)

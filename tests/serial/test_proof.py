@@ -75,7 +75,7 @@ def test_lines_hold_what_is_bits_and_each_stands_for_those_before(path):
 def test_a_resume_leaves_the_file_of_a_run_never_stopped(path, tmp_path):
     """A kill may leave records after the checkpoint, half a line, or no line for the checkpoint.
 
-    A late line is moved to its place, also if the run continues in another folder.
+    A checkpoint's line that was written late is moved, also if the run continues in another folder.
     """
     whole = path.read_bytes()
     rows = whole.splitlines(keepends=True)
@@ -119,7 +119,7 @@ def test_a_chain_of_0_1_0_is_read_and_gone_on_with(path):
     ids=["machine", "other id", "elsewhere", "not saved", "gap", "anew"],
 )
 def test_what_does_not_simply_go_on_says_from_where(path, start, kept):
-    """A line records another machine, checkpoint or gap of steps. A new run keeps nothing."""
+    """A resume with another machine, checkpoint or step adds a line; a new run keeps no lines."""
     before = kinds(path)
     write(path, start, range(start.step + 1, start.step + 2))
     assert kinds(path) == [*before[:kept], (start.step, "run"), (start.step + 1, "record")]
@@ -144,5 +144,5 @@ MOVE_NOTHING = [
 
 
 def test_every_setting_moves_bits_and_is_in_the_chain_or_is_known_not_to():
-    """The chain has the digest of the data at a path; device and threads belong to the machine."""
+    """The chain has the data's digest instead of a path; device and threads are part of the machine."""
     assert sorted(FIELDS) == sorted([*NAMES, *PATHS, *MOVE_NOTHING])

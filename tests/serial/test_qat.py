@@ -28,7 +28,7 @@ TYPES = ("q4_0", "q8_0", "q4_k")
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "F16"])
 def test_rounding_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The test uses ggml's library and, if the package gguf supports the type, that package."""
+    """Rounding matches ggml's library and, if it supports the type, the package gguf."""
     monkeypatch.setattr("zero_mpi.ops.rounding.CHUNK", 1 << 11)
     x, kind = np.random.default_rng(0).standard_normal(5 << 10).astype(np.float32), Kind[name]
     x[:256] = 0
@@ -108,7 +108,7 @@ def test_bits_are_the_same_on_any_ranks_and_after_a_resume(
 @needs_mpiexec
 @pytest.mark.parametrize(("name", "ranks"), [("q4_0", 3), ("q4_k", 1)])
 def test_adapters_are_trained_for_the_merged_file(runs: Path, tmp_path: Path, name: str, ranks: int) -> None:
-    """The merged file has the loss of the run's end, to the bit; its base stays in blocks of 8 bits."""
+    """The merged file has exactly the run's last loss; the base is in blocks of 8 bits."""
     text, base, file = write_text(runs), tmp_path / "base.gguf", tmp_path / "x.gguf"
     assert command(World(0, 1), [str(runs / "q8_0/latest"), str(base), "--type", "q8_0"]) == 0
     flags = ["--context", "16", "--batch-size", "3", "--micro-batch", "1", "--warmup", "1"]

@@ -37,7 +37,7 @@ def read(out):
 
 @pytest.fixture(autouse=True)
 def nobody_watches(monkeypatch):
-    """Log lines without a progress bar, wherever the tests run."""
+    """Make runs print log lines instead of a progress bar, wherever the tests run."""
     monkeypatch.setattr(progress_bar, "watched", lambda: False)
     log.install(0, 1)
     yield
@@ -46,7 +46,7 @@ def nobody_watches(monkeypatch):
 
 @needs_mpiexec
 def test_the_command_records_what_is_promised(tmp_path):
-    """Every step has the fields. Evaluations and the last step have a val_loss."""
+    """Every step has all fields; only evaluations and the last step have a val_loss."""
     flags = ["--steps", "3", "--eval-every", "2", "--warmup", "4", "--lr", "0.004", "--sample", "0"]
     flags += ["--batch-size", "4", "--micro-batch", "2", "--data", *write_text(tmp_path)]
     train(2, tmp_path / "out", *SIZES, *flags)
@@ -92,7 +92,7 @@ TAILS = [b'{"step": 3, "lo', b"{", b"\0\0\0\0", b"[3]", b"3", b"null", b'{"loss"
 
 @pytest.mark.parametrize("tail", [*TAILS, b'{"step": null}', b"\xff\xfe\x80"])
 def test_what_is_no_record_is_dropped(tail, tmp_path):
-    """A crashed machine may leave any bytes in the last block."""
+    """A resume accepts any bytes at the file's end, because a crash may leave them in the last block."""
     write(tmp_path, [1, 2, 3])
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
@@ -133,7 +133,7 @@ def test_log_lines_come_first_now_and_then_at_evaluations_and_at_the_end(tmp_pat
 
 
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
-    """Bar and notes share a stream; each note has its own line."""
+    """The progress bar and notes use one stream, and each note has its own line."""
     monkeypatch.setattr(progress_bar, "watched", lambda: True)
     written = Records(tmp_path, 0, done=1, steps=4, log_every=1)
     written.step(record(2, mfu=0.25, memory_bytes=[2**30], val_loss=5.25))

@@ -19,7 +19,7 @@ def snapshot(out: Path) -> dict[Path, bytes]:
 
 @needs_mpiexec
 def test_the_file_goes_on_with_the_run_from_another_folder(tmp_path):
-    """The run began with relative paths and --resume never."""
+    """The run had relative paths and `--resume never`; config.toml resumes it from another folder."""
     write_text(tmp_path)
     train(1, tmp_path / "base", *SMALL, "--data", "text-0-0.txt", "--steps", "2", "--sample", "0")
     flags = ["--init", "base/latest/model.gguf", "--data", "text-0-1.txt"]

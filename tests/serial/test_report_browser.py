@@ -14,7 +14,7 @@ from zero_mpi.commands.report import command
 from zero_mpi.launch.world import World
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDTHS = (1280, 360)  # of a desktop screen and of a phone, in pixels
+WIDTHS = (1280, 360)  # pixels, of a desktop screen and of a phone
 HOSTILE = "<img src=x onerror='window.harmed=1'><script>window.harmed=1</script>"
 
 

@@ -1,4 +1,4 @@
-"""A launcher that would kill ranks too soon is stopped while they save, and continues afterwards."""
+"""A launcher that would kill ranks too soon is paused while they save, and continues afterwards."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# The state of the launcher is R while it has a signal to take and no core to do so.
+# The launcher's state is R while it has a pending signal but gets no core.
 STATE = """
 import os, time
 def state():

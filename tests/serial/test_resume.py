@@ -23,7 +23,7 @@ from zero_mpi.train.text_model import TextModel
 REQUEUE = 75
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
-# A constant rate does not depend on --steps, so giving fewer steps stops a run.
+# A constant rate does not depend on --steps, so fewer --steps simulate a stop.
 CONSTANT = ["--schedule", "constant"]
 pytestmark = needs_mpiexec
 
@@ -90,7 +90,7 @@ def test_never_starts_over_and_empties_the_records(stopped, flags, unbroken):
 
 @pytest.mark.parametrize("tail", ['{"step": 6, "lo', ""], ids=["cut-off", "whole"])
 def test_records_of_a_run_that_died_are_trimmed(tail, stopped, flags, unbroken):
-    """The run made two steps after its last checkpoint and may have died while writing a line."""
+    """A run that dies two steps after a checkpoint, maybe inside a line, repeats these steps."""
     metrics = stopped / "metrics.jsonl"
     lost = [json.dumps({"step": step, "loss": 9.9, "grad_norm": 9.9}) + "\n" for step in (4, 5)]
     metrics.write_text(metrics.read_text() + "".join(lost) + tail)
@@ -158,7 +158,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(flags, endless, tmp_path)
 
 
 def test_a_signal_in_the_last_step_is_a_finished_run(flags, tmp_path):
-    """A requeue would start a job that has nothing to do."""
+    """A stop at the last step gives status 0, since a requeued job would have nothing to do."""
     script = train_with(tmp_path / "signalled.py", SIGNALLED)
     train(2, tmp_path / "out", *flags, "--steps", "5", script=script)
     assert len(fields(tmp_path / "out")) == 5
@@ -174,7 +174,7 @@ def test_the_time_limit_stops_in_time_to_save(flags, tmp_path):
     done = len(fields(tmp_path / "out"))
     assert done > 1
     assert os.readlink(tmp_path / "out" / "latest") == f"step-{done:08d}"
-    assert took < limit + 4  # the limit counts from the start, and the launcher ends later
+    assert took < limit + 4  # the limit begins with the process; the launcher ends later
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_another_training_is_refused_by_the_first_difference(more, named, stoppe
 
 
 def test_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_over(stopped, flags):
-    """Starting over would empty the records of a run whose checkpoint somebody has moved."""
+    """A run whose checkpoint was moved is refused, because a new start would empty its records."""
     before = (stopped / "metrics.jsonl").read_bytes()
     (stopped / "step-00000003").rename(stopped.parent / "elsewhere")
     assert "latest" in refused(2, stopped, *flags, *CONSTANT, "--steps", "6")
@@ -225,7 +225,7 @@ def loss_of_first_step(model: Path, data: list[str]) -> float:
 
 
 def test_a_run_starts_from_the_weights_of_a_file(trained, flags, tmp_path):
-    """test_init_formats.py covers other types and formats."""
+    """The first loss is the model's; test_init_formats.py covers other types and formats."""
     sizes = ["--context", "16", "--batch-size", "7", "--micro-batch", "2", "--sample", "0"]
     start = [*flags[flags.index("--data") :], "--init", str(trained), *sizes]
     train(2, tmp_path / "zero", *start, "--steps", "0")
@@ -237,4 +237,4 @@ def test_a_run_starts_from_the_weights_of_a_file(trained, flags, tmp_path):
     (record,) = fields(tmp_path / "one", "loss")
     loss = loss_of_first_step(trained, flags[flags.index("--data") + 1 :])
     assert float(record[1]) == pytest.approx(loss, rel=2e-6)
-    assert loss < 5.3  # fresh weights have ln 260 = 5.56
+    assert loss < 5.3  # with new weights the loss would be ln 260 = 5.56

@@ -129,7 +129,7 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
     str(caught.value).encode()
-    if name not in ("a field more", "shape of 65 dims"):  # the library accepts these
+    if name not in ("a field more", "shape of 65 dims"):  # faults that the library accepts
         with pytest.raises(safetensors.SafetensorError):
             safetensors.deserialize(content)
 

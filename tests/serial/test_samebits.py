@@ -28,7 +28,7 @@ from zero_mpi.train import description as same_bits
 
 MACHINE = {"threads": 1, "operations": "numpy", "BLAS": "K 1"}
 MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
-EXACT = {"dequantize"}  # integers times scales have the same bits on every processor
+EXACT = {"dequantize"}  # operations whose bits are equal on all processors: integers times scales
 NAMES = sorted(OPERATIONS.keys() - EXACT)
 KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor that runs the tests
 several_cores = pytest.mark.skipif(
@@ -55,7 +55,7 @@ def nudged(name, operation):
     def nudge(*given, **named):
         found = operation(*given, **named)
         result = found[0] if isinstance(found, tuple) else found
-        if not isinstance(result, np.ndarray):  # the operation returns a loss and its gradient
+        if not isinstance(result, np.ndarray):  # a loss and its gradient
             added_to = given[{"adamw": 0, "moving_average": 0, "grouped_linear_backward_w": 2}.get(name, -1)]
             result = found[1] if isinstance(found, tuple) else added_to
         result.flat[0] = np.nextafter(result.flat[0], np.inf, dtype=result.dtype)
@@ -176,7 +176,7 @@ def test_another_number_of_threads_on_one_rank_is_refused(flags, tmp_path):
 
 @needs_mpiexec
 def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
-    """OpenBLAS may use one kernel name for two processors."""
+    """The trial's bits decide, because OpenBLAS may use one kernel name for two processors."""
     script = tmp_path / "other.py"
     script.write_text(
         "import numpy as np\n"
@@ -195,7 +195,7 @@ def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
 @needs_mpiexec
 @pytest.mark.parametrize("io", ["gather", "parallel"])
 def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags, tmp_path):
-    """A checkpoint describes the machine of rank 0."""
+    """A resume compares with rank 0's machine, which the checkpoint describes."""
     script = tmp_path / "other.py"
     script.write_text(
         "from zero_mpi.train import description as samebits\n"

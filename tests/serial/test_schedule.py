@@ -124,7 +124,7 @@ def test_every_trained_unit_is_reduced_once_after_its_last_backward_use(model):
 @settings(deadline=None, max_examples=300)
 @given(models())
 def test_no_more_reductions_are_in_flight_than_the_limit(model):
-    """Over several rounds, each wait is for the unit that has been in flight longest."""
+    """Over several rounds, each wait for a reduction is for the oldest one in flight."""
     made = make_schedule(*model)
     in_flight = []
     for action in made.training * 3:
@@ -132,7 +132,7 @@ def test_no_more_reductions_are_in_flight_than_the_limit(model):
             assert action.unit not in in_flight[1:], "another one is older"
             in_flight = [unit for unit in in_flight if unit != action.unit]
         elif isinstance(action, Reduce):
-            in_flight = [unit for unit in in_flight if unit != action.unit]  # its backward waited for it
+            in_flight = [unit for unit in in_flight if unit != action.unit]  # backward waited for it
             in_flight.append(action.unit)
         assert len(in_flight) <= REDUCTIONS_IN_FLIGHT
     assert len(in_flight) == min(REDUCTIONS_IN_FLIGHT, len(made.reductions)), "waited for too early"
@@ -141,7 +141,7 @@ def test_no_more_reductions_are_in_flight_than_the_limit(model):
 @settings(deadline=None, max_examples=300)
 @given(models())
 def test_training_is_forward_and_backward(model):
-    """The last stage is an exception: it computes once and waits once for both directions."""
+    """The last stage computes once, and waits once for its units, in both directions together."""
     made = make_schedule(*model)
     apart = [*made.forward, *made.backward]
     for kind in (Gather, Release, Reduce, WaitReduce):

@@ -121,7 +121,7 @@ def test_a_wait_without_an_end_ends_by_the_watchdog():
 
 
 def test_who_computes_for_long_is_let_be():
-    """The time limit covers waiting only."""
+    """Only time in waits counts towards the limit, not computation."""
     status, printed, lines, errors = job("time.sleep(2.5)\nmeet(); print('on')", how="timeout=1")
     assert (status, printed.count("on"), lines) == (0, 3, []), errors
 
@@ -150,7 +150,7 @@ def test_in_a_notebook_nothing_ends_the_kernel():
     """A single process keeps its hooks, signals and threads; an interrupt ends the cell."""
     found = run_command([sys.executable, "-c", NOTEBOOK], timeout=60)
     assert found == (0, "in the cell\nstill here [1.]\n", "")
-    assert signal.SIGINT  # the signal of a notebook's interrupt
+    assert signal.SIGINT  # a notebook's interrupt sends this signal
 
 
 @pytest.mark.parametrize("told", ["long", "-1", "nan", "inf"])

@@ -40,7 +40,7 @@ def test_every_text_comes_back_by_merges(merges):
     for text in TEXTS:
         again = merges.decode(merges.encode(text)).decode()
         parts = [part for part in merges._standing[False].cut(text.replace("▁", " ")) if part]
-        if "▁" not in text and "<unk>" not in text:  # it became a space, and the token has no spelling
+        if "▁" not in text and "<unk>" not in text:  # "▁" became a space, and <unk> has no spelling
             assert again == "".join(merges.tokens[p] if isinstance(p, int) else " " + p for p in parts)
 
 

@@ -63,7 +63,7 @@ def test_the_ids_of_texts_of_many_scripts_are_llama_cpps(both):
 
 
 def test_prompts_begin_as_llama_cpp_begins_them(both):
-    """llama.cpp closes the prompts of a unigram model, which continue here."""
+    """llama.cpp adds EOS to prompts of a unigram model; our prompts have none."""
     server, tokenizer = both
     for text in files.fuzzed(50, seed=2):
         expected = tokenize(server, text, parse_special=True, add_special=True)
@@ -86,7 +86,7 @@ def test_white_space_behind_tokens_of_phi_3_is_left_out(tmp_path):
 
 
 def test_a_letter_without_tokens_for_its_bytes_is_unknown(tmp_path):
-    """llama.cpp rejects this text; SentencePiece itself gives the unknown token."""
+    """llama.cpp rejects this text; we give the unknown token, as SentencePiece does."""
     keys = files.merged()
     tokens = keys["tokenizer.ggml.tokens"]
     tokens[tokens.index("<0xF0>")] = "no byte"

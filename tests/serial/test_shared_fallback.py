@@ -19,7 +19,7 @@ MOUNT = 'mount -t tmpfs -o size="$0" tmpfs /dev/shm || exit 99\n'
 # Files that the job leaves are counted after all its processes have ended.
 COMMAND = MOUNT + '"$@"; status=$?; sleep 0.3; find /dev/shm -type f -printf "left %s\\n"; exit $status'
 MODEL = ["--layers", "2", "--dim", "256", "--heads", "4", "--context", "16", "--batch-size", "4"]
-MODEL += ["--steps", "2", "--warmup", "1", "--sample", "0"]  # 1.6 million parameters: 6 MiB, and slots
+MODEL += ["--steps", "2", "--warmup", "1", "--sample", "0"]  # 1.6 million parameters: 6 MiB, plus slots
 PATCH = """
 import os, signal, sys, tempfile
 from zero_mpi.train import command as train_command
@@ -83,7 +83,7 @@ def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -
 @pytest.mark.parametrize("how", ["", "race"])
 def test_too_little_shared_memory_is_one_line_and_messages(how, text, tmp_path):
     """Other processes may also fill it later. The library must have created the window by then, because Open
-    MPI checks the space on one rank only, and if this rank fails the others wait forever."""
+    MPI checks the space on one rank only, and if it fails, other ranks wait forever."""
     flags, size = ["--data", *text, *MODEL], "100m" if how else "12m"
     status, said, _ = run_with_shm(size, 2, tmp_path / "out", *flags, "--transport", "auto", how=how)
     assert status == 0, said

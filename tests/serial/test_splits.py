@@ -71,7 +71,7 @@ def test_the_parts_of_the_gguf_package_are_one_model(tmp_path: Path, kind: Any) 
 
 
 def test_links_lead_to_the_parts(tmp_path: Path) -> None:
-    """Each part may be a link, or only the first; then the target's name gives the other names."""
+    """All parts may be links, or only the first part, whose target then determines the other names."""
     by_us(tmp_path)
     (tmp_path / "store").mkdir()
     for number in (1, 2, 3):
@@ -124,7 +124,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, edits: dict[int, Edit
     ids=["merged", "one part"],
 )
 def test_a_whole_model_may_carry_the_keys(tmp_path: Path, keys: Edit) -> None:
-    """llama.cpp's merge program leaves a count of 0."""
+    """A split count of 0, which llama.cpp's merge program writes, is one file."""
     path = write_tensors(tmp_path / "any name.gguf", "llama", keys, {"t0": values()["t0"]})
     file = GGUFFile.open(path)
     assert set(file.metadata) == {"general.architecture"}

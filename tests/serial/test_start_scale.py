@@ -35,12 +35,12 @@ def test_what_a_start_costs_a_rank_hardly_grows_with_the_ranks(tmp_path, quick):
         (tmp_path / str(ranks)).mkdir()
         costs[ranks] = begun(ranks, tmp_path / str(ranks))
     first = costs[FEW]
-    sources = len(list(PACKAGE.rglob("*.py")))  # read once and compared over ranks
+    sources = len(list(PACKAGE.rglob("*.py")))  # source files, which one start reads once
     assert sources < first["files"] < sources + 200
     for ranks in sizes[1:]:
         found = costs[ranks]
         assert found["messages"] == first["messages"]
-        assert abs(found["files"] - first["files"]) <= 20  # signs of life depend on the clock
-        assert abs(found["said"] - first["said"]) <= 64  # numbers have more digits
+        assert abs(found["files"] - first["files"]) <= 20  # the number of lock renewals depends on the clock
+        assert abs(found["said"] - first["said"]) <= 64  # larger numbers have more digits
         assert found["heard"] - first["heard"] <= HEARD * (ranks - FEW)
         assert found["kept"] - first["kept"] <= KEPT * (ranks - FEW)

@@ -53,7 +53,7 @@ def test_another_rank_that_ends_the_job_has_the_last_word(tmp_path, often):
     other.at(3)
     before = read(tmp_path)
     other.end(FAILED, "rank 1: RuntimeError: the fault")
-    time.sleep(0.3)  # rank 0 lives a little longer and must not report success
+    time.sleep(0.3)  # rank 0 lives slightly longer than rank 1 and must not report success
     said = read(tmp_path)
     assert (said["state"], said["reason"], said["step"]) == (FAILED, "rank 1: RuntimeError: the fault", 3)
     assert {key: said[key] for key in ("pid", "host", "started")}.items() <= before.items()

@@ -114,7 +114,7 @@ def start(
     )
 
 
-# on a terminal
+# tests on a terminal
 
 
 @needs_mpiexec
@@ -162,7 +162,7 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
         wait_for_file(tmp_path / "at-0")
         shown.press(CTRL_C)
         shown.until(lambda: STOPPING in shown.text, 40)
-        time.sleep(0.5)  # two signals within less time count as one
+        time.sleep(0.5)  # two signals in less time would count as one
         shown.press(CTRL_C)
         assert shown.wait(10) == INTERRUPTED
     assert "Traceback" not in shown.text
@@ -180,7 +180,7 @@ with open(r"{folder}/rank-" + str(environment.launch_rank()), "w") as file:
 
 
 def test_a_closed_terminal_saves(flags, tmp_path):
-    """Writing to the closed terminal fails, which must not end the run before it has saved."""
+    """A failed write to the closed terminal must not end the run before it has saved."""
     out = tmp_path / "out"
     script = tmp_path / "shell.py"
     command = [*TRAIN, "--out", str(out), *flags, *ENDLESS]
@@ -251,7 +251,7 @@ run("script", command, sys.argv[1:])
 def test_a_script_that_trains_saves_and_ends_with_75(number, whom, flags, tmp_path):
     out, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(PIDS.format(folder=tmp_path) + CALLS)
-    with (tmp_path / "log").open("ab") as log:  # ranks may write around their launcher
+    with (tmp_path / "log").open("ab") as log:  # ranks may write without their launcher
         job = start([*launcher(), "-n", "2", PYTHON, str(script), "--out", str(out), *flags, *ENDLESS], log)
         try:
             wait_for_lines(out / "metrics.jsonl", 5, job)
@@ -269,7 +269,7 @@ def test_a_script_that_trains_saves_and_ends_with_75(number, whom, flags, tmp_pa
         assert said.count(f"returned {REQUEUE}") == 2
 
 
-# from the first line on
+# signals from the first line of the program on
 
 # Signals this process at the import of numpy, which the package imports late.
 EARLY = """
@@ -365,7 +365,7 @@ MYSELF = "os.kill(os.getpid(), signal.{name})"
 @pytest.mark.parametrize(
     ("name", "who"),
     [
-        ("resolve.read_corpus", MYSELF.format(name="SIGTERM")),  # rank 0 reads, rank 1 waits for it
+        ("resolve.read_corpus", MYSELF.format(name="SIGTERM")),  # rank 0 reads while rank 1 waits
         ("resolve.inputs.open_init", "if os.environ.get('PMI_RANK', os.environ.get('PMIX_RANK')) == '1': "
          + MYSELF.format(name="SIGUSR1")),
         ("setup.make_module", MYSELF.format(name="SIGINT")),  # ranks may be in a collective here
@@ -384,7 +384,7 @@ def test_a_signal_ends_what_takes_long_before_the_first_step(name, who, flags, t
 
 
 def test_a_sample_is_cut_short(flags, tmp_path):
-    """Everything is saved at that point, so the run is done."""
+    """After the last save a signal changes nothing: the run is done."""
     script = tmp_path / "busy.py"
     told_so = MYSELF.format(name="SIGINT")
     script.write_text(BUSY.format(package="train", module="trainer", name="show_sample", told=told_so))
@@ -398,10 +398,10 @@ def test_a_sample_is_cut_short(flags, tmp_path):
 
 
 def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path):
-    """A signal whose lead time exceeds the job's limit comes at the start of each job."""
+    """If the signal's lead time exceeds the job's limit, the signal comes at each job's start."""
     out, soon = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
-    program(tmp_path, "squeue", "exit 1")  # squeue does not know the job, so the variables count
+    program(tmp_path, "squeue", "exit 1")  # squeue does not know the job, so its variables are used
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
     assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once may be chance"
@@ -426,7 +426,7 @@ train_command.main()
 
 @needs_mpiexec
 def test_by_default_a_run_saves_now_and_then_by_the_clock_of_rank_0(flags, tmp_path):
-    """Saves do not change the bits."""
+    """Saves by the clock do not change the bits."""
     script = tmp_path / "soon.py"
     script.write_text(SOON)
     more = [*flags, "--steps", "4", "--keep", "2"]

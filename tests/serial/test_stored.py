@@ -118,7 +118,7 @@ def test_what_is_in_blocks_has_no_elements_to_write(module, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind", "more", "said"),
     [
-        ("output.weight", "Q8_0", {"by_rows": True}, "in units that are no rows"),
+        ("output.weight", "Q8_0", {"by_rows": True}, "not sharded by rows"),
         ("nobody", "Q8_0", {}, "'nobody': expected the name of a frozen parameter"),
         ("blk.0.attn_q.weight.lora_a", "F32", {}, "expected the name of a frozen parameter"),
         ("output_norm.weight", "Q4_0", {}, "output_norm.weight: expected blocks of 32 elements"),

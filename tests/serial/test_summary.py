@@ -45,12 +45,12 @@ CHANGES += [{"precision_name": "bf16"}, {"device": "cuda"}]
 
 @pytest.mark.parametrize("changed", [{}, *CHANGES], ids=str)
 def test_how_it_is_done_changes_no_work(changed):
-    """Recomputation does not count as work."""
+    """The FLOPs of a step exclude recomputation."""
     assert step_flop(dataclasses.replace(CASE, **changed)) == by_hand()
 
 
 def test_attention_that_computes_its_weights_again_counts_once():
-    """Attention weights of long contexts are computed twice but count once."""
+    """The FLOPs of a step count attention weights once, although long contexts compute them twice."""
     model = GPT2.from_flags({"layers": 1, "dim": 16, "heads": 2, "context": 2048, "vocab_size": 7})
     once, twice = (step_flop(Case(model, batch_size=1, micro_batch=1, context=t)) for t in (1024, 2048))
     pairs = 3 * 2 * 2 * 16 * (attended(2048) - 2 * attended(1024))
@@ -88,7 +88,7 @@ def test_the_peak_is_the_sum_over_ranks_in_matrices_that_are_large_enough(reache
     "kind", [kind for kind in transports.TRANSPORTS if kind.on_gpu], ids=lambda k: k.name
 )
 def test_a_run_on_gpus_plans_what_the_plan_of_its_flags_does(kind, reduction, monkeypatch):
-    """The plan of a run once counted pinned memory for NCCL."""
+    """The plan for NCCL has no pinned memory."""
     config = Config(transport=kind.flag, reduction=reduction, context=T, batch_size=5)
     module = SimpleNamespace(group=SimpleNamespace(size=4))
     session = SimpleNamespace(config=config, model=MODEL, module=module, nodes=0)
@@ -141,7 +141,7 @@ def test_the_share_of_the_peak_is_work_over_time(job):
 @needs_mpiexec
 def test_memory_of_each_rank_is_recorded_at_the_steps_of_the_log(job):
     _, _, records = job
-    wanted = {1, 2, 4, 6}  # the first, evaluations, every fourth, the last
+    wanted = {1, 2, 4, 6}  # the first step, evaluations, every fourth step, the last step
     assert {record["step"] for record in records if "memory_bytes" in record} == wanted
     for record in records:
         counts = record.get("memory_bytes", [2**25, 2**25])

@@ -1,6 +1,6 @@
 """Tests of `supervise`, which restarts a run: decisions after an end, remaining hosts, and signals.
 
-A small script takes the place of the launcher and does at each start what the test says. The last
+A small script replaces the launcher and follows the test's instructions at each start. The last
 test uses a real job. tests/cluster covers lost hosts.
 """
 
@@ -53,7 +53,7 @@ DONE = "says done"
 
 
 class Trial:
-    """Run with the small launcher; `starts` says what each start does."""
+    """Run with the small launcher, which executes `starts[N]` at start N."""
 
     def __init__(self, folder: Path, *starts: str) -> None:
         self.folder, self.out, self.program = folder, folder / "out", folder / "mpirun"
@@ -115,7 +115,7 @@ def until(holds, what: str) -> None:
 @pytest.mark.parametrize(
     ("ends", "status"),
     [
-        ("exit 0", 0),  # a command that does not train
+        ("exit 0", 0),  # the command does not train
         ("says done; exit 0", 0),
         ("says done; exit 1", 0),  # status.json decides
         ("says stopped SIGTERM; exit 75", 75),
@@ -135,7 +135,7 @@ def test_an_end_that_is_the_last(ends, status, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("ends", "reason"),
     [
-        ("says running; exit 0", "status 0: killed"),  # Open MPI's launcher does this
+        ("says running; exit 0", "status 0: killed"),  # Open MPI's launcher may return 0
         ("says running; exit 9", "status 9: killed"),
         ("says running; kill -KILL $$", "status 137 (SIGKILL): killed"),
         ("says failed 'no progress for 5.2 s'; exit 86", "no progress for 5.2 s"),
@@ -179,9 +179,9 @@ def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(tmp_path, c
 @pytest.mark.parametrize(
     "second",
     [
-        "records 13; says running; exit 9",  # another step
-        "records 12; says running; exit 255",  # another end
-        "records 12; saves 00000012; says running; exit 9",  # it got further
+        "records 13; says running; exit 9",  # a different step
+        "records 12; says running; exit 255",  # a different exit status
+        "records 12; saves 00000012; says running; exit 9",  # further progress
     ],
 )
 def test_another_failure_is_none_of_that(second, tmp_path):
@@ -213,7 +213,7 @@ def test_pauses_double_until_there_is_a_new_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flag", [("--resume", "never"), ("--resume=never",), ("--resume", "elsewhere")])
 def test_it_goes_on_from_its_own_checkpoint_as_soon_as_there_is_one(flag, tmp_path):
-    """Until then it starts as the command says; an older checkpoint does not count."""
+    """--resume of the command applies until the run has saved; an older checkpoint does not count."""
     starts = ["records 1; says running; exit 9", "saves 2; records 2; says running; exit 9", DONE]
     trial = Trial(tmp_path, *starts)
     (trial.out / "step-00000099").mkdir(parents=True)
@@ -228,7 +228,7 @@ def test_it_goes_on_from_its_own_checkpoint_as_soon_as_there_is_one(flag, tmp_pa
 
 
 def host_trial(folder: Path, text: str, *starts: str) -> tuple[Trial, tuple[str, ...]]:
-    """Make a run over hosts and its flags. A host answers unless a file down-HOST exists."""
+    """Return a run over several hosts and its flags. A host answers unless a file down-HOST exists."""
     (folder / "hosts").write_text(text)
     probe = folder / "probe"
     probe.write_text(f'#!/bin/sh\necho "$1" >> {folder}/asked\n[ ! -e {folder}/down-"$1" ]\n')
@@ -356,7 +356,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_signs_of_life_are_what_the_run_writes(tmp_path):
-    """The lock, which a rank renews, counts too. A run without a folder gives no sign."""
+    """A renewed lock is a sign of life too; a run without a folder gives none."""
     now = time.monotonic()
     found = attempt.Attempt(RunFolder(tmp_path), StopRequest(), 900.0)
     assert found._silence(now + 800) == ""
@@ -391,7 +391,7 @@ HEARS = "trap 'echo told >> $here/told; {}' USR1; says running; " + WAITS
         (signal.SIGTERM, HEARS.format("says stopped; exit 75"), 75),
         (signal.SIGUSR1, HEARS.format("says stopped; exit 75"), 75),
         (signal.SIGTERM, HEARS.format("says failed disk; exit 1"), 1),
-        (signal.SIGUSR1, "echo told > $here/told; touch $here/ready; sleep 1000", 75),  # ends by the signal
+        (signal.SIGUSR1, "echo told > $here/told; touch $here/ready; sleep 1000", 75),  # the signal ends it
     ],
 )
 def test_a_signal_is_handed_on_and_ends_all(number, start, status, tmp_path):
@@ -483,7 +483,7 @@ def test_bad_usage_is_named(arguments, said, tmp_path, monkeypatch):
 @needs_mpiexec
 @pytest.mark.timeout_seconds(180)
 def test_a_job_whose_rank_is_killed_ends_done_with_the_bytes_of_one_that_nothing_disturbed(tmp_path):
-    """A rank kills itself at the beginning of a random step, in the first two starts."""
+    """In the first two starts, a rank kills itself at the beginning of a random step."""
     flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "30", "--save-every", "4", "--keep", "2"]
     train(1, tmp_path / "unbroken", *flags)
     draw = random.Random(time.time_ns())

@@ -24,7 +24,7 @@ def objective(model, p, x, d):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_backward_is_the_slope_of_loss_and_auxiliary_losses(recompute):
-    """One loss is not a sum over layers. A recomputed forward counts nothing twice."""
+    """One loss is nonlinear in the sums over layers; a recomputed forward counts no value twice."""
     draw, h = np.random.default_rng(0).standard_normal, 1e-6
     chain = Chain(*(stage.layer for stage in pressed.stages(recompute)))
     p, way = ({name: draw(param.shape) for name, param in chain.params().items()} for _ in range(2))

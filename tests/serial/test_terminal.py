@@ -1,4 +1,4 @@
-"""Terminal output has one short line where one is promised, and no control characters."""
+"""Errors and progress on a terminal are one short line each, without control characters."""
 
 import subprocess
 import sys

@@ -14,8 +14,8 @@ from zero_mpi.ops import threads, trial
 from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.train.resolve import set_threads
 
-# Places in the trial's results of sums over rows: gradients of biases and norms, and losses.
-SUMS = {"products": range(4, 42, 6)}  # other sums over rows have fewer than two axes
+# Indices of sums over rows in the trial's results: gradients of biases and norms, and losses.
+SUMS = {"products": range(4, 42, 6)}  # all other results with fewer than two axes are sums over rows
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def results_by_place():
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("least", [64, 1 << 40])
 def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
-    """With products on one thread, all bits but those of sums over rows are those of one thread.
+    """With products on one thread, only sums over rows differ from the bits of one thread.
 
-    Of a product on several threads BLAS may compute parts and oneDNN the full product: their sums have
+    Several threads may use BLAS for parts of a product that one thread computes by oneDNN: the sums have
     different orders, and the rounding depends on the terms even if they cancel.
     """
     monkeypatch.setattr(threads, "LEAST_PRODUCT", least)
@@ -75,7 +75,7 @@ def test_an_error_of_any_part_is_raised(of_threads):
 
 
 def test_threads_auto_under_the_quota_of_a_group(monkeypatch, tmp_path):
-    """The control group allows the time of one of two cores."""
+    """`--threads auto` respects a control group that allows the time of one of two cores."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "cpu.max").write_text("100000 100000\n")
     (tmp_path / "own").write_text("0::/job\n")

@@ -1,4 +1,4 @@
-"""Token files of other programs are read with their ids and documents; damaged ones are refused."""
+"""Token files of other programs are read with their ids and documents; damaged files are refused."""
 
 import json
 
@@ -36,7 +36,7 @@ def write_nanogpt(folder):
 
 
 def write_megatron(folder, code=8, dtype="<u2", **changes):
-    """Write the files of Megatron's IndexedDatasetBuilder: a sequence is a document or part of one."""
+    """Write the files of Megatron's IndexedDatasetBuilder: a sequence is a document or part of a document."""
     sequences = [len(each) for each in DOCUMENTS]
     values = {"sizes": sequences, "borders": range(len(DOCUMENTS) + 1), "magic": b"MMIDIDX\0\0", "version": 1}
     values |= changes

@@ -1,4 +1,4 @@
-"""Ids that stay in their files: ranks of a host share the pages, and a missing file is named."""
+"""Ids are mapped from their files: ranks of a host share the pages, and an error names a missing file."""
 
 import os
 import pickle

@@ -152,7 +152,7 @@ def test_files_left_out_spelt_tokens_and_other_encodings_are_named(tmp_path, cap
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_lines_are_read_once_wherever_a_file_is_cut(packed, tmp_path, quick):
-    """Each rank gets some of the parts in order, and a part may begin with a line."""
+    """Each rank takes some parts, in order, and parts begin at any line."""
     draw = random.Random(5)
     texts = ["".join(draw.choices("ab\n ", k=draw.choice([0, 1, 5, 40]))) for _ in range(12)]
     raw = lines(texts)
@@ -365,7 +365,7 @@ def test_a_job_that_was_stopped_goes_on_with_what_is_missing(long, whole, tmp_pa
     (out / "00002.idx").unlink()
     for leftover in (".tokenize/plan.json", "00077.bin", "00077.idx", "tokenizer.gguf"):
         (tmp_path / "new" / leftover).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "new" / leftover).write_bytes(b"half")  # left by a job that completed nothing
+        (tmp_path / "new" / leftover).write_bytes(b"half")  # written by a job that completed no part
     assert tokenize(long, *SMALL, out="new") == 0
     assert files(tmp_path / "new") == whole
     capsys.readouterr()
@@ -396,7 +396,7 @@ def test_a_folder_that_was_begun_with_others_is_refused(is_complete, long, tmp_p
     long.write_bytes(raw.replace(b"59", b"58"))
     refused("sha256 of the input 'long.jsonl'", long, *SMALL)
     long.write_bytes(raw)
-    os.utime(long, (1, 1))  # another time does not mean another text
+    os.utime(long, (1, 1))  # only the modification time changes
     assert tokenize(long, *SMALL) == 0
 
 

@@ -32,7 +32,7 @@ def tokenize(ranks, *flags, out, status=0):
 
 
 def files(out):
-    """Return name -> bytes of all files of a folder, hidden ones included."""
+    """Return name -> bytes of all files of a folder, hidden files included."""
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
@@ -129,7 +129,7 @@ main()
 
 @pytest.mark.skipif(not hands_sigterm_on(), reason="this launcher kills its ranks")
 def test_a_job_that_is_told_to_stop_is_to_be_requeued(some, whole, tmp_path):
-    """Each part takes a tenth of a second, so that the job is not done before the signal."""
+    """Each part takes a tenth of a second, so that the signal comes before the job is done."""
     out, script = tmp_path / "out", tmp_path / "slowly.py"
     script.write_text(SLOWLY)
     job = start(2, some, out, [str(script)])
@@ -166,7 +166,7 @@ main()
 
 
 def test_a_rank_that_stands_still_ends_the_job(some, whole, tmp_path):
-    """The other ranks finish their work and then wait. The same command completes the job."""
+    """A hung rank ends the job after other ranks finish their parts; a second start completes it."""
     out, script = tmp_path / "out", tmp_path / "hanging.py"
     script.write_text(HANGING)
     job = [str(script), *some, "--out", str(out), "--timeout", "3"]
@@ -191,7 +191,7 @@ def test_an_error_of_one_rank_is_one_line_from_all(tmp_path):
 
 
 def test_a_run_on_the_folder_is_that_on_the_text_and_has_its_tokenizer(some, tmp_path):
-    """Both runs have the same losses, and the checkpoint generates text."""
+    """Runs on text and on its token files have the same losses, and the checkpoint generates text."""
     tokenize(2, some[0], *FLAGS, out=tmp_path / "tokens")
     flags = ["--layers", "1", "--dim", "16", "--heads", "2", "--context", "16", "--batch-size", "3"]
     flags += ["--micro-batch", "1", "--steps", "3", "--warmup", "1", "--val-fraction", "0", "--sample", "4"]

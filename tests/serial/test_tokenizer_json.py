@@ -17,7 +17,7 @@ tokenizers = pytest.importorskip(
 )
 
 TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(60)]
-# The library differs from llama.cpp here: U+017F counts as an s, and the leftmost token is cut first.
+# Here the library differs from llama.cpp: U+017F counts as an s, and the leftmost token is matched first.
 APART = ("\u017f", "l><tool")
 KEY = "tokenizer.ggml."
 NO_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -242,7 +242,7 @@ def test_flags_of_the_configuration_go_before_those_of_the_file(plain, tmp_path)
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama-bpe"])
 def test_ignore_merges_is_the_folders(kind, tmp_path):
-    """No merges form the word, which is a token; the name tells llama.cpp the rule."""
+    """With ignore_merges, a word that is a token is not split; the name in a GGUF tells llama.cpp so."""
     content = bpe_files.trained_json(kind, tokens=300)
     model, ignores = content["model"], kind == "qwen2"
     first = len(model["vocab"]) + len(content["added_tokens"])
@@ -264,7 +264,7 @@ def cased(contraction, digits):
     return f"{lead}[{U}]*[{W}]+{contraction}|{lead}[{U}]+[{W}]*{contraction}|{digits}{SLASH}"
 
 
-# As in the files of Mistral Nemo, gpt-oss and Llama 4, Qwen 3.5, DeepSeek Coder and V3.
+# Regexes from the files of Mistral Nemo, gpt-oss and Llama 4, Qwen 3.5, DeepSeek Coder and V3.
 FOLDERS_CUTS = {
     "tekken": ([cased("", r"\p{N}")], True),
     "gpt-4o": ([cased(f"{bpe_files.CASELESS}?", r"\p{N}{1,3}")], True),

@@ -57,7 +57,7 @@ CASES = [  # events of a step of length 100, the columns, and the units with wai
         {"compute": 50, "exposed": 30, "other": 20},
         {"allgather": 30},
     ),
-    (  # evaluations and checkpoints count fully
+    (  # evaluations and checkpoints count in full
         [
             event(0, "steps", "evaluation", 0, 30),
             event(0, "compute", "forward", 5, 25),
@@ -68,7 +68,7 @@ CASES = [  # events of a step of length 100, the columns, and the units with wai
         {"evaluation": 30, "checkpoint": 20, "other": 50},
         {},
     ),
-    (  # a wait without a unit is named by the stage that needs it
+    (  # a wait without a unit gets the name of the stage that needs it
         [
             event(0, "between stages", "before", 0, 50, unit="blk.7"),
             event(0, "waits", "updated parameters", 10, 30),
@@ -104,7 +104,7 @@ def test_the_columns_add_up_to_the_steps_whatever_is_recorded(tmp_path, seed):
 
 
 def test_what_ranks_wait_for_is_named(tmp_path, capfdbinary):
-    """Rank 1 computes longer; each rank begins a reduction when it is done, and waits for the others."""
+    """Rank 1 computes longer; each rank begins a reduction when it is done, and waits for the other rank."""
     events = []
     for rank, done in enumerate((40, 70, 40)):
         events += [

@@ -36,7 +36,7 @@ def warnings(monkeypatch):
 
 
 def begun(name, out, wish=True):
-    """Return the tracker `name` as a run creates it."""
+    """Start and return the tracker `name` as a run does."""
     (one,) = trackers.begin(SimpleNamespace(**NONE | {name: wish}), TrackedJob(out, 0, {}))
     return one
 

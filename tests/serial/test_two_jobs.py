@@ -65,7 +65,7 @@ def status_of(out: Path) -> dict[str, object]:
 
 
 def snapshot(out: Path) -> dict[str, object]:
-    """Return the content of every file, except those that the first job renews while it waits."""
+    """Return the content of every file, except files that the first job renews while it waits."""
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
     files = {
         path: each for path, each in files.items() if path.match(".ranks/file") or not path.match(".ranks/*")
@@ -84,7 +84,7 @@ def assert_refused(done: tuple[int, str, str], out: Path, pid: object) -> None:
     """Check for status 2 and one line that names the holder, its start and its lock."""
     status, printed, errors = done
     assert status == 2, errors
-    assert re.fullmatch(LOOKING, printed), printed  # without locks the job waits for a sign of life
+    assert re.fullmatch(LOOKING, printed), printed  # without locks the job waits for a renewal of the lock
     (line,) = errors.splitlines()
     assert line.startswith(f"zero_mpi train: error: --out {out}: ")
     assert f"process {pid} on " in line
@@ -94,7 +94,7 @@ def assert_refused(done: tuple[int, str, str], out: Path, pid: object) -> None:
 
 def test_the_second_job_is_refused_and_touches_nothing(first, job, tmp_path):
     out = tmp_path / "out"
-    for name in (".step-00000004.partial", ".ranks"):  # a new job would remove these
+    for name in (".step-00000004.partial", ".ranks"):  # a new job would remove these files
         (out / name).mkdir()
         (out / name / "file").write_text("of the first")
     before, pid = snapshot(out), status_of(out)["pid"]

@@ -108,7 +108,7 @@ main()
 
 
 def test_no_cache_is_read(whole, tmp_path):
-    """A faulty cache would affect both computations alike."""
+    """`verify` encodes the text again, because a faulty cache would affect both computations equally."""
     script = tmp_path / "uncached.py"
     script.write_text(UNCACHED)
     status, _, errors = run_job(1, [str(script), str(whole)], timeout=50)
@@ -122,7 +122,7 @@ def test_the_chain_is_the_same_at_any_number_of_ranks_and_the_run_prints_its_hea
 
 
 def test_the_head_depends_on_no_checkpoint(whole, text, tmp_path):
-    """The other run saves in the background, at other steps, and once at a signal."""
+    """The head is the same for a run that saves in the background, at other steps, and at a signal."""
     stops = "if (rank, done) == (0, 2): os.kill(os.getpid(), signal.SIGTERM)"
     script = train_with(tmp_path / "stops.py", stops, method="rounds")
     flags = [*SMALL, *OFTEN, "--save-every", "5", "--async-save", "--data", *text]
@@ -168,7 +168,7 @@ def test_a_run_of_0_1_0_is_verified_held_to_its_head_and_gone_on_with(run, whole
 
 
 def test_yes_on_one_rank(whole):
-    """Each segment is named, the folder stays as it is, and the published head matches."""
+    """The output names each segment, the folder does not change, and the published head matches."""
     before = content(whole)
     status, lines = compute(whole, "--expect", head(whole), "--strategy", "full-shard", "--transport", "auto")
     assert status == 0
@@ -297,7 +297,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def sign(run: Path, alter: Callable[[dict[str, Any]], None]) -> None:
-    """Change lines of the chain and compute its digests anew, as a forger would."""
+    """Change lines of the chain and recompute its digests, as a forger would."""
     before, lines = FIRST, ""
     for raw in (run / "proof.jsonl").read_text().splitlines():
         entry = json.loads(raw)

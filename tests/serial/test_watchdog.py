@@ -8,7 +8,7 @@ from zero_mpi.launch.watchdog import STATUS, RankReports, RankState
 
 
 def test_what_another_job_left_misleads_nobody(tmp_path):
-    """The earlier job was killed after its ranks had registered and one had claimed the report."""
+    """Files of a job that was killed during a roll call do not matter to the next job."""
     for rank in range(2):
         RankReports(tmp_path, rank, "the job before").sign(
             RankState("step 3", "barrier", "barrier", 2.0, "stacks")
@@ -37,7 +37,7 @@ time.sleep(60)
 
 
 def test_before_ranks_know_of_each_other_one_that_stands_still_ends_them_all():
-    """If it ended only itself, the launcher would decide about the other ranks."""
+    """A rank without progress ends all ranks, not only itself."""
     status, said, errors = run_command([sys.executable, "-c", ALONE], timeout=30)
     assert (status, said) == (STATUS, f"all are to end with {STATUS}\n")
     assert "zero_mpi: rank 3: no progress for 0." in errors

@@ -1,8 +1,8 @@
 """Parser of all command lines: a compact `--help`, `--version`, and errors that suggest the right flag.
 
-Errors are UsageErrors: the caller decides which rank prints them. An unknown flag is reported before
-any other error, with the nearest known flag or the equivalent of another trainer's flag. This
-module imports nothing that is slow to load.
+Errors are UsageErrors: the caller decides which rank prints them. An unknown flag is reported before any
+other error, with the most similar known flag, or with the flag of the same meaning if the name is another
+trainer's. This module imports only modules that load fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
 COLUMN = 26  # column at which the texts of --help begin
-NEAR = 0.6  # difflib cutoff: the share of letters that two names must have in common
+NEAR = 0.6  # difflib cutoff: least share of letters that two similar names have in common
 PLACES = ("DIR", "PATH", "FILE")  # metavars of values that are paths
 KINDS: dict[Any, str] = {int: "N", float: "X"}  # metavars by type
 OTHERS = {  # flag -> names of this flag in other training programs
@@ -46,7 +46,7 @@ OTHERS = {  # flag -> names of this flag in other training programs
     "--type": "--quantize",
     "--warmup": "--warmup-steps",
 }
-REMOVED = {  # flags that 0.1.0 had, and their replacements
+REMOVED = {  # flags of version 0.1.0, and their replacements
     "--audit": "use zero-mpi verify RUN after the run",
     "--audit-action": "use zero-mpi verify RUN after the run",
     "--text": "use the page of zero-mpi report, or metrics.jsonl",
@@ -75,7 +75,7 @@ def version_lines() -> list[str]:
 
 
 def with_choices(text: str, choices: Sequence[str]) -> str:
-    """Return the help text of a flag; append its choices unless the text already names them all."""
+    """Return the help text of a flag, with its choices appended unless the text names all of them."""
     named = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
     return text if named else f"{text} [{', '.join(choices)}]"
 
@@ -87,7 +87,7 @@ def refuse_empty(name: str, value: Any) -> None:
 
 
 class Help(argparse.HelpFormatter):
-    """Help formatter: texts in one column, with their defaults; indented lines stay unchanged."""
+    """Help formatter: texts in one column, with their defaults. Indented lines do not change."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"max_help_position": COLUMN, **options})
@@ -108,7 +108,7 @@ class Help(argparse.HelpFormatter):
         return text if nothing or "(default" in text else f"{text} (default: %(default)s)"
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
-        """Return a formatter that names a value by its type; the choices are in the help text."""
+        """Return a formatter that shows a value's type instead of its choices, which the help text names."""
         if action.metavar is None and action.option_strings:
             action = copy.copy(action)
             action.metavar = "NAME" if action.choices else KINDS.get(action.type, "TEXT")
@@ -149,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
     def print_help(self, file: Any = None) -> None:
-        """Print help on rank 0 only, also without MPI, where each rank seems to be the only process."""
+        """Print help only on rank 0, even before MPI starts, when every rank seems to be the only process."""
         if environment.launch_rank() == 0:
             super().print_help(file)
 

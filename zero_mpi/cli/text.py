@@ -1,4 +1,4 @@
-"""Text that commands print: lines with their width, numbers with their units."""
+"""Text of commands: lines, numbers with units, lists of names and ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WIDTH = 110  # columns of the text
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # units per second
 LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # seconds per unit
-FEW = 8  # number of hosts, files or ranks that a message names; it gives the number of further ones
+FEW = 8  # most hosts, files or ranks that a message names; further ones are only counted
 
 
 def write(lines: Iterable[str], *, keep: str = "") -> None:
-    """Print each text as one line, with control characters escaped; a closed pipe (`... | head`) is no error.
+    """Print each text as a line, with control characters escaped. A closed pipe (`... | head`) is no error.
 
     `keep`: unprintable characters that are not escaped, such as ESC for our own colours.
     """
@@ -30,13 +30,13 @@ def write(lines: Iterable[str], *, keep: str = "") -> None:
 
 
 def in_unit(nbytes: float) -> tuple[float, str]:
-    """Return bytes in the largest unit of which there is at least one."""
+    """Return (number, unit) for bytes, in the largest unit that gives at least 1."""
     power = min(max(int(abs(nbytes)).bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return nbytes / 1024**power, UNITS[power]
 
 
 def size(count: float, one: str = "B") -> str:
-    """Return bytes with one decimal, for columns: 512 B, 1.0 KiB; `one`: the unit of a byte."""
+    """Return bytes with one decimal, for columns: 512 B, 1.0 KiB; `one`: name of a byte."""
     number, unit = in_unit(count)
     return f"{number:.0f} {one}" if unit == UNITS[0] else f"{number:.1f} {unit}"
 
@@ -58,12 +58,12 @@ def short(number: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a share in percent."""
+    """Return a fraction as text in percent."""
     return f"{100 * value:.3g} %" if abs(value) < 9.99 else f"{100 * value:,.0f} %"
 
 
 def in_time_unit(value: float) -> tuple[float, str]:
-    """Return seconds in the largest unit of which there is at least one."""
+    """Return (number, unit) for seconds, in the largest unit that gives at least 1."""
     factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
     return value * factor, unit
 
@@ -95,7 +95,7 @@ def elapsed(value: float) -> str:
 
 
 def plural(count: int, name: str) -> str:
-    """Return a count with its noun: 1 core, 2 cores."""
+    """Return a number with its noun: 1 core, 2 cores."""
     return f"{count:,} {name}{'s' * (count != 1)}"
 
 
@@ -117,7 +117,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def span(numbers: Iterable[int]) -> str:
-    """Return the range of numbers: 1-3 for numbers from 1 to 3, 2 if all are 2."""
+    """Return the range of numbers: 1-3 for numbers from 1 to 3, or 2 if all are 2."""
     ordered = sorted(numbers)
     return "-".join(map(str, dict.fromkeys((ordered[0], ordered[-1]))))
 

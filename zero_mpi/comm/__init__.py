@@ -1,19 +1,19 @@
-"""Transports: one interface for the collectives that sharding needs, with separate start and wait calls.
+"""Transports: one interface for all collectives that sharding needs. Start and wait are separate calls.
 
 `base` defines the interface (`Comm`, `Handle`), and `partition` says which slice of an array each rank owns.
 `serial` is for one process, and `mpi` works everywhere. The packages `shared`, `nodes` and `gpu` are faster
 where they can be used. `guarded` wraps a transport and compares the collectives that ranks start; `agree`
-compares descriptions of what ranks are about to make. `meter` counts bytes and waits.
+compares descriptions of objects that ranks are about to make. `meter` counts bytes and waits.
 
 Exact reductions do not use the sums of the MPI library, because their order changes with the library and the
 number of ranks. Each owner receives its slice from every rank, in chunks of 1 MiB with two in flight, and
-adds in rank order: ((out + rank 0) + rank 1) + ... in float32. `fast` differs only in this: it calls the
-library's Reduce_scatter and Allreduce, in chunks of 4 MiB.
+adds in rank order: ((out + rank 0) + rank 1) + ... in float32. `fast` reductions call the library's
+Reduce_scatter and Allreduce instead, in chunks of 4 MiB.
 
 MPICH and Open MPI do not advance a nonblocking collective while no thread calls the library. If cores are
-free, or ranks are on several hosts, a thread calls it (`transfer`). If the ranks fill all cores of one node,
-the runtime tests transfers between layers instead. A transfer of several steps is a generator that yields the
-requests it needs next, so any thread that tests it can advance it.
+free, or ranks are on several hosts, a thread calls the library (`transfer`). If the ranks fill all cores of
+one node, the runtime tests transfers between layers instead. A transfer of several steps is a generator that
+yields the requests that it needs next. So any thread can test and advance a transfer.
 """
 
 from zero_mpi.comm.base import DONE, AllOf, Comm, Handle

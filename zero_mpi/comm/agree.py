@@ -1,9 +1,9 @@
 """Agreement among ranks on the objects that they are about to make, on errors, and on results of rank 0.
 
 Each rank checks its arguments, which may fail, and describes them by a few facts. Errors and a digest of the
-facts are gathered, in one short message if there is no error. An error of one rank is raised on all ranks. If
-the digests differ, the ranks exchange the facts themselves, and all of them raise the same error, which names
-the first difference. A group of one rank runs the same code.
+facts are gathered, in one short message if there is no error. An error on any rank is raised on all. If the
+digests differ, the ranks exchange the facts themselves, and all ranks raise the same error, which names the
+first difference. A single rank runs the same code.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from zero_mpi.files.foreign import shown
 T = TypeVar("T")
 Facts = Mapping[str, object]
 NOTHING = "nothing"
-LONGEST = 80  # characters of a value that are shown
-REFUSALS = (UsageError, JobError)  # errors that a command reports in one line; others are bugs
+LONGEST = 80  # most characters of a value in a message
+REFUSALS = (UsageError, JobError)  # errors that a command reports in one line; all other errors are bugs
 KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
 def agreed(comm: Comm, what: str, prepare: Callable[[], tuple[T, Facts]]) -> T:
     """Return the first item of prepare() if its facts are the same on all ranks. Collective.
 
-    `what` names the object to be made, for messages. Raise on all ranks the ValueError that `prepare` raises
-    on any rank, and UsageError if the facts differ. `prepare` must not communicate.
+    `what` names the object to be made, for messages. If `prepare` raises ValueError on any rank, all ranks
+    raise it; if facts differ, all raise UsageError. `prepare` must not communicate.
     """
     return alike(comm, prepare, (ValueError,), f" in {what}")
 
 
 def run_on_all(comm: Comm, action: Callable[[], T]) -> T:
-    """Return action(). If it raises UsageError or JobError on any rank, raise the first on all. Collective.
+    """Return action(). Raise the first UsageError or JobError of any rank on all ranks. Collective.
 
     `action` must not communicate.
     """
@@ -84,9 +84,9 @@ def alike(
 def exchange(
     comm: Comm, action: Callable[[], T], caught: tuple[type[Exception], ...], word: Callable[[T], Any]
 ) -> tuple[T, list[Any]]:
-    """Return the result of action(), and word(result) of all ranks; raise the first `caught` error.
+    """Return the result of action(), and the word(result) of every rank; raise the first `caught` error.
 
-    A rank with the same error raises its own; other ranks name the rank that has it. Collective.
+    A rank whose action fails raises its own error; all other ranks name that rank. Collective.
     """
     result: Any = None
     problem: Exception | None = None
@@ -119,5 +119,5 @@ def odd_one(values: Sequence[str]) -> tuple[int, str] | None:
 
     If two values are equally frequent, rank 0 counts as right.
     """
-    usual = Counter(values).most_common(1)[0][0]  # the first seen, if several are equally frequent
+    usual = Counter(values).most_common(1)[0][0]  # of equally frequent values, the first seen
     return next(((rank, usual) for rank, value in enumerate(values) if value != usual), None)

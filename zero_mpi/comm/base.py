@@ -1,11 +1,11 @@
-"""The interface of a transport: the owners of slices, and collectives that start and finish separately.
+"""The interface of a transport: owners of slices, and collectives with separate start and wait.
 
 Every collective returns a `Handle`. Between its start and `wait()` the caller may compute, but must not use
 the buffers. All ranks start the same collectives, and wait for them, in the same order. `label` names the
 data that is sent, for records and error messages.
 """
 
-# ruff: noqa: B027  (methods that are not abstract may do nothing)
+# ruff: noqa: B027  (some methods that are not abstract do nothing)
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 
-SPINS = 200  # times that the core is yielded before the first sleep: about a tenth of a millisecond
-SHORTEST, LONGEST = 2e-5, 2e-4  # seconds of sleep: the first and the longest
+SPINS = 200  # yields of the core before the first sleep, about a tenth of a millisecond
+SHORTEST, LONGEST = 2e-5, 2e-4  # seconds of the first and of the longest sleep
 
 
 class Handle:
@@ -53,7 +53,7 @@ class AllOf(Handle):
             handle.wait()
 
     def test(self) -> bool:
-        return sum(not handle.test() for handle in self._handles) == 0  # each transfer must be advanced
+        return sum(not handle.test() for handle in self._handles) == 0  # not all(): it tests every handle
 
 
 DONE = Handle()
@@ -63,8 +63,8 @@ DONE = Handle()
 class ModuleMemory:
     """Memory that a transport provides for the units of a module.
 
-    full    for each requested partition: one array that all ranks see, each writing its slice, or None if
-              each rank keeps its slice to itself
+    full    for each requested partition: one array that all ranks see, each writing its slice; None if
+              slices are private
     buffers   pool of buffers for gradients before reduction
     gathers   pool of buffers for gathered parameters that have no shared array
     """
@@ -92,8 +92,8 @@ class Comm(ABC):
     rank: int
     size: int
     kind: Transport = MPI  # kind of this transport, by default messages
-    exact: bool  # whether reductions add in rank order; otherwise the library chooses the order
-    sums_in_place = False  # `full` may be `out` before anything was added: the sum of one rank
+    exact: bool  # whether reductions add in rank order, not in the library's order
+    sums_in_place = False  # whether `full` may be `out` in the first addition (a single rank)
     replicates_by_node = False  # whether replicated state should be divided among the ranks of each node
 
     @property
@@ -110,7 +110,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        """Fill `full` on all ranks from the slices of all ranks: `shard`, or None if it is part of `full`."""
+        """Fill `full` on all ranks from every rank's `shard`; None if the slice is in `full` already."""
 
     def reduce_scatter(
         self,
@@ -131,7 +131,7 @@ class Comm(ABC):
         return self._reduce(ReduceScatter(full, out, partition, ranks, accumulate, label))
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
-        """Start the reduction that `reduce_scatter` describes by all its arguments."""
+        """Start the reduction that `asked` describes; see `reduce_scatter`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -150,19 +150,19 @@ class Comm(ABC):
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Return on `root` every rank's `value`, any small object, in rank order, else None. Blocking."""
+        """Return on `root` the small objects `value` of all ranks, in rank order, else None. Blocking."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the `value` of `root`, any small object, on all ranks. Blocking."""
+        """Return the small object `value` of `root` on all ranks. Blocking."""
 
     @abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, any small object, in rank order. Blocking."""
+        """Return the small objects `value` of all ranks, in rank order. Blocking."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when all ranks have called this."""
+        """Return when all ranks have called `barrier`."""
 
     def progress(self) -> None:
         """Advance the transfers in progress; the runtime calls this between layers."""
@@ -170,9 +170,9 @@ class Comm(ABC):
     def sum_vector(self, values: Array) -> Array:
         """Return the sum over ranks of float64 vectors, where each element is non-zero on at most one rank.
 
-        Every addition is then x + 0, which is exact, so the result does not depend on the order.
+        So every addition is x + 0, which is exact, and the result does not depend on the order.
         """
-        total = np.array(values, np.float64)  # a copy, because the sum is in place
+        total = np.array(values, np.float64)  # makes a copy, because the sum is in place
         self.allreduce(total, label="vector").wait()
         return total
 
@@ -191,25 +191,25 @@ class Comm(ABC):
         return [0] * self.size
 
     def shard_group(self) -> Comm:
-        """Return the ranks of this node as owners of slices that every node also has (HYBRID_SHARD).
+        """Return a transport in which the ranks of this node own the slices, as on every node (HYBRID_SHARD).
 
-        Its collectives stay inside the node, except that a reduction sums over the ranks of all nodes and its
-        `contributors` counts them all. On a single node, return the transport itself. May raise UsageError.
+        Collectives stay inside the node, but a reduction sums over the ranks of all nodes, and its
+        `contributors` counts all these ranks. On a single node, return this transport. May raise UsageError.
         """
         return self
 
     def close(self) -> None:
         """Release the transport's resources; no transfer may be in progress."""
 
-    # --------------------------------- arrays of a module that all ranks see; here ranks share nothing
+    # --------------------------------- arrays of a module that all ranks see; by default none
 
     def memory(
         self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
         """Return memory for a module: arrays in which ranks own slices, and gradient buffers. Collective.
 
-        `buffers`, `gathers`: float32 lengths of all gradients, and of all gathered units, that are ever lent
-        at the same time. Raise UsageError if ranks share memory and there is not enough of it.
+        `buffers`, `gathers`: float32 lengths of all gradients, and of all gathered units, that are ever in
+        use at the same time. Raise UsageError if ranks share memory and there is not enough of it.
         """
         return ModuleMemory([None] * len(full), BufferPool())
 
@@ -217,10 +217,10 @@ class Comm(ABC):
         """Announce that this rank has finished writing its slices of shared arrays."""
 
     def wait_written(self) -> None:
-        """Return when every rank has signalled as often as this one, so that shared arrays may be read."""
+        """Return when every rank has signalled as often as this rank. Shared arrays may then be read."""
 
     def barrier_readers(self) -> None:
-        """Return when all ranks that share arrays have called this: slices may be written. Collective."""
+        """Return when all ranks that share arrays are here. Slices may then be written. Collective."""
 
 
 def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
@@ -232,11 +232,11 @@ def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
 
 
 def wait_until(ready: Callable[[], bool], crowded: bool) -> None:
-    """Return when `ready()` is true, which another rank will soon make happen.
+    """Return when `ready()` is true; another rank will soon make it true.
 
-    A waiting rank delays the other rank if they share a core (`crowded`), so it sleeps at once. To yield the
-    core without sleep is not enough, because the scheduler may give it back. Otherwise answers take
-    microseconds, and only a long wait sleeps, so that other threads can run.
+    If ranks share a core (`crowded`), a waiting rank delays the other, so it sleeps at once. Yielding the
+    core is not enough, because the scheduler may give it back. Otherwise a wait usually takes microseconds,
+    and only a long wait sleeps, so that other threads can run.
     """
     spins, pause = 0 if crowded else SPINS, SHORTEST
     while not ready():

@@ -1,8 +1,8 @@
 """Offsets of other hosts' clocks from the clock of rank 0, measured by messages there and back.
 
-Rank 0 sends a word to all ranks, and each sends back its clock's reading, which falls between two readings of
-rank 0. Of several tries, the one with the shortest round trip is used, and its error is at most half of that
-time (F. Cristian, Probabilistic clock synchronization, 1989).
+Rank 0 sends a word to all ranks, and each rank sends back the time of its clock, which falls between two
+readings of rank 0's clock. Of several tries, the shortest round trip is used; its error is at most half of
+the round-trip time (F. Cristian, Probabilistic clock synchronization, 1989).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRIES = 10
 
 
 class Offset(NamedTuple):
-    """Offset of a clock from rank 0's: when it shows `at`, it is `ahead` seconds ahead, to within `wrong`."""
+    """Offset from rank 0's clock: a clock that shows `at` is `ahead` seconds ahead; error at most `wrong`."""
 
     ahead: float
     wrong: float

@@ -1,11 +1,11 @@
-"""Transports that are notified before each collective starts.
+"""Wrappers of transports that record or compare each collective before it starts.
 
 `NumberedComm` records the collectives that were started. From the records, ranks that have waited for a while
-find out that they wait for different collectives or for a rank that has ended (`launch.watchdog`).
+learn whether they wait for different collectives or for a rank that has ended (`launch.watchdog`).
 `GuardedComm`, for scripts, also belongs to one thread: collectives of two threads have no order, so ranks
-would pair one thread's with another's. `CheckedComm` (`--check-collectives`) compares the collectives that
-ranks are about to start: digests are gathered over separate communicators, and if one differs, all ranks
-learn which rank starts which collective. The wrapped transport runs the collectives, with the same bits.
+could mix them up. `CheckedComm` (`--check-collectives`) compares the collectives that ranks are about to
+start: digests are gathered over separate communicators, and if one differs, all ranks learn which rank starts
+which collective. The wrapped transport runs the collectives, with the same bits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, UsageError
 
-MOST_KEPT = 128  # collectives of a communicator that are kept
+MOST_KEPT = 128  # most collectives in a communicator's record
 DIGEST = 16  # bytes
 
 
 class Started(NamedTuple):
-    """A collective that this rank has started: its number, and the facts that must be equal on all ranks."""
+    """A collective that this rank has started: its number, and facts that must be equal on all ranks."""
 
     number: int
     kind: str
@@ -47,14 +47,14 @@ Record = deque[Started]  # the last collectives of a communicator
 
 
 class ThreadError(UsageError):
-    """A second thread has started a collective of the same communicator."""
+    """Error: a second thread has started a collective of the same communicator."""
 
 
 class CollectiveRecords:
     """Records of the last collectives that this process has started.
 
-    of_comms   one record for each communicator, in the order in which all ranks made the communicators
-    threads    the threads that have started a script's collective, or have tried to
+    of_comms   records of the communicators, which all ranks make in the same order
+    threads    threads that have started a collective of a script, or have tried to
     ended      exit status of a rank that will start no more collectives; None before that
     """
 
@@ -86,9 +86,9 @@ class NumberedComm(CommWrapper):
 
 
 class GuardedComm(NumberedComm):
-    """NumberedComm for scripts. Raises ThreadError if another thread than the first starts a collective.
+    """NumberedComm for scripts. Raises ThreadError if a second thread starts a collective.
 
-    After that thread has ended, another thread may take over.
+    After the first thread has ended, another thread may start collectives.
     """
 
     _thread = 0  # identifier of the thread that owns this communicator
@@ -126,7 +126,7 @@ class CheckedComm(CommWrapper):
         return CheckedComm(other)
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Raise JobError on all ranks unless all ranks start this collective."""
+        """Raise JobError on all ranks unless all of them start this collective."""
         details = f" ({', '.join(map(spelled, about))})" if about else ""
         own = collective((kind, label)) + details
         number, self._number = self._number, self._number + 1
@@ -164,7 +164,7 @@ class CheckedComm(CommWrapper):
 
 
 def spelled(about: Array | Partition | str) -> str:
-    """Describe an argument that all ranks must share: an array's size and type, or a partition's cuts."""
+    """Return a text for an argument that must be equal on all ranks: an array's size, a partition's cuts."""
     if isinstance(about, str):
         return about
     if isinstance(about, Partition):

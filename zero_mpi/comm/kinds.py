@@ -1,8 +1,8 @@
 """The transports as data: their names, the sizes of their chunks, and the memory that they need.
 
 Every `Comm` has a kind (`comm.kind`). This is the only list of kinds: the values of `--transport`, the
-choices of a run and the numbers of a plan come from here. Transports cut their buffers by the sizes below and
-a plan adds up the same sizes, so the two always agree. Nothing here needs MPI or a GPU.
+choices of a run and the numbers of a plan come from here. Transports and plans use the sizes below, so their
+numbers agree. This module needs neither MPI nor a GPU.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from zero_mpi.device.types import ALIGNMENT
 from zero_mpi.errors import UsageError
 
 AUTO = "auto"  # value of --transport: the best transport that is available
-PAGE = 4096  # bytes that the system allocates at once
-SUM = 4  # bytes of an element of a sum, which is float32 whatever the type of the gradients that are sent
+PAGE = 4096  # bytes of a memory page
+SUM = 4  # bytes of an element of a sum: float32, also for gradients of another type
 
 # Exact sums by messages (`comm.mpi`).
-EXACT_CHUNK = 1 << 18  # elements of a slice per round: 1 MiB, in cache at 8 ranks
+EXACT_CHUNK = 1 << 18  # elements of a slice per round: 1 MiB, which fits in cache with 8 ranks
 EXACT_DEPTH = 2  # chunks in flight
 
-# Counters of a rank in shared memory (`comm.shared`): each begins a cache line; words have 8 bytes.
+# Counters of a rank in shared memory (`comm.shared`): each has its own cache line; words have 8 bytes.
 POSTED, SUMMED, WRITTEN, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
-ENTRIES = 64  # entries of the table
+ENTRIES = 64  # counters in a rank's table
 WORDS = TABLE + ENTRIES
 RANK_BYTES = 8 * WORDS
 
 # Sums that travel from node to node (`comm.nodes`).
-CHAIN_CHUNK = 1 << 17  # elements: 512 KiB, so that a few chunks stay in cache and polls are few
-FULL_CHUNKS = 8  # most nodes with chunks this long; with more nodes, chunks are shorter
-LEAST_CHAIN_CHUNK = 1 << 13  # elements: shorter chunks are polled for longer than they travel
+CHAIN_CHUNK = 1 << 17  # elements: 512 KiB, so that a few chunks fit in cache and polls are rare
+FULL_CHUNKS = 8  # most nodes with chunks of this length; with more nodes, chunks are shorter
+LEAST_CHAIN_CHUNK = 1 << 13  # elements: for shorter chunks, polling takes longer than sending
 CHAIN_DEPTH = 4  # chunks in flight
 
 # Arrays of a GPU (`comm.gpu`).
-TRANSFERS = 4  # most in progress: gathers of prefetched stages, and reductions behind backward
-AWARE_CHUNK = 1 << 20  # elements of a slice per round: long enough for a fast link, short for the buffers
+TRANSFERS = 4  # most transfers in progress: gathers of prefetched stages, and reductions
+AWARE_CHUNK = 1 << 20  # elements of a slice per round: enough for a fast link, with small buffers
 AWARE_DEPTH = 2  # rounds in progress
 NCCL_CHUNK = 1 << 20  # elements of a slice per round of an exact reduction
 NCCL_DEPTH = 1  # one stream orders everything, so buffers can be reused at once
 STAGE_BYTES = 8 << 20  # bytes of a stage in each direction, shared by the other ranks' chunks
 LEAST_STAGE = 64 << 10  # least bytes of a chunk, if there are many ranks
 STAGED_DEPTH = 3  # stages of a transfer: one on its way to the host, one in MPI, one on its way back
-STAGED_ALIGNED = 1024  # elements: longer chunks end at multiples of this
+STAGED_ALIGNED = 1024  # elements: longer chunks have a multiple of this length
 
 
 # ----------------------------------------------------------------------------------------------- memory
@@ -51,7 +51,7 @@ STAGED_ALIGNED = 1024  # elements: longer chunks end at multiples of this
 
 @dataclass(frozen=True)
 class Reductions:
-    """The properties of a job's reductions that determine a transport's scratch memory, as seen by rank 0.
+    """Properties of a job's reductions that determine the scratch memory of rank 0.
 
     slices          elements of rank 0's slice of each trained unit
     itemsize        bytes of an element of a gradient that is sent
@@ -59,7 +59,7 @@ class Reductions:
     contributors    the different numbers of ranks that contribute to a round
     exact           whether sums are in rank order
     accumulates     whether sums are added to the sums of earlier rounds
-    replicated      whether every node has all slices
+    replicated      whether each node has all slices
     """
 
     ranks: int
@@ -83,8 +83,8 @@ def of_messages(asked: Reductions) -> int:
     """Return the bytes that a host rank needs for received data before it is added.
 
     An exact reduction in progress has up to two chunks of every contributor; rounds with fewer contributors
-    have separate chunks. Each is EXACT_CHUNK elements long; shorter slices use only its beginning.
-    The library's sums arrive in place, unless they are added to the sums of earlier rounds.
+    have separate chunks. A chunk has space for EXACT_CHUNK elements, even if slices are shorter. The library
+    writes its sums in place, unless they are added to the sums of earlier rounds.
     """
     if asked.replicated:
         return by_chain(asked, posted=asked.per_node - 1)
@@ -96,14 +96,14 @@ def of_messages(asked: Reductions) -> int:
 
 
 def chain_chunk(nodes: int) -> int:
-    """Return the elements of a chunk of a sum over `nodes` nodes; the last node waits for the first."""
+    """Return the elements of a chunk of a sum over `nodes` nodes; the last node waits for all others."""
     return max(LEAST_CHAIN_CHUNK, CHAIN_CHUNK * FULL_CHUNKS // max(FULL_CHUNKS, nodes))
 
 
 def by_chain(asked: Reductions, posted: int = 0) -> int:
-    """Return the bytes of chunks from the previous node, and of `posted` gradients from ranks of this node.
+    """Return the bytes of chunks from the previous node and of `posted` gradients from this node's ranks.
 
-    A lane carries a slice of each node's owner, or only the rank's own slice if every node has all slices.
+    A lane sums one slice per node, or only the rank's own slice if each node has all slices.
     """
     carried = asked.longest * (1 if asked.replicated else asked.nodes)
     chunk = chain_chunk(asked.nodes)
@@ -115,7 +115,7 @@ def by_chain(asked: Reductions, posted: int = 0) -> int:
 def on_gpus(depth: int, place: int, asked: Reductions) -> int:
     """Return the bytes on a GPU of `depth` chunks of `place` elements from each other rank, for exact sums.
 
-    The library's sums need a buffer of each size if they are added to earlier sums.
+    If the library's sums are added to earlier sums, they need a buffer for each slice length.
     """
     if asked.exact:
         return asked.in_flight * depth * (asked.ranks - 1) * place * asked.itemsize
@@ -123,12 +123,12 @@ def on_gpus(depth: int, place: int, asked: Reductions) -> int:
 
 
 def staged_chunk(others: int) -> int:
-    """Return the bytes of pinned memory for one chunk of one other rank."""
+    """Return the bytes of pinned memory for a chunk of one of the `others`."""
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 
 def through_host(asked: Reductions) -> int:
-    """Return the bytes on the GPU, without the host memory through which all data passes."""
+    """Return the bytes on the GPU of the staged transport, without its host memory."""
     place = staged_chunk(asked.ranks - 1) // asked.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
     return asked.in_flight * STAGED_DEPTH * (asked.ranks - 1) * place * asked.itemsize
 
@@ -139,7 +139,7 @@ def padded(length: int) -> int:
 
 
 def window_bytes(full: Iterable[int], buffers: Iterable[int], ranks: int) -> int:
-    """Return the bytes of a node's window, given elements: the full arrays once, and each rank's buffers."""
+    """Return the bytes of a node's window: the full arrays once, and every rank's buffers."""
     return max(1, sum(map(padded, full)) + ranks * sum(map(padded, buffers)))
 
 
@@ -148,17 +148,17 @@ def window_bytes(full: Iterable[int], buffers: Iterable[int], ranks: int) -> int
 
 @dataclass(frozen=True)
 class Transport:
-    """A transport that can carry the collectives of a run.
+    """Transport for the collectives of a run.
 
     name            name in one word
     flag            value of --transport that selects it; empty if no value does
     text            description of how data is sent, for messages
     on_gpu          whether it carries arrays on GPUs
     adds            whether the library can sum, in its own order (`--reduction fast`)
-    stages          whether GPUs send through pinned memory of the host
+    stages          whether data of GPUs passes through pinned host memory
     shares_memory   whether ranks of a node see each other's gradients
     spans_nodes     whether ranks may be on several nodes
-    takes           bytes of scratch, without the arrays that it carries, for reductions on several ranks
+    takes           function that returns the bytes of scratch for reductions on several ranks
     """
 
     name: str
@@ -205,7 +205,7 @@ CHOICES = (AUTO, *dict.fromkeys(kind.flag for kind in TRANSPORTS if kind.flag))
 
 
 def asked_for(flag: str, on_gpu: bool) -> tuple[Transport, ...]:
-    """Return the transports that a --transport value allows on a device; none if it is for another device."""
+    """Return the transports that a --transport value allows on a device; none if it is for other devices."""
     return tuple(kind for kind in TRANSPORTS if kind.flag == flag and kind.on_gpu == on_gpu)
 
 
@@ -219,10 +219,10 @@ def check_flag(flag: str, on_gpu: bool) -> None:
 
 
 def expected(flag: str, *, on_gpu: bool, ranks: int, nodes: int) -> Transport:
-    """Return the transport that a --transport value selects if there is no problem.
+    """Return the transport that a --transport value selects, assuming that it works.
 
-    On the host this is shared memory if a node has several ranks. On GPUs, `auto` is assumed to send through
-    the host, which works everywhere. `asked_for` returns whether a value fits the device.
+    On the host, `auto` is shared memory if a node has several ranks. On GPUs, `auto` is assumed to be
+    `staged`, which works everywhere. `asked_for` checks whether a value fits the device.
     """
     if ranks == 1 and (on_gpu or flag == AUTO):
         return SERIAL

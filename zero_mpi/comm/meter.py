@@ -1,7 +1,7 @@
-"""Meters of a rank's communication: bytes given to other ranks, seconds spent waiting, and the current wait.
+"""Meters of a rank's communication: bytes sent to other ranks, seconds spent waiting, and the current wait.
 
-A wait is written `with meter.waiting("allgather", label):`. It records in two plain attributes what is
-awaited and since when, so a thread that watches the process can read them at any time, even while the main
+A wait is written `with meter.waiting("allgather", label):`. A wait records the collective and the start time
+in two plain attributes. So a thread that watches the process can read them at any time, even while the main
 thread is inside the MPI library. `meters()` lists all meters of the process.
 """
 
@@ -17,14 +17,14 @@ _known: list[weakref.ref[Meter]] = []
 
 
 class Meter:
-    """Counters since the start of a transport; the difference of two readings gives the cost of a step.
+    """Counters since the start of a transport. The difference of two readings is the cost of a step.
 
     wait_seconds   seconds in waits for transfers and other ranks, including work that completes a transfer
                    (adding chunks of a reduction), but not transfers that proceed while layers compute
-    sent_bytes     bytes of parameters, gradients and vectors given to other ranks, by messages or, if memory
-                   is shared, by letting other ranks read (gathers are free there)
+    sent_bytes     bytes of parameters, gradients and vectors that other ranks receive as messages or read in
+                   shared memory (where gathers count nothing)
     what           collective of the last wait: its kind, and the label of the data
-    changed        `time.perf_counter` when that wait began, or when it ended if there is no wait now
+    changed        `time.perf_counter` at the start of that wait, or at its end if it has ended
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Meter:
 
     def waiting(self, kind: str, label: str = "") -> Meter:
         """Return a context for a wait, which records the collective's `kind` and the `label` of its data."""
-        if self._depth == 0:  # a wait may contain another one; the caller means the outer one
+        if self._depth == 0:  # waits may be nested; the outermost counts
             self.what = kind, label
         return self
 
@@ -73,7 +73,7 @@ class Meter:
         return nbytes
 
     def transfer(self, kind: str, label: str) -> spans.OpenTransfer | None:
-        """Return the record of a transfer that begins now, with the bytes just counted; None: no recorder."""
+        """Return the timeline's record of a transfer that begins now; None if there is no recorder."""
         recorder = spans.active
         return None if recorder is None else recorder.transfer(kind, label, self.account())
 

@@ -1,6 +1,6 @@
-"""MPI transport: the library's allgather; exact reductions (pairwise exchange, ordered sum) or the library's.
+"""MPI transport: allgather by the library, and reductions by it or exact (pairwise exchange, ordered sum).
 
-The exact reduction is at least as fast as the library's Reduce_scatter: its receive buffers stay in cache.
+The exact reduction is at least as fast as Reduce_scatter, because its receive buffers stay in cache.
 Each purpose has its own communicator, so that parameters, gradients and control messages cannot be mixed up.
 """
 
@@ -32,15 +32,15 @@ TAGS = 1 << 14
 class MPIComm(Comm):
     """The ranks of an MPI communicator, by default COMM_WORLD.
 
-    exact     whether reductions add in rank order; otherwise the library chooses the order
-    threaded  whether a thread advances transfers while the rank computes; by default, if that helps
+    exact     whether reductions add in rank order, not in the library's order
+    threaded  whether a thread advances transfers while the rank computes; default: if that helps
     poll      seconds between two checks by the thread
     patient   whether waits sleep instead of spinning, for calls by a background thread
     """
 
-    most = 1 << 30  # elements in one message, because counts are C ints in older interfaces
+    most = 1 << 30  # most elements in one message, because counts are C ints in older interfaces
     exact_chunk = EXACT_CHUNK
-    fast_chunk = 1 << 20  # elements per call of library reductions: longer ones are several times slower
+    fast_chunk = 1 << 20  # elements per library reduction: longer calls are several times slower
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class MPIComm(Comm):
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
-        """Return whether a progress thread helps: the library allows it, with free cores or several hosts."""
+        """Return whether a progress thread helps: the library allows it; cores are free or hosts several."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here, alone = node.Get_size(), node.Get_size() == self.size
         node.Free()
@@ -70,10 +70,10 @@ class MPIComm(Comm):
         return all(self.allgather_object(pays))
 
     def start(self, running: Running, kind: str, label: str, record: Record | None = None) -> Handle:
-        """Start a transfer, and advance it until it is complete; `record` is the record of its collective."""
+        """Start a transfer and have it advanced until it is complete; `record`: record of its collective."""
         transfer = Transfer(running, self.meter, kind, label, record)
         if transfer.test():
-            transfer.wait()  # it is complete, but an error would be raised here
+            transfer.wait()  # the transfer is complete; this raises its error, if any
             return DONE
         self._progress.add(transfer)
         return transfer
@@ -82,7 +82,7 @@ class MPIComm(Comm):
         self._progress.push()
 
     def poke_progress(self) -> None:
-        """Let the library send messages that it has buffered although their requests are complete."""
+        """Call the library, so that it sends messages that it still buffers after their requests ended."""
         self._control.Iprobe()
 
     # -------------------------------------------------------------------------------------- on arrays
@@ -196,7 +196,7 @@ class MPIComm(Comm):
     # ------------------------------------------------------------------------------------- on objects
 
     def _finish(self, request: Any, kind: str, label: str = "") -> None:
-        """Wait for one request, blocking, or sleeping so that other threads and ranks can use the cores."""
+        """Wait for one request: block, or sleep so that other threads and ranks can use the cores."""
         with self.meter.waiting(kind, label):
             if not self._patient:
                 request.Wait()
@@ -204,7 +204,7 @@ class MPIComm(Comm):
                 time.sleep(POLL_SECONDS)
 
     def _gathering(self, kind: str) -> Any:
-        """Return the communicator for objects once all ranks are there, so a patient rank does not spin."""
+        """Wait for all ranks, without spinning if patient; return the communicator for objects."""
         if self._patient:
             self._finish(self._control.Ibarrier(), kind)
         return self._control

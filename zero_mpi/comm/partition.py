@@ -1,4 +1,4 @@
-"""Partitions of a flat array among ranks: the slice of each rank, and the chunks in which it is sent."""
+"""Partitions of flat arrays: the slice of each rank, and the chunks in which an array is sent."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zero_mpi.arguments import whole
 class Partition:
     """A flat buffer of `length` elements that is divided among `parts` ranks in contiguous slices.
 
-    Boundaries are multiples of `quantum`. Lengths are as even as that allows, with longer slices first, if
-    `ends` does not say where each slice ends. A rank may own no elements.
+    `ends` gives the end of each slice. By default, boundaries are multiples of `quantum`, lengths are as even
+    as that allows, and longer slices come first. A rank may own no elements.
     """
 
     length: int
@@ -29,7 +29,7 @@ class Partition:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """parts + 1 offsets; rank r owns [bounds[r], bounds[r + 1])."""
+        """Offsets of all slices, parts + 1 numbers; rank r owns [bounds[r], bounds[r + 1])."""
         if self.ends:
             return (0, *self.ends)
         share, longer = divmod(-(-self.length // self.quantum), self.parts)
@@ -71,7 +71,7 @@ def dealt_out(length: int, parts: int, quantum: int, ends: tuple[int, ...] = ())
 
 @dataclass(frozen=True)
 class Chunk:
-    """A segment [start, stop) of a flat buffer: how many elements each rank owns, and where, from `start`."""
+    """A segment [start, stop) of a flat buffer, with each rank's number of elements and its offset in it."""
 
     start: int
     stop: int
@@ -85,5 +85,5 @@ class Chunk:
 
 
 def others(rank: int, size: int) -> list[int]:
-    """Return the other ranks, starting with the next one, so that not all ranks begin with the same one."""
+    """Return the other ranks, beginning with the next rank, so that all ranks begin differently."""
     return [(rank + step) % size for step in range(1, size)]

@@ -1,6 +1,6 @@
-"""The MPI library, which is started when this module is first imported, and nowhere else.
+"""The MPI library. The first import of this module starts it; no other module does.
 
-Any thread may call the library, because any idle thread may advance a transfer.
+MPI is started with support for calls from any thread, because any idle thread may advance a transfer.
 """
 
 from typing import Any

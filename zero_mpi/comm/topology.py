@@ -1,12 +1,11 @@
 """Topology of a job: which ranks are on each node.
 
 Traffic between nodes costs ten times as much as inside a node. Transports for several nodes therefore divide
-it among the ranks that have the same position on their nodes: such ranks form a lane. Lanes need equally many
-ranks on every node. If sums pass from node to node in rank order, the ranks of each node must also be
-consecutive.
+it into lanes: the ranks with the same position on their nodes form a lane. Lanes need equally many ranks on
+every node. For sums in rank order, the ranks of each node must also be consecutive.
 
-With ZERO_MPI_RANKS_PER_NODE=n in the environment, every n ranks count as a node, whatever the hardware. This
-makes it possible to try features for several nodes on one machine.
+With ZERO_MPI_RANKS_PER_NODE=n in the environment, every n ranks count as a node, whatever the hardware. So
+features for several nodes can be tried on one machine.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Topology:
     members: tuple[tuple[int, ...], ...]
     rank: int
 
-    @cached_property  # computed once: a sum needs it for each chunk, and there may be thousands of nodes
+    @cached_property  # once: a sum needs it for each chunk, and there may be thousands of nodes
     def node(self) -> int:
         """Number of this rank's node."""
         return next(number for number, ranks in enumerate(self.members) if self.rank in ranks)
@@ -52,7 +51,7 @@ class Topology:
 
     @property
     def problem(self) -> str:
-        """Reason why no lanes can be formed that keep the order of ranks, or an empty text."""
+        """Reason why lanes cannot keep the order of ranks, or an empty text."""
         if self.nodes == 1:
             return "there is only one node"
         counts = sorted({len(ranks) for ranks in self.members})

@@ -1,8 +1,8 @@
 """Transfers of several steps, as generators that any idle thread can advance.
 
-A generator yields what it needs next: a list of MPI requests that must be complete, or a function that tests
-a condition (a counter in shared memory has risen). So a thread, a test between layers, or a wait of the owner
-can advance a reduction in chunks, or one that goes from node to node.
+A generator yields what it waits for: a list of MPI requests, or a function that tests a condition (such as a
+counter in shared memory). So a thread, a test between layers, or a wait of the owner can advance a reduction
+of many chunks.
 
 If a core is free, one thread tests the transfers in progress and sleeps between rounds (`ProgressEngine`). If
 ranks fill the cores, such a thread would only take time from the computation.
@@ -24,7 +24,7 @@ from zero_mpi.telemetry import spans
 Needed = list[Any] | Callable[[], bool]  # MPI requests, or a function that returns whether a condition holds
 Running = Iterator[Needed]
 CHECK_SECONDS = 2e-5  # seconds between checks of a condition that is not a request
-POLL_SECONDS = 2e-4  # seconds between rounds of the thread; a shorter or an adaptive interval hid no more
+POLL_SECONDS = 2e-4  # seconds between rounds of the thread; shorter or adaptive intervals gained nothing
 
 
 def has_come(needed: Needed) -> bool:
@@ -34,7 +34,7 @@ def has_come(needed: Needed) -> bool:
 
 @contextmanager
 def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
-    """Lend an object from a list of free ones, or a new object; add it to the list afterwards."""
+    """Return a context with an object of `free` or a new object, which then returns to `free`."""
     try:  # another thread may run this at the same time
         lent = free.pop()
     except IndexError:
@@ -46,7 +46,7 @@ def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
 
 
 class Transfer(Handle):
-    """Runner of a generator that yields what it needs next; `test` and `wait` advance it.
+    """Handle that runs a generator of requests and conditions; `test` and `wait` advance it.
 
     The lock lets the progress thread and the owner advance the same transfer. `record` is the record of the
     collective to which the transfer belongs, for the timeline.
@@ -60,7 +60,7 @@ class Transfer(Handle):
         self._running, self._lock, self._done, self._meter = running, threading.Lock(), False, meter
         self._error: BaseException | None = None
         self._needed: Needed = []
-        self._advance(lambda needed: True)  # the first requests start now, in program order
+        self._advance(lambda needed: True)  # start the first requests now, in program order
 
     def _advance(self, may_go_on: Callable[[Needed], bool]) -> bool:
         """Continue if possible; return whether there is more to do.
@@ -76,7 +76,7 @@ class Transfer(Handle):
             spans.end(self._record)
         except BaseException as error:
             self._done, self._error = True, error
-            self._running = iter(())  # and release what the generator held
+            self._running = iter(())  # releases the generator's objects
         return not self._done
 
     def test(self) -> bool:
@@ -106,7 +106,7 @@ class Transfer(Handle):
 
 
 class ProgressEngine:
-    """The transfers in progress, which a separate thread or calls of `push` advance."""
+    """Set of the transfers in progress, which a thread or calls of `push` advance."""
 
     def __init__(self, threaded: bool, poll: float = POLL_SECONDS) -> None:
         self._active: list[Handle] = []
@@ -124,7 +124,7 @@ class ProgressEngine:
             self._changed.notify()
 
     def push(self) -> None:
-        """Test all transfers in progress once, unless the thread does so."""
+        """Test all transfers in progress once, unless the thread does that."""
         if self._thread is None:
             self._test_all()
 

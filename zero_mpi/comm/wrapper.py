@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
-    """Return a method that reports a collective and forwards it; `about` returns text equal on all ranks."""
+    """Return a method that reports a collective and forwards it; `about` returns texts equal on all ranks."""
 
     def method(self: CommWrapper, *given: Any, **named: Any) -> Any:
         self.on_collective(name, "", *about(*given, **named))
@@ -27,8 +27,8 @@ def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given:
 class CommWrapper(Comm):
     """Wrapper that forwards every call to `inner`.
 
-    `on_collective` is called before each collective, `wrapped` gets the handles of transfers, and `wrap` the
-    other transports that `inner` makes.
+    `on_collective` is called before each collective. `wrapped` wraps the handles of transfers, and `wrap`
+    wraps other transports that `inner` makes.
     """
 
     def __init__(self, inner: Comm) -> None:
@@ -38,8 +38,8 @@ class CommWrapper(Comm):
         self._group: tuple[Comm, Comm] | None = None  # inner shard group, and its wrapper
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Handle a collective that is about to start, with an `about` equal on all ranks. Arrays are passed
-        unchanged: their size and type must be equal, and most implementations need no text of these."""
+        """Handle a collective that is about to start. `about` must be equal on all ranks; for an array in it,
+        size and type must be equal. Arrays are passed as they are, since few implementations need a text."""
 
     def wrapped(self, inner: Handle) -> Handle:
         """Return the handle that the caller gets for a handle of the inner transport."""
@@ -160,4 +160,4 @@ class ProgressingHandle(Handle):
     def wait(self) -> None:
         if not self._inner.test():
             self._comm.wait_until(self._inner.test, self.kind, self.label)
-        self._inner.wait()  # it is complete, but an error is raised here
+        self._inner.wait()  # the transfer is complete; this raises its error, if any

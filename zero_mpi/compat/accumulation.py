@@ -16,10 +16,10 @@ from zero_mpi.sharding.rounds import Accumulator, Criterion, Rounds
 
 
 class GradAccum(Accumulator):
-    """Accumulator of `steps` micro-batches per step, counted over all ranks; see the engine's class.
+    """Accumulator of `steps` micro-batches per step, over all ranks; see the engine's class.
 
-    After its rounds a step is `complete`, and the optimizer may step. After an error that all ranks caught,
-    `reset` restarts the step. The constructor is collective. It raises ValueError for fewer than one
+    After all rounds of a step, `complete` is True and the optimizer may step. After an error that all ranks
+    caught, `reset` restarts the step. The constructor is collective. It raises ValueError for fewer than one
     micro-batch per step, and UsageError if ranks give different numbers.
     """
 
@@ -41,8 +41,8 @@ class GradAccum(Accumulator):
     def begin(self) -> None:
         """Begin the rounds of a step."""
         super().begin()
-        self._since = self.module.forgotten  # value of `forgotten` when the step began
-        self._inside = False  # True while a round runs, and after an error in it
+        self._since = self.module.forgotten  # the module's `forgotten` when the step began
+        self._inside = False  # True during a round, and after an error in a round
 
     @property
     def complete(self) -> bool:
@@ -51,7 +51,7 @@ class GradAccum(Accumulator):
 
     @property
     def _next_round(self) -> int:
-        """Number of the next round; 0 if the previous step is complete or its gradients were cleared."""
+        """Number of the next round: 0 if the previous step is complete or its gradients were cleared."""
         return 0 if self.complete or self._since != self.module.forgotten else self.round
 
     @property
@@ -63,8 +63,8 @@ class GradAccum(Accumulator):
         """Yield this rank's micro-batch, or None, of each remaining round of the step.
 
         After a `break` the next loop continues at the same round; `reset` restarts the step, even inside the
-        loop. Raises ValueError if the gradients of a complete step were not used, and for a round that was
-        not accumulated.
+        loop. Raise ValueError if the gradients of a complete step were not used, or a round was not
+        accumulated.
         """
         self._check_ready()
         while True:
@@ -81,7 +81,7 @@ class GradAccum(Accumulator):
     def reset(self) -> None:
         """Drop the accumulated gradients and an unfinished round; the next round is the first of a step.
 
-        Use it after errors that all ranks raised in the same place and caught, as while reading. Collective.
+        Use it after an error, such as of reading, that all ranks raised and caught at one point. Collective.
         """
         self.module.drop_gathered()
         self.module.zero_gradients()
@@ -90,7 +90,7 @@ class GradAccum(Accumulator):
     def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
         """Run one round; see the engine's method. Collective.
 
-        Raises ValueError if a rank without a micro-batch passes one, or a rank with one passes None.
+        Raises ValueError if a rank without a micro-batch passes x, or a rank with a micro-batch passes None.
         """
         self._check_turn(x, "its input")
         if x is not None and criterion is None:
@@ -102,11 +102,11 @@ class GradAccum(Accumulator):
         return super().accumulate(x, criterion)
 
     def add_gradients(self, gradients: Mapping[str, Array] | None, loss: float = 0.0) -> None:
-        """Run one round with gradients that were computed elsewhere, instead of `accumulate`. Collective.
+        """Run one round with gradients that the script has computed, instead of `accumulate`. Collective.
 
         `gradients`: name -> full gradient of each trained parameter, scaled as in `accumulate`; None on a
-        rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError for
-        other names or shapes, for gradients on a rank without a micro-batch, and for None on a rank with one.
+        rank without a micro-batch. `loss` is the micro-batch's summand of `total_loss`. Raises ValueError for
+        wrong names or shapes, or if gradients and micro-batch are not both present.
         """
         self._check_turn(gradients, "its gradients")
         instance("add_gradients: loss", loss, Real, "a number")
@@ -125,7 +125,7 @@ class GradAccum(Accumulator):
         self.run_round(add)
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
-        """Run a round; it begins a new step if the previous step is complete or was cleared."""
+        """Run a round, of a new step if the previous step is complete or its gradients were cleared."""
         if self._next_round == 0:
             self.begin()
         self._inside = True
@@ -138,7 +138,7 @@ class GradAccum(Accumulator):
         return self.totals()[0]
 
     def _check_turn(self, given: Any, wanted: str) -> None:
-        """Raise ValueError unless a round can begin, or if `given` does not match this rank's micro-batch."""
+        """Raise ValueError if no round can begin, or `given` does not fit this rank's micro-batch or None."""
         self._check_ready()
         micro_batch = self.next_micro_batch
         if (given is None) != (micro_batch is None):

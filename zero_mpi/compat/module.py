@@ -1,4 +1,4 @@
-"""Modules for scripts: the engine's class with checks, `DDP`, and a linear layer sharded by rows."""
+"""Modules for scripts: the engine's class with checks, `DDP`, and a row-sharded linear layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALL = "all rounds are done"
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The part of a parameter that a rank owns: elements [offset, offset + size), or rows if `by_rows`."""
+    """Part of a parameter that a rank owns: elements [offset, offset + size), or rows if `by_rows`."""
 
     full_shape: tuple[int, ...]
     offset: int
@@ -43,23 +43,23 @@ class ShardInfo:
 
 
 class Unmatched(NamedTuple):
-    """Names that only the module has (`missing`) or only the loaded state has (`unexpected`)."""
+    """Names that only the module has (`missing`) and names that only a loaded state has (`unexpected`)."""
 
     missing: list[str]
     unexpected: list[str]
 
 
 class ShardedModule(engine.ShardedModule):
-    """Model that is sharded over the ranks of `comm`, given as a list of Stage(scope, layer).
+    """A model, given as a list of Stage(scope, layer), that is sharded over the ranks of `comm`.
 
     `LayoutConfig` and the engine's class describe the other arguments. Before the first micro-batch, all
     parameters need values: by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
-    constructor is collective. It raises, on all ranks, ValueError for invalid arguments, and UsageError for a
-    precision that the transport cannot reduce and if ranks differ.
+    constructor is collective. All ranks raise ValueError for invalid arguments, and UsageError if the
+    transport cannot reduce the precision or ranks differ.
     """
 
-    rounds_open = NOTHING  # state of the gradients, checked before their use
-    forgotten = 0  # how often gradients were cleared; the round count then restarts
+    rounds_open = NOTHING  # state of the step's gradients: NOTHING, SOME or ALL
+    forgotten = 0  # number of times that gradients were cleared; rounds restart then
     is_training: bool = True  # whether `forward` keeps values for backward by default
 
     def __init__(
@@ -81,7 +81,7 @@ class ShardedModule(engine.ShardedModule):
         instance("ShardedModule: comm", comm, Comm, "a communicator, from connect()")
         config = LayoutConfig(strategy, prefetch, bucket_mb, frozen, by_rows, precision, stored or {}, whole)
         super().__init__(stages, comm, config, offload_masters=offload_masters, auxiliary=auxiliary)
-        self.unfilled = set(self.params)  # parameters that are zero because they were never set
+        self.unfilled = set(self.params)  # names of parameters that have no values yet
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
         """Return the arguments of a module; raise ValueError for invalid arguments."""
@@ -105,13 +105,13 @@ class ShardedModule(engine.ShardedModule):
     # ------------------------------------------------------------------------------------ a micro-batch
 
     def train(self, mode: bool = True) -> Self:
-        """Let `forward` keep values for backward, unless `mode` is False. Call on all ranks. Return self."""
+        """Make `forward` keep values for backward, unless `mode` is False. Call on all ranks. Return self."""
         instance("train: mode", mode, bool, "True or False")
         self.is_training = mode
         return self
 
     def eval(self) -> Self:
-        """Let `forward` keep nothing, for outputs only. `GradAccum` trains in either mode. Return self."""
+        """Make `forward` compute outputs only. `GradAccum` trains in either mode. Return self."""
         return self.train(False)
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
@@ -119,7 +119,7 @@ class ShardedModule(engine.ShardedModule):
         return super().forward(x, self.is_training if training is None else training)
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
-        """Return dx of the first trained stage; see the engine's method."""
+        """Compute gradients and return dx of the first trained stage; see the engine's method."""
         if self._forward is None:
             raise ValueError("backward needs a forward(x, training=True) before it")
         idle = self._forward.is_idle
@@ -131,14 +131,14 @@ class ShardedModule(engine.ShardedModule):
         return super().backward(dy, contributors=contributors, last=last)
 
     def evaluate(self, x: Any, targets: Any, scale: float = 1.0) -> Scalar | None:
-        """Return the loss and keep nothing for backward; None on a rank without a micro-batch."""
+        """Return the loss without keeping values for backward; None on a rank without a micro-batch."""
         losses = self.losses(x, loss_with(targets, scale))
         return losses[0] if losses else None
 
     def add_gradients(
         self, gradients: Mapping[str, Array] | None, *, contributors: int | None = None, last: bool = True
     ) -> None:
-        """Add gradients by name, as a backward does; None: this rank has none in this round. Collective."""
+        """Add gradients by name, like a backward; pass None on a rank without gradients. Collective."""
         self._begin()
         actions = without(GATHERING, self._schedule_of(last).backward)
         self._descend(actions, ExternalGradients(self, gradients), contributors, last)
@@ -160,7 +160,7 @@ class ShardedModule(engine.ShardedModule):
         super()._descend(actions, micro_batch, contributors, last)
 
     def prefetch_forward_params(self) -> None:
-        """Start the gathers of the next forward now, once, for example while a batch is being read."""
+        """Start the gathers of the next forward now, for example while a batch is being read."""
         if not self.strategy.shards_parameters:
             raise ValueError(f"prefetch: {self.strategy.name} keeps full parameters: nothing to gather")
         if self.has_pending_prefetch:
@@ -213,7 +213,7 @@ class ShardedModule(engine.ShardedModule):
         self.unfilled.difference_update(self.params if names is None else names)
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill the parameters that stay in the blocks of a file; see the engine's method."""
+        """Fill the parameters that are kept in a file's quantized blocks; see the engine's method."""
         super().load_stored(read)
         self.unfilled.difference_update(self.config.stored)
 
@@ -248,7 +248,7 @@ class ShardedModule(engine.ShardedModule):
         self.broadcast_updated_params()
 
     def broadcast_updated_params(self) -> None:
-        """Send values written into `parameters` to all ranks, rounded in low precision. Collective."""
+        """Send values written into `parameters` to all ranks; low precision rounds them. Collective."""
         self.drop_gathered()
         self.unfilled.clear()
         self.publish()
@@ -261,14 +261,14 @@ class ShardedModule(engine.ShardedModule):
         return [unit.parameters.master_shard for unit in self.units]
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        """Yield (name, flat view of this rank's elements) of each parameter of which it owns a part."""
+        """Yield (name, flat view of this rank's elements) for each parameter that it partly owns."""
         for unit in self.units:
             shard = unit.parameters.master_shard
             for segment in unit.unit.segments(unit.part):
                 yield unit.unit.label(segment.name), shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
-        """Return name -> elements (under row sharding: rows) that this rank owns, in the model's order."""
+        """Return name -> elements, or rows under row sharding, that this rank owns, in model order."""
         sizes = {label: int(values.size) for label, values in self.named_parameters()}
         by_rows, infos = self.config.by_rows, {}
         for name in self.params:
@@ -281,7 +281,7 @@ class ShardedModule(engine.ShardedModule):
         return infos
 
     def all_gather_param(self, name: str) -> Array:
-        """Return a copy of one full parameter, on every rank, on the device of its shards. Collective."""
+        """Return a copy of a full parameter on every rank, on the device of its shards. Collective."""
         if not isinstance(name, str) or name not in self._homes:
             few = ", ".join(list(self.params)[:3])
             raise ValueError(f"parameter {came(name)} is not known; names are like {few}")
@@ -313,7 +313,7 @@ class ShardedModule(engine.ShardedModule):
 
 
 class DDP(ShardedModule):
-    """`ShardedModule` under NO_SHARD; buckets of `bucket_mb` MiB are filled in reverse order."""
+    """`ShardedModule` with NO_SHARD; buckets of `bucket_mb` MiB are filled in reverse order of parameters."""
 
     def __init__(
         self, stages: Sequence[Stage], comm: Comm, *, bucket_mb: float = BUCKET_MB, frozen: Sequence[str] = ()
@@ -321,7 +321,7 @@ class DDP(ShardedModule):
         super().__init__(stages, comm, NO_SHARD, bucket_mb=bucket_mb, frozen=frozen)
 
     def broadcast_parameters(self, root: int = 0) -> None:
-        """Send the parameters of `root` to all ranks; ValueError if it is no rank or differs. Collective."""
+        """Send the parameters of `root` to all ranks; raise ValueError if `root` is invalid. Collective."""
         what, size = "broadcast_parameters", self.comm.size
         root = agreed(self.comm, what, lambda: (whole_number(f"{what}: root", root, 0, size), {"root": root}))
         for unit in self.units:
@@ -331,9 +331,9 @@ class DDP(ShardedModule):
 
 
 class ShardedLinear(ShardedModule):
-    """A linear layer y (..., O) = x (..., C) W^T + b whose rows (of `NAME.weight`, `NAME.bias`) are sharded.
+    """A linear layer y (..., O) = x (..., C) W^T + b, with `NAME.weight` and `NAME.bias` sharded by rows.
 
-    Nothing stays gathered between `forward` and `backward`; `backward` returns dx.
+    Between `forward` and `backward`, no parameter stays gathered. `backward` returns dx.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class ShardedLinear(ShardedModule):
 
 
 class ExternalGradients(MicroBatch):
-    """A micro-batch whose gradients were computed elsewhere. Backward adds each gradient once."""
+    """Micro-batch of a script that computes its own gradients. Backward adds each gradient once."""
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)
@@ -385,7 +385,7 @@ class ExternalGradients(MicroBatch):
 
 
 def list_of_stages(stages: Any) -> list[Stage]:
-    """Return a model's stages as a list; raise ValueError for anything else and for an empty list."""
+    """Return a model's stages as a list; raise ValueError for an empty list or other values."""
     expected = "a list of Stage(scope, layer), such as model.stages()"
     if isinstance(stages, str | Mapping | Stage | Layer) or not hasattr(stages, "__iter__"):
         raise ValueError(f"ShardedModule: stages: expected {expected}, got {came(stages)}")
@@ -400,7 +400,7 @@ def list_of_stages(stages: Any) -> list[Stage]:
 
 
 def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
-    """Return name patterns as a tuple; raise ValueError for other values and a pattern without a match."""
+    """Return name patterns as a tuple; raise ValueError for other values and for patterns without a match."""
     if isinstance(given, str) or not isinstance(given, Sequence | set | frozenset):
         raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(given)}")
     for pattern in given:
@@ -411,12 +411,12 @@ def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tupl
 
 
 def check_stored(config: LayoutConfig, params: Mapping[str, Param]) -> None:
-    """Raise ValueError for parameters that cannot stay in the blocks of a file."""
-    if not config.stored or config.precision is FP64:  # the engine refuses FP64 with `stored`, on all ranks
+    """Raise ValueError for parameters that cannot be kept in quantized blocks."""
+    if not config.stored or config.precision is FP64:  # the engine raises an error for FP64 with `stored`
         return
     instance("ShardedModule: stored", config.stored, Mapping, "a mapping of names to BlockKind")
     if config.by_rows or device.in_use().name != "cpu":
-        raise ValueError("ShardedModule: stored: expected parameters on CPUs, in units that are no rows")
+        raise ValueError("ShardedModule: stored: expected parameters on CPUs, not sharded by rows")
     for name, kind in config.stored.items():
         instance(f"ShardedModule: stored: {name}", kind, BlockKind, "a BlockKind")
         if name not in params or is_trainable(name, config.frozen):

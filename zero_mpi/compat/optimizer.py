@@ -1,4 +1,4 @@
-"""Optimizers for scripts: the engine's class with checks, `ShardedAdamW`, and updates of plain arrays."""
+"""Optimizers for scripts: the engine's class with checks and updates of plain arrays, and `ShardedAdamW`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_mpi.optim.optimizer import States, StepResult, bytes_of, check_scales,
 from zero_mpi.optim.rule import AdamW, MatrixRule, Part, Rule
 from zero_mpi.sharding.parameters import NONE
 
-Key = str | int  # key of a user's array: its name, or its index in a list
+Key = str | int  # key of a user's array: its name, or its index in the list
 Arrays = Mapping[str, Array] | Sequence[Array]
 
 
@@ -27,22 +27,22 @@ class ShardedOptimizer(engine.ShardedOptimizer):
     """Optimizer of a ShardedModule. If several name patterns match a parameter, the last one is used.
 
     rules         a Rule (`AdamW`, `Muon`, your own), or name pattern -> Rule
-    lr            learning rate, unless `step` is given another one
+    lr            learning rate, unless `step` gets another learning rate
     weight_decay  decoupled decay: each step multiplies matrices by 1 - lr * weight_decay
     lr_scale      name pattern -> factor of the learning rate ("*.lora_b": 16); 0: parameters do not change
     decay_scale   name pattern -> factor of the weight decay, also for parameters that are not matrices
     ema           decay of a moving average of trained parameters; `zero_mpi.save` writes it as a second model
-    offload       "moments" keeps states in pinned memory of the host, "state" also the parameters of a module
+    offload       "moments" keeps states in pinned host memory, "state" also the parameters of a module
                   with `offload_masters`; raises UsageError without a GPU
 
-    `steps` counts updates, `skipped` the steps without an update because the norm was not finite. The
+    `steps` counts updates; `skipped` counts steps without an update because the norm was not finite. The
     constructor is collective; it raises ValueError for invalid settings, UsageError if ranks differ.
     """
 
     module: ShardedModule
 
     def check(self, module: Any, rules: Any, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError for invalid arguments, UsageError for arguments that exclude each other."""
+        """Raise ValueError for invalid arguments, and UsageError for arguments that exclude each other."""
         what, offload, ema = type(self).__name__, settings["offload"], settings["ema"]
         instance("rules", rules, Mapping, "a Rule such as AdamW(), or a mapping of name patterns to rules")
         for pattern, rule in rules.items():
@@ -61,7 +61,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             raise ValueError("offload: Muon cannot offload its states; leave offload out")
 
     def check_units(self) -> None:
-        """Raise ValueError unless matrix rules have full matrices, in separate units."""
+        """Raise ValueError unless matrix rules apply to full matrices, in separate units."""
         for unit in self.units:
             takes = {name: isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}
             if unit.unit.whole and len({*takes.values()}) > 1:
@@ -82,7 +82,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
 
     @cached_property
     def _plain(self) -> dict[Key, tuple[States, int]]:
-        """States and step counts of the user's arrays."""
+        """States and step counts of arrays that the user passes to `step_on_params`."""
         return {}
 
     def step_on_params(self, params: Arrays, grads: Arrays, lr: float | None = None) -> None:
@@ -91,8 +91,8 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         States and step counts are kept by name or index, separately from the module's. For shards of the
         module, `dict(module.named_parameters())`, call `drop_gathered` before and `broadcast_updated_params`
         after. Weight decay applies to matrices of the module and to other arrays of two or more dimensions.
-        Not collective. Raises ValueError, and updates nothing, if names, shapes or types do not match each
-        other or the earlier calls.
+        Not collective. Raises ValueError before any update if names, shapes or types do not match each other
+        or the earlier calls.
         """
         lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
         arrays, given = keyed("params", params), keyed("grads", grads)
@@ -128,7 +128,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
 
 
 class ShardedAdamW(ShardedOptimizer):
-    """AdamW for a ShardedModule: `ShardedOptimizer` with this rule for all parameters.
+    """AdamW for a ShardedModule: a `ShardedOptimizer` with the rule AdamW for all parameters.
 
     betas, eps    decay of the two moments, and the number added to the root of the second moment
     """
@@ -165,13 +165,13 @@ def clip_grad_norm(module: ShardedModule, max_norm: float) -> float:
 
 
 def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
-    """Raise ValueError for an invalid `max_norm`; infinity is valid and only measures the norm."""
+    """Raise ValueError for an invalid `max_norm`; with infinity, the norm is only measured."""
     if (max_norm is not None or required) and max_norm != math.inf:
         number(f"{what}: max_norm", max_norm, above=0)
 
 
 def keyed(what: str, arrays: Any) -> dict[Key, Array]:
-    """Return arrays by name, or by index in a list; raise ValueError for anything but float arrays."""
+    """Return arrays by name, or by index if given as a list; raise ValueError unless all are float arrays."""
     if isinstance(arrays, str) or not isinstance(arrays, Sequence | Mapping):
         raise ValueError(
             f"step_on_params: {what}: expected a list of arrays, or a mapping of names to them, got "

@@ -1,15 +1,15 @@
-"""Devices: arrays are either in the host's memory or in the memory of the one GPU that a rank uses.
+"""Devices: a rank's arrays are in host memory, or in the memory of the single GPU that it uses.
 
 A process computes on one device, chosen once, before the first large array. A device provides the few
-operations that hosts and GPUs have in common: flat memory, memory lent to an array that is returned after
+operations that hosts and GPUs have in common: flat memory, memory that is lent to an array and returned after
 use, copies between host and device, and markers in the order of the device's work. All other array code runs
-on NumPy and CuPy alike. `arrays` builds pools of buffers on this, and `ordered_sum` adds arrays in rank
+on NumPy and CuPy alike. `arrays` has pools of buffers on a device, and `ordered_sum` adds arrays in rank
 order.
 
 If the launcher gives a rank its number on the node, `claim` takes that rank's GPU before MPI starts, because
-MPI libraries use the GPU of the thread that starts them. All computation goes to one stream. A step copies
-only one number from the GPU, the norm of the gradient; losses stay there until the step's total is formed. So
-the host runs ahead and launches work while the GPU computes.
+MPI libraries use the GPU of the thread that starts them. All computation uses one stream. A step copies only
+the gradient's norm from the GPU, and losses stay on the GPU until the step's total is formed. So the host can
+launch further work while the GPU computes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def in_use() -> Device:
 def use(name: str, on_node: int = 0) -> Device:
     """Choose the device of this process: "cpu", "cuda", or "auto", which is a GPU if CuPy finds one.
 
-    A rank takes the GPU with its number on the node, modulo the number of GPUs; `on_node` is that number if
-    the launcher does not give it. Raise UsageError if "cuda" is requested and there is no GPU.
+    A rank uses the GPU with the rank's number on the node, modulo the number of GPUs; `on_node` is the rank's
+    number if the launcher does not set it. Raise UsageError if "cuda" is requested and there is no GPU.
     """
     count = 0 if name == "cpu" else gpus()
     if name == "cuda" and not count:
@@ -53,14 +53,14 @@ def use(name: str, on_node: int = 0) -> Device:
 def claim(name: str) -> None:
     """Take this rank's GPU before MPI starts, if the launcher gives the rank's number on the node.
 
-    Errors are not reported here; they occur again in `use`, when all ranks can agree on them.
+    Errors are ignored here. The same errors occur in `use`, where all ranks can agree on them.
     """
     number, count = environment.local_rank(), 0 if name == "cpu" else gpus()
     if number is not None and count:
         cuda = import_cupy().cuda
         with contextlib.suppress(cuda.runtime.CUDARuntimeError):
             cuda.Device(number % count).use()
-            cuda.runtime.free(0)  # only creates the context
+            cuda.runtime.free(0)  # creates the context and does nothing else
 
 
 def adopt(chosen: Device) -> Device:

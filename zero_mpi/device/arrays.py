@@ -1,10 +1,10 @@
-"""Arrays: the module that they belong to, and buffers that are reused.
+"""Helpers for arrays of both devices, and pools of reusable buffers.
 
-Modules above this one compute on "arrays" of NumPy or CuPy. `namespace` returns the module whose functions
-apply to an array, and `device` says where arrays are kept. `BufferPool` lends the large flat buffers of the
-runtime (gathered units, gradients of a unit), which callers return explicitly. `recycled` lends memory for
-activations, which returns by itself when its last view is gone. Both kinds of pools only grow, so a training
-step allocates no large memory once each size has been used.
+Other modules compute on arrays of NumPy or CuPy. `namespace` returns the module whose functions apply to an
+array, and `device` knows where arrays are kept. `BufferPool` lends the large flat buffers of the runtime
+(gathered units, gradients of a unit), which callers return explicitly. `recycled` lends memory for
+activations, which returns to the pool when its last view is deleted. Both pools only grow, so training steps
+allocate no large memory after each size has been used.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zero_mpi import device
 from zero_mpi.device import HOST, Device
 from zero_mpi.device.types import Array
 
-Scalar = Any  # a float; on a GPU an array without dimensions, so that the host need not wait for it
+Scalar = Any  # a float, or on a GPU a 0-dimensional array, so that the host need not wait for it
 namespace = device.namespace
-empty = HOST.empty  # in the host's memory, whatever the device is
+empty = HOST.empty  # always in host memory
 
 
 def read_only(whole: Array) -> Array:
@@ -45,7 +45,7 @@ def to_device_of(x: Array, other: Array) -> Array:
 
 
 def side_by_side(parts: tuple[Array, ...]) -> Array | None:
-    """Return the array (..., W) whose columns are the parts (..., heads, width), without gaps, or None."""
+    """Return the array (..., W) if `parts` (..., heads, width) are its adjacent columns, else None."""
     joint = parts[0].base
     if not isinstance(joint, type(parts[0])) or any(part.base is not joint for part in parts):
         return None
@@ -63,10 +63,10 @@ def side_by_side(parts: tuple[Array, ...]) -> Array | None:
 
 
 class BufferPool:
-    """Flat float32 buffers that are lent and returned. The pool grows when necessary and never shrinks.
+    """Pool of flat float32 buffers, which are lent and returned. A pool grows if necessary and never shrinks.
 
-    `take` may return a longer buffer than requested, so a caller that needs less cuts it. The buffers are
-    on the device in use unless another device is given.
+    `take` may return a longer buffer than requested, which the caller then slices. The buffers are on the
+    device in use unless another device is given.
     """
 
     def __init__(self, where: Device | None = None) -> None:
@@ -75,7 +75,7 @@ class BufferPool:
         self._lent: dict[int, Array] = {}
 
     def take(self, size: int) -> Array:
-        """Return a buffer of at least `size` elements: the smallest free one that fits, or a new one."""
+        """Return a buffer of at least `size` elements: the smallest free buffer that fits, or a new one."""
         fitting = [buffer for buffer in self._free if buffer.size >= size]
         if fitting:
             buffer = min(fitting, key=lambda candidate: int(candidate.size))
@@ -86,7 +86,7 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Array) -> None:
-        """Take back a buffer that `take` lent."""
+        """Return a buffer of `take` to the pool."""
         assert self._lent.pop(id(buffer), None) is buffer, "this buffer is not lent by this pool"
         self._free.append(buffer)
 
@@ -101,9 +101,9 @@ class BufferPool:
         return sum(int(buffer.nbytes) for buffer in [*self._free, *self._lent.values()])
 
 
-# ------------------------------------------------------------------------- memory that comes back by itself
+# ------------------------------------------------------------------------- memory that returns by itself
 
-RECYCLED_FROM = 16 << 10  # bytes; for smaller arrays the library's allocator is as good
+RECYCLED_FROM = 16 << 10  # bytes; for smaller arrays, the library's allocator is equally good
 
 
 def size_class(nbytes: int) -> int:
@@ -120,7 +120,7 @@ def class_of(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 class _Block:
-    """Memory of one size class, which stays in the pool: lent, or in the list `home` of free blocks."""
+    """Memory of one size class in the pool, either lent or in `home`, the list of free blocks."""
 
     __slots__ = ("home", "lease", "memory")
 
@@ -130,7 +130,7 @@ class _Block:
 
 
 class _Lease(weakref.ref[Any]):
-    """Weak reference to the owner of a lent block, an object that lives as long as any array on the block."""
+    """Weak reference to the owner of a lent block, an object that lives as long as any array in the block."""
 
     __slots__ = ("block",)
     block: _Block
@@ -142,12 +142,12 @@ def _came_back(lease: _Lease) -> None:
 
 
 class Recycler:
-    """Device memory for activations, which returns by itself when its last view is gone.
+    """Pool of device memory for activations. Memory returns to the pool when its last view is deleted.
 
     The base of an array is an object made for each loan. NumPy and CuPy keep a reference to it in every view,
-    and in views of views. When the last view is gone, the memory may be lent again. Callers return nothing,
-    and memory that is still referenced is never lent. On a GPU this is correct because all computations on
-    activations are in the order of one stream.
+    and in views of views. When the last view is deleted, the memory may be lent again. Callers return
+    nothing, and memory that is still referenced is never lent again. On a GPU this is correct because all
+    computations on activations are in the order of one stream.
     """
 
     def __init__(self, where: Device) -> None:
@@ -182,9 +182,9 @@ class Recycler:
             return memory
 
     def trim(self) -> None:
-        """Free all memory that is not lent, for example before work with other sizes.
+        """Free memory that is not lent, for example before work with other sizes.
 
-        A chunk is freed when none of its blocks is left.
+        A chunk is freed when all of its blocks are freed.
         """
         self._rest = None
         free = {id(block) for home in self._free.values() for block in home}

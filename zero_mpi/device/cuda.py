@@ -1,4 +1,4 @@
-"""CuPy arrays on the one GPU that a rank uses. CuPy is imported when a GPU is chosen."""
+"""The GPU that a rank uses, with arrays of CuPy, which is imported when a GPU is chosen."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
 class CudaMark:
-    """Marker in the order of the GPU's work: `done` tests whether it is reached, `wait` sleeps until then."""
+    """Event in the order of the GPU's work: `done` polls it; `wait` blocks without using a core."""
 
     def __init__(self, event: Any, gpu: Cuda) -> None:
         self.event, self._gpu = event, gpu
 
     @property
     def done(self) -> bool:
-        """True if all work before the marker is complete. Raises CuPy's error if the GPU has failed."""
+        """Return whether all work before the mark is complete. Raise CuPy's error if the GPU has failed."""
         self._gpu.choose()
         runtime = self._gpu.cupy.cuda.runtime
-        status = runtime.eventQuery(self.event.ptr)  # CuPy's `Event.done` says no forever after a fault
+        status = runtime.eventQuery(self.event.ptr)  # after a fault, CuPy's `Event.done` is False forever
         if status not in (COMPLETE, NOT_READY):
             raise runtime.CUDARuntimeError(status)
         return bool(status == COMPLETE)
@@ -37,14 +37,14 @@ class CudaMark:
 
 
 class Cuda:
-    """CuPy arrays on one GPU. All threads of the process compute on one stream.
+    """A GPU as a device: CuPy arrays, and one stream for all computation of any thread.
 
-    CuPy's pool allocates memory by cudaMalloc, so MPI libraries and other processes can map it. The
-    constructor raises UsageError if CuPy is not installed.
+    Memory comes from CuPy's pool, which uses cudaMalloc, so that MPI libraries and other processes can open
+    it. Raises UsageError if there is no such GPU.
     """
 
     name = "cuda"
-    chunk = 0  # CuPy's pool already combines small allocations
+    chunk = 0  # CuPy divides its own chunks into blocks
     activations: Any = None  # as `Host.activations`
 
     def __init__(self, number: int) -> None:
@@ -54,16 +54,16 @@ class Cuda:
         self.choose()
         self.stream, self._copies = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self._fetched: CudaMark | None = None
-        self.stream.__enter__()  # never left: CuPy forgets a stream chosen by `use` after the next `with`
+        self.stream.__enter__()  # never exited: the end of any `with` would reset a stream that `use` had set
 
     @property
     def about(self) -> str:
-        """A description of the GPU, for messages."""
+        """Description of the GPU, for messages."""
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
 
     def choose(self) -> None:
-        """Let the calling thread use this GPU; otherwise a new thread would use the first GPU."""
+        """Make this GPU the current device of the calling thread, which otherwise is the first GPU."""
         if not getattr(self._threads, "chosen", False):
             self.cupy.cuda.Device(self.number).use()
             self._threads.chosen = True
@@ -81,33 +81,33 @@ class Cuda:
         return self.cupy.zeros(size, dtype)
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """Return (owner, array) like `Host.lend`: all views of a CuPy array keep a reference to the array."""
+        """Return (owner, array) like `Host.lend`. The owner is the array, to which all CuPy views refer."""
         array = self.cupy.ndarray(shape, dtype, memory.data)
         return array, array
 
     def from_host(self, x: Array) -> Array:
-        """Return a copy of a host array on the GPU; later work on the GPU sees the copy."""
+        """Return a copy of a host array on the GPU, made in the order of the stream."""
         return x if isinstance(x, self.cupy.ndarray) else self.cupy.asarray(x)
 
     def to_host(self, x: Array) -> Array:
-        """Return a copy of a GPU array on the host, when the copy is complete."""
+        """Return a copy of a GPU array on the host, after waiting for it."""
         return x.get(stream=self.stream) if isinstance(x, self.cupy.ndarray) else x
 
     def copy(self, target: Array, source: Array) -> None:
-        """Set target[...] = source on any devices; return when a copy to or from the host is complete."""
+        """Copy `source` to `target`, on any devices. A copy to or from the host is complete on return."""
         here, there = (isinstance(x, self.cupy.ndarray) for x in (target, source))
         if here and not there:
             target.set(np.ascontiguousarray(source, target.dtype).reshape(target.shape), stream=self.stream)
-            self.stream.synchronize()  # the source may be changed as soon as this returns
+            self.stream.synchronize()  # because the caller may then change the source
         else:
             target[...] = source if here else self.to_host(source)
 
     def pinned(self, nbytes: int) -> Array:
-        """Return host memory that the GPU can access directly; raise UsageError if there is not enough."""
+        """Return pinned host memory, which the GPU copies without the CPU; raise UsageError if it fails."""
         cuda = self.cupy.cuda
         self.choose()
         try:
-            memory = cuda.PinnedMemory(max(1, nbytes))  # CuPy's pool would take the next power of two
+            memory = cuda.PinnedMemory(max(1, nbytes))  # CuPy's pool would round up to a power of two
         except cuda.runtime.CUDARuntimeError as error:
             raise UsageError(
                 f"the host cannot provide {nbytes / 2**30:.1f} GiB of pinned memory ({first_line(error)}); "
@@ -116,9 +116,9 @@ class Cuda:
         return np.ndarray((nbytes,), np.uint8, cuda.PinnedMemoryPointer(memory, 0))
 
     def fetch(self, pairs: list[tuple[Array, Array]]) -> CudaMark:
-        """Copy arrays, given as (pinned, array), while later work runs; return a marker after the last copy.
+        """Start copies of (pinned, array) pairs to the host; return a mark after the last copy.
 
-        Call `before_update` before the arrays change.
+        Later work runs concurrently. Call `before_update` before the arrays change.
         """
         runtime = self.cupy.cuda.runtime
         self._copies.wait_event(self.mark().event)
@@ -132,13 +132,13 @@ class Cuda:
         return self._fetched
 
     def before_update(self) -> None:
-        """Order later computation after the copies of `fetch`."""
+        """Make later computation wait for the copies of `fetch`."""
         if self._fetched is not None:
             self.wait_for(self._fetched)
             self._fetched = None
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any, Any]:
-        """Record `work` without running it; return the graph, the result, and the memory of both."""
+        """Record `work` as a CUDA graph without running it; return the graph, the result, and the memory."""
         pool = self.cupy.cuda.MemoryPool()
         with self.cupy.cuda.using_allocator(pool.malloc):
             self.stream.begin_capture()
@@ -149,21 +149,21 @@ class Cuda:
         return graph, result, pool
 
     def mark(self, stream: Any = None) -> CudaMark:
-        """Return a marker after all work launched so far on a stream, by default the compute stream."""
+        """Return a mark after all work launched so far on the computing stream, or on another stream."""
         self.choose()
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(stream or self.stream)
         return CudaMark(event, self)
 
     def wait_for(self, mark: Any) -> None:
-        """Order later computation after a marker, which may be on another stream."""
+        """Make later computation wait for a mark, which may be of another stream."""
         self.stream.wait_event(mark.event)
 
     def synchronize(self) -> None:
         self.stream.synchronize()
 
     def memory_in_use(self) -> int:
-        """Return the bytes of GPU memory that are in use by all processes."""
+        """Return the bytes of GPU memory in use, including other processes."""
         free, total = self.cupy.cuda.runtime.memGetInfo()
         return int(total - free)
 
@@ -172,18 +172,18 @@ class Cuda:
 
 
 class CudaStopwatch:
-    """Clock of the compute stream. Stamps are events, whose times are read when all work is complete.
+    """Clock of the computing stream. A stamp is an event, whose time is read after the work.
 
-    Two events whose times on the host's clock are known relate the two clocks: the first event, and one made
-    when times are read. Between them, both clocks are assumed to run evenly. CUDA returns times in float32.
-    They are exact to a microsecond ten seconds after the first event, and to a quarter of a millisecond after
-    an hour. Times never decrease along the stream.
+    Two events with known host times, the first event and an event at the time of reading, relate the GPU's
+    clock to the host's; between them, both are assumed to run evenly. CUDA returns times in float32: ten
+    seconds after the first event they are exact to a microsecond, an hour after it to a quarter of a
+    millisecond. The order of times is always right.
     """
 
     def __init__(self, cuda: Any, stream: Any) -> None:
         self._cuda, self._stream = cuda, stream
         self._first, self._begun = self._known()
-        self._rate = 0.0  # host seconds per GPU millisecond; 0: not measured yet
+        self._rate = 0.0  # host seconds per GPU millisecond; 0: not known yet
 
     def stamp(self) -> Any:
         """Return an event after all work launched so far."""
@@ -200,7 +200,7 @@ class CudaStopwatch:
         return event, (before + time.perf_counter()) / 2
 
     def seconds(self, stamp: Any) -> float:
-        """Return the host time (`time.perf_counter`) at which the GPU reached a stamp (a float: itself)."""
+        """Return the `time.perf_counter` at which the GPU reached a stamp; a float is returned unchanged."""
         if isinstance(stamp, float):
             return stamp
         if not self._rate:
@@ -210,14 +210,14 @@ class CudaStopwatch:
 
 
 def import_cupy() -> Any:
-    """Return CuPy; raise UsageError if it is not installed."""
+    """Import and return CuPy. Raise UsageError if CuPy is missing."""
     others = " or 'zero-mpi[cuda13]', whichever the driver supports"
     return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 
 
 @contextmanager
 def libraries(other: type[Exception] = OSError) -> Iterator[None]:
-    """Turn the errors of CuPy, nvmath and cuda-pathfinder for a missing CUDA library into UsageError."""
+    """Turn errors of CuPy, nvmath and cuda-pathfinder about missing CUDA libraries into UsageError."""
     try:
         yield
     except (OSError, RuntimeError, other) as error:
@@ -233,12 +233,12 @@ def gpus() -> int:
         import cupy
 
         return int(cupy.cuda.runtime.getDeviceCount())
-    except Exception:  # no CuPy, or CUDARuntimeError, which only CuPy defines
+    except Exception:  # ImportError, or CUDARuntimeError, which only CuPy defines
         return 0
 
 
 def why_no_gpu() -> str:
-    """Return the reason why CuPy finds no GPU; raise UsageError if CuPy is not installed."""
+    """Return a line that says why CuPy finds no GPU. Raise UsageError if CuPy is not installed."""
     cupy = import_cupy()
     try:
         cupy.cuda.runtime.getDeviceCount()

@@ -1,4 +1,4 @@
-"""NumPy arrays in the memory of the host."""
+"""The host as a device, with NumPy arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUGE_PAGE = 2 << 20  # bytes, on x86-64 and other processors with pages of 4 KiB
 
 
 class Done:
-    """A marker after work that is already complete, because the host computes at once."""
+    """Marker after work that is already complete, because the host computes synchronously."""
 
     done = True
 
@@ -28,14 +28,14 @@ class Host:
     """The host as a device: NumPy arrays in the process's own memory."""
 
     name = about = "cpu"
-    stream: Any = None  # on a GPU, the stream that computes
-    activations: Any = None  # the `arrays.Recycler` in use, which `arrays.pool_of` makes
-    chunk = 64 << 20  # bytes that a pool allocates at once; pages that are never written take no memory
+    stream: Any = None  # a GPU has its computing stream here
+    activations: Any = None  # the pool (`arrays.Recycler`), made by `arrays.pool_of`
+    chunk = 64 << 20  # bytes that a pool allocates at a time; unwritten pages take no memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
         """Return a flat uninitialised array that starts at a cache line.
 
-        Equal alignment keeps vector code on the same path, whatever slice a rank owns.
+        With equal alignment, vector code takes the same path for every rank's slice.
         """
         itemsize = np.dtype(dtype).itemsize
         raw = np.empty(size * itemsize + ALIGNMENT, np.uint8)
@@ -51,18 +51,18 @@ class Host:
     def lasting(self, nbytes: int) -> Array:
         """Return uninitialised bytes for a pool, in huge pages if the system has them.
 
-        A processor caches the addresses of some thousand pages. With pages of 4 KiB that is a few megabytes,
-        but a step uses all of its activations.
+        A processor caches the addresses of a few thousand pages. With pages of 4 KiB that covers a few
+        megabytes, less than a step's activations.
         """
         memory = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # some kernels have no huge pages
+        with contextlib.suppress(OSError):  # some kernels lack huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         raw = np.frombuffer(memory, np.uint8)
         skip = -raw.ctypes.data % HUGE_PAGE
         return raw[skip : skip + nbytes]
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """Return (owner, array): an array on flat `memory`, and an object that lives as long as its views."""
+        """Return (owner, array): an array in flat `memory`, and an object that lives as long as its views."""
         owner: Any = (ctypes.c_char * memory.nbytes).from_buffer(memory)
         return owner, np.ndarray(shape, dtype, owner)
 
@@ -92,11 +92,11 @@ class Host:
         """Order later computation after the copies of `fetch`, which are already complete."""
 
     def mark(self) -> Any:
-        """Return a marker in the order of work; on the host, work is complete when its call returns."""
+        """Return a marker after all work so far, which is already complete on the host."""
         return Done()
 
     def wait_for(self, mark: Any) -> None:
-        """Order later computation after a marker."""
+        """Return at once: the work before a marker is complete."""
 
     def synchronize(self) -> None:
         """Return when all work is complete."""
@@ -111,7 +111,7 @@ class Host:
 
 
 class HostStopwatch:
-    """The host's clock. Work is done when its call returns, so a stamp is the current time."""
+    """The host's clock. Work is complete when its call returns, so a stamp is the current time."""
 
     stamp = staticmethod(time.perf_counter)
 

@@ -1,10 +1,10 @@
-// Adds pieces that came from several ranks, in the order of ranks and in float32:
+// Adds the parts of several ranks, in the order of ranks and in float32:
 //
 //     out[i] = (((out[i] or nothing) + parts[0][i]) + parts[1][i]) + ...
 //
-// Each element is added by one thread, so the bits do not depend on how the work is cut. A launch takes up to MAX_PARTS
-// parts; whoever has more launches again, with what is there already as the beginning. Low types are widened here, by
-// their bits, so that no header is needed. Memory is read 4 elements at a time where all addresses allow it.
+// One thread computes each element, so the bits do not depend on how the work is cut. A launch adds up to
+// MAX_PARTS parts; for more parts, further launches add to the earlier result. Low types are converted by
+// their bits, so that no header is needed. Memory is read 4 elements at a time if all addresses are aligned.
 
 constexpr int MAX_PARTS = 8;
 
@@ -24,7 +24,7 @@ __device__ inline float wide(bfloat16 x) {
 __device__ inline float wide(float16 x) {
     const unsigned int sign = (x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 31u, mantissa = x.bits & 1023u;
     Word word;
-    if (exponent == 0) {  // zero, or less than the smallest normal number: mantissa times 2 to the -24th
+    if (exponent == 0) {  // zero or subnormal: mantissa times 2 to the -24th
         word.value = (float)mantissa * 5.9604644775390625e-8f;
         word.bits |= sign;
     } else {
@@ -33,7 +33,7 @@ __device__ inline float wide(float16 x) {
     return word.value;
 }
 
-// The host keeps numbers below the smallest normal one, and so does this; CuPy compiles everything with -ftz=true.
+// Keeps subnormal numbers, as the host does, although CuPy compiles everything with -ftz=true.
 __device__ inline float plus(float a, float b) {
 #ifdef __CUDA_ARCH__
     float sum;
@@ -65,7 +65,7 @@ __device__ inline void add_parts(float* out, const T* const (&parts)[MAX_PARTS],
         for (int part = 0; part < MAX_PARTS; part++) {
             if (part >= count) break;
             const Four<T> given = reinterpret_cast<const Four<T>*>(parts[part])[i];
-            const bool begins = part == 0 && !accumulate;  // not 0 + x, which loses the sign of a zero
+            const bool begins = part == 0 && !accumulate;  // not 0 + x, because 0 + -0 loses the sign
 #pragma unroll
             for (int j = 0; j < 4; j++) total.at[j] = begins ? wide(given.at[j]) : plus(total.at[j], wide(given.at[j]));
         }
@@ -83,7 +83,7 @@ __device__ inline void add_parts(float* out, const T* const (&parts)[MAX_PARTS],
     }
 }
 
-// The places of parts from `count` on are not read; any address will do.
+// Parts from `count` on are not read, so their addresses may be anything.
 #define ADD_PARTS(name, T)                                                                                      \
     extern "C" __global__ void name(float* out, const T* p0, const T* p1, const T* p2, const T* p3, const T* p4, \
                                     const T* p5, const T* p6, const T* p7, int count, int accumulate,           \
@@ -96,8 +96,8 @@ ADD_PARTS(add_float32, float)
 ADD_PARTS(add_bfloat16, bfloat16)
 ADD_PARTS(add_float16, float16)
 
-// sums[i] = x[start] + ... + x[start + length - 1] in float64, as NumPy adds up to 128 numbers: eight totals of every
-// eighth, these in pairs, then what is left over.
+// sums[i] = x[start] + ... + x[start + length - 1] in float64, in NumPy's order for up to 128 numbers: eight
+// totals of every eighth number, added in pairs, then the remaining numbers.
 extern "C" __global__ void pairwise_sums(const double* x, const long long* segments, double* sums, long long count) {
     const long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 8;
     const bool there = i < count;

@@ -1,7 +1,7 @@
-"""Sums in a given order, on the host and, by small kernels with the same bits, on a GPU.
+"""Sums in a fixed order, with the same bits on the host and on a GPU, where small kernels compute them.
 
-Transports use this sum and not an operation of `ops`, because they add chunks as these arrive, on another
-stream than the one that computes, and because `comm` does not import `ops`.
+Transports use this module and not `ops`, because they add arriving chunks on another stream than computation,
+and because `comm` does not import `ops`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from zero_mpi.device.types import Array
 SOURCE = Path(__file__).with_suffix(".cu")
 OPTIONS = ("-std=c++17",)
 KINDS, PAIRWISE = ("float32", "bfloat16", "float16"), "pairwise_sums"
-LEAF = 128  # most numbers that NumPy's sum of a vector adds without cutting the vector in half
+LEAF = 128  # NumPy halves longer vectors to sum them
 MAX_PARTS = 8  # parts that one launch adds, as in the CUDA source
-THREADS, BLOCKS = 256, 1024  # threads per block; most blocks: enough to fill any GPU, few enough to share it
+THREADS, BLOCKS = 256, 1024  # threads per block; most blocks: they fill any GPU and still share it
 PER_THREAD = 4  # elements that a thread adds at a time
 
 
 @cache
 def kernels() -> dict[Any, Any]:
-    """Return the kernels for sums by the type of the parts, and the kernel PAIRWISE."""
+    """Return the sum kernels by type of the parts, and the kernel PAIRWISE."""
     module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
     with libraries():
         found = {np.dtype(kind): module.get_function(f"add_{kind}") for kind in KINDS}

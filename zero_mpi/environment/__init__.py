@@ -1,9 +1,9 @@
-"""Settings that must be made before numpy is imported and before MPI starts; existing settings are kept.
+"""Environment variables that must be set before numpy is imported and MPI starts; existing values are kept.
 
 A rank computes with one thread unless the user sets another number, because many ranks with a thread per core
-are ten times slower. Exact mode also fixes the number, because BLAS rounds differently with another one. If a
-node has more ranks than cores, the MPI library must yield a core instead of spinning on it, which would be
-10 to 100 times slower. `portable` has the additional settings for `--bits portable`.
+are ten times slower. Exact mode also needs a fixed number, because BLAS rounds differently with another
+number of threads. If a node has more ranks than cores, a waiting MPI library must yield its core; spinning
+would be 10 to 100 times slower. `portable` has the additional settings for `--bits portable`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CORES_FLAGS = OPEN_MPI, MPICH, SRUN = (
     "mpiexec -bind-to core:{n} (MPICH)",
     "srun --cpus-per-task {n}",
 )
-BINDING = {  # the first variable that is set decides; in an allocation, Slurm's are always set
+BINDING = {  # the first variable that is set decides; Slurm's are set in every allocation
     "OMPI_COMM_WORLD_RANK": OPEN_MPI,
     "I_MPI_HYDRA_UUID": "I_MPI_PIN_DOMAIN={n} (Intel MPI)",
     "HYDI_CONTROL_FD": MPICH,
@@ -36,22 +36,22 @@ BINDING = {  # the first variable that is set decides; in an allocation, Slurm's
 }
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: a pipeline has many switches
+    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: pipelines switch ranks often
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
-as_started = dict(os.environ)  # environment at the start of this process
+as_started = dict(os.environ)  # the environment when this process started
 threads_were_set = any(name in os.environ for name in THREADS)
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that `environ` lacks. Thread counts stay unchanged once numpy has read them."""
+    """Set the variables that `environ` lacks. Do not set thread counts if numpy has read them already."""
     if not any(name in environ for name in THREADS) and "numpy" not in sys.modules:
         environ.update(dict.fromkeys(THREADS, "1"))
-    if {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environ.keys():  # Open MPI's UCX warns without a device
+    if {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environ.keys():  # Open MPI's UCX warns if it finds no device
         environ.setdefault("OMPI_MCA_osc", "^ucx")
     if not under_launcher(environ) and os.path.exists(f"{sys.prefix}/bin/orted"):
-        # the wheel of Open MPI 4.1 was built for another path; launchers set this for their ranks
+        # the wheel of Open MPI 4.1 was built for another path; a launcher sets this variable for its ranks
         environ.setdefault("OPAL_PREFIX", sys.prefix)
     if local_ranks(environ) > node_cores(environ):
         for name, value in YIELDING.items():
@@ -69,7 +69,7 @@ def quota() -> float | None:
 
 
 def within_quota(count: int) -> int:
-    """Return `count` cores, or the full cores of the quota if there are fewer; at least 1."""
+    """Return `count`, or the number of full cores in the quota if that is less; at least 1."""
     limit = quota()
     return count if limit is None else max(1, min(count, int(limit)))
 
@@ -83,7 +83,7 @@ def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
 def node_cores(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of cores that all ranks of this node may use together, at most the CPU quota.
 
-    A bound rank sees only its own cores; its launcher's process on the node, or Slurm, knows all cores.
+    A bound rank sees only its own cores; the launcher's process on the node, or Slurm, knows all cores.
     """
     given, count = environ.get("SLURM_CPUS_ON_NODE", ""), cores()
     if given.isdigit():
@@ -110,7 +110,7 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def records_graphs(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user enables CUDA graphs of micro-batches."""
+    """Return whether the environment enables CUDA graphs of micro-batches."""
     return environ.get("ZERO_MPI_GPU_GRAPH") == "1"
 
 
@@ -125,7 +125,7 @@ def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def binding(count: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the launcher's flag that binds each rank to `count` cores; without a launcher, all flags."""
+    """Return the launcher's flag that binds each rank to `count` cores, or without a launcher every flag."""
     found = next((flag for variable, flag in BINDING.items() if variable in environ), "; ".join(CORES_FLAGS))
     return found.replace("{n}", str(count))
 

@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 INFINIBAND = Path("/sys/class/infiniband")
-NO_LIMIT = 1 << 60  # the older interface writes a number near 2^63 for no limit
+NO_LIMIT = 1 << 60  # the older interface shows "no limit" as a number near 2^63
 
 _imported = time.monotonic()
 
 
 class Limits(NamedTuple):
-    """Limits of a process and its host, in bytes and files; None for no limit."""
+    """Limits of a process and its host, in bytes or files; None: no limit."""
 
-    available: int  # memory available without swapping, as the system says
+    available: int  # memory available without swapping, by the system's estimate
     group_memory: int | None  # limit of the control group
-    group_free: int | None  # unused part of that limit
+    group_free: int | None  # unused part of the limit of the control group
     address_space: int | None
     data: int | None  # limit of private writable memory
     locked: int | None  # limit of locked memory, which some networks need
@@ -55,7 +55,7 @@ def available_memory() -> int:
 
 
 def process_age(process: int | str = "self") -> float:
-    """Return the seconds since the start of a process; for this process this includes imports."""
+    """Return the seconds since the start of a process; for this process that includes imports."""
     try:
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
@@ -64,7 +64,7 @@ def process_age(process: int | str = "self") -> float:
 
 
 def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
-    """Return the tightest (memory limit, memory left, cores) of our control groups and their parents."""
+    """Return the lowest (memory limit, memory left, cores) of our control groups and their parents."""
     memory: list[tuple[int, int]] = []  # (left, limit)
     cores: list[float] = []
     for folder in folders(groups, own):
@@ -81,7 +81,7 @@ def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, in
 def folders(groups: Path, own: Path) -> Iterator[Path]:
     """Yield the folders of our control groups, from the innermost to the root of each hierarchy.
 
-    In a container its own group may be the root of the mount, while the path in `own` is the host's.
+    In a container, the root of the mount may be its own group, while `own` has the path on the host.
     """
     try:
         text = own.read_text()
@@ -102,7 +102,7 @@ def folders(groups: Path, own: Path) -> Iterator[Path]:
 
 
 def first_number(folder: Path, *names: str) -> int | None:
-    """Return the number in the first existing file; None if the file says that there is no limit."""
+    """Return the number in the first existing file, or None if that file says there is no limit."""
     for name in names:
         try:
             text = (folder / name).read_text().strip()
@@ -113,7 +113,7 @@ def first_number(folder: Path, *names: str) -> int | None:
 
 
 def used(folder: Path) -> int:
-    """Return the bytes of a group that cannot be reclaimed from file caches."""
+    """Return the bytes that a group uses, without reclaimable file caches."""
     total = first_number(folder, "memory.current", "memory.usage_in_bytes") or 0
     try:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -1,10 +1,10 @@
-"""`--bits portable`: one instruction set for all computation, and the same bits on other processors.
+"""`--bits portable`: one instruction set for all computation, for the same bits on different processors.
 
 Libraries choose their code by the processor: OpenBLAS its kernels and blocks, numba its target, NumPy its
-loops. Environment variables that they read when they are loaded set this choice, so a process that starts
+loops. Libraries read this choice from environment variables when they are loaded, so a process that starts
 without these variables restarts with them. The C library's results (logarithms, cosines) differ between its
-versions; `ops.elementary` has functions that replace it. The instruction set is x86-64-v3 (AVX2 and FMA),
-which Intel processors have had since 2013 and AMD processors since 2015.
+versions; functions of `ops.elementary` replace it. The instruction set is x86-64-v3 (AVX2 and FMA), which
+Intel processors have had since 2013 and AMD processors since 2015.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zero_mpi import environment
 
 VARIABLE = "ZERO_MPI_BITS"
 NATIVE, PORTABLE = CHOICES = ("native", "portable")
-LEVEL, KERNELS, TARGET = "x86-64-v3", "Haswell", "haswell"  # common name, OpenBLAS's and LLVM's
-MUST_HAVE = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm")  # Linux's names
+LEVEL, KERNELS, TARGET = "x86-64-v3", "Haswell", "haswell"  # the common name, OpenBLAS's name and LLVM's name
+MUST_HAVE = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm")  # by Linux's names
 FEATURES = (
     "avx", "avx2", "bmi", "bmi2", "cmov", "cx16", "f16c", "fma", "fxsr", "lzcnt", "mmx", "movbe", "popcnt",
     "sse", "sse2", "sse3", "sse4.1", "sse4.2", "ssse3", "xsave",
 )  # fmt: skip
 BEYOND = "X86_V4 AVX512_ICL AVX512_SPR"  # features that NumPy's loops may not use, by NumPy's current names
-BEYOND_BEFORE = "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"  # up to 2.3
+BEYOND_BEFORE = "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"  # up to NumPy 2.3
 
 active = False  # whether this process is pinned to the instruction set
 
@@ -49,7 +49,7 @@ def numpy_version() -> tuple[int, ...]:
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Pin this process if its environment asks for it, and NumPy is not loaded yet or was loaded pinned."""
+    """Pin this process if its environment requests it and NumPy is not loaded, or was loaded pinned."""
     global active
     if environ.get(VARIABLE) != PORTABLE:
         return
@@ -59,12 +59,12 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def requested(environ: MutableMapping[str, str] = os.environ) -> str:
-    """Return the setting in the environment; native if there is none."""
+    """Return the value of `--bits` in the environment; native if there is none."""
     return environ.get(VARIABLE) or NATIVE
 
 
 def claim(bits: str) -> None:
-    """Restart this program pinned, if `bits` requires it and it is not; call this before MPI starts."""
+    """Restart this program pinned if `bits` requires that and it is not pinned. Call it before MPI starts."""
     if bits == PORTABLE and requested() != PORTABLE:
         sys.stdout.flush()
         again = {**environment.as_started, VARIABLE: PORTABLE, **pins()}
@@ -73,7 +73,7 @@ def claim(bits: str) -> None:
 
 def flag_of(arguments: Sequence[str]) -> str:
     """Return `--bits` of a command's arguments; native if it is missing or invalid."""
-    import argparse  # slow to import, and this module must load fast: signals are not handled yet
+    import argparse  # slow to import; this module must load fast, since signals are not handled yet
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--bits", default=NATIVE)
@@ -84,7 +84,7 @@ def flag_of(arguments: Sequence[str]) -> str:
 
 
 def unfit(machine: str, flags: str) -> str:
-    """Return why a processor with Linux's `flags` cannot compute these bits; empty if it can."""
+    """Return why a processor with Linux's `flags` cannot compute the portable bits; empty if it can."""
     if machine not in ("x86_64", "AMD64"):
         return f"it needs {LEVEL}, but this processor is {machine}, which is untested"
     missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []
@@ -92,7 +92,7 @@ def unfit(machine: str, flags: str) -> str:
 
 
 def fault(blas: str, target: str) -> str:
-    """Return why this BLAS and compile `target` do not compute these bits; empty if they do."""
+    """Return why this BLAS and compile `target` do not compute the portable bits; empty if they do."""
     if not active:
         return f"NumPy was imported before zero_mpi: set {VARIABLE}=portable before the program starts"
     found = unfit(os.uname().machine, environment.of_processor("flags"))

@@ -1,1 +1,1 @@
-"""Files, our own or from others: opened safely, parsed and displayed; written completely or not at all."""
+"""Safe access to files: opening, parsing and displaying files from others, and atomic writes."""

@@ -1,4 +1,4 @@
-"""Small files that are complete at every moment: written next to the target, synced to disk, then renamed.
+"""Atomic writes of small files: written next to the target, synced to disk, then renamed.
 
 If the writer is killed, the disk is full or the power fails, the file has the old or the new content, never
 a part of the new content. Checkpoints do the same with a folder (`checkpoint.folders`).
@@ -21,8 +21,8 @@ from zero_mpi.files.open import open_in_place, refusing
 def write_whole(path: Path, content: str | bytes, suffix: str = "partial") -> None:
     """Replace a file's content; on failure raise OSError with its name and leave the file unchanged.
 
-    `suffix` ends the name of the temporary file, `.NAME.partial`. Writers that may write at the same time
-    need different suffixes.
+    `suffix` is appended to the name of the temporary file, `.NAME.partial`. Writers that may run at the same
+    time need different suffixes.
     """
     with replacing(path, suffix) as partial:
         write_to_disk(partial, content.encode() if isinstance(content, str) else content)
@@ -44,7 +44,7 @@ def replacing(path: Path, suffix: str = "partial") -> Iterator[Path]:
 
 
 def partial_of(path: Path, suffix: str = "partial") -> Path:
-    """Return the name of a file while it is being written."""
+    """Return the temporary name under which a file is written."""
     return path.with_name(f".{path.name}.{suffix}")
 
 
@@ -94,7 +94,7 @@ def write_to_disk(path: Path, content: bytes) -> None:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Write all of `content`: on a nearly full disk, a call may write only a part and report no error."""
+    """Write all of `content`, because a single call may write only a part, for example on a full disk."""
     left = memoryview(content)
     while left:
         left = left[os.write(handle, left) :]

@@ -1,10 +1,10 @@
-"""File systems: the one that a folder is on, and whether several ranks may write one file on it.
+"""Properties of the file system of a folder, such as whether several ranks may write one file.
 
-`KINDS` is the only place with these facts. Two properties decide who may write. Caches: hosts may write one
-file at once only if the file system keeps their caches coherent. NFS does not, and a client may send a full
-page when only a few bytes are new, so two hosts that write into one page could undo each other's writes.
-Locks: Lustre and GPFS lock ranges of a file for a host, so many hosts that write close together take locks
-from one another, and more processes on a host do not write faster.
+`KINDS` is the only place with these facts. Two properties decide which ranks may write. Caches: hosts may
+write one file at once only if the file system keeps their caches coherent. NFS does not, and a client may
+send a full page when only a few bytes are new, so two hosts that write to the same page could undo each
+other's writes. Locks: Lustre and GPFS lock ranges of a file for a host, so hosts that write to neighbouring
+ranges wait for each other, and more processes on a host do not write faster.
 
 Properties that the code can test when it needs them are not listed here: whether two names can be exchanged
 in one step (`checkpoint.folders`), whether there are locks (`launch.folder_lock`).
@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
-OCTAL = re.compile(r"\\([0-7]{3})")  # a space in the name of a mount point, as the kernel escapes it
-EVERY = 0  # every rank of a host writes
+OCTAL = re.compile(r"\\([0-7]{3})")  # the kernel's escape, for example of a space in a mount point's name
+EVERY = 0  # value of `writers`: every rank of a host writes
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class FileSystem:
 
     kind: str
     hosts: bool = False  # whether several hosts may write one file at once
-    known: bool = True  # if false, `hosts` is a safe guess, which --writers-per-node may override
+    known: bool = True  # if false, `hosts` is a cautious guess; --writers-per-node overrides it
     writers: int = 1  # number of ranks of a host that write, or EVERY
-    lasting: bool = True  # files on it survive a reboot of the host
+    lasting: bool = True  # whether files survive a reboot of the host
 
 
 OF_A_HOST = FileSystem("", writers=EVERY)
@@ -48,7 +48,7 @@ UNKNOWN = FileSystem("unknown", known=False)
 
 
 def file_system(path: Path) -> FileSystem:
-    """Return the properties of the file system that a path is (or would be) on, by the kernel's name."""
+    """Return the properties of the file system on which a path is or would be, by the kernel's mounts."""
     place, best, kind = Path(os.path.realpath(path)), -1, UNKNOWN.kind
     lines = list[str]()
     with suppress(OSError):

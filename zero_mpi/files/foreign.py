@@ -1,4 +1,4 @@
-"""Displays text from others (names, values, flags) safely.
+"""Safe display of text from others (names, values, flags).
 
 The displayed part is one line of bounded length without terminal control characters.
 """
@@ -9,10 +9,10 @@ import os
 import re
 import unicodedata
 
-LONGEST = 200  # most characters shown of a foreign text
+LONGEST = 200  # most displayed characters of a foreign text
 LONGEST_LINE = 1800  # most characters of a message of one line, without the command's name
 LONG_WORD = re.compile(rf"\S{{{LONGEST + 1},}}")
-LAYOUT = "\n\t\u200c\u200d"  # unprintable characters that belong to text: joiners form words and emoji
+LAYOUT = "\n\t\u200c\u200d"  # kept unprintable characters; the joiners form words and emoji
 
 
 def shown(value: object, most: int = LONGEST) -> str:
@@ -49,7 +49,7 @@ def quoted(value: object, most: int = 80) -> str:
 def printable(text: str, keep: str = "") -> str:
     """Return a text with unprintable characters (control, newlines, lone surrogates) as escapes.
 
-    Characters in `keep` stay unchanged.
+    Characters in `keep` do not change.
     """
     if text.isprintable():
         return text
@@ -57,7 +57,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text of several lines, such as a sample, without terminal control characters; layout stays."""
+    """Return a text of several lines, such as a sample, without control characters except LAYOUT."""
     if text.isprintable():
         return text
     return "".join(c if c in LAYOUT or unicodedata.category(c) == "Zs" else printable(c) for c in text)

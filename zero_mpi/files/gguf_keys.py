@@ -1,4 +1,4 @@
-"""Keys of a GGUF file, each read with its required type, because any program may have written the file.
+"""Reader of the keys of a GGUF file that checks their types, because any program may have written the file.
 
 An absent key is None. A key of another type or outside its range is an error of one line that names the
 file, the key, what was expected and what was found. Code that acts on a key's value reads it here; code that
@@ -89,7 +89,7 @@ class GGUFKeys:
         return None if value is None else value.tolist()
 
     def numbers(self, key: str, count: int) -> NDArray[np.float32] | None:
-        """Return the array of a key that holds `count` finite float32 numbers."""
+        """Return the array of a key, which must have `count` finite float32 numbers."""
 
         def fits(value: Any) -> bool:
             return is_row(value, "f", count) and value.dtype == np.float32 and bool(np.isfinite(value).all())
@@ -119,7 +119,7 @@ class GGUFKeys:
 
 
 def is_row(value: Any, kinds: str, count: int | None = None) -> bool:
-    """Return whether a value is a 1-D array of `count` numbers (None: any number) of some kinds of dtype."""
+    """Return whether a value is a 1-D array of `count` numbers (None: any) with a dtype of `kinds`."""
     is_array = isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in kinds
     return is_array and count in (None, len(value))
 

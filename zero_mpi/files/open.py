@@ -1,7 +1,7 @@
-"""Opens and reads files safely, because other programs may have replaced them by anything.
+"""Safe opening and reading of files, which other programs may have replaced by anything.
 
-Only a regular file is opened, because a pipe would wait forever and a device never ends; reads are
-bounded. Files that are written in place, appended to or truncated are opened only by `open_in_place`.
+Only regular files are opened, because a pipe could block forever and a device never ends. Reads are bounded.
+Only `open_in_place` opens files to overwrite, append or truncate them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _mode(path: str | os.PathLike[str]) -> int | None:
 
 
 def reason(error: Exception) -> str:
-    """Return the system's message without the path, which the caller adds in its own way."""
+    """Return the system's message without the path, which the caller adds."""
     return str(getattr(error, "strerror", None) or error)
 
 
@@ -67,7 +67,7 @@ def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot
     folder, why = os.path.dirname(path) or ".", ""
     if is_folder(path):
         why = "it is a folder, expected a file name"
-    elif exists(path):  # a file, or a device such as /dev/stdout, whose folder does not matter
+    elif exists(path):  # a file or a device such as /dev/stdout; its folder does not matter
         why = "" if os.access(path, os.W_OK) else "Permission denied"
     elif not is_folder(folder):
         why = f"{'Not a directory' if exists(folder) else 'No such file or directory'}: {shown(folder)}"
@@ -103,10 +103,10 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> int:
-    """Open a file to write it in place, as `os.open` and `open(opener=...)` do. Return its descriptor.
+    """Open a file to write it in place, with the arguments of `os.open`. Return its descriptor.
 
-    Raises OSError with the name for a symbolic link, for a file with more than `links` hard links and for
-    anything else that is not a regular file. The file is truncated (O_TRUNC) after that check.
+    Raise OSError with the name for a symbolic link, a file with more than `links` hard links, or anything
+    that is not a regular file. Truncation (O_TRUNC) follows this check.
     """
     safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -127,7 +127,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> i
 
 
 def fill(handle: int, view: memoryview, at: int) -> int:
-    """Fill `view` with bytes from an offset of an open file on. Return the number read, fewer at the end."""
+    """Fill `view` with bytes of a file from offset `at` on. Return their number, less at the file's end."""
     done = 0
     while done < len(view):
         got = os.preadv(handle, [view[done:]], at + done)
@@ -157,8 +157,8 @@ def read_lines(
 ) -> Iterator[bytes]:
     """Yield the lines of a regular file that contain `holding`, without line ends, in bounded memory.
 
-    A line of MOST_LINE bytes is skipped, because a crash may have left a run of zeros. Too many of them, or a
-    file that cannot be read, raise FileError. Millions of other lines, including empty lines, take no time.
+    Longer lines than MOST_LINE bytes are skipped, because a crash may leave a run of zeros. Raise FileError
+    if too many bytes are skipped or the file cannot be read. Lines without `holding` are skipped fast.
     """
     with open_file(path, expected) as file, refusing("", path, "cannot be read"):
         try:

@@ -1,4 +1,4 @@
-"""Parses untrusted JSON and TOML. The result is a value or one kind of error, for any depth of nesting."""
+"""Parsers of untrusted JSON and TOML: any text, however nested, gives a value or one kind of error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from zero_mpi.files.foreign import show, shown
 
 MOST_NESTED = 100  # limit on nesting, so that recursive code does not exhaust the stack
-MOST_VALUES = 1 << 21  # values of a JSON text; each takes about 100 bytes of memory, but one byte of text
+MOST_VALUES = 1 << 21  # most values of a JSON text: a value of one byte takes about 100 bytes of memory
 PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
 LONG_KEY = re.compile(
     rf"""(?<![\w"'-]){PART}(?:\.[ \t]*+{PART}){{32}}""", re.ASCII
@@ -26,9 +26,9 @@ def parse_json(
 ) -> Any:
     """Return the JSON value of a text in UTF-8; raise ValueError with one line for anything else.
 
-    Such errors include too deep nesting, numbers of thousands of digits, more than `most_values` values, and
-    numbers that are not finite, which JSON lacks; `null_for_infinite` reads such numbers as null. `unique`:
-    also refuse an object with a repeated name; otherwise its last value would count.
+    Errors include too deep nesting, numbers of thousands of digits, more than `most_values` values, and
+    numbers that are not finite, which JSON lacks; with `null_for_infinite` they become null. With `unique`, a
+    repeated name in an object is an error too; otherwise its last value counts.
     """
     lists, values = _signs(raw)
     if values > most_values:
@@ -45,7 +45,7 @@ def parse_json(
 
 @cache
 def _decoder(null_for_infinite: bool, unique: bool) -> json.JSONDecoder:
-    """Return a decoder with the rules of `parse_json`; making one takes longer than parsing a short line."""
+    """Return a cached decoder with the rules of `parse_json`; making it takes longer than parsing a line."""
 
     def number(text: str) -> float | None:
         value = float(text)

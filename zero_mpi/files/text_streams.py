@@ -1,7 +1,7 @@
-"""Text files, packed (compressed) or not, as streams of bytes, and the lines between two offsets.
+"""Streams of bytes and lines from text files, packed (compressed) or not.
 
-A packed file can only be read from its beginning, so each rank reads it once, for all of the rank's pieces in
-the order of the file.
+A packed file can only be read from its beginning, so each rank reads it once and takes all of the rank's
+parts in file order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero_mpi.files.parse import parse_json
 BLOCK = 1 << 20
 UNREADABLE = OSError, EOFError, zlib.error, ValueError
 MOST = 16 << 20  # limit in bytes of a line
-MOST_UNPACKED = 1 << 30  # limit in bytes of a packed text, which becomes one document in memory
+MOST_UNPACKED = 1 << 30  # limit in bytes of a packed text that is a single document in memory
 
 
 def _zstd(file: FileIO) -> Any:
@@ -46,7 +46,7 @@ class TextStream:
     """Unpacked bytes of a file, from the first byte on. `at`: number of bytes read or skipped.
 
     `beat` is called at each block, because reading a file may take long.
-    Raises FileError for a file that cannot be read, or is not packed as its name says.
+    Raises FileError if a file cannot be read or is not packed as its name says.
     """
 
     def __init__(self, path: Path, beat: Callable[[], object] = lambda: None) -> None:
@@ -110,7 +110,7 @@ class TextStream:
                 yield raw
 
     def lines(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset, line) of the lines that begin in [first, stop) and that were not yet passed."""
+        """Yield (offset, line) for the lines that begin in [first, stop) and after the current position."""
         if first and self.stop != first:  # the end of the previous line is unknown
             self.pass_over(first - 1 - self.at)
             self.line()
@@ -164,9 +164,9 @@ def each_line(
     lines: Iterable[bytes] | None = None,
     bad: Callable[[int, ValueError], object] | None = None,
 ) -> Iterator[T]:
-    """Yield the results of `read`, called with each line's number, from 1, and value; holds one line.
+    """Yield the results of `read`(number of a line from 1, its value), with one line in memory at a time.
 
-    A ValueError of `read`, like any other failure, becomes a FileError that names `flag`, file and line.
+    A failure, such as a ValueError of `read`, becomes a FileError that names `flag`, file and line.
     lines: lines to read instead of the file's; bad: called for an invalid line, instead of a FileError
     """
     for number, raw in enumerate(_flagged(path, flag, lines), 1):
@@ -191,7 +191,7 @@ def _flagged(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[b
 
 
 def _value(text: bytes) -> Any:
-    """Return the value of a line; raise ValueError with the column only: the caller names the line."""
+    """Return the value of a line; raise ValueError with the column, since the caller names the line."""
     try:
         return parse_json(text.rstrip(b"\r\n"), unique=True)
     except ValueError as error:

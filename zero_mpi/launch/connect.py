@@ -1,8 +1,8 @@
-"""Communicator for a user's script or notebook; an error on one rank ends all ranks of the script.
+"""`connect`: communicator for a user's script or notebook. An error on one rank ends all ranks.
 
 If a rank of a script fails, ends early, or starts a different collective, the other ranks would wait for it
-forever. So `connect` ensures that an uncaught exception ends all ranks, and that a wait which cannot succeed
-or takes many minutes ends the job (`watchdog`). In a single process `connect` installs nothing.
+forever. So `connect` makes an uncaught exception end all ranks, and a wait that cannot succeed or takes many
+minutes end the job (`watchdog`). In a single process `connect` installs nothing.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import END, World, find_world, meet
 
 VARIABLE = "ZERO_MPI_TIMEOUT"  # timeout in seconds, used if `connect` gets none
-TIMEOUT = 600.0  # seconds, as the default of `--timeout`
+TIMEOUT = 600.0  # seconds, like the default of `--timeout`
 
 
 def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     """Return the communicator of the ranks that a launcher has started; a `SerialComm` for a single process.
 
     The same script runs under mpirun, as plain Python, in a notebook, and without an MPI installation. If MPI
-    is installed, it is started. A rank computes on one thread unless the environment says
-    otherwise, even if numpy was imported before zero_mpi. Collective.
+    is installed, it is started. A rank computes on one thread by default, even if numpy was imported before
+    zero_mpi. Collective.
 
     timeout   seconds that a rank may wait for others before the job prints the state of each rank and ends
               with status 86; 0: no limit; default: the variable ZERO_MPI_TIMEOUT, else 600
@@ -52,10 +52,10 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     If the variable ZERO_MPI_BITS=portable is set before the program starts, results have the bits of
     `--bits portable`.
 
-    From now on an uncaught exception ends all ranks, and so does a rank that ends, with any status, while
-    others wait for it. Only one thread may start collectives; other threads get UsageError. Raise
-    UsageError if a launcher has started this process and there is no MPI or too little space in /dev/shm, or
-    if bits cannot be portable; ValueError for a timeout that is not a number of seconds.
+    From now on all ranks end if a rank has an uncaught exception or ends, with any status, while others wait
+    for it. Only one thread may start collectives; other threads get UsageError. Raise UsageError if a
+    launcher has started this process and there is no MPI or too little space in /dev/shm, or if bits cannot
+    be portable; ValueError for a timeout that is not a number of seconds.
     """
     ops.use_threads()
     world = find_world() if WatchedScript.running is None else WatchedScript.running.world
@@ -73,7 +73,7 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
 
 
 def settings(timeout: Any, check: Any) -> tuple[float, dict[str, object]]:
-    """Return the limit of a wait in seconds, and the settings that all ranks must share; raise ValueError."""
+    """Return the limit of a wait in seconds, and settings that must be equal on all ranks."""
     instance("connect: check", check, bool, "True or False")
     limit, bits = time_limit(timeout), portable.requested()
     if bits not in portable.CHOICES:
@@ -95,7 +95,7 @@ def time_limit(timeout: Any) -> float:
 
 
 class WatchedScript:
-    """Watchdog and exit hooks of a script's rank, from the first `connect` to the exit. Collective."""
+    """Watchdog and exit hooks of a script on a rank, from the first `connect` to the exit. Collective."""
 
     running: WatchedScript | None = None  # at most one per process
 
@@ -140,13 +140,13 @@ class WatchedScript:
         self.world.kill(status)
 
     def _exit(self, status: Any = None, /) -> NoReturn:
-        """Record the exit status, which exit hooks cannot read, then exit as sys.exit does."""
+        """Record the exit status, because exit hooks cannot read it, then exit like sys.exit."""
         if threading.current_thread() is threading.main_thread():
             self._status = (status or 0) & 0xFF if isinstance(status, int | None) else FAILED
         raise SystemExit(status)
 
     def _ended(self) -> None:
-        """Report the end of this process to the other ranks, and wait for the ends of the other ranks."""
+        """Report the end of this process to the other ranks, and wait until they end too."""
         if os.getpid() != self._process or self.world.mpi.Is_finalized():
             return  # a child process, or a command whose ranks have already ended together
         sys.stdout.flush()
@@ -157,9 +157,9 @@ class WatchedScript:
 
 
 def meeting_place(world: World) -> Path | None:
-    """Return a new folder that all ranks see, in the temporary or the current folder. Collective.
+    """Return a new folder, in the temporary or current folder, that all ranks see, or None. Collective.
 
-    On several hosts the temporary folder is local and the current one is usually shared. None if neither is.
+    With several hosts, the temporary folder is local and the current folder is usually shared.
     """
     name, probes = f".zero_mpi-{secrets.token_hex(6)}", list[Path]()
     if world.rank == 0:
@@ -167,7 +167,7 @@ def meeting_place(world: World) -> Path | None:
         for probe in probes:
             with suppress(OSError):
                 probe.mkdir(mode=0o700)
-    probes = world.comm.broadcast_object(probes)  # after mkdir, because ranks look for the folder at once
+    probes = world.comm.broadcast_object(probes)  # sent after mkdir, as ranks look for the folder at once
     seen = world.comm.allgather_object([probe.is_dir() for probe in probes])
     if world.rank == 0:
         for probe in probes:

@@ -1,7 +1,7 @@
 """Checks that all ranks have the same package, Python, MPI, NumPy, flags and model files.
 
-Hosts may differ: one host has an older environment, another host has a different copy of a file. Then a job
-would hang, or ranks would train differently. So ranks compare these facts; if all agree, one message is sent.
+Hosts may differ, for example in the environment or in the copy of a file. Such a job would hang, or its ranks
+would train differently. Ranks therefore compare these facts, by one message if all agree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check(comm: Comm, facts: Facts, remedy: str) -> None:
 
 
 def same(comm: Comm, prepare: Callable[[], tuple[T, Facts]], remedy: str) -> T:
-    """Return the first item of prepare(); raise if it fails on a rank or its facts differ. Collective."""
+    """Return the first item of prepare(); raise if it fails on any rank or facts differ. Collective."""
     return alike(comm, prepare, REFUSALS, remedy=f"; {remedy}")
 
 
@@ -83,12 +83,12 @@ def check_pins() -> None:
 
 @cache
 def own_source() -> str:
-    """Return the digest of the running package."""
+    """Return the digest of the running package's source."""
     return source_digest(Path(environment.__file__).parents[1])
 
 
 def source_digest(folder: Path) -> str:
-    """Return a digest of all files of the package; many commits have the same version."""
+    """Return a digest of all files of the package, since many commits have the same version."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(os.fsencode(path.relative_to(folder)) + b"\0")
@@ -102,7 +102,7 @@ def short_digest(value: Any) -> str:
 
 
 def split_into(size: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of started ranks if MPI shows each of them only itself; otherwise 0."""
+    """Return the number of started ranks if each is alone in its MPI world; otherwise 0."""
     started = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
     return started if size == 1 < started else 0
 
@@ -113,7 +113,7 @@ def is_first(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError if a launcher has started several ranks and MPI shows each of them only itself.
+    """Raise UsageError if a launcher has started several ranks and each is alone in its MPI world.
 
     In that case mpi4py has loaded a different MPI library than the launcher's. Only the first rank prints.
     """

@@ -1,14 +1,14 @@
-"""Segments of MPI libraries in /dev/shm: checks for free space, and removes the segments of killed jobs.
+"""Segments of MPI libraries in /dev/shm: a check of free space, and removal of killed jobs' segments.
 
 Free space is checked before MPI starts (`check_space`). MPICH crashes without a message if /dev/shm is too
 small for the segment that all ranks of a node share; containers have 64 MiB by default. UCX uses most of that
-segment for messages that MPICH can send without it, so if space is short, UCX is configured to use none. All
-ranks of a node come to the same result, because MPI makes the segment after all ranks have checked.
+segment for messages that MPICH can send without UCX, so if space is short, UCX is configured to use none. All
+ranks of a node get the same result, because MPI makes the segment after all ranks have checked.
 
 A segment is a file, and it keeps its memory when a job is killed. So a rank removes the file's name as soon
-as all ranks have mapped it (`unname`), and a run starts by removing stale segments (`sweep`), which no
-process has open or mapped. The kernel shows this: it grants a lease only for a file that no other process has
-open. A file's name does not identify its job, and a list of processes would not contain other containers.
+as all ranks have mapped it (`unname`), and a run first removes stale segments (`sweep`), which no process has
+open or mapped. The test is a lease, which the kernel grants only if no other process has the file open. A
+file's name does not identify its job, and a list of processes would not contain other containers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero_mpi.launch.ending import DRAIN, say
 PLACE = Path("/dev/shm")
 SEGMENTS: tuple[str, ...] = ("mpich_shm_*", "mpich_shar_tmp*", "ucx_shm_posix_*")  # MPICH, MPICH windows, UCX
 SEGMENTS += ("vader_segment.*", "sm_segment.*", "osc_sm.*")  # Open MPI 4 and 5, windows of Open MPI
-SETTLED = 2.0  # seconds within which a library maps its new segments
+SETTLED = 2.0  # seconds after which a library has mapped a new segment
 # Bytes per rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
 WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
 SPARE = 1 << 18  # further bytes per node
@@ -40,7 +40,7 @@ REMEDY = "enlarge it (containers: --shm-size=1g or --ipc=host), or start fewer r
 
 def check_space(environ: MutableMapping[str, str] = os.environ) -> None:
     """Raise UsageError if MPI has too little space to start; if space is short, set UCX to need less."""
-    # PMI_FD is set by MPICH and its relatives; Open MPI takes 0.1 MB per rank
+    # MPICH and its relatives set PMI_FD; Open MPI needs only 0.1 MB per rank
     problem = find_problem(environ) if "PMI_FD" in environ else ""
     if problem and environment.local_ranks(environ) < int(environ.get("PMI_SIZE", "0")):
         # Ranks of other nodes wait in MPI_Init. If a rank exits before MPI_Init, MPICH's launcher leaves
@@ -74,7 +74,7 @@ def free_bytes(place: Path = PLACE) -> int | None:
     try:
         about = os.statvfs(place)
         files = [path.stat() for path in place.iterdir()]
-    except OSError:  # no such folder, or a segment was just removed
+    except OSError:  # the folder is missing, or a segment was just removed
         return None
     launched = time.time() - process_age(os.getppid())
     ours = [each for each in files if each.st_uid == os.getuid() and each.st_mtime >= launched]
@@ -94,7 +94,7 @@ def sweep(place: Path = PLACE) -> None:
 def is_unused(path: Path) -> bool:
     """Return True if no process has the file open, according to the kernel; False if unknown.
 
-    The lease is held for a moment. If another process opens the file meanwhile, it waits, and this process
+    The test's lease lasts a moment. If another process opens the file meanwhile, it waits, and this process
     gets a signal without effect.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -112,6 +112,6 @@ def is_unused(path: Path) -> bool:
 def unname() -> None:
     """Remove the names of this job's own segments, once all ranks of the node have mapped the segments."""
     maps = Path("/proc/self/maps").read_text(errors="replace")
-    for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # not opened again by MPICH
+    for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # MPICH does not reopen them
         with contextlib.suppress(OSError):  # another rank removed it first
             os.unlink(path)

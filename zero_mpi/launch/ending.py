@@ -1,15 +1,15 @@
-"""Ends a job: prints the last messages, ends all ranks, and stops the launcher while ranks save.
+"""End of a job: last messages, the end of all ranks, and a pause of the launcher while ranks save.
 
-Several ranks may fail at once, in any thread, also while another thread is inside the MPI library. So ranks
-take turns to print, each message is a single write, and the rank that ends the job does not rely on the MPI
+Several ranks may fail at once, in any thread, even while another thread is inside the MPI library. So ranks
+take turns to print, each message is a single write, and the rank that ends the job does not depend on the MPI
 library alone.
 
 When Open MPI's mpirun is ended (Ctrl-C, SIGTERM, a closed terminal), its process on each node sends SIGCONT,
-SIGTERM and SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank that has
-state to save stops that process as soon as SIGTERM arrives (`hold_launcher`), and continues it after all have
-saved, or after a time limit; if the ranks are gone, a separate process continues it. If a rank of the node
-has ended, Open MPI sends SIGTERM because of that rank, and the launcher is not stopped. A stopped launcher
-passes on no output, so ranks write directly to its destination. Other launchers pass signals on and wait.
+SIGTERM and SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank with
+state to save pauses that process (SIGSTOP) as soon as SIGTERM arrives (`hold_launcher`), and continues it
+after all have saved, or after a time limit; if the ranks are dead, a separate process continues it. If a rank
+of the node has ended, Open MPI sends SIGTERM for that reason, and ranks do not pause it. A paused launcher
+forwards no output, so ranks write directly to its destination. Other launchers pass signals on and wait.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     import subprocess
 
 FAILED, BAD_USAGE, REQUEUE = 1, 2, 75
-DRAIN = 0.2  # seconds for the launcher to pass on messages, because it drops unread output at an abort
+DRAIN = 0.2  # seconds for the launcher to forward messages, because an abort drops unread output
 STAGGER = 0.3  # seconds per rank: if all fail at once, the first prints and ends the job before the others
-MOST_TURNS = 20  # ranks that take turns; all later ranks print with the last of them
+MOST_TURNS = 20  # number of ranks that take turns; all later ranks print with the last of these
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
-LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # the parents of ranks
-HOLD = 120.0  # most seconds of a stop; after them the launcher may end ranks that cannot save
+LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # names of launcher processes
+HOLD = 120.0  # most seconds of a pause; then the launcher may end ranks that cannot save
 POLL = 0.2  # seconds between checks of the ranks of the node
-LATER = 5.0  # seconds after HOLD until the separate process continues the launcher, if no rank has done so
+LATER = 5.0  # seconds after HOLD at which the separate process continues the launcher if no rank did
 
 _is_over = threading.Event()  # set when there is nothing left to wait for
-_held: list[tuple[int, subprocess.Popen[bytes]]] = []  # pid of the launcher, process that continues it
+_held: list[tuple[int, subprocess.Popen[bytes]]] = []  # (pid of a launcher, process that continues it)
 
 
 def say(text: str) -> None:
@@ -67,7 +67,7 @@ def end_surely(end: Callable[[int], object], status: int) -> NoReturn:
 
 
 def hold_launcher() -> None:
-    """Stop the launcher before it kills the ranks; all ranks of a node may call this."""
+    """Pause the launcher before it kills the ranks; all ranks of a node may call this."""
     pid = os.getppid()
     if "OMPI_COMM_WORLD_RANK" not in os.environ or _held or _is_over.is_set():
         return
@@ -76,7 +76,7 @@ def hold_launcher() -> None:
         is_complete = len(ranks) >= int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
         if not is_complete or Path(f"/proc/{pid}/comm").read_text().strip() not in LAUNCHERS:
             return
-        import subprocess  # slow, so only after signal handlers are installed
+        import subprocess  # slow import, so not before signal handlers are installed
 
         os.kill(pid, signal.SIGSTOP)
         command, quiet = f"sleep {HOLD + LATER}; kill -CONT {pid}", subprocess.DEVNULL
@@ -112,7 +112,7 @@ def ranks_below(pid: int) -> set[int]:
 
 
 def release_launcher() -> None:
-    """Continue the launcher if this process has stopped it and it still lives; never stop it again."""
+    """Continue the launcher if this process has paused it and it is alive; never pause it again."""
     _is_over.set()
     while _held:
         pid, last_resort = _held.pop()

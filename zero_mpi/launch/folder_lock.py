@@ -1,11 +1,11 @@
 """Lock of a run folder, `OUT/.lock`: the folder belongs to one job at a time, until that job ends.
 
 The process that creates the file holds the folder; only one can. The holder, rank 0, keeps a flock on the
-file, which ends with the process, and renews its record every few seconds. If a flock is refused, the holder
-lives. If it is granted, the holder is dead only if it was on this machine: between machines flocks may not
-exist or may be local (NFS and Lustre, depending on mount options). A holder on another machine counts as dead
-if its record stops changing, by the local clock. The file is then renamed, which only one process can do, and
-a new file is made. A holder that was only paused notices this, or a moved or removed folder; its job ends.
+file, which ends with the process, and renews its record every few seconds. If the system refuses the flock,
+the holder is alive. If it grants the flock, a holder on this machine is dead; other machines' flocks may be
+invisible (NFS and Lustre, depending on mount options). A holder on another machine counts as dead if its
+record stops changing, by the local clock. The file is then renamed, which only one process can do, and a new
+file is made. If a paused holder continues, it notices that and ends its job, also for a removed folder.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:  # `supervise` reads locks without loading NumPy or MPI
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
 POLL = 0.2  # seconds between reads of a file that another job holds
-SLOW = 2.0  # seconds: if a read takes longer, the file system hangs, and the holder may wait for it too
+SLOW = 2.0  # seconds; during a longer read the file system hangs, maybe for the holder too
 PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine counts as dead
 SETTLE = 5.0  # seconds after which a refused lock counts as held even if the record does not change
 LEAVE = 60.0  # seconds for a holder in the same batch job (requeued, or a previous step) to end
 GRACE = 3.0  # seconds that a job has to end by itself once its folder is lost
 SIZE = 1024  # bytes of a record: always the same number, so that a renewal needs no space on a full disk
-ANY = 1 << 62  # most hard links of our own file; a backup may have made some
+ANY = 1 << 62  # any number of hard links of our own file, since a backup may make some
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors that occur with any --out: status 1
+THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of the machine, not of --out: status 1
 
 
 def machine() -> str:
-    """Return a text that identifies the running kernel; it is the same in all containers of a machine."""
+    """Return a text that identifies the running kernel, equal in all containers of a machine."""
     try:
         return BOOT.read_text().strip()
     except OSError:
@@ -67,7 +67,7 @@ class Record:
     job: str = ""
     host: str = field(default_factory=platform.node)
     pid: int = field(default_factory=os.getpid)
-    machine: str = field(default_factory=machine)  # whose kernel has the flock
+    machine: str = field(default_factory=machine)  # machine whose kernel has the flock
     token: str = field(default_factory=lambda: uuid4().hex)  # unique to the job
     beat: int = 0  # number of renewals
 
@@ -80,7 +80,7 @@ class Record:
 
 
 def unpacked(raw: bytes) -> Record | None:
-    """Return the record in a file's content, for messages and comparisons; None for any other content."""
+    """Return the record in a file's content, for messages and comparisons; None if there is none."""
     with contextlib.suppress(ValueError):
         found = parse_json(raw)
         if isinstance(found, dict) and found.keys() == {each.name for each in fields(Record)}:
@@ -197,7 +197,7 @@ def take(path: Path, record: Record) -> int:
                     )
             elif locked is not False and quiet > PATIENCE:
                 put_aside(path, raw, record)
-            elif locked is not False and not is_logged and (holder or quiet > 0):  # not being created
+            elif locked is not False and not is_logged and (holder or quiet > 0):  # lock file is complete
                 is_logged = True
                 left = f"{path} was left by {holder or 'an unknown job'}"
                 log.info("%s: waiting %.0f s for a sign of life", left, PATIENCE)
@@ -208,7 +208,7 @@ def take(path: Path, record: Record) -> int:
 def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | None:
     """Try once: return the handle if we got the lock, else (locked, content); None: the file is gone.
 
-    We get the lock if the system grants it and its holder was on this machine, which means it is dead.
+    We get the lock if the system grants it and the holder was on this machine, so the holder is dead.
     """
     try:
         handle = find(path)
@@ -233,7 +233,7 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
         if aside.read_bytes()[:SIZE] != raw:
-            with contextlib.suppress(OSError):  # no hard links here: the other job makes a new file
+            with contextlib.suppress(OSError):  # without hard links, the other job makes a new file
                 os.link(aside, path)
         os.unlink(aside)
 
@@ -242,11 +242,11 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
 
 
 class RunLock:
-    """Lock of our folder from `take` to `release`. lost: reason of a loss; at_loss: called GRACE s later."""
+    """Lock of our folder from `take` to `release`. lost: why it was lost; at_loss: called GRACE s later."""
 
     def __init__(self, path: Path, record: Record, handle: int) -> None:
         self._path, self._own_record = path, record
-        # The folder stays open so that no new folder gets its inode number.
+        # Keep the folder open, so that no new folder gets its inode number.
         self._handles = [handle, os.open(path.parent, os.O_DIRECTORY)]
         self._folder, self.lost = os.fstat(self._handles[1]), ""
         self.at_loss: Callable[[], object] = lambda: None
@@ -263,7 +263,7 @@ class RunLock:
     def release(self) -> None:
         self._over.set()
         if not self.lost:
-            self._thread.join(SLOW)  # the disk may hang
+            self._thread.join(SLOW)  # limited, because the disk may hang
         with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
             if record is not None and record.token == self._own_record.token:
                 os.unlink(self._path)
@@ -272,7 +272,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[tuple[int, Record | None]]:
-        """Open the file again and read it: so network file systems get writes of others and send ours."""
+        """Open and read the file again, by which network file systems exchange writes with other machines."""
         with opened(self._path, ANY) as handle:
             yield handle, unpacked(read(handle))
 
@@ -287,7 +287,7 @@ class RunLock:
 
     def why_lost(self) -> str:
         """Check the folder now; return the reason if the job has lost it, else an empty text."""
-        for pause in (POLL, 0.0):  # a network file system may be wrong for a moment
+        for pause in (POLL, 0.0):  # because a network file system may be wrong for a moment
             try:
                 if os.path.samestat(os.stat(self._path.parent), self._folder):
                     return self.lost
@@ -335,7 +335,7 @@ def make_and_take(out: Path) -> RunLock:
     job = find_job()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        next(out.iterdir(), None)  # an error if it cannot be read
+        next(out.iterdir(), None)  # raises an error if it cannot be read
         metrics.check(out)
         return RunLock.take(out, "" if job is None else job.name)
     except UsageError:

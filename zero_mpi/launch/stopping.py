@@ -1,14 +1,14 @@
 """Stop signals of a run: recorded from the start of the program, handled once all ranks agree on them.
 
-A handler only records the signal, because a rank that exits alone leaves the others waiting. Ranks share
+A handler only records the signal, because a rank that exits alone leaves the others waiting. Ranks exchange
 recorded signals in every agreement before the first step (`launch.world.StopAwareComm`), then after each
-step. Long local work without communication is interrupted at once (`cut_short`). A thread receives signals
-too, as the main thread may be inside the MPI library, where no Python handler runs. The thread answers a
-second Ctrl-C, and ends a run whose ranks reach no agreement during its preparation.
+step. A signal interrupts long local work without communication at once (`cut_short`). A thread also receives
+signals, because no Python handler runs while the main thread is inside the MPI library. The thread reacts to
+a second Ctrl-C, and ends a run whose ranks reach no agreement during its preparation.
 
 A program of this package records signals from its first line on. A script that calls the function of a
 command calls `signals.listen()` first. On Ctrl-C `train` saves before it ends; any other command prints a
-line and ends at once, with status 130. An import changes no signal handler.
+line and ends at once, with status 130. Importing the package changes no signal handler.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from zero_mpi import environment
 from zero_mpi.launch.ending import FAILED, REQUEUE, await_turn, end_surely, hold_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-OF_PEOPLE = ("SIGINT", "SIGHUP")  # sent by people, not by batch systems, so a job is not requeued
+OF_PEOPLE = ("SIGINT", "SIGHUP")  # people send these signals, batch systems do not, so a job is not requeued
 START, PREPARING, STEPS, OVER = "start", "preparing", "steps", "over"
 NO_STEP = "before the first step"
 WHEN = {START: NO_STEP, PREPARING: NO_STEP, STEPS: "after this step", OVER: "at the end of the run"}
-TWICE = 0.4  # seconds in which two signals count as one, as terminal and launcher may both send it
+TWICE = 0.4  # two signals within these seconds count as one, as terminal and launcher may both send it
 GRACE = 3.0  # seconds for all ranks to agree while a run is prepared
-STAGGER = 0.5  # seconds per rank: if all ranks end the job, only the first prints
+STAGGER = 0.5  # seconds per rank, so that only the first prints if all ranks end the job
 
 INTERRUPTED = 130  # a shell's exit status for a program ended by Ctrl-C
 Handler = Callable[[int, FrameType | None], None]
@@ -59,7 +59,7 @@ def handle(number: int, handler: Handler) -> None:
 
 
 def handle_again() -> None:
-    """Install the handlers again that a library has replaced: UCX replaces that of SIGHUP when MPI starts."""
+    """Install handlers again that a library has replaced; UCX replaces SIGHUP's when MPI starts."""
     for number, handler in _handled.items():
         signal.signal(number, handler)
 
@@ -99,14 +99,14 @@ def outlive_terminal() -> None:
     """Make stdout and stderr work without errors after their terminal is closed."""
     for name, handle in (("stdout", 1), ("stderr", 2)):
         was = getattr(sys, name)
-        if os.isatty(handle) and was is getattr(sys, f"__{name}__"):  # not a notebook's stream
+        if os.isatty(handle) and was is getattr(sys, f"__{name}__"):  # a notebook's stream is not replaced
             terminal = io.BufferedWriter(Terminal(handle, "w", closefd=False))
             new = io.TextIOWrapper(terminal, was.encoding, was.errors, line_buffering=True)
             setattr(sys, name, new)
 
 
 def report(text: str, *, is_error: bool = False) -> None:
-    """Print one line from any thread: errors to stderr, others to the log, or to stdout without a log."""
+    """Print one line from any thread: errors to stderr, notes to the log, or to stdout without a log."""
     log = sys.modules.get("zero_mpi.telemetry.log")
     with contextlib.suppress(OSError):
         if is_error or log is None or not log.installed():
@@ -119,7 +119,7 @@ def report(text: str, *, is_error: bool = False) -> None:
 class Stopped(BaseException):
     """Exception: a signal ends the run before its first step. `except Exception` does not catch it.
 
-    All ranks raise it together, with the job's exit status; `StopSignals.cut_short` catches one without.
+    All ranks raise it together, with the job's exit status; without a status, `cut_short` catches it.
     """
 
     def __init__(self, name: str, *, again: bool = False) -> None:
@@ -163,11 +163,11 @@ class StopSignals:
     # ---------------------------------------------------------------------- before the first step
 
     def word(self) -> Word:
-        """Return this rank's word for an agreement: a signal that should end the preparation, and `again`."""
+        """Return this rank's part of an agreement: a signal that should end the preparation, and `again`."""
         return (self.caught if self.phase == PREPARING else ""), self.again
 
     def agreed(self, words: Sequence[Word]) -> None:
-        """Raise Stopped if any rank has sent a signal. All ranks call this with the same words."""
+        """Raise Stopped if a word names a signal. All ranks call this with the same words."""
         name = next((name for name, _ in words if name), "")
         if name:
             self.phase, self.caught = OVER, self.caught or name
@@ -239,7 +239,7 @@ class StopSignals:
 
 
 def stopped_early(stopped: Stopped) -> str:
-    """Return the message about a run that was stopped before its first step."""
+    """Return the message for a run that was stopped before its first step."""
     if stopped.status == REQUEUE:
         return f"stopped by {stopped}: nothing to save; run the same command to continue"
     from zero_mpi.environment.limits import process_age
@@ -264,7 +264,7 @@ signals = StopSignals()
 
 
 def start(name: str, module: str) -> None:
-    """Install signal handlers, then import a module (slowly) and run its `main` as command `name`."""
+    """Install signal handlers, then import a module, which is slow, and run its `main` as command `name`."""
     global program
     program = name
     if name == "train":

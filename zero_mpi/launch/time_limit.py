@@ -1,9 +1,9 @@
 """Time limit of a run, from --max-time or from the batch system.
 
-Slurm and PBS end a job at its limit with a signal and, seconds later, with SIGKILL: too late to save a large
-model. So rank 0 asks for the end time beforehand. A job's variables show the limit at its start, but a limit
-can be extended later, so squeue or qstat is asked for the time left. A thread runs the command, because a
-busy batch system is slow; without an answer the limit stays.
+At a job's limit, Slurm and PBS send a signal and, seconds later, SIGKILL, which is too early to save a large
+model. So rank 0 queries the end time beforehand. A job's variables show the limit at its start, but a limit
+can be extended later, so squeue or qstat reports the time left. A thread runs the command, because a busy
+batch system is slow; without an answer the limit is kept.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class BatchJob:
     name: str  # for messages
     question: tuple[str, ...]  # a command that prints the time left
     read: Callable[[str], float | None]  # returns the seconds left from the answer; None if it has none
-    at_start: float | None  # seconds left according to the job's variables
+    at_start: float | None  # seconds left at the start, by the job's variables
 
 
 def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
     """Return the batch job whose variables are in `environ`, if there are any."""
     if number := environ.get("SLURM_JOB_ID"):
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-        if array and task:  # one task may have the id of the full array
+        if array and task:  # a task may have the id of the full array
             number = f"{array}_{task}"
         end = clock_seconds(environ.get("SLURM_JOB_END_TIME", ""))
         left = None if end is None else end - time.time()
@@ -53,7 +53,7 @@ def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
 
 
 def slurm_left(answer: str) -> float | None:
-    """Return the seconds in squeue's %L, such as 1-02:03:04 or UNLIMITED."""
+    """Return the seconds left from squeue's %L, such as 1-02:03:04 or UNLIMITED."""
     text = answer.strip()
     return math.inf if text == "UNLIMITED" else clock_seconds(text)
 
@@ -61,8 +61,8 @@ def slurm_left(answer: str) -> float | None:
 def pbs_left(answer: str) -> float | None:
     """Return the time limit minus the used time in seconds, from the output of qstat -f.
 
-    PBS updates the used time only every few minutes, and at first it is missing; the job is at least as old
-    as this process. The start time of the job is not usable: it is text in the server's time zone.
+    PBS updates the used time only every few minutes, and at first it is missing; but the job is at least as
+    old as this process. The job's start time cannot be used: it is a text in the server's time zone.
     """
     found = dict(re.findall(r"^\s*(Resource_List|resources_used)\.walltime = (\S+)$", answer, re.MULTILINE))
     limit = clock_seconds(found.get("Resource_List", ""))
@@ -97,7 +97,7 @@ class TimeLimit:
         self._own_end = math.inf if max_time is None else time.monotonic() - process_age() + max_time
         self._job, self._job_end = job, math.inf
         if job is not None:
-            if job.at_start is not None and job.at_start > 0:  # a limit that is already past was extended
+            if job.at_start is not None and job.at_start > 0:  # a limit in the past was extended
                 self._job_end = time.monotonic() + job.at_start
             args = job, interval
             threading.Thread(target=self._keep_asking, args=args, name="zero_mpi batch", daemon=True).start()

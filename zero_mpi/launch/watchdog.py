@@ -1,16 +1,16 @@
-"""Ends a job without progress, and prints the state of each rank.
+"""Watchdog that ends a job without progress and prints the state of each rank.
 
-The main thread names its work (`beat`), and a `Meter` records waits for other ranks and collectives. One
-thread watches these. A second thread ends the job some seconds later if the first thread fails to; it uses no
-files, because file systems may hang as well.
+The main thread names its work (`beat`), and a `Meter` records waits for other ranks and collectives. A thread
+watches these records. A second thread ends the job some seconds later if the first thread cannot; it uses no
+files, because file systems may hang too.
 
 Ranks without progress exchange their states through small files in a shared folder, because a rank inside the
 MPI library cannot answer messages. A rank that has waited for a while writes its state there (it signs).
 Other waiting ranks that find the folder sign as well, and the first signed rank reads all states. If two
 ranks have started different collectives with the same number, or a rank has ended before a collective that
 another rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job.
-Otherwise a rank without progress past the limit prints the report for all. A rank that was stopped, or whose
-host is lost, has not signed, so the report names it. The times in the states are corrected by the file
+Otherwise, after the limit, a rank without progress prints the report for all. A rank that was stopped, or
+whose host is lost, has not signed, so the report names it. The times in the states are corrected by the file
 system's clock, because the clocks of hosts differ. Each file's name contains its job.
 """
 
@@ -46,9 +46,9 @@ from zero_mpi.launch.ending import DRAIN, FAILED, end_surely, say
 STATUS = 86  # exit status of a job that was ended for lack of progress
 POLL = 0.5  # seconds between checks
 GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a report
-CALL, JOIN = 5.0, 0.5  # seconds of waiting after which a rank starts a roll call, or joins one
+CALL, JOIN = 5.0, 0.5  # seconds of waiting after which a rank starts a roll call or joins another rank's
 MOST_PAUSE = 60.0  # most seconds between comparisons
-SUSPENDED = 2.0  # seconds (at most half the limit): a check this late means a stopped process
+SUSPENDED = 2.0  # seconds (at most half the limit) by which a check is late if the process was stopped
 WATCHERS = (__file__, " in _renew")  # " in _renew": threads that renew status.json and the lock
 FOLDER = ".ranks"
 MOST = 1 << 22  # most bytes of a signed file
@@ -57,12 +57,12 @@ STACKS = 4  # most ranks whose stacks are shown
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank, as it writes it for the other ranks."""
+    """State of a rank, which it writes for the other ranks."""
 
     doing: str  # work of its main thread, such as "step 3"
     waits: str  # the collective in which the rank waits; empty: none
     last: str  # the last collective that the rank has completed
-    seconds: float  # since the last change of `doing`, `waits` or `last`
+    seconds: float  # time since the last change of `doing`, `waits` or `last`
     stacks: str = ""  # stacks of its threads
     started: Sequence[Sequence[Started]] = ()  # the last collectives that it has started, by communicator
     ended: int | None = None  # exit status, if the rank will start no more collectives
@@ -74,14 +74,14 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """Text with the rank's work and collective; it is equal for ranks in the same place."""
+        """Text with the rank's work and collective, which is equal for ranks at the same point."""
         if self.waits:
             return f"{self.doing}, waiting in {self.waits}"
         return f"{self.doing}, in no collective" + (f" since it left {self.last}" if self.last else "")
 
 
 class RankReports:
-    """Folder of a job's reports, used by one rank. job: text that identifies the job. Raises OSError."""
+    """A rank's access to the folder of a job's reports. job: text that identifies the job. Raises OSError."""
 
     def __init__(self, out: Path, rank: int, job: str, folder: str = FOLDER) -> None:
         self._folder = out / folder
@@ -94,7 +94,7 @@ class RankReports:
 
     def sign(self, state: RankState) -> None:
         if not os.path.samestat(os.stat(self._folder.parent), self._out):
-            raise FileNotFoundError(self._folder.parent)  # there is a different folder at this path
+            raise FileNotFoundError(self._folder.parent)  # the path now names another folder
         self._folder.mkdir(mode=0o700, exist_ok=True)
         partial = self._folder / f".{self._file.name}"
         partial.write_text(json.dumps(asdict(state)))
@@ -102,7 +102,7 @@ class RankReports:
 
     def leave(self) -> None:
         """Remove this rank's files, because it makes progress; the last rank to leave removes the folder."""
-        with contextlib.suppress(OSError):  # other ranks have files there
+        with contextlib.suppress(OSError):  # fails while other ranks have files in the folder
             self._file.unlink(missing_ok=True)
             self._folder.rmdir()
 
@@ -123,7 +123,7 @@ class RankReports:
     def read(self) -> dict[int, RankState]:
         found, now = dict[int, RankState](), 0.0
         for path in self._paths():
-            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # a file was removed
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # file removed meanwhile
                 now = now or self._file.stat().st_mtime
                 said = parse_json(read_file(path, MOST))
                 said["started"] = [[Started(*each) for each in of_comm] for of_comm in said["started"]]
@@ -147,7 +147,7 @@ class Stuck(NamedTuple):
 
 
 def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
-    """Return why the waits in these states cannot end; None if the states do not show a reason."""
+    """Return why the waits in these states cannot end; None if they may end."""
     count = max((len(state.started) for state in found.values()), default=0)
     comms = [{rank: state.texts(comm) for rank, state in found.items()} for comm in range(count)]
     for of_ranks in comms:  # find ranks whose collectives of the same number differ
@@ -164,7 +164,7 @@ def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
                 )
     ended = [rank for rank, state in found.items() if state.ended is not None]
     for rank in sorted(ended, key=lambda rank: (not found[rank].ended, rank)):  # failed ranks first
-        for of_ranks in comms:  # find a rank that has ended before a collective that others have started
+        for of_ranks in comms:  # find a rank that ended before a collective that other ranks have started
             number, status = max(of_ranks[rank], default=-1) + 1, found[rank].ended
             waiting = [r for r in found if r not in ended and max(of_ranks[r], default=-1) >= number]
             if waiting:
@@ -182,7 +182,7 @@ def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
 
 
 def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
-    """Return lines with the state of each rank; ranks for which others wait come first.
+    """Return lines with the states of all ranks, beginning with ranks for which others wait.
 
     places: process and host of each rank
     """
@@ -200,13 +200,13 @@ def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
 
 
 def shown_stacks(found: Mapping[int, RankState]) -> str:
-    """Return the stacks of one rank in each place, of at most STACKS ranks."""
+    """Return the stacks of one rank of each group, of at most STACKS ranks."""
     ranks = [group[0] for group in grouped(found)[:STACKS]]
     return "".join(f"stacks of {named([rank])}:\n{found[rank].stacks.rstrip()}\n" for rank in ranks)
 
 
 def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
-    """Return groups of ranks in the same place: first ranks in no collective, then small groups."""
+    """Return groups of ranks at the same point: first ranks in no collective, then small groups."""
     groups = defaultdict[str, list[int]](list)
     for rank in sorted(found):
         groups[found[rank].place].append(rank)
@@ -219,7 +219,7 @@ def waits() -> bool:
 
 
 def stacks() -> str:
-    """Return the stacks of this process's threads, except those of WATCHERS."""
+    """Return the stacks of this process's threads, without the threads of WATCHERS."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)
@@ -248,7 +248,7 @@ class Watchdog:
         self._at_end: Callable[[int, str], None] = lambda *end: None
         self._kill = kill
         self._signed: float | None = None  # the value of `_changed` when this rank signed
-        self._pause, self._compares_at = POLL / 2, 0.0  # time between comparisons, which increases
+        self._pause, self._compares_at = POLL / 2, 0.0  # seconds to, and time of, the next comparison
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
@@ -294,7 +294,7 @@ class Watchdog:
 
     @property
     def _counts(self) -> bool:
-        """True if time counts as lack of progress now; in a script only waits before its end do."""
+        """Return True if time counts as lack of progress now; in a script, only during a wait."""
         return not self.only_waits or (waits() and records.ended is None)
 
     def standing(self, with_stacks: bool = True) -> RankState:
@@ -317,7 +317,7 @@ class Watchdog:
         while not self._over.wait(interval := min(POLL, self.limit / 16)):
             now = time.perf_counter()
             if now - before > interval + min(SUSPENDED, self.limit / 2):
-                self._since = now  # the process was stopped, which is not a lack of progress
+                self._since = now  # the process was stopped, which is no lack of progress
             before, changed = now, self._changed
             with contextlib.suppress(OSError):  # if files fail, the second thread ends the job
                 if self._counts and now - changed > self.limit:
@@ -326,7 +326,7 @@ class Watchdog:
                     self._answer(self._reports, changed, now - changed)
 
     def _answer(self, reports: RankReports, changed: float, age: float) -> None:
-        """Sign or leave the roll call, and compare this rank with the ranks that have signed."""
+        """Sign or leave the roll call, then compare the states of all ranks that have signed."""
         if self._signed not in (None, changed):
             self._signed = None
             reports.leave()
@@ -341,7 +341,7 @@ class Watchdog:
                 self._speak(changed, age, stuck)
 
     def _is_due(self, reports: RankReports, age: float) -> bool:
-        """Return True if this rank must sign: after a long wait, or a short one if others have signed."""
+        """Return True if this rank must sign: after a long wait, or a short wait if others signed."""
         soon, late = min(JOIN, self.limit / 8), min(CALL, self.limit / 2)
         if records.ended is not None:
             return age > soon
@@ -354,7 +354,7 @@ class Watchdog:
         self._signed, self._pause, self._compares_at = changed, POLL / 2, 0.0
 
     def _speak(self, changed: float, age: float, stuck: Stuck | None = None) -> None:
-        """Print the states of all ranks and end the job, unless another rank does so."""
+        """Print the states of all ranks and end the job, unless another rank prints them."""
         reports = self._reports
         if reports is None:
             self._end(age)
@@ -364,7 +364,7 @@ class Watchdog:
             time.sleep(GRACE)  # the rank that prints is about to end the job
             self._end(age)
         if stuck is not None:
-            time.sleep(min(POLL, self.limit / 8))  # give ranks that are about to sign time to do so
+            time.sleep(min(POLL, self.limit / 8))  # gives other ranks time to sign
         self._sign(reports, changed)
         states = reports.read()
         each = report(states, self._places)
@@ -385,7 +385,7 @@ class Watchdog:
             age = time.perf_counter() - self._changed
             if late and age > self.limit + GRACE:
                 self._end(age)
-            # Check twice: when a stopped process continues, the first thread must notice it before this one.
+            # Check twice: after a stop of the process, the first thread must run before this check counts.
             late = self._counts and age > self.limit + GRACE
 
     def _end(self, age: float) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Runs a command on all ranks, and ends all ranks with one message and one exit status.
+"""Runner of a command on all ranks, which ends all ranks with one message and one exit status.
 
-If a rank of an MPI job dies of an exception, the others wait for it. So all exceptions of a command are
-caught here. For bad input, which all ranks report together, rank 0 prints a line and the status is 2. An
+If a rank of an MPI job dies of an exception, the other ranks wait for it. So this module catches all
+exceptions of a command. For bad input, on which all ranks agree, rank 0 prints a line and the status is 2. An
 error of a single rank is printed with the rank's number and aborts the job.
 """
 
@@ -40,7 +40,7 @@ BEAT = 0.25  # least seconds between two beats of rank 0
 
 
 class StopAwareComm(CommWrapper):
-    """Communicator of agreements. Raises Stopped on all ranks after a stop signal before the first step.
+    """Communicator for agreements. Before the first step, a stop signal makes it raise Stopped on all ranks.
 
     lost: function that returns, on rank 0, why the job has lost its run folder; all ranks then raise JobError
     """
@@ -67,12 +67,12 @@ class World:
     rank: int
     size: int
     mpi: Any = None  # mpi4py's MPI module, or None for a single process
-    shutdown: Any = None  # a communicator that is used only at the end
+    shutdown: Any = None  # communicator that is used only at the end
     # Communicator for agreements of all ranks.
     comm: StopAwareComm = field(default_factory=lambda: StopAwareComm(SerialComm()), compare=False)
-    # Functions that each rank calls once all ranks have reached the end.
+    # Functions that each rank calls when all ranks have reached the end.
     closing: list[Callable[[], None]] = field(default_factory=list, compare=False)
-    # Functions called with status and reason by a rank that ends the job, or by rank 0 for all: with 0 or
+    # Functions of (status, reason), called by a rank that ends the job, or by rank 0 for all: with 0 or
     # 75 after all ranks have reached the end, with any other status before the ranks are ended.
     at_end: list[Callable[[int, str], None]] = field(default_factory=list, compare=False)
 
@@ -96,7 +96,7 @@ class World:
             raise JobError(why)
 
     def report_end(self, status: int, reason: str = "") -> None:
-        """Call the functions in `at_end`; the last comes first, because it may depend on earlier ones."""
+        """Call the functions in `at_end`, the last first, because it may depend on earlier functions."""
         for listener in reversed(self.at_end):
             listener(status, reason)
 
@@ -117,10 +117,10 @@ class World:
         self.kill(status)
 
     def run_on_all(self, action: Callable[[], Any]) -> Any:
-        """Return this rank's action(); if it raises UsageError or JobError on a rank, all raise the first.
+        """Return this rank's action(). All ranks raise the first UsageError or JobError of any rank.
 
-        `action` must not communicate. It is not called if the folder is lost, and a signal before the first
-        step interrupts it. This method and the next ones are collective.
+        `action` must not communicate. It is not called if the run folder is lost, and a signal before the
+        first step interrupts it. This method and the following methods are collective.
         """
         return agree.run_on_all(self.comm, lambda: self._unless_over(action))
 
@@ -136,7 +136,7 @@ class World:
         return self.results(lambda: action() if self.rank == 0 else None)[0]
 
     def run_on_root_with_beat(self, action: Callable[[Callable[[], None]], Any]) -> Any:
-        """Return rank 0's action(beat) on all ranks; each `beat()` is progress of the waiting ranks."""
+        """Return rank 0's action(beat) on all ranks. A `beat()` counts as progress of the waiting ranks."""
         due = 0.0
 
         def beat() -> None:
@@ -179,7 +179,7 @@ def find_world() -> World:
     Raise UsageError if MPI cannot start.
     """
     dev_shm.check_space()
-    if environment.under_launcher():  # the other ranks would wait in MPI_Init for a rank that exits here
+    if environment.under_launcher():  # an exit here would leave the other ranks waiting in MPI_Init
         faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
         from zero_mpi.comm.start_mpi import MPI
@@ -197,7 +197,7 @@ def find_world() -> World:
 
     ranks = MPI.COMM_WORLD
     shutdown = ranks.Dup()
-    dev_shm.unname()  # all ranks have called Dup, so they have mapped the library's segments
+    dev_shm.unname()  # after Dup, all ranks have mapped the library's segments
     comm = SerialComm() if ranks.Get_size() == 1 else MPIComm(threaded=False)
     return World(ranks.Get_rank(), ranks.Get_size(), MPI, shutdown, StopAwareComm(comm))
 
@@ -215,7 +215,7 @@ def run(
     `alone`: the command is for one process, so MPI starts only under a launcher, as it does for --help and
     --version; if the launcher started several ranks, the message says what to do `instead`.
     """
-    world, problem = World(environment.launch_rank(), 1), ""  # until MPI has started
+    world, problem = World(environment.launch_rank(), 1), ""  # used until MPI has started
     arguments = sys.argv[1:] if arguments is None else arguments
     helping = not HELP.isdisjoint(arguments)
     try:
@@ -245,9 +245,9 @@ def run(
 
 
 def end_interrupted(world: World) -> int:
-    """Print that this process was interrupted, and end the job; in a single process return the status."""
+    """Print that this process was interrupted and end the job; in a single process return the status."""
     stopping.say_interrupted()
-    if world.size > 1:  # rank 0 has printed a line; another rank prints only if it alone was interrupted
+    if world.size > 1:  # rank 0 has printed a line; another rank prints only if no other was interrupted
         await_turn(world.rank)
         text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
         world.end(stopping.INTERRUPTED, "interrupted", text if world.rank else "")
@@ -263,7 +263,7 @@ def abort(world: World, error: BaseException) -> NoReturn:
 
 
 def meet(world: World, patience: float) -> bool:
-    """Wait until all ranks have called this; return False if some have not after `patience` seconds."""
+    """Wait until all ranks have called this; return False if some ranks have not after `patience` seconds."""
     request, until = world.shutdown.Ibarrier(), time.monotonic() + patience
     while not request.Test():
         if time.monotonic() > until:
@@ -292,7 +292,7 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
                 world.end(FAILED, f"rank {world.rank} left alone{why}", text)
     for close in world.closing:
         close()
-    if world.rank == 0 and fine:  # now all ranks have reached this point
+    if world.rank == 0 and fine:  # all ranks have reached this point
         world.report_end(status, problem)
     if world.shutdown is not None and status == REQUEUE:
         meet(world, PATIENCE)  # rank 0 calls its functions first, as a released launcher may end all ranks

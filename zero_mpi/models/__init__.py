@@ -36,7 +36,7 @@ def config_from_gguf(
     """Return the configuration of a GGUF file; raise UsageError for an unknown architecture.
 
     `tensors`: name -> shape, or only the names. `read` (name -> elements, 1-D float32) reads parts of the
-    configuration that are stored in tensors; without `read`, a file with such a tensor is refused.
+    configuration that are stored in tensors. Without `read`, a file with such a tensor is an error.
     """
     arch = GGUFKeys(metadata, source).architecture
     if arch not in ARCHITECTURES:

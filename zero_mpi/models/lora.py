@@ -1,4 +1,4 @@
-"""Selection of the projections of a model that get adapters (`nn.adapters`), and the adapters' rank."""
+"""LoRA configuration of a model: which projections get adapters (`nn.low_rank`), and of which rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zero_mpi.nn.adapters import FIRST, SECOND
 from zero_mpi.nn.layer import Composite
 from zero_mpi.ops.block_kinds import BlockKind
 
-# Head, router and experts get adapters only if a pattern begins with "output" or contains a part of NAMED,
-# because adapters of experts are large. PEFT's all-linear leaves these weights out too.
+# Head, router and experts get adapters only if a pattern begins with "output" or contains a word of NAMED,
+# because adapters of experts are large. PEFT's all-linear also leaves these weights out.
 HEAD = "output.weight"
 NAMED = ("ffn_gate_inp", "_exps")
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
@@ -22,11 +22,11 @@ FROZEN = ("!*.weight.*",)  # every name without a suffix of adapters or added ro
 
 @dataclass(frozen=True)
 class LoRA:
-    """Adapters of rank `rank` for the weights that match patterns; products are scaled by alpha / rank.
+    """Settings of adapters: rank, patterns of the weights that get one, and alpha (scale alpha / rank).
 
-    stored: names and types of the frozen weights that stay quantized in the blocks of their file
-    rounding: names and types of matrices that layers use merged with their adapters and rounded
-    added: number of added tokens, whose rows at the end of embedding and head are trained
+    stored: names and types of frozen weights that are kept in the file's quantized blocks
+    rounding: names and types of matrices that are merged with their adapters and rounded in layers
+    added: number of added tokens; their rows, the last of embedding and head, are trained
     """
 
     rank: int
@@ -61,7 +61,7 @@ class LoRA:
 
 
 def is_meant(name: str, pattern: str) -> bool:
-    """Return whether a pattern selects a projection; head, router and experts must be named (see NAMED)."""
+    """Return whether a pattern selects a projection; see TARGETS for head, router and experts."""
     named = name != HEAD or pattern.startswith("output")
     return fnmatchcase(name, pattern) and named and all(part in pattern for part in NAMED if part in name)
 
@@ -79,7 +79,7 @@ def projections(stages: Sequence[Stage]) -> dict[str, Linear]:
 
 
 def parts_of(layer: Layer) -> Iterator[Layer]:
-    """Yield a layer itself, or the layers that it is composed of."""
+    """Yield a layer itself, or the layers of which it consists."""
     if isinstance(layer, Composite):
         for part in layer.parts():
             yield from parts_of(part)

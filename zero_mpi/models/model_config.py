@@ -1,7 +1,7 @@
-"""The interface of every architecture, and the checks that they share.
+"""Base class of all architectures, `ModelConfig`, with common checks.
 
-A model is a configuration that provides three things: the stages that compute it, the GGUF keys that describe
-it, and a way to read itself back from such keys. Sizes are named as in GGUF.
+A configuration returns the stages that compute the model and the GGUF keys that describe it, and can be read
+back from such keys. Sizes have the names of GGUF.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zero_mpi.ops.block_kinds import BlockKind
 Metadata = Mapping[str, Any]
 Number = TypeVar("Number", int, float)
 Read = Callable[[str], Array]
-"""Reads the elements of a file's tensor by its name, 1-D float32."""
+"""Function that returns the elements of a named tensor of a file, 1-D float32."""
 HEAD_STD = 0.02  # standard deviation of initial weights (Radford et al., GPT-2, 2019)
 
 
@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, type[ModelConfig]] = {}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes that every architecture has."""
+    """Base class of architectures, with the sizes that all of them have."""
 
     arch: ClassVar[str]
     may_have_experts: ClassVar[bool] = False  # true if a feed-forward may be a mixture of experts
@@ -71,7 +71,7 @@ class ModelConfig:
 
     @classmethod
     def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the other fields, from checked flags."""
+        """Return further fields of the architecture, from checked flags."""
         raise NotImplementedError
 
     @classmethod
@@ -94,7 +94,7 @@ class ModelConfig:
 
     @classmethod
     def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
-        """Return the configuration that a file's keys and tensors (names, or name -> shape) describe.
+        """Return the configuration for a file's keys and tensors (names, or name -> shape).
 
         `read` reads parts of the configuration that are stored in tensors. Raise UsageError.
         """
@@ -113,7 +113,7 @@ class ModelConfig:
 
     @classmethod
     def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
-        """Return the other fields, from a file's keys and tensors."""
+        """Return further fields of the architecture, from a file's keys and tensors."""
         raise NotImplementedError
 
     def layers(self) -> list[Stage]:
@@ -143,12 +143,12 @@ class ModelConfig:
 
     @property
     def stored(self) -> dict[str, BlockKind]:
-        """Parameters that stay quantized in the blocks of their file."""
+        """Parameters that are kept in the file's quantized blocks."""
         return {} if self.lora is None else dict(self.lora.stored)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the parameters that stay quantized."""
+        """Bytes of the parameters that are kept in quantized blocks."""
         params = self.params() if self.stored else {}
         return sum(kind.bytes_of(params[name].size) for name, kind in self.stored.items() if name in params)
 
@@ -157,11 +157,11 @@ class ModelConfig:
         return stage_params(self.stages())
 
     def constants(self) -> dict[str, Array]:
-        """Return float32 tensors of the file that are not trained and are written back unchanged."""
+        """Return float32 tensors of the file that are never trained and are written unchanged."""
         return {}
 
     def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-        """Raise UsageError, with the differing names, unless a file's tensors are exactly this model's."""
+        """Raise UsageError, which names differences, unless a file has exactly this model's tensors."""
         params = stage_params(self.layers())
         wanted = {name: part.shape for name, part in (params | self.constants()).items()}
         missing, surplus = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
@@ -176,13 +176,13 @@ class ModelConfig:
 
 
 def name_some(names: Iterable[str], most: int = 3) -> str:
-    """Return 'none', or the first `most` names and the number of the others."""
+    """Return 'none', or the first `most` names and the number of further names."""
     ordered = sorted(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return (", ".join(shown(name) for name in ordered[:most]) or "none") + more
 
 
-NEUTRAL = (None, "none", 0, 1)  # values, like False but not True, that mean the same as a missing key
+NEUTRAL = (None, "none", 0, 1)  # values that mean the same as a missing key; False does too, True does not
 
 
 class ModelKeys:
@@ -211,7 +211,7 @@ class ModelKeys:
         return found
 
     def blocks(self, tensors: Iterable[str]) -> int:
-        """Return ARCH.block_count; raise if the file has fewer blocks, because building blocks takes time."""
+        """Return ARCH.block_count; raise UsageError if the file has fewer blocks."""
         found = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
         if (count := self.size("block_count")) > found:
             raise UsageError(
@@ -220,7 +220,7 @@ class ModelKeys:
         return count
 
     def require(self, name: str, only: float) -> None:
-        """Raise UsageError unless the number at ARCH.NAME is absent or `only`, the supported value."""
+        """Raise UsageError unless ARCH.NAME is absent or has the only supported value, `only`."""
         value = self.number(name, only, least=-math.inf)
         if value != only:
             raise UsageError(
@@ -228,7 +228,7 @@ class ModelKeys:
             )
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Raise UsageError for keys that this runtime does not implement; ignoring them would be wrong."""
+        """Raise UsageError if a file has keys that this package does not implement but must not ignore."""
         for name in names:
             value = self.keys.metadata.get(f"{self.arch}.{name}")
             if value is True or isinstance(value, np.ndarray | list) or value not in NEUTRAL:
@@ -248,7 +248,7 @@ OPTIONAL = ("kv_heads", "ffn", *EXPERTS, "tied")
 
 
 def check_sizes(flags: Any) -> dict[str, Any]:
-    """Return the flags of the model's sizes as integers; raise UsageError for invalid names and values."""
+    """Return a model's sizes, given as flags, as integers; raise UsageError for invalid names and values."""
     if not isinstance(flags, Mapping):
         raise UsageError(f"sizes of a model: expected a mapping such as {{'layers': 2}}, got {came(flags)}")
     given = dict.fromkeys(OPTIONAL) | dict(flags)
@@ -266,29 +266,29 @@ def check_sizes(flags: Any) -> dict[str, Any]:
 
 
 def spelled(name: str) -> str:
-    """Return the flag of a size."""
+    """Return the command-line flag of a size."""
     return f"--{name.replace('_', '-')}"
 
 
 def head_stages(norm: Layer, width: int, vocabulary_size: int, tied: bool) -> list[Stage]:
-    """Return the stages of final norm and logits; a tied head has the embedding's matrix and scope."""
+    """Return the stages of the final norm and the head; a tied head uses the embedding's matrix and scope."""
     if tied:
         return [Stage("output_norm", norm), Stage("token_embd", Linear("token_embd", width, vocabulary_size))]
     return [Stage("output", Chain(norm, Linear("output", width, vocabulary_size)))]
 
 
-MOST_BLOCKS = 2_000  # twice the depth of the deepest known model; a plan of more takes minutes
+MOST_BLOCKS = 2_000  # twice the depth of the deepest known model; planning more blocks takes minutes
 
 
 def elements(model: ModelConfig) -> int:
-    """Return the number of elements of all parameters; only some blocks may have adapters."""
+    """Return the number of elements of all parameters; blocks may differ in adapters."""
     return sum(param.size for param in model.params().values())
 
 
 def check_blocks(model: ModelConfig) -> ModelConfig:
-    """Return the model; raise UsageError if it has so many blocks that building it would take minutes."""
+    """Return the model; raise UsageError if it has more than MOST_BLOCKS blocks."""
     if model.block_count > MOST_BLOCKS:
-        one, two = (elements(replace(model, block_count=count)) for count in (1, 2))  # all blocks are equal
+        one, two = (elements(replace(model, block_count=count)) for count in (1, 2))  # blocks are equal
         raise UsageError(
             f"--layers {model.block_count}: expected at most {MOST_BLOCKS:,}; this model would have "
             f"{one + (model.block_count - 1) * (two - one):,} parameters"

@@ -1,10 +1,10 @@
 """Architectures related to llama that have additional keys and layers: granite, phi3 and gemma3.
 
-granite and granitemoe (IBM, 2024) have four multipliers, which come from muP (Yang et al., 2022).
+granite and granitemoe (IBM, 2024) have four multipliers, an idea of muP (Yang et al., 2022).
 
 phi3 (Abdin et al., 2024) has one matrix for q, k and v, and one for gate and up. For long contexts it has two
 sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one for contexts up to the
-original one, the other for longer contexts. The model's context in the file selects the set, as llama.cpp
+original length, the other for longer contexts. The model's context in the file selects the set, as llama.cpp
 does by default, so neither a short text nor a cache changes the results.
 
 In gemma3 (Gemma Team, 2025), five of six blocks attend only to a window. Attention and feed-forward have one
@@ -40,7 +40,7 @@ from zero_mpi.nn import (
 )
 
 SHARED = "expert_shared_feed_forward_length"
-MULTIPLIERS = {  # field -> (GGUF key, value if the key is 0, which llama.cpp treats as missing)
+MULTIPLIERS = {  # field -> (GGUF key, value if the key is 0, because llama.cpp ignores a 0)
     "embedding_scale": ("embedding_scale", 1.0),
     "residual_scale": ("residual_scale", 1.0),
     "attention_scale": ("attention.scale", 0.0),
@@ -96,7 +96,7 @@ class Granite(Llama):
 
 @dataclass(frozen=True)
 class GraniteMoE(Granite):
-    """Sizes of a granitemoe model; a shared feed-forward with its own width, if any, gets every token."""
+    """Sizes of a granitemoe model, which may have a feed-forward of its own width for all tokens."""
 
     arch: ClassVar[str] = "granitemoe"
     may_have_experts: ClassVar[bool] = True
@@ -179,7 +179,7 @@ class Phi3(RotaryModel):
 
 PERIOD = 6  # blocks; the last block of each period has no window
 LOCAL_BASE = 10000.0  # base of the rotary frequencies of blocks with a window
-BLOCKS_27B = 62  # Gemma 3 27B scales scores by another width; llama.cpp detects it this way too
+BLOCKS_27B = 62  # number of blocks in Gemma 3 27B, which scales scores by another width
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 BASE = "rope.freq_base_swa"
 SOFTCAPS = ("final_logit_softcapping", "attn_logit_softcapping")

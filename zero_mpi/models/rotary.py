@@ -1,9 +1,9 @@
 """Base class of llama and related models: RMSNorm, rotary positions, grouped attention, gated feed-forward.
 
-The architectures differ in class variables: the rotary order of the rows of q and k, the places of norms,
-blocks without rotary positions, biases, and the tensors that llama.cpp reads. Other differences are methods
-of an architecture. A file decides which of the possible biases a model has. Annotations are not strings in
-this module, because subclasses in other modules inherit them in their signatures.
+The architectures differ in class variables: the rotary order of the rows of q and k, the positions of norms,
+blocks without rotary positions, biases, and the tensors that llama.cpp reads. For other differences,
+architectures override methods. A file determines which of the possible biases a model has. Annotations are
+not strings in this module, because subclasses in other modules inherit them in their signatures.
 """
 
 import math
@@ -43,7 +43,7 @@ TYPE, FACTOR, ORIGINAL = (f"rope.scaling.{name}" for name in ("type", "factor", 
 OLD_FACTOR = "rope.scale_linear"
 # A frequency is high from FAST rotations within the original context on, and low with at most SLOW rotations.
 FAST, SLOW = 32.0, 1.0
-# Keys of YaRN's other numbers, and the only supported value of each key.
+# Keys of YaRN's other constants, with the only supported value of each key.
 FIXED = {
     "rope.scaling.yarn_beta_fast": FAST,
     "rope.scaling.yarn_beta_slow": SLOW,
@@ -89,7 +89,7 @@ class RopeScaling:
         return cls(kind, factor, keys.size(ORIGINAL, keys.size("context_length")))
 
     def metadata(self) -> dict[str, Any]:
-        """Return the keys, without the prefix."""
+        """Return the GGUF keys of this scaling, without the architecture's prefix."""
         keys = {TYPE: self.kind, FACTOR: np.float32(self.factor)}
         if self.kind == LINEAR:
             return keys
@@ -105,7 +105,7 @@ class RopeScaling:
         return tuple((1 / (quick + (1 - quick) / self.factor)).tolist())
 
     def _ramp(self, width: int, base: float) -> tuple[float, float]:
-        """Return the last pair with a high frequency, and the first with a low one: the ends of the ramp."""
+        """Return the ends of the ramp: last pair of high frequency, first pair of low frequency."""
         places = [
             width * log(self.original / (turns * 2 * math.pi)) / (2 * log(base)) for turns in (FAST, SLOW)
         ]
@@ -124,21 +124,21 @@ def read_factors(
 
     def check(shape: tuple[int, ...]) -> None:
         if shape != (count,):
-            raise UsageError(f"{name} has shape {shape}, expected ({count},): one a pair of a head")
+            raise UsageError(f"{name} has shape {shape}, expected ({count},): one per pair of a head")
 
     if read is None:
         raise UsageError(f"{name} is part of the configuration, but no reader for it was given")
     if isinstance(tensors, Mapping):
-        check(tensors[name])  # checked before reading, because a shape in a file may be huge
+        check(tensors[name])  # checked before reading, because a file may declare a huge shape
     values = read(name)
     check(values.shape)
     if not (np.isfinite(values) & (values > 0)).all():
-        raise UsageError(f"{name} divides frequencies: expected finite numbers above 0, found others")
+        raise UsageError(f"{name} divides frequencies: expected only finite numbers above 0")
     return tuple(values.tolist())
 
 
 # `attention.sliding_window` is not listed: files of qwen2 have it although their models attend to all
-# positions (`use_sliding_window` is off), and llama.cpp does not read it for these architectures.
+# positions (`use_sliding_window` is off), and llama.cpp ignores it for these architectures.
 UNSUPPORTED_KEYS: tuple[str, ...] = ("attention.scale", "attention.clamp_kqv", "rope.scaling.attn_factor")
 UNSUPPORTED_KEYS += ("expert_shared_count", "expert_group_count", "expert_group_used_count")
 UNSUPPORTED_KEYS += ("expert_gating_func", "expert_weights_scale", "leading_dense_block_count")
@@ -154,16 +154,16 @@ class RotaryModel(ModelConfig):
     """
 
     interleaved: ClassVar[bool] = False  # rotary pairs are adjacent rows (NORM), not two halves (NEOX)
-    head_norms: ClassVar[bool] = False  # a norm of q and k, per head
-    joint_norms: ClassVar[bool] = False  # a norm of q and k, over all heads together
-    norms_before: ClassVar[bool] = True  # a norm of the input of attention and feed-forward (pre-norm)
-    norms_after: ClassVar[bool] = False  # a norm of the output of attention and feed-forward (post-norm)
+    head_norms: ClassVar[bool] = False  # q and k are normalized per head
+    joint_norms: ClassVar[bool] = False  # q and k are normalized over all heads together
+    norms_before: ClassVar[bool] = True  # inputs of attention and feed-forward are normalized (pre-norm)
+    norms_after: ClassVar[bool] = False  # outputs of attention and feed-forward are normalized (post-norm)
     unturned: ClassVar[int] = 0  # every `unturned`-th block has no rotary positions; 0: all have them
     may_tie: ClassVar[bool] = True  # llama.cpp accepts a tied head
     projected: ClassVar[type[ProjectQKV]] = ProjectQKV  # layer that computes q, k and v
     gated: ClassVar[type[SwiGLU]] = SwiGLU  # gated activation of the feed-forward
-    refused: ClassVar[tuple[str, ...]] = UNSUPPORTED_KEYS  # keys that would change the result
-    any_head_width: ClassVar[bool] = True  # llama.cpp accepts heads of another total width than the model's
+    refused: ClassVar[tuple[str, ...]] = UNSUPPORTED_KEYS  # unsupported keys that change results
+    any_head_width: ClassVar[bool] = True  # llama.cpp accepts heads whose total width is not the model's
     possible_biases: ClassVar[frozenset[str]] = QKV_BIASES  # projections for which llama.cpp accepts a bias
     normalized: ClassVar[bool] = True  # the weights of the used experts sum to 1
     expert_width: ClassVar[str] = "feed_forward_length"  # key of an expert's width
@@ -289,7 +289,7 @@ class RotaryModel(ModelConfig):
         return Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
 
     def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> Linear:
-        """Return a projection into the residual stream: depth scales its initialization, as in GPT-2."""
+        """Return a projection into the residual stream, initialized depending on depth, as in GPT-2."""
         std = HEAD_STD / (2 * self.block_count) ** 0.5
         return Linear(f"{prefix}.{name}", inputs, outputs, bias=name in self.biases, std=std)
 
@@ -298,7 +298,7 @@ class RotaryModel(ModelConfig):
         return RMSNorm(name, self.embedding_length, self.rms_epsilon)
 
     def branch(self, before: str, after: str, *layers: Layer) -> Layer:
-        """Return the layers of attention or feed-forward, between the architecture's norms."""
+        """Return attention or feed-forward with the architecture's norms before and after it."""
         first = [self.norm(before)] if self.norms_before else []
         last = [self.norm(after)] if self.norms_after else []
         return Chain(*first, *layers, *last)
@@ -343,7 +343,7 @@ class RotaryModel(ModelConfig):
 
     @property
     def turned_width(self) -> int:
-        """Elements of a head that RoPE rotates."""
+        """Number of elements of a head that RoPE rotates."""
         return self.rope_dimension_count or self.key_length
 
     @property
@@ -400,5 +400,5 @@ class RotaryModel(ModelConfig):
 
 
 def block_number(prefix: str) -> int:
-    """Return the block number in a prefix of names: 3 for `blk.3`."""
+    """Return the block number of a name's prefix: 3 for `blk.3`."""
     return int(prefix.rpartition(".")[2])

@@ -11,7 +11,7 @@ from zero_mpi.nn.linear import Linear, Rows, rows_of
 
 
 class Multiply(AddsInForward):
-    """y = x * factor."""
+    """Layer y = x * factor."""
 
     backward_reads_params = False
 
@@ -26,7 +26,7 @@ class Multiply(AddsInForward):
 
 
 class GELU(Layer):
-    """The tanh form of GELU, elementwise."""
+    """Layer y = GELU(x), in the tanh form, elementwise."""
 
     backward_reads_params = False
 
@@ -38,9 +38,9 @@ class GELU(Layer):
 
 
 class SwiGLU(Composite):
-    """silu(gate(x)) * up(x), with `PREFIX.ffn_gate` and `PREFIX.ffn_up` (F, C): (..., C) -> (..., F).
+    """Layer silu(gate(x)) * up(x), with `PREFIX.ffn_gate` and `.ffn_up` (F, C): (..., C) -> (..., F).
 
-    `suffix` ends both names.
+    `suffix` is the end of both names.
     """
 
     join, split = staticmethod(ops.swiglu), staticmethod(ops.swiglu_backward)
@@ -68,7 +68,7 @@ class SwiGLU(Composite):
 
 
 class JointSwiGLU(SwiGLU):
-    """silu(gate(x)) * up(x), with one matrix `PREFIX.ffn_up` (2 F, C), whose first rows are the gate's."""
+    """SwiGLU with one matrix `PREFIX.ffn_up` (2 F, C): the first F rows are the gate's."""
 
     def __init__(self, prefix: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
         both = (outputs, outputs)
@@ -77,6 +77,6 @@ class JointSwiGLU(SwiGLU):
 
 
 class GeGLU(SwiGLU):
-    """gelu(gate(x)) * up(x), with the parameter names of SwiGLU."""
+    """Layer gelu(gate(x)) * up(x), with the parameter names of SwiGLU."""
 
     join, split = staticmethod(ops.geglu), staticmethod(ops.geglu_backward)

@@ -25,9 +25,9 @@ AT_ONCE = 1 << 16  # elements of a product computed at once, which fit into a ca
 class LowRank:
     """The adapter of one matrix (O, C), or of a stack of matrices (N, O, C), of rank R.
 
-    With `kind`, a type of blocks, layers compute with `merged` instead of the matrix (no stack); the
-    gradients of a and b are those of the product, straight through the rounding. `via`: the linear-layer
-    operations that compute it, as in `Linear.forward`.
+    With `kind`, a quantized type, layers use `merged` instead of the matrix (not for stacks), and gradients
+    of a and b ignore the rounding (straight-through). `via`: the linear-layer operations to use, as in
+    `Linear.forward`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LowRank:
         }
 
     def params(self) -> dict[str, Param]:
-        """Return both matrices by name."""
+        """Return the parameters a and b by name."""
         return self._params
 
     def merged(self, p: Weights, w: Any, part: slice) -> Any:
@@ -51,7 +51,7 @@ class LowRank:
         return w if self.b not in p else merged(w, p[self.a], p[self.b][part], self.scale, self.kind)
 
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
-        """Return s x a^T (..., R) for x (..., C); None if no product is added: b is absent, or merged."""
+        """Return s x a^T (..., R) for x (..., C), or None if b is absent or the product is merged."""
         return self._narrow(p, x, via) if self.b in p and self.kind is None else None
 
     def _narrow(self, p: Weights, x: Any, via: Any) -> Any:
@@ -61,7 +61,7 @@ class LowRank:
         """Return y (..., O) + narrow b^T, for a part of the O rows; y may be overwritten."""
         b = p[self.b][part]
         if via is ops:
-            return ops.linear_backward_x(narrow, b.T, y)  # in place, which takes half the time
+            return ops.linear_backward_x(narrow, b.T, y)  # adds to y in place, which takes half the time
         return via.linear(narrow, b, None, y)
 
     def backward(
@@ -69,7 +69,7 @@ class LowRank:
     ) -> Any:
         """Add s (dy b) a to dx and return it; add the gradients of a and b into g.
 
-        saved: x, and its `narrow`, which is computed if it is None
+        saved: x, and the result of `narrow`, which is computed again if it is None
         """
         x, narrow = saved
         if self.b in g:
@@ -85,7 +85,7 @@ class LowRank:
 
 
 def product(b: Any, a: Any) -> Any:
-    """Return b (O, R) @ a (R, C), float32, with the same bits everywhere and for any part of the rows.
+    """Return b (O, R) @ a (R, C) in float32, with the same bits on all machines and for any part of b.
 
     The terms of an element are added in order and each sum is rounded; BLAS would choose its own order.
     """
@@ -101,7 +101,7 @@ def product(b: Any, a: Any) -> Any:
 
 @singledispatch
 def merged(w: Any, a: Any, b: Any, scale: float, kind: str) -> Any:
-    """Return w (O, C) + scale b a, rounded as blocks of a type store it."""
+    """Return w (O, C) + scale b a, rounded to the values of a quantized type."""
     values = w + np.float32(scale) * product(b, a)
     round_to(kind, values.reshape(-1), values.reshape(-1))
     return values

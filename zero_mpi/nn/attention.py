@@ -36,7 +36,7 @@ class Heads:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Columns of q, k and v when the heads are concatenated."""
+        """Numbers of columns of q, k and v, with all heads concatenated."""
         return self.query * self.key_width, self.kv * self.key_width, self.kv * self.value_width
 
     def split(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -55,7 +55,7 @@ def merge(x: Any) -> Any:
 
 
 class ProjectQKV(Composite):
-    """x (B, T, C) -> (q, k, v) by `PREFIX.attn_q`, `.attn_k`, `.attn_v`."""
+    """Layer x (B, T, C) -> (q, k, v), with matrices `PREFIX.attn_q`, `.attn_k`, `.attn_v`."""
 
     keeps_results = False
 
@@ -80,9 +80,9 @@ class ProjectQKV(Composite):
 
 
 class JointQKV(ProjectQKV):
-    """x (B, T, C) -> (q, k, v) by parts of one matrix `PREFIX.attn_qkv`: rows of q, then k, then v.
+    """Layer x (B, T, C) -> (q, k, v), with one matrix `PREFIX.attn_qkv`: rows of q, then k, then v.
 
-    Here q, k and v are each contiguous, unlike in `FusedQKV`, so RoPE can rotate them in place.
+    q, k and v are each contiguous, unlike those of `FusedQKV`, so RoPE can rotate them in place.
     """
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
@@ -92,7 +92,7 @@ class JointQKV(ProjectQKV):
 
 
 class FusedQKV(JointQKV):
-    """`JointQKV` computed by one product with the full matrix; q, k and v are columns of its result."""
+    """`JointQKV` by a single product with the full matrix: q, k and v are columns of the result."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         qkv, saved = self.whole[0].forward(p, x)
@@ -100,14 +100,14 @@ class FusedQKV(JointQKV):
         return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), saved
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        joined = side_by_side(dy)  # attention's backward returns them concatenated
+        joined = side_by_side(dy)  # attention's backward returns dq, dk and dv as columns of one array
         if joined is None:
             joined = namespace(saved[0]).concatenate([merge(d) for d in dy], axis=-1)
         return self.whole[0].backward(p, saved, joined, g)
 
 
 class QKNorm(Composite):
-    """(q, k, v) with q and k normalized head by head, by `PREFIX.attn_q_norm` and `.attn_k_norm` (D,).
+    """Layer that normalizes q and k head by head, with `PREFIX.attn_q_norm` and `.attn_k_norm` (D,).
 
     Henry et al., "Query-Key Normalization for Transformers", 2020, here with RMSNorm.
     """
@@ -132,7 +132,7 @@ class QKNorm(Composite):
 
 
 class JointQKNorm(QKNorm):
-    """(q, k, v) with q and k normalized over all their heads at once, by weights (H D,) and (K D,).
+    """Layer that normalizes q and k over all their heads at once, with weights (H D,) and (K D,).
 
     Groeneveld et al., "2 OLMo 2 Furious", 2024.
     """
@@ -159,9 +159,9 @@ Scaling = tuple[float, tuple[float, ...], float]  # base and divisors of the fre
 def rope_table(
     positions: int, width: int, scaling: Scaling, sign: int, dtype: str, on_gpu: bool
 ) -> tuple[Any, Any]:
-    """Return magnitude times cosines and sines (positions, width / 2) of sign * position * frequency.
+    """Return cosines and sines (positions, width / 2) of sign * position * frequency, times the magnitude.
 
-    The frequency of pair j is base^(-2 j / width) / factors[j]; without factors there is no division.
+    The frequency of pair j is base^(-2 j / width) / factors[j]; without factors, it is base^(-2 j / width).
     """
     base, factors, magnitude = scaling
     frequencies = power(base, -np.arange(0, width, 2, dtype=np.float64) / width)
@@ -175,9 +175,9 @@ def rope_table(
 class RoPE(Layer):
     """Rotation of q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX.
 
-    `factors` (one per pair, or none) divide the frequencies, by which Llama 3 supports longer contexts. YaRN
-    also multiplies rotated elements by a `magnitude` (Peng et al., 2023). `width`: number of elements at the
-    start of a head that are rotated; None: all.
+    `factors` (one per pair, or none) divide the frequencies; Llama 3 uses that for longer contexts. YaRN also
+    multiplies rotated elements by a `magnitude` (Peng et al., 2023). `width`: number of elements at the start
+    of a head that are rotated; None: all.
     """
 
     backward_reads_params = False
@@ -202,7 +202,7 @@ class RoPE(Layer):
 
     def table(self, stop: int, q: Any, sign: int = 1) -> tuple[Any, Any]:
         """Return cosines and sines (positions, W / 2) for at least `stop` positions of q (..., D)."""
-        rounded = 1 << (stop - 1).bit_length()  # generation needs one more each time: a few tables are enough
+        rounded = 1 << (stop - 1).bit_length()  # powers of two, so that generation makes only a few tables
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never in low precision
         on_gpu = device.is_cupy(q)
         return rope_table(rounded, self.width or q.shape[-1], self.scaling, sign, kind, on_gpu)
@@ -219,7 +219,7 @@ class RoPE(Layer):
         return q, k, v
 
     def _turn_rows(self, x: Any, cos: Any, sin: Any) -> Any:
-        """Rotate `x` (B, T, heads, D) by a separate angle for each of the B T positions."""
+        """Rotate `x` (B, T, heads, D) by separate angles for each of the B T positions."""
         one = x.reshape(1, -1, *x.shape[2:])
         return ops.rope(one, cos, sin, self.interleaved, one if self.overwrites else None).reshape(x.shape)
 
@@ -234,9 +234,9 @@ class RoPE(Layer):
 
 
 class CausalAttention(Layer):
-    """(q, k, v) -> (B, T, H, E): each position attends to itself and earlier positions of its document.
+    """Layer (q, k, v) -> (B, T, H, E): positions attend to themselves and earlier positions.
 
-    `window`: the most positions that it attends to, including itself (Beltagy et al., "Longformer", 2020).
+    `window`: most positions that a position attends to, with itself (Beltagy et al., "Longformer", 2020).
     """
 
     keeps_results = False
@@ -273,7 +273,7 @@ class CausalAttention(Layer):
 
 
 class MergeHeads(Layer):
-    """(B, T, H, E) -> (B, T, H * E)."""
+    """Layer that reshapes (B, T, H, E) to (B, T, H * E)."""
 
     backward_reads_params = False
 

@@ -1,10 +1,10 @@
-"""Auxiliary losses of routed layers, and the load of experts. A routed layer has one `RouterLosses`.
+"""Auxiliary losses of routed layers, and the load of their experts. Each routed layer has a `RouterLosses`.
 
-`balance_loss` is the one of transformers (`load_balancing_loss_func`): N sum_e f_e P_e with f_e = C_e / R and
-P_e = S_e / R. C_e counts how often expert e was chosen and S_e sums its probabilities, over all routed layers
-of a micro-batch together, and R = layers * tokens. If the load is balanced, the loss is U, the number of
-experts that a token uses. C is a count, so the derivative by each probability is N C_e / R^2. `z_loss` is the
-mean over tokens of log(sum(exp(logits)))^2, summed over layers (Zoph et al., "ST-MoE", 2022).
+`balance_loss` is defined as in transformers (`load_balancing_loss_func`): N sum_e f_e P_e with f_e = C_e / R
+and P_e = S_e / R. C_e counts how often expert e was chosen and S_e sums its probabilities, over all routed
+layers of a micro-batch together, and R = layers * tokens. If the load is balanced, the loss is U, the number
+of experts that a token uses. C is a count, so the derivative by each probability is N C_e / R^2. `z_loss` is
+the mean over tokens of log(sum(exp(logits)))^2, summed over layers (Zoph et al., "ST-MoE", 2022).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def balance(sums: Mapping[str, Any]) -> float:
 
 
 def log_sums(logits: Array, p: Array) -> Array:
-    """Return log(sum(exp(logits))) of each row of logits (T, N), from their softmax p; (T,)."""
+    """Return log(sum(exp(logits))) (T,) of each row of logits (T, N), given their softmax p."""
     return logits.max(axis=-1) - logs(p.max(axis=-1)).astype(p.dtype)
 
 
 class RouterLosses:
-    """Losses and load of the router of the layer `name`, with N experts."""
+    """Losses and load of a router with N experts, in the layer `name`."""
 
     def __init__(self, name: str, experts: int) -> None:
         self.name, self.experts = name, experts
 
     def tallies(self) -> dict[str, Tally]:
-        """Return the tallies of a routed layer; its losses have no scale unless the module gets one."""
+        """Return the tallies of a routed layer. A loss without a scale in the module is only reported."""
         load = {self.name + LOAD: Tally((self.experts,))}
         return {BALANCE: Tally(scale=0.0, value=balance), Z: Tally(scale=0.0), **load}
 
     def report(self, batch: BatchContext, logits: Array, p: Array, chosen: Array, starts: Array) -> None:
-        """Report the routing of a layer, as `ops.route` returns it, for logits (T, N), without padding."""
+        """Report a layer's routing, as `ops.route` returns it, for logits (T, N); padding is left out."""
         counts = starts[1:] - starts[:-1]
         if batch.documents is not None:
             counted = batch.documents.counted
@@ -62,7 +62,7 @@ class RouterLosses:
             batch.report(self.name, **{Z: squares / max(1, len(p))})
 
     def add_gradient(self, batch: BatchContext, dlogits: Array, logits: Array, p: Array) -> None:
-        """Add the gradient of both losses to dlogits (T, N) in place, after all layers have reported."""
+        """Add the gradients of both losses to dlogits (T, N) in place, after all layers have reported."""
         if not batch.factors:
             return
         by_balance, by_z = (batch.factors.get(name, 0.0) for name in (BALANCE, Z))

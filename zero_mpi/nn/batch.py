@@ -1,9 +1,9 @@
-"""Facts of a micro-batch that layers share: its documents, factors of losses, sums of reported values.
+"""Information on a micro-batch for its layers: documents, factors of losses, sums of reported values.
 
 Nearly all layers treat each position independently and need only weights and input. Other layers call
-`batch_of(p)`: attention for the documents of its rows, which a `Packed` input gives, and a layer with an
-auxiliary loss for its factor and for the sums over all layers with that loss. Attention reaches back at most
-to the start of a document, and positions are counted from there. Shapes are the same as without documents.
+`batch_of(p)`: attention for the documents in a `Packed` input, and a layer with an auxiliary loss for the
+loss's factor and for the sums over all layers. Attention reaches back at most to the start of a document, and
+positions are counted from there. Shapes are the same as without documents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Turns = Iterable[tuple[slice, Weights, Gradients]]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Rows of several documents each; a model accepts them as input instead of ids.
+    """Input of a model in which each row has several documents.
 
     ids      (B, T) integers
     begins   (B, T) int64: for each position, the index in its row at which its document begins
@@ -44,12 +44,12 @@ class Packed:
         falls = b.ndim != 2 or b.dtype != xp.int64 or (b[:, 1:] < b[:, :-1]).any()
         if falls or (b < 0).any() or (b > xp.arange(b.shape[1])).any():
             raise ValueError(
-                "Packed: begins: expected int64 positions (B, T), none behind its own, in rising rows"
+                "Packed: begins: expected int64 positions (B, T), none after its own, in rising rows"
             )
 
 
 class Documents:
-    """Starts of a micro-batch's documents, on the device, and arrays that layers derive from them once."""
+    """Starts of a micro-batch's documents, on the device, and arrays that are derived from them once."""
 
     def __init__(self, packed: Packed) -> None:
         self._ids = packed.ids
@@ -59,25 +59,25 @@ class Documents:
 
     @cached_property
     def positions(self) -> Array:
-        """The position of each token in its document, (B, T) int64."""
+        """Position of each token in its document, (B, T) int64."""
         return namespace(self.begins).arange(self.begins.shape[1]) - self.begins
 
     @cached_property
     def counted(self) -> Array:
-        """Mask that is False for padding after a row's last document: single ids of 0; (B T,) bool."""
+        """Mask (B T,) that is False for padding: ids 0 after a row's last document."""
         xp, ids = namespace(self.begins), device.in_use().from_host(self._ids)
         within = (ids != 0) | (self.positions != 0)
         return xp.cumsum(within[:, ::-1], axis=1)[:, ::-1].reshape(-1) > 0
 
     def rows(self, table: Array) -> Array:
-        """Return the rows of a table (positions, ...) for each token, (B T, ...): made once per table."""
+        """Return the row of a table (positions, ...) for each token, (B T, ...); computed once per table."""
         found = self._rows.get(id(table))
         if found is None:
             found = self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
         return found[1]
 
     def within(self, window: int) -> Array:
-        """Return the first position of its document in each position's window; computed once per window."""
+        """Return the first position that each position sees, given a window; computed once per window."""
         if window not in self._within:
             batch, length = self.begins.shape
             first = first_in_window(batch, 0, length, window, device.home_of(self.begins))
@@ -94,16 +94,16 @@ def first_in_window(batch: int, start: int, stop: int, window: int, place: devic
 
 @dataclass(eq=False)
 class BatchContext:
-    """Facts of a micro-batch in addition to its input, and sums that its layers report."""
+    """Information on a micro-batch in addition to its input, and sums that its layers report."""
 
-    documents: Documents | None = None  # documents of its rows; None: each row is one document
-    factors: Mapping[str, float] = field(default_factory=dict)  # of auxiliary losses; empty: no backward
+    documents: Documents | None = None  # documents of the rows; None: each row is one document
+    factors: Mapping[str, float] = field(default_factory=dict)  # auxiliary loss -> factor; empty: no backward
     sums: dict[str, Any] = field(default_factory=dict)  # sums over layers, complete when backward begins
     stage: int = 0  # number of the current stage
     _reported: set[tuple[str, str, int]] = field(default_factory=set)
 
     def report(self, layer: str, **values: Any) -> None:
-        """Add values of the layer called `layer` to the sums; a repeated forward adds nothing."""
+        """Add values of the layer named `layer` to the sums. Recomputation adds nothing again."""
         for name, value in values.items():
             if (key := (name, layer, self.stage)) not in self._reported:
                 self._reported.add(key)
@@ -113,7 +113,7 @@ class BatchContext:
 class StageWeights(dict[str, Array]):
     """Weights of a stage by name, with the micro-batch for which they are used.
 
-    turns   function that gathers stacked parameters part by part; None: they are present
+    turns   function that gathers stacked parameters part by part; None: all are present
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class StageWeights(dict[str, Array]):
 
 
 def batch_of(p: Weights) -> BatchContext:
-    """Return the micro-batch for which weights are used; an empty one for other weights."""
+    """Return the micro-batch for which weights are used, or an empty micro-batch if it is unknown."""
     return p.batch if isinstance(p, StageWeights) else BatchContext()
 
 
 def turns(p: Weights, g: Gradients | None = None) -> Turns:
     """Yield parts of a layer's stacked parameters: (range of their first dimension, weights, gradients).
 
-    A backward, which passes `g`, gets the same parts as its forward, in any order. Weights and gradients of a
-    part are valid only during its turn.
+    A backward, which passes `g`, gets the same parts as its forward, maybe in another order. Weights and
+    gradients of a part are valid only until the next part.
     """
     gradients = {} if g is None else g
     return p.turns(p, gradients) if isinstance(p, StageWeights) and p.turns else [(slice(None), p, gradients)]

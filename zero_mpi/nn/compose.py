@@ -20,12 +20,12 @@ from zero_mpi.nn.layer import (
 
 
 class Chain(Composite, AddsInForward, AddsInBackward):
-    """y = last(... second(first(x)))."""
+    """Layer y = last(... second(first(x)))."""
 
     def __init__(self, *layers: Layer) -> None:
         if not layers:
             raise ValueError("a chain needs at least one layer")
-        keeps = [True, *(layer.keeps_results for layer in layers), True]  # values at the ends may be kept
+        keeps = [True, *(layer.keeps_results for layer in layers), True]  # both ends' values may be kept
         around = zip(keeps, layers, keeps[2:], strict=False)
         self.layers = [x if before or after else x.overwriting() for before, x, after in around]
         self.backward_reads_params = any(layer.backward_reads_params for layer in layers)
@@ -72,7 +72,7 @@ class Chain(Composite, AddsInForward, AddsInBackward):
 
 
 class Wrapper(Composite):
-    """A layer around one inner layer, with the parameters of the inner layer."""
+    """Base class of a layer around one inner layer, with the inner layer's parameters."""
 
     def __init__(self, inner: Layer) -> None:
         self.inner = inner
@@ -83,7 +83,7 @@ class Wrapper(Composite):
 
 
 class Residual(Wrapper):
-    """y = x + inner(x)."""
+    """Layer y = x + inner(x)."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         return self.inner.forward_onto(p, x, x)
@@ -99,9 +99,9 @@ class Residual(Wrapper):
 
 
 class Recompute(Wrapper):
-    """inner(x), which saves only x; backward recomputes the other values (activation checkpointing).
+    """Layer inner(x) that saves only x; backward recomputes other values (activation checkpointing).
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The bits are the same.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Results keep their bits.
     """
 
     def __init__(self, inner: Layer) -> None:
@@ -118,7 +118,7 @@ class Recompute(Wrapper):
         return self.inner.backward(p, self.inner.saved(p, saved), dy, g)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """Return (loss, dx) without recomputing, because backward follows immediately."""
+        """Return (loss, dx) without recomputation, because backward follows immediately."""
         return self.inner.loss(p, x, targets, scale, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:

@@ -1,8 +1,8 @@
-"""Generation in which no Python code runs between layers: one call computes a position of each sequence.
+"""Generation without Python code between layers: one call computes the next position of each sequence.
 
-`Program` goes through the layers of a model once and records their computation as instructions of
-`ops.cpu.decode`. One call then computes a position. `RECORDED` lists the supported layers; a model with other
-layers is run by `infer` alone.
+`Program` visits the layers of a model once and records their computation as instructions of `ops.cpu.decode`.
+One call then computes a position. `RECORDED` lists the supported layers; a model with other layers uses
+`infer`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zero_mpi.telemetry import log
 
 
 class Decoder:
-    """Outputs of a model for one sequence of tokens, with a cache of earlier positions."""
+    """Generator of a model's outputs for one sequence, with a cache of earlier positions."""
 
     def __init__(self, stages: Sequence[Stage], p: Weights) -> None:
         self.stages, self.p, self.cache = stages, p, Cache()
@@ -69,7 +69,7 @@ class Decoder:
 
 
 class Batch:
-    """Several sequences that begin with `prompts` and each grow by one token at a time, by `tokens` at most.
+    """Several sequences that begin with `prompts` and grow by one token at a time, up to `tokens` tokens.
 
     Raises Unrecorded for a model without a program.
     """
@@ -92,7 +92,7 @@ class Batch:
 
 
 def joined(stored: Sequence[Array], capacity: int) -> Array:
-    """Return arrays (1, positions, ...) of several sequences as one (B, capacity, ...)."""
+    """Return one array (B, capacity, ...) with the arrays (1, positions, ...) of several sequences."""
     found = np.zeros((len(stored), capacity, *stored[0].shape[2:]), stored[0].dtype)
     for new, old in zip(found, stored, strict=True):
         count = min(capacity, old.shape[1])
@@ -101,7 +101,7 @@ def joined(stored: Sequence[Array], capacity: int) -> Array:
 
 
 class Unrecorded(Exception):
-    """Raised for a layer or an array that no instruction supports."""
+    """Error: no instruction supports a layer or an array."""
 
 
 class Program:
@@ -113,11 +113,11 @@ class Program:
         self.code, self.p, self.cache = decode, model.p, cache
         self.capacity, self.sequences = capacity, sequences
         self._steps = list[list[list[int]]]()
-        self._kept = list[Any]()  # keeps arrays alive whose addresses are in instructions
+        self._kept = list[Any]()  # arrays whose addresses are in instructions, kept alive
         self._buffers: dict[tuple[int, int, int], Array] = {}
         self.first: tuple[Embedding, Array] | None = None
         x: Any = None
-        for number, stage in enumerate(model.stages):  # a stage's buffers are reused two stages later
+        for number, stage in enumerate(model.stages):  # buffers of a stage are reused two stages later
             self._turn, self._taken = number % 2, 0
             x = self.record(stage.layer, x)
         self._outputs, self._code = x, decode.instructions(*self._steps)
@@ -153,7 +153,7 @@ class Program:
         return address(array)
 
     def step(self, *lines: list[int]) -> None:
-        """Add instructions that may run at the same time: operation, parts, x, y, ..."""
+        """Add instructions (operation, parts, x, y, ...) that may run at the same time."""
         self._steps.append(list(lines))
 
     def combine(self, operation: int, x: Array, other: Any, rows: int = 0) -> Array:
@@ -184,7 +184,7 @@ class Program:
         return found
 
     def adapt(self, adapter: LowRank, part: slice, x: Array, y: Array) -> Array:
-        """Record that an adapter's product is added to y, and return the sum."""
+        """Record the addition of an adapter's product to y, and return the sum."""
         if adapter.kind is not None:
             raise Unrecorded("an adapter that is rounded with its matrix")
         narrow = self.products([(self.p[adapter.a], x)])[0]

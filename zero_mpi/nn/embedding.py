@@ -13,7 +13,7 @@ from zero_mpi.ops.packed_matrix import PackedMatrix
 
 
 class Embedding(Layer):
-    """y (B, T, C) = rows of `NAME.weight` (V, C) at tokens (B, T). There is no dx."""
+    """Layer y (B, T, C) = rows of `NAME.weight` (V, C) for tokens (B, T). Tokens have no gradient."""
 
     backward_reads_params = False
 
@@ -32,7 +32,7 @@ class Embedding(Layer):
         return found if self.added is None else found | self.added.params()
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        array(f"{self.weight}: tokens", x, kinds=WHOLE)  # other types would be truncated to integers, or fail
+        array(f"{self.weight}: tokens", x, kinds=WHOLE)  # floats would be truncated, or fail
         w: Any = p[self.weight]
         if self.added is not None:
             old, places, rows = parted(x, w.shape[0])
@@ -52,7 +52,7 @@ class Embedding(Layer):
 
 
 class LearnedPositions(Layer):
-    """y (B, T, C) = x + the first T rows of `NAME.weight` (context, C), from each document's start on."""
+    """Layer y (B, T, C) = x + row i of `NAME.weight` (context, C) at position i of each document."""
 
     backward_reads_params = False
 

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 
 def grouped(starts: Any) -> Any:
-    """Return the operations of linear layers on rows sorted by expert, with stacked matrices (N, O, C)."""
+    """Return the operations of a linear layer with stacked matrices (N, O, C), for rows sorted by expert."""
     return SimpleNamespace(
         linear=lambda x, w, b=None, plus=None: ops.grouped_linear(x, w, starts, plus),
         linear_backward_x=lambda dy, w, into=None: ops.grouped_linear_backward_x(dy, w, starts, into),
@@ -44,7 +44,7 @@ def grouped(starts: Any) -> Any:
 
 
 class Experts(Composite, AddsInForward):
-    """y (..., C) = sum of p_e down_e(silu(gate_e x) * up_e x) over the `used` experts e with the largest p.
+    """Layer y (..., C) = sum of p_e down_e(silu(gate_e x) * up_e x) over the `used` experts e of largest p.
 
     p is the softmax of the router `PREFIX.ffn_gate_inp` (N, C), divided by its sum over the used experts if
     `normalized`. Matrices are stacked: `PREFIX.ffn_gate_exps`, `.ffn_up_exps` (N, F, C), `.ffn_down_exps` (N,
@@ -138,7 +138,7 @@ class Experts(Composite, AddsInForward):
     def _backward_of_choice(
         self, p: Weights, x: Any, routing: Routing, of_weights: list[tuple[slice, Any]], g: Gradients
     ) -> Any:
-        """Return the router's part of dx (T, C) from the gradients of rows' weights, by parts of the rows."""
+        """Return the router's part of dx (T, C), given gradients of the rows' weights in several parts."""
         (_, dw), *more = of_weights
         if more:
             dw = routing.weights.astype(dw.dtype)
@@ -151,9 +151,9 @@ class Experts(Composite, AddsInForward):
         return self.router.backward(p, (x, None), dlogits, g)
 
     def _observe(self, rows: Any, gate: Any, up: Any, starts: Any) -> None:
-        """Pass the inputs of the experts with these rows to the observers; other experts have no rows."""
+        """Pass the inputs of the experts that have these rows to the observers."""
         for observe in OBSERVERS:
-            plain = ops.swiglu(gate, up)  # as in llama.cpp, which weights the rows after `down`
+            plain = ops.swiglu(gate, up)  # without weights, as in llama.cpp, which applies them after `down`
             for linear, x_of in (self.gate, rows), (self.up, rows), (self.down, plain):
                 observe(linear.weight, x_of, starts)
 

@@ -1,6 +1,6 @@
 """Base class of layers: a layer names its parameters, has a forward and a backward, and holds no arrays.
 
-Every other method has a default that works for all layers. A layer overrides a method if it can compute the
+All other methods have defaults that work for every layer. A layer overrides a method if it can compute the
 result in fewer passes or with less memory.
 
 Weights are an argument of `forward` and `backward`, so the runtime may free them after forward and gather
@@ -32,9 +32,9 @@ DRAW_BLOCK = 1 << 16  # elements of a block of initial values
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: its shape and initialization: "normal" with `std`, "ones" or "zeros".
+    """A parameter's shape and its initialization: "normal" with `std`, "ones" or "zeros".
 
-    buffer: it has no gradient; `Layer.update` sets it after a step
+    buffer: True for a parameter without gradient, which `Layer.update` sets after a step
     """
 
     shape: tuple[int, ...]
@@ -44,12 +44,12 @@ class Param:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def decays(self) -> bool:
-        """True if weight decay applies, which is the case for matrices but not for norms and biases."""
+        """True if weight decay applies: to matrices, but not to norms and biases."""
         return len(self.shape) >= 2
 
 
@@ -57,7 +57,7 @@ class Param:
 class Tally:
     """Numbers that forward reports for each micro-batch (`BatchContext.report`); layers may share a name.
 
-    scale   factor of an auxiliary loss in the objective, a mean over micro-batches; None: a sum and no loss
+    scale   factor of an auxiliary loss, averaged over micro-batches; None: a sum, not a loss
     value   function that computes a micro-batch's number from all its sums by name; None: the sum itself
     """
 
@@ -78,13 +78,13 @@ class Stack(NamedTuple):
 
 @dataclass
 class Cache:
-    """State of generation between calls: the number of finished positions, and keys and values per layer."""
+    """State of generation between calls: number of finished positions, and each layer's keys and values."""
 
     position: int = 0
     entries: dict[int, Any] = field(default_factory=dict)
 
     def extend(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
-        """Return arrays for `stop` keys and values of a layer, like k and v (B, T, ...), with stored ones."""
+        """Return a layer's arrays of `stop` keys and values, like k and v (B, T, ...), with stored values."""
         stored = self.entries.get(id(layer))
         if stored is None or stored[0].shape[1] < stop:
             grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
@@ -121,10 +121,10 @@ class Layer:
         return {}
 
     def update(self, buffers: MutableMapping[str, Array], sums: Mapping[str, Array]) -> None:
-        """Set this layer's buffers (on the host) after a step from sums of tallies, equally on all ranks."""
+        """Set this layer's buffers (on the host) after a step, from sums of tallies that all ranks have."""
 
     def overwriting(self) -> Layer:
-        """Return a copy of the layer that overwrites its x and dy, or the layer if it never does."""
+        """Return a copy of the layer that may overwrite its x and dy, or the layer if it never does."""
         return self
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
@@ -132,7 +132,7 @@ class Layer:
         raise NotImplementedError
 
     def saved(self, p: Weights, x: Any) -> Any:
-        """Return only the values that backward needs, without the products that only y needs."""
+        """Return only the values that backward needs; skip products that only y needs."""
         return self.forward(p, x)[1]
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
@@ -166,13 +166,13 @@ class Layer:
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         """Return y at the positions after those in `cache`.
 
-        A layer overrides this if its result at a position depends on other positions or on the index.
+        A layer overrides `infer` if its result at a position depends on other positions or the index.
         """
         return self.forward(p, x)[0]
 
 
 class AddsInForward(Layer):
-    """A layer whose forward adds `residual` to y in the pass that writes y."""
+    """Base class of a layer whose forward can add `residual` to y in the pass that writes y."""
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         """Return (y, saved), or (residual + y, saved)."""
@@ -183,7 +183,7 @@ class AddsInForward(Layer):
 
 
 class AddsInBackward(Layer):
-    """A layer whose backward adds `residual` to dx in the pass that writes dx."""
+    """Base class of a layer whose backward can add `residual` to dx in the pass that writes dx."""
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
         """Return dx, or residual + dx; add the parameters' gradients into g."""
@@ -194,7 +194,7 @@ class AddsInBackward(Layer):
 
 
 class Composite(Layer):
-    """A layer made of other layers, with their parameters."""
+    """Base class of a layer made of other layers, with their parameters."""
 
     def parts(self) -> Sequence[Layer]:
         """Return the inner layers, in the order of their parameters."""
@@ -231,9 +231,9 @@ def stage_params(stages: list[Stage]) -> dict[str, Param]:
 
 
 def params_of(layers: Iterable[Layer]) -> dict[str, Param]:
-    """Return the parameters of layers in order, a tied parameter only at its first place.
+    """Return the parameters of layers in order, with a tied parameter only once, at its first use.
 
-    Raise ValueError if a name occurs with two shapes, because one of the layers needs another name.
+    Raise ValueError if a name occurs with two shapes.
     """
     params: dict[str, Param] = {}
     for layer in layers:

@@ -20,9 +20,9 @@ OBSERVERS: list[Callable[[str, Any, Any], None]] = []
 
 @contextmanager
 def observing(observe: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """Call observe(name of the matrix, x, starts) in each forward of a linear layer inside the body.
+    """Call observe(name of the matrix, x, starts) in each forward of a linear layer within the context.
 
-    starts: where the rows of each expert's matrix begin, for a stack; otherwise None
+    starts: for stacked matrices, the first row of each expert; otherwise None
     """
     OBSERVERS.append(observe)
     try:
@@ -32,16 +32,16 @@ def observing(observe: Callable[[str, Any, Any], None]) -> Iterator[None]:
 
 
 def some(x: Any, part: slice) -> Any:
-    """Return a part of the rows of `x`, or `x` itself for all rows: a view costs microseconds on a GPU."""
+    """Return a part of the rows of `x`, or `x` for all rows, since a view costs microseconds on a GPU."""
     return x if part is ALL else x[part]
 
 
 class Linear(AddsInForward):
-    """y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
+    """Layer y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
-    If it has an adapter (`adapters`), the adapter's product is added. `fused`: the number of rows of each
-    matrix, if W consists of several matrices. `stack`: the number N of matrices W (N, O, C), one of which
-    applies to each row of x; then `forward` and `backward` compute `via` operations on stacks.
+    If the layer has an adapter (`low_rank`), the adapter's product is added. `fused`: the number of rows of
+    each matrix, if W consists of several matrices. `stack`: the number N of matrices W (N, O, C), one of
+    which applies to each row of x; then `forward` and `backward` use operations on stacks, `via`.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Linear(AddsInForward):
     def adapt(self, rank: int, scale: float, kind: str | None = None) -> None:
         """Add an adapter (a product of low rank), which may be trained while the matrix is frozen.
 
-        kind: a type of blocks, to which the sum of the matrix and the product is rounded
+        kind: quantized type to which the sum of the matrix and the product is rounded
         """
         self.adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale, kind)
 
     def split(self, rows: int) -> None:
-        """Make the last rows a separate parameter, while the other rows are frozen; there is no bias."""
+        """Make the last rows a separate parameter; the other rows are frozen, and there is no bias."""
         outputs, width = self._params[self.weight].shape
         self._params = {self.weight: Param((outputs - rows, width))}
         self.adapter = AddedRows(self.weight, rows, width)
@@ -146,9 +146,9 @@ class Linear(AddsInForward):
 
 
 class Rows:
-    """Rows of a linear layer, used as a layer: one of several projections that share a matrix.
+    """Layer that uses some rows of a linear layer: one of several projections that share a matrix.
 
-    Separate products make each result contiguous, which one product of all rows would not do.
+    Separate products make each result contiguous, unlike one product of all rows.
     """
 
     def __init__(self, linear: Linear, start: int, stop: int) -> None:
@@ -162,11 +162,11 @@ class Rows:
 
 
 def without_adapters(p: Weights) -> dict[str, Any]:
-    """Return weights without adapters; layers then compute the same as the frozen model."""
+    """Return weights without adapters, by which layers compute the outputs of the frozen model."""
     return {name: each for name, each in p.items() if not name.endswith((FIRST, SECOND))}
 
 
 def rows_of(linear: Linear, counts: Sequence[int]) -> list[Rows]:
-    """Split the rows of a layer into consecutive parts of `counts` rows."""
+    """Return layers for consecutive parts, of `counts` rows, of a layer."""
     ends = list(accumulate(counts))
     return [Rows(linear, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]

@@ -1,7 +1,7 @@
-"""Losses that a last stage computes together with its forward, where forward turns into backward.
+"""Losses, which the last stage computes between its forward and its backward.
 
-A `HeadLoss` comes with a micro-batch and receives the last stage. Training and evaluation know no other kind
-of loss, so a new loss is a new class here and needs no change elsewhere.
+A `HeadLoss` belongs to a micro-batch and receives the last stage. Training and evaluation use only this
+interface, so a new loss is a new class here and needs no change elsewhere.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> 
     """Return (loss, dlogits) for logits (..., V) and integer targets (...).
 
     The loss is `scale` times the sum over targets of -log softmax. `scale` is 1 over the number of targets of
-    the *full step*, on all ranks and micro-batches, so that gradients are summed and never divided; if it is
-    left out, it is 1 over the targets in this call. A target of -1 is ignored: it has no loss.
+    the *full step*, on all ranks and micro-batches, so that gradients are summed and never divided; by
+    default, it is 1 over the number of targets in this call. A target of -1 is ignored: it has no loss.
     """
     check_targets(targets, logits)
     if scale is None:
@@ -58,15 +58,15 @@ def check_targets(targets: Any, logits: Any = None) -> None:
 class HeadLoss:
     """A loss of a micro-batch that is computed with the last stage, so that not all logits exist at once.
 
-    The last stage treats each row independently, and may receive a few rows more than those that count.
+    The last stage treats each row independently. This stage may receive a few more rows than have targets.
     """
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
-        """Return (loss, dx): forward, loss and backward together. dx and the gradients have the factor."""
+        """Run forward, loss and backward; return (loss, dx). `factor` multiplies dx and the gradients."""
         raise NotImplementedError
 
     def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
-        """Return the losses of the micro-batch's parts; no backward follows."""
+        """Return the losses of the micro-batch's parts, without a backward."""
         raise NotImplementedError
 
 
@@ -74,7 +74,7 @@ class HeadLoss:
 class CrossEntropy(HeadLoss):
     """The cross-entropy of a micro-batch, `scale` times the sum over targets; a target of -1 is ignored.
 
-    A call with logits is `cross_entropy`. The last stage computes its logits in chunks.
+    Calling it with logits runs `cross_entropy`. The last stage computes its logits in chunks.
     """
 
     targets: Array
@@ -167,10 +167,10 @@ class Distilled(CrossEntropy):
 
 @dataclass(frozen=True, eq=False)
 class PartLosses(HeadLoss):
-    """The loss of each part of a micro-batch, without a backward: `scale` times the sum of its targets.
+    """The loss of each part of a micro-batch, without backward: `scale` times the sum over its targets.
 
     parts: indices of targets (B, T), such as (row, slice(3, 9)). scale 0: count the targets that are not the
-    most likely
+    most likely token
     """
 
     targets: Array
@@ -185,9 +185,9 @@ class PartLosses(HeadLoss):
 class Segment:
     """Consecutive positions of a row, whose targets' log-probabilities are summed.
 
-    It begins with the first counted target and ends with the last. It is computed with additional positions,
-    up to a power of two or a multiple of an eighth of the row, so that few shapes and buffer sizes occur; the
-    added positions are ignored.
+    A segment begins with the first counted target and ends with the last. The length is padded to a power of
+    two or a multiple of an eighth of the row, so that few shapes and buffer sizes occur; the added positions
+    are ignored.
     """
 
     def __init__(self, row: int, span: slice, targets: Array) -> None:
@@ -206,8 +206,8 @@ class Segment:
 class SequenceLoss(HeadLoss):
     """A loss that is a function of the sums of log-probabilities of segments.
 
-    `criterion` maps the sums, in nats, to (loss, its derivative by each sum). After `train`, `sums` has the
-    sums. Logits are computed twice: for the sums, and for the gradient, which has one factor per segment.
+    `criterion` maps the sums, in nats, to (loss, its derivative by each sum). `train` sets the attribute
+    `sums`. Logits are computed twice: for the sums, and for the gradient, which has one factor per segment.
     """
 
     def __init__(
@@ -234,22 +234,22 @@ class SequenceLoss(HeadLoss):
 
 
 def loss_with(targets: Any, scale: float) -> HeadLoss | None:
-    """Return a loss unchanged, or the cross-entropy of targets; None if there are no targets."""
+    """Return `targets` if it is a loss, the cross-entropy of an array of targets, or None for None."""
     return targets if targets is None or isinstance(targets, HeadLoss) else CrossEntropy(targets, scale)
 
 
 def zeros_of(x: Any, dtype: Any) -> Any:
-    """Return zeros in the shape of x, of recycled memory."""
+    """Return zeros in the shape of x, in recycled memory."""
     found = pool_of(device.in_use()).take(x.shape, dtype)
     found.fill(0)
     return found
 
 
 def rows_that_count(targets: Any) -> Any:
-    """Return the rows (K,) that a last stage receives: the rows with counted targets, and some others.
+    """Return the rows (K,) that a last stage receives: all rows with counted targets, and some other rows.
 
-    K is a multiple of an eighth of all rows, so that few shapes and buffer sizes occur. None means all rows,
-    and is also returned if the targets are already on a GPU.
+    K is a multiple of an eighth of all rows, so that few shapes and buffer sizes occur. None means all rows;
+    targets on a GPU always give None.
     """
     if type(targets) is not np.ndarray:
         return None

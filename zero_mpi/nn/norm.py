@@ -9,7 +9,7 @@ from zero_mpi.nn.layer import AddsInBackward, Gradients, Param, Weights
 
 
 class RMSNorm(AddsInBackward):
-    """x / rms(x) * w, with w = `NAME.weight` (C,)."""
+    """Layer y = x / rms(x) * w, with w = `NAME.weight` (C,)."""
 
     def __init__(self, name: str, width: int, eps: float) -> None:
         self.weight, self.width, self.eps = f"{name}.weight", width, eps
@@ -27,7 +27,7 @@ class RMSNorm(AddsInBackward):
 
 
 class LayerNorm(AddsInBackward):
-    """(x - mean) / deviation * w + b, with w = `NAME.weight` and b = `NAME.bias` (C,)."""
+    """Layer y = (x - mean) / deviation * w + b, with w = `NAME.weight` and b = `NAME.bias` (C,)."""
 
     def __init__(self, name: str, width: int, eps: float) -> None:
         self.weight, self.bias, self.width, self.eps = f"{name}.weight", f"{name}.bias", width, eps

@@ -1,9 +1,9 @@
 """Losses for preferred answers: functions of the summed log-probabilities of sequences.
 
-C and R are the sums of a better and a worse answer, minus those of the reference if the loss has one; nc and
-nr are the numbers of their tokens. All computation is in float64 on the host, one pair after the other. Names
-are those of TRL. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL; SimPO:
-Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
+C and R are the sums of a better and a worse answer, minus the reference model's sums if the loss uses one; nc
+and nr are the numbers of their tokens. All computation is in float64 on the host, one pair after the other.
+TRL uses the same names. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
+SimPO: Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from zero_mpi.ops.elementary import log, power
 
-MOST_AVERAGE = -1e-7  # ORPO divides by 1 - e^c, which is 0 if an answer is certain
-Pair = tuple[float, float, float]  # loss, its derivative by C, and by R
+MOST_AVERAGE = -1e-7  # bound for ORPO, which divides by 1 - e^c: that is 0 for a certain answer
+Pair = tuple[float, float, float]  # the loss, its derivative by C, its derivative by R
 
 
 class Scored(NamedTuple):
-    """Terms of the loss, and its derivative with respect to the sum of each sequence."""
+    """Terms of a loss, and the loss's derivative by the sum of each sequence."""
 
     terms: list[float]
     slopes: list[float]
@@ -28,7 +28,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Preference:
-    """A preference loss with its constants."""
+    """Preference loss `name` with its constants."""
 
     name: str
     beta: float = 0.1
@@ -44,7 +44,7 @@ class Preference:
 
     @property
     def learns_prompts(self) -> bool:
-        """True if the cross-entropy of the better side, including its prompt, is part of the loss."""
+        """True if the loss includes the cross-entropy of the better side with its prompt."""
         return self.name == "orpo"
 
     @property
@@ -55,7 +55,7 @@ class Preference:
     def score(
         self, numbers: Sequence[int], sums: Sequence[float], counts: Sequence[int], kl: float = 0.0
     ) -> Scored:
-        """Return the loss of sequences: even `numbers` are better sides, followed by their worse sides."""
+        """Return the loss of sequences. Better sides have even `numbers`, and their worse sides follow."""
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
         if self.is_unpaired:
@@ -94,7 +94,7 @@ def simpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
 
 
 def orpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return the part of ORPO's loss that compares odds."""
+    """Return ORPO's loss without its cross-entropy: the comparison of odds."""
     c, r = min(C / nc, MOST_AVERAGE), min(R / nr, MOST_AVERAGE)
     odds = log_odds(c, r)
     slope = -self.beta * sigmoid(-odds)

@@ -17,12 +17,12 @@ from threadpoolctl import threadpool_limits
 
 from zero_mpi import device, environment
 from zero_mpi.ops import code_cache, low_precision, threads
-from zero_mpi.ops.reference import *  # noqa: F403  (gives type checkers the types)
+from zero_mpi.ops.reference import *  # noqa: F403  (for type checkers)
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS, register
 
 globals().update(OPERATIONS)
 
-_INSTEAD = {  # reason why operations are not compiled -> whether it applies
+_INSTEAD = {  # reason why operations are not compiled -> whether this reason applies
     "ZERO_MPI_OPS=reference disables compiled operations": os.environ.get("ZERO_MPI_OPS") == "reference",
     "NUMBA_DISABLE_JIT keeps numba from compiling": os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"),
     "numba is not installed: pip install 'zero-mpi[fast,onednn]'": find_spec("numba") is None,
@@ -46,11 +46,11 @@ def compiles() -> bool:
 
 
 def products(kind: Any) -> tuple[str, str]:
-    """Return (the host's matmul library for a type, ""), or ("", the reason for using float32 copies).
+    """Return (the host's matmul library for a type, ""), or ("", why matmuls use float32 copies).
 
     The result is ("", "") on a GPU, and for float32 if BLAS multiplies it.
     """
-    if device.in_use() is not device.HOST or kind == np.float64:  # NumPy multiplies float64, by the reference
+    if device.in_use() is not device.HOST or kind == np.float64:  # the reference multiplies float64 by NumPy
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
         return "", "kernels of a specific CPU are disabled"
@@ -91,11 +91,11 @@ def prepare_gpu() -> None:
 
 
 def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) -> None:
-    """Compile all kernels of a type for the device in use, unless the cache has them. One call is enough.
+    """Compile all kernels of a type for the device in use, unless the cache has them. Call it once.
 
     Before it compiles for a CPU, which takes about ten seconds, it calls `say` with one line. If many ranks
-    start at once, call it first on one rank of each node, which fills the cache for the other ranks. Kernels
-    that were not prepared, such as the host's kernels on a GPU run, are compiled when they are first called.
+    start at once, call `prepare` first on one rank of each node, which fills the cache for the other ranks.
+    Other kernels, such as the host's kernels on a GPU run, are compiled when they are first called.
     """
     if device.in_use().name == "cuda":
         prepare_gpu()
@@ -140,7 +140,7 @@ def prepare_cpu() -> None:
     """Register compiled operations for NumPy arrays."""
     from zero_mpi.ops import cpu  # noqa: F401
 
-    for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # without a kernel, use the reference
+    for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # these operations have no kernel
         OPERATIONS[name].register(np.ndarray, OPERATIONS[name].dispatch(object))
     register(np.ndarray)
 

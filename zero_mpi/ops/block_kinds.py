@@ -1,4 +1,4 @@
-"""The quantized types of GGUF in which a frozen tensor may stay, with the elements and bytes of a block.
+"""Quantized types of GGUF in which a frozen tensor may be kept, with the elements and bytes of a block.
 
 A block holds a few elements with their own scales. A tensor is a sequence of full blocks.
 `gguf.quants.dequantize` defines the meaning of the bytes; `ops.cpu.dequantize` has kernels for `PACKED`.
@@ -16,7 +16,7 @@ from zero_mpi.device.types import Array
 
 PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-RARE = (  # older versions of the package gguf lack some of these
+RARE = (  # older versions of the package gguf lack some of these types
     *("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
     *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
 )
@@ -42,13 +42,13 @@ BLOCK_KINDS = {
 }
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
 SCALES |= {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-"""Byte offsets of the float16 scales in a block of each `PACKED` kind. Finite scales mean finite elements."""
+"""Byte offsets of the float16 scales in a block of each `PACKED` kind. If scales are finite, elements are."""
 
-EXPONENT = np.uint16(0x7C00)  # exponent bits of a float16, which are all set if it is infinite or NaN
+EXPONENT = np.uint16(0x7C00)  # exponent bits of a float16; all are set in infinity and NaN
 
 
 def finite_blocks(raw: Array, kind: str) -> Array:
-    """Return, for each full block in raw bytes, whether its elements are finite. `kind` is in `PACKED`."""
+    """Return for each block in raw bytes whether its elements are finite. `kind` is in `PACKED`."""
     blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_KINDS[kind].nbytes)
     scales = [blocks[:, at : at + 2].copy().view(np.uint16) & EXPONENT for at in SCALES[kind]]
     found: Array = (np.hstack(scales) != EXPONENT).all(axis=1)

@@ -1,8 +1,8 @@
-"""Cache of compiled kernels between runs: one folder per machine type and set of package versions.
+"""Cache of compiled kernels: one folder per machine type and set of package versions, kept between runs.
 
-The folder's name is a hash of everything that changes the code, so its content is never out of date, and
+The folder's name is a hash of everything that changes the code. So its content is never out of date, and
 machines of different types may share a home directory. Code from the folder is executed, so only this user
-may own it. If no such folder can be written, kernels go to a temporary one and are compiled in every run.
+may own the folder. If no such folder can be written, every run compiles into a temporary folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_mpi.environment import portable
 
 SOURCES = Path(__file__).parent / "cpu"
 PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
-COMPLETE = "complete-{}"  # this file exists if the folder has all kernels of a type
+COMPLETE = "complete-{}"  # name of a file that exists if the folder has all kernels of a type
 
 
 def installed(package: str) -> str:
@@ -34,7 +34,7 @@ def installed(package: str) -> str:
 
 
 def processor() -> str:
-    """Return the CPU that code is compiled for: the pinned one, or the system's description of this one."""
+    """Return the CPU that code is compiled for: the pinned CPU, or the system's name of this machine's."""
     if portable.active:
         return f"{portable.TARGET} {portable.FEATURES}"
     try:
@@ -48,7 +48,7 @@ def processor() -> str:
 def key() -> str:
     """Return the folder's name, which contains a hash of everything that the code depends on."""
     digest = hashlib.sha256()
-    place = str(SOURCES)  # numba's own cache depends on this path too
+    place = str(SOURCES)  # the path is also part of the key of numba's own cache
     for text in (
         place,
         platform.python_version(),
@@ -88,7 +88,7 @@ def is_ours(folder: Path) -> bool:
 
 @cache
 def folder() -> Path:
-    """Return the cache folder, or a temporary folder if no directory is usable. This never fails."""
+    """Return the cache folder, or a temporary folder if no directory is usable. It never raises."""
     name = key()
     for base in candidates():
         if is_ours(base / name):
@@ -107,5 +107,5 @@ def mark_complete(kind: str) -> None:
     """Record that the folder has all kernels of a type."""
     try:
         (folder() / COMPLETE.format(kind)).touch()
-    except OSError:  # then the next run announces a compilation although nothing is compiled
+    except OSError:  # not serious: the next run announces a compilation that is not needed
         return

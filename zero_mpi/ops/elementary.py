@@ -1,8 +1,8 @@
 """Logarithms, powers, cosines and normal random numbers, with the same bits on every machine if requested.
 
-The C library's functions differ in the last bit between versions and processors, and so do NumPy's functions,
-which call it or use vector code of their own. Under `--bits portable` the functions of this module replace
-them. They use only operations that IEEE 754 rounds in exactly one way (sums, products, quotients, square
+The C library's functions differ in the last bit between versions and processors. So do NumPy's functions,
+which call the C library or use their own vector code. Under `--bits portable` this module's functions replace
+both. All use only operations that IEEE 754 rounds in exactly one way (sums, products, quotients, square
 roots, and powers of two by their bits) and `decimal`, which does not use the processor's floats. Other runs
 use the libraries' functions. Training code takes these functions from here, never from `math` or NumPy.
 """
@@ -40,7 +40,7 @@ def log_of_parts(m: Any, e: Any) -> Any:
     """Return the logarithm of m 2^e to 1 ulp, for scalars or arrays m from sqrt(1/2) to sqrt(2).
 
     log m = 2 artanh s, by its series, for s = (m - 1) / (m + 1). The first term is computed separately,
-    because s is rounded.
+    because s is rounded and this term needs a correction.
     """
     f = m - 1.0
     s = f / (2.0 + f)
@@ -69,7 +69,7 @@ def exp_of_array(x: Array) -> Array:
 
 
 def decimal_log(x: float) -> float:
-    """Return the logarithm of a number above 0, rounded once; raise ValueError for other numbers."""
+    """Return the logarithm of a number above 0, rounded once. Raise ValueError for other numbers."""
     if not x > 0:
         raise ValueError(f"the logarithm of {x}: expected a number above 0")
     return float(Decimal(x).ln(EXACTLY))

@@ -1,7 +1,7 @@
 """Mixtures of experts in plain array code: choosing experts, and products of rows grouped by expert.
 
-There are T tokens and N experts, of which each token uses U. The R = T U rows are sorted by expert, then by
-token. No shape depends on the choice: `starts` (N + 1,) has the first row of each expert.
+T tokens choose U of N experts each. The R = T U rows are sorted by expert, then by token. No shape depends on
+the choices: `starts` (N + 1,) has the first row of each expert.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def linear_wide(x: Array, w: Array, plus: Array | None = None) -> Array:
 def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
     """Choose `used` experts for each token from a router's logits (T, N).
 
-    Return p (T, N), the softmax; chosen (T, U), the experts of largest p in descending order, the lower index
-    first on ties; rows (R,), the flat index in `chosen` of each sorted row; tokens (R,), each row's token;
-    weights (R, 1), the p of each row, divided by the token's sum if `normalized`; starts (N + 1,).
-    Shazeer et al., "Outrageously Large Neural Networks", 2017.
+    Return p (T, N), the softmax; chosen (T, U), the experts with the largest p in descending order, on ties
+    the lower index first; rows (R,), the flat index in `chosen` of each sorted row; tokens (R,), each row's
+    token; weights (R, 1), each row's p, divided by its token's sum if `normalized`; starts (N + 1,). Shazeer
+    et al., "Outrageously Large Neural Networks", 2017.
     """
     xp = namespace(logits)
     p = xp.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -56,7 +56,7 @@ def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 
 @operation("dw R 1, w R 1 wide, p T N wide, chosen T U int64, rows R int64 -> T N; R == T * U")
 def route_backward(dw: Array, w: Array, p: Array, chosen: Array, rows: Array, normalized: bool) -> Array:
-    """Return dlogits (T, N) of `route` from dw (R, 1). The choice itself has no gradient."""
+    """Return dlogits (T, N) of `route` from dw (R, 1). The choice of experts itself has no gradient."""
     xp = namespace(dw)
     d, share = xp.empty((2, rows.size), p.dtype)
     d[rows], share[rows] = dw[:, 0], w[:, 0]
@@ -103,6 +103,6 @@ def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | 
 
 @operation("dy R O, x R C, dw+ N O C real, starts M int64; M == N + 1")
 def grouped_linear_backward_w(dy: Array, x: Array, dw: Array, starts: Array) -> None:
-    """Add the gradient of w to dw (N, O, C). An expert without rows has no gradient."""
+    """Add the gradient of w to dw (N, O, C). An expert without rows adds nothing."""
     for expert, part in groups(starts):
         dw[expert] += dy[part].T @ x[part]

@@ -16,9 +16,9 @@ from zero_mpi.ops.registry import operation
 from zero_mpi.ops.sizes import run_length
 
 ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of this size stay in the second-level cache
-CHUNK = 1 << 18  # elements unpacked at a time, a multiple of every block: temporaries stay small
+CHUNK = 1 << 18  # elements unpacked at a time, to bound temporary arrays; a multiple of every block size
 
-# Order in which gradients of biases and norms are summed over rows. A single sum over thousands of rows loses
+# Order of the sums over rows in gradients of biases and norms. A single sum over thousands of rows loses
 # a bit whenever the number of rows grows fourfold. So of each LANES * LANE_ROWS rows, row i is added to lane
 # i mod LANES, lanes are added in pairs, and the results of these short sums are added one after the other.
 # The order depends only on the number of rows. GPU blocks use another order, with equally short sums.
@@ -43,11 +43,11 @@ def adamw(
 ) -> None:
     """Apply one AdamW update in place to flat p, m and v of equal size. `low` receives the rounded p.
 
-    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2, where g is multiplied by grad_scale;
-    p = p (1 - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
-    decay (n,), float64: one number for each of the n equally long runs of p.
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The temporaries are blocks that
-    stay in cache. Each element is computed alone, so the bits do not depend on how an array is cut.
+    m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2, where g is multiplied by grad_scale; p = p (1
+    - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps). decay (n,), float64: weight
+    decay of each of the n equally long runs of p. Loshchilov and Hutter, "Decoupled Weight Decay
+    Regularization", 2019. Temporary arrays are blocks that fit in cache. Each element is computed by itself,
+    so the bits do not depend on how an array is cut.
     """
     xp = namespace(p)
     root_c2 = math.sqrt(1.0 - power(beta2, step))
@@ -78,7 +78,7 @@ def adamw(
 def moving_average(e: Array, p: Array, keep: float) -> None:
     """Compute e = keep e + (1 - keep) p, in place in e; e and p are flat and of equal size.
 
-    Each element is computed alone, as in `adamw`.
+    As in `adamw`, the bits do not depend on how an array is cut.
     """
     for start in range(0, p.size, ADAMW_BLOCK):
         part = slice(start, start + ADAMW_BLOCK)
@@ -90,7 +90,7 @@ def moving_average(e: Array, p: Array, keep: float) -> None:
 def chunk_squares(g: Array, chunk: int) -> Array:
     """Return float64 sums of squares (n,) of g (n * chunk,), one sum for each run of `chunk` elements.
 
-    Each sum depends only on its own run, so it does not matter which rank computes which run.
+    Each sum depends only on its own run, so its bits do not depend on the rank that computes it.
     """
     xp = namespace(g)
     sums = xp.empty(g.size // chunk, xp.float64)
@@ -110,7 +110,7 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
     kind: a name in `BLOCK_KINDS`.
     """
     raw, block = np.ascontiguousarray(raw), BLOCK_KINDS[kind]
-    with np.errstate(all="ignore"):  # values that are not finite are rejected when a file is read
+    with np.errstate(all="ignore"):  # reading a file already rejects values that are not finite
         if kind in PLAIN:
             out[...] = raw.view(PLAIN[kind])
             return

@@ -1,4 +1,4 @@
-"""Calls by ctypes of the functions of ggml that write and read blocks of every quantized type.
+"""Quantization and dequantization by the library ggml, called through ctypes, for every quantized type.
 
 The extra `ggml` installs the library; ZERO_MPI_GGML may name another libggml-base.so.
 """
@@ -31,7 +31,7 @@ CALLS: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def library(user: str) -> Any:
-    """Return the loaded library; raise UsageError with a text that begins with `user` if there is none."""
+    """Load and return the library. If there is none, raise UsageError with a text that begins with `user`."""
     path = os.environ.get(VARIABLE)
     remedy = f"pip install 'zero-mpi[ggml]', or set {VARIABLE} to the path of a libggml-base.so"
     if not path:
@@ -62,9 +62,9 @@ def reader(kind: str) -> Any:
 
 
 def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
-    """Unpack full blocks into out (n,); return False if no library can do so.
+    """Unpack full blocks into out (n,). Return False if no library supports the type.
 
-    The float32 elements have the bits of the package gguf. Elements of a lower type are rounded from float32.
+    Float32 elements have the same bits as in the package gguf; lower types are rounded from float32.
     """
     call, (block, nbytes) = reader(kind), GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if call is None:
@@ -82,7 +82,7 @@ def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
 def quantize(
     rows: NDArray[np.float32], kind: GGMLQuantizationType, importance: NDArray[np.float32] | None = None
 ) -> NDArray[np.uint8]:
-    """Return rows (n, width) as blocks (n, bytes) of a type; importance (width,): weight of each column.
+    """Return rows (n, width) as blocks (n, bytes) of a type; importance (width,): the columns' weights.
 
     Raise OverflowError for numbers that the type cannot represent.
     """

@@ -1,9 +1,9 @@
-"""The operations in bfloat16 and float16 on the host: they compute in float32 and round each result once.
+"""The operations in bfloat16 and float16 on the host, computed in float32 with each result rounded once.
 
 This module defines low precision: sums and products are computed in float32, and results have the low type.
-It is a slow reference, with which tests compare the kernels of a GPU and the bfloat16 kernels of the host.
-Statistics that forward keeps for backward, losses and the tables of rotary positions are never low. A
-gradient to which an operation adds keeps its own type, low or not.
+The module is a slow reference for tests of the GPU's kernels and of the host's bfloat16 kernels. Statistics
+that forward keeps for backward, losses and tables of rotary positions never have a low type. A gradient to
+which an operation adds keeps its own type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def widened(x: Any) -> Any:
 
 
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
-    """Return `operation` extended to low-precision arrays, or unchanged if it is not in `WIDENED`.
+    """Return `operation` extended to low-precision arrays; return it unchanged if it has no `ROLES`.
 
     `native`: the low types that `operation` computes without float32 copies.
     """
@@ -70,6 +70,6 @@ def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, given
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x`, or None, rounded to nearest, ties to even. Overflow gives infinity; the norm shows it."""
+    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity, as norms show."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)

@@ -1,4 +1,4 @@
-"""Matrices kept in the blocks of their file: one for layers that only run forward, or a stack."""
+"""Matrices kept in quantized blocks: `PackedMatrix`, for layers that only run forward, and `PackedStack`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
 
-FEW = 8  # most rows of an input that are multiplied with blocks; for more rows, the matrix is unpacked first
+FEW = 8  # most input rows that multiply blocks directly; with more rows, the matrix is unpacked first
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """Matrix (O, C) in blocks of a `PACKED` kind: raw (O, bytes of a row) uint8. Slices share its memory."""
+    """Matrix (O, C) in blocks of a `PACKED` kind, raw (O, bytes of a row) uint8. Slices share its memory."""
 
     raw: Array
     kind: str
@@ -38,7 +38,7 @@ class PackedMatrix:
         return y
 
     def linear(self, x: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-        """Return y (..., O) = x (..., C) W^T + b + plus, as `ops.linear` does."""
+        """Return y (..., O) = x (..., C) W^T + b + plus, like `ops.linear`."""
         count = x.size // x.shape[-1]
         if count > FEW or not ops.compiles():
             w = recycled(self.shape, x.dtype)
@@ -57,9 +57,9 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedStack:
-    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8. An index unpacks one matrix.
+    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8. Indexing unpacks one matrix.
 
-    kept     type to which the elements are rounded; `dtype`: the type of an unpacked matrix
+    kept     type to which the elements are rounded; `dtype`: type of an unpacked matrix
     """
 
     raw: Array
@@ -81,5 +81,5 @@ class PackedStack:
 
 
 def packs(kind: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor of this type and shape can be a `PackedMatrix`, whose rows are full blocks."""
+    """Return whether a tensor of this type and shape can be a `PackedMatrix`: its rows are full blocks."""
     return kind in PACKED and len(shape) == 2 and shape[1] % BLOCK_KINDS[kind].elements == 0

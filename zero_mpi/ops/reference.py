@@ -1,4 +1,4 @@
-"""Definitions of all operations and their backwards in plain array code; tests compare fast versions to them.
+"""Definitions of all operations and backwards in plain array code, with which tests compare fast versions.
 
 Axes: N rows (tokens), B sequences, T positions, C model width, O output width, H query heads, K key/value
 heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* to the array passed for
@@ -21,7 +21,7 @@ from zero_mpi.ops.sizes import check_kept
 
 LOGITS_BYTES = 64 << 20  # bytes of logits per chunk; a head reads its weights and adds to dw once per chunk
 WITH_MEAN = "dy ... C, x ... C, w C, mean ... 1 wide, r ... 1 wide, "
-GROUPED = "; S >= T and K > 0 and H % K == 0"  # several heads of q share one of k and v
+GROUPED = "; S >= T and K > 0 and H % K == 0"  # several heads of q share a head of k and v
 
 
 def rows(x: Array) -> Array:
@@ -85,7 +85,7 @@ def linear_backward_b(dy: Array, db: Array) -> None:
 
 @operation("tokens ... whole, w V C -> ... C", widens=False)
 def embedding(tokens: Array, w: Array) -> Array:
-    """Return y (..., C): for each of the tokens (...), integers below V, its row of w (V, C)."""
+    """Return y (..., C): row w[token] of w (V, C) for each of the tokens (...), integers below V."""
     return w[tokens]
 
 
@@ -93,7 +93,7 @@ def embedding(tokens: Array, w: Array) -> Array:
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     """Add each row of dy (..., C) to the row of dw (V, C) that its token selects.
 
-    A stable sort brings the rows of each token together, and they are summed in this order, so the result
+    A stable sort brings the rows of each token together, and its order is the order of the sum, so the result
     does not depend on how a machine schedules additions.
     """
     xp = namespace(dy)
@@ -206,7 +206,7 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
 
 
 def grouped(x: Array, kv_heads: int) -> Array:
-    """Return x (B, T, H, D) as a view (B, K, R, T, D), in which R query heads share a key/value head."""
+    """Return x (B, T, H, D) as a view (B, K, R, T, D): K groups of R heads that share a key/value head."""
     b, t, h, d = x.shape
     return x.reshape(b, t, kv_heads, h // kv_heads, d).transpose(0, 2, 3, 1, 4)
 
@@ -263,8 +263,8 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Arr
     """Return the loss and its gradient with respect to the logits (..., V), for integer targets (...).
 
     loss = scale * sum over rows of -log softmax(logits)[target], a float64 scalar; dlogits has the same
-    factor. A row with target UNCOUNTED adds nothing to the loss or the gradient. With scale = 1 / (number of
-    targets in the whole step), the sum over micro-batches is the mean.
+    factor. A row with target UNCOUNTED adds nothing to the loss or the gradient. If scale is 1 / (number of
+    targets in the step), the losses of its micro-batches add up to the mean.
     """
     xp = namespace(logits)
     z = rows(logits)
@@ -282,7 +282,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Arr
 
 
 def chunk_rows(n: int, vocabulary: int) -> int:
-    """Return the rows of logits to compute at a time: n rows in equal chunks of at most LOGITS_BYTES."""
+    """Return how many of n rows of logits to compute at a time, in equal chunks of at most LOGITS_BYTES."""
     chunks = -(-n * vocabulary * 4 // LOGITS_BYTES)
     return max(1, -(-n // max(1, chunks)))
 
@@ -300,7 +300,7 @@ def linear_cross_entropy(
 ) -> tuple[Any, Array | None]:
     """Compute `cross_entropy` of the logits x (..., C) @ w (V, C) transposed + b (V,), and its backward.
 
-    Return (loss, dx), with dx None unless `need_dx`; add the gradients of w and b to dw and db unless None.
+    Return (loss, dx), where dx is None unless `need_dx`. Add the gradients of w and b to dw and db, if given.
     Only one chunk of logits exists at a time, whatever the number of rows.
     """
     flat, ids = rows(x), targets.reshape(-1)

@@ -1,7 +1,7 @@
 """Registration of operations: `operation` registers definitions, and `implements` faster versions.
 
-Both are decorators that return the function unchanged. The package and its tests take all lists of
-operations from here.
+Both decorators return the function unchanged. The package and its tests get all lists of operations from this
+module.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zero_mpi.ops.low_precision import BFLOAT16, WIDENED, accept_low
 F = TypeVar("F", bound=Callable[..., Any])
 
 OPERATIONS: dict[str, Any] = {}  # name -> the operation, dispatched by the type of its first array
-VERSIONS: dict[type, dict[str, Callable[..., Any]]] = {}  # type of array -> name -> its faster version
+VERSIONS: dict[type, dict[str, Callable[..., Any]]] = {}  # array type -> operation's name -> faster version
 defined = SimpleNamespace()
-"""Reference versions of the operations, used for arrays that no kernel supports."""
+"""Reference version of each operation, for arrays that no kernel supports."""
 
 
 class Found(dict[type, Callable[..., Any]]):
-    """Cache of the version for each type of array, because a look-up by singledispatch is slower."""
+    """Cache that maps an array type to the version for it, because a look-up by singledispatch is slower."""
 
     def __init__(self, search: Callable[[type], Callable[..., Any]]) -> None:
         self._search = search
@@ -36,10 +36,10 @@ class Found(dict[type, Callable[..., Any]]):
 
 
 def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
-    """Return a decorator that makes a definition an operation, which checks its arrays in every version.
+    """Return a decorator that makes a definition an operation. Every version checks its arrays.
 
     text        signature of the operation, see `signatures`
-    widens      whether the definition gets bfloat16 and float16 arrays as float32 copies
+    widens      whether bfloat16 and float16 arrays become float32 copies for the definition
     """
 
     def define(definition: F) -> F:
@@ -49,7 +49,7 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
 
         @wraps(definition)
         def quietly(*given: Any, **named: Any) -> Any:
-            with np.errstate(over="ignore", invalid="ignore"):  # the norm will show it, as with kernels
+            with np.errstate(over="ignore", invalid="ignore"):  # the norm shows overflow, as with kernels
                 return definition(*given, **named)
 
         setattr(defined, name, accept_low(name, definition))
@@ -73,7 +73,7 @@ def implements(
 ) -> Callable[[F], F]:
     """Return a decorator that makes a function the version of an operation for an array type.
 
-    low: low types that the function supports; on the host others become float32 copies.
+    low: low types that the function supports. On the host, arrays of other low types become float32 copies.
     """
 
     def add(version: F) -> F:
@@ -85,6 +85,6 @@ def implements(
 
 
 def register(kind: type) -> None:
-    """Use the faster versions of all operations for arrays of this type from now on."""
+    """Make all operations use their faster versions for arrays of this type from now on."""
     for name, version in VERSIONS[kind].items():
         OPERATIONS[name].register(kind, version)

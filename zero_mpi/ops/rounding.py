@@ -1,4 +1,4 @@
-"""Rounding to the values of a quantized type, so that training uses the values of the exported file."""
+"""Rounding to the values of a quantized type, so that training uses the same weights as the exported file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import ggml
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PLAIN
 
-CHUNK = 1 << 18  # elements rounded at a time, a multiple of every block
+CHUNK = 1 << 18  # elements rounded at a time, a multiple of every block size
 
 
 def round_to(kind: str, values: Array, out: Array) -> None:
-    """Fill out (n,) with the values that blocks of a type hold for float32 `values`."""
+    """Fill out (n,) with float32 `values` after quantization to a type and back."""
     if kind in PLAIN:
         out[...] = values.astype(PLAIN[kind])
         return

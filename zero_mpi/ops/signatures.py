@@ -1,13 +1,13 @@
-"""Shapes and types of the arrays of each operation, which are checked before any version of it runs.
+"""Signatures of operations: the shapes and types of arrays, checked before any version of an operation runs.
 
-Kernels do not check bounds: they would read and write beyond the end of an array that is too small. If the
-shapes and types of a call were seen before, the check costs one look-up.
+Kernels do not check bounds: they would read and write beyond the end of an array that is too small. For
+shapes and types that were checked before, the check costs one look-up.
 
 A signature has an entry `name axes type` for each array, separated by commas. `?` marks an array that may be
 None, and `+` an array that is written. Axes are those of `reference`; `...` is any number of axes, and a
 letter has the same length throughout. All arrays without a type have the same type. `wide` is that type or
 float32, whichever is wider; `real` and `whole` are any real or integer type. A name without axes is a number
-or a string, which a condition after a semicolon may use. Results follow an arrow, without names: `axes type`.
+or a string, which a condition after a semicolon may use. Results follow an arrow and have no names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEEN = 256  # combinations of shapes and types that are remembered for each oper
 
 @dataclass(frozen=True)
 class Entry:
-    """Argument or result in a signature. Without axes, it is a number or a string."""
+    """Argument or result in a signature: an array, or without axes a number or a string."""
 
     name: str
     axes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Signature:
-    """Arguments and results of an operation and the condition that they satisfy, as given by `text`."""
+    """Parsed signature `text`: arguments and results of an operation, and a condition on their sizes."""
 
     entries: tuple[Entry, ...]
     results: tuple[Entry, ...]
@@ -65,7 +65,7 @@ def parse(text: str) -> Signature:
 
 
 def axes_and_kind(words: list[str]) -> tuple[tuple[str, ...], str]:
-    """Return the axes and the type of an entry."""
+    """Return the axes and the type in the words of an entry."""
     kind = words.pop() if words and words[-1].islower() else "same"
     return tuple(words), kind
 
@@ -75,8 +75,8 @@ def checked(
 ) -> Callable[..., Any]:
     """Return a function with the parameters of `definition`; it calls the version for the first array's type.
 
-    It raises ValueError if its arrays do not fit. It is made from source text, so that a call looks at each
-    array once, makes no list of its arguments, and calls no other function in between.
+    The function raises ValueError if its arrays do not fit. The function is made from source text, so that a
+    call reads each array's shape once, builds no list of arguments, and calls no other function in between.
     """
     facts = []
     for entry in expected.entries:
@@ -95,7 +95,7 @@ def checked(
 
 
 def examine(name: str, signature: Signature, *given: Any) -> None:
-    """Raise ValueError unless each array's (shape, type), or False if it is None, fits its entry."""
+    """Raise ValueError unless each array fits its entry, given its (shape, type), or False for None."""
     sizes: dict[str, Any] = {"1": 1}
     types, expected = {"real": REAL, "whole": WHOLE, "same": REAL}, ""
     for entry, found in zip(signature.entries, given, strict=True):
@@ -122,13 +122,13 @@ def examine(name: str, signature: Signature, *given: Any) -> None:
 
 
 def shape_of(axes: Sequence[str], sizes: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape for these axes. `sizes` has their lengths, and a tuple for `...`; the default is 4."""
+    """Return the shape for `axes`. `sizes`: length of each axis (default 4), and a tuple for `...`."""
     lengths = (sizes.get(axis, 4) for axis in axes)
     return tuple(n for length in lengths for n in (length if isinstance(length, tuple) else (length,)))
 
 
 def example(operation: Any, sizes: Mapping[str, Any], draw: Callable[..., Any], full: bool) -> dict[str, Any]:
-    """Return arguments that fit an operation, by name; optional ones are None unless `full`.
+    """Return arguments that fit an operation, by name; optional arguments are None unless `full`.
 
     sizes: lengths of axes, as in `shape_of`. draw(shape, kind, number, below) makes the array of argument
     `number`; integers in the array must be less than `below`.
@@ -149,7 +149,7 @@ def example(operation: Any, sizes: Mapping[str, Any], draw: Callable[..., Any], 
 
 
 def results_of(signature: Signature, given: Mapping[str, Any]) -> list[tuple[tuple[int, ...], Any] | None]:
-    """Return (shape, type) of each result for arguments that fit; None for a result that is not an array."""
+    """Return each result's (shape, type) for fitting arguments; None for a result that is not an array."""
     sizes, same = dict[str, Any]({"1": 1}), SINGLE
     for entry in reversed(signature.entries):
         if entry.axes and given.get(entry.name) is not None:

@@ -1,7 +1,7 @@
-"""Sizes of the buffers that operations need besides their results; any other module can import this one.
+"""Sizes of the buffers that operations need besides their results. This module imports no operation.
 
-One package of operations compiles when it is imported and the other needs CuPy, but a plan that counts bytes
-must load neither. Operations and the plan therefore both use the numbers and formulas of this module.
+`ops.cpu` compiles when it is imported and `ops.gpu` needs CuPy, but a plan that counts bytes must load
+neither. Operations and the plan therefore both use the numbers and formulas of this module.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from zero_mpi.device.types import Array
 Take = Callable[[tuple[int, ...], Any], Array]  # makes an array of a shape and a type
 
 # Attention on the CPU.
-BLOCK = 64  # rows: smaller blocks need more calls, larger ones compute more scores above the diagonal
+BLOCK = 64  # rows: smaller blocks need more calls, larger blocks more scores above the diagonal
 KEPT_WEIGHTS = 64 << 10  # a head with at most this many weights keeps them for backward
 LOW_BLOCK = 128  # rows in bfloat16: a product by oneDNN takes ten microseconds to begin
-LOW_TILE = 256 << 10  # scores in bfloat16 attention at a time: this many stay in cache
+LOW_TILE = 256 << 10  # scores that bfloat16 attention computes at a time: they fit in cache
 
 # Kernels of the GPU.
 PACK = 16  # bytes that a thread loads at once
 THREADS = 256  # threads of a block, by default
-COLUMN_ROWS, COLUMN_LINES = 32, 128  # in a sum over rows: rows per line of partial sums, and the most lines
+COLUMN_ROWS, COLUMN_LINES = 32, 128  # of a sum over rows: rows per line of partial sums, most lines
 RUN = 32  # sorted positions that a thread handles in an embedding's gradient, as in embedding.cu
 HELD = 4  # packs of a norm's sums that a thread holds, as in norm.cu
 NORM_LINES = 512  # most lines of a norm's partial sums
 
 # Attention, heads and products on the GPU.
-SCORES = 256 << 20  # most bytes of float32 scores at a time, unless one query per head needs more
+SCORES = 256 << 20  # most bytes of float32 scores at a time, unless one query per head already needs more
 EVEN = 16  # a block has a multiple of this many queries, unless there are fewer queries
 SLOPES = 4 << 30  # most bytes of cuDNN's backward buffers that grow with the square of T
 LOGITS_BYTES = 2 << 30  # bytes of logits per chunk; a head reads its weights and adds to dw once per chunk
 LARGE_GPU = 40e9  # bytes of memory; smaller GPUs use a quarter of the slopes and an eighth of the logits
-LINE = 8  # a row of logits has a multiple of this many elements, because products of other lengths are slow
+LINE = 8  # a row of logits is padded to a multiple of LINE elements: products of other lengths are slow
 WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
 
 
 def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Array, Array]:
-    """Return arrays for dq, dk and dv: columns of one array if q, k and v are, to save a copy later."""
+    """Return arrays for dq, dk and dv: columns of one array if q, k and v are columns of one array too."""
     joint = side_by_side((q, k, v))
     if joint is None:
         return take(q.shape, q.dtype), take(k.shape, k.dtype), take(v.shape, v.dtype)
@@ -51,14 +51,14 @@ def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Arr
 
 
 def head_weights(length: int, total: int, block: int = BLOCK) -> int:
-    """Return the number of a head's weights in blocks up to the diagonal, for T queries of S positions."""
+    """Return a head's number of weights in blocks up to the diagonal; `length` queries, `total` keys."""
     blocks, before = -(-length // block), total - length
     whole = block * ((blocks - 1) * before + block * ((blocks - 1) * blocks // 2))
     return whole + (length - (blocks - 1) * block) * total
 
 
 def unseen_weights(begins: Array, block: int = BLOCK) -> int:
-    """Return how many weights one head of all sequences omits because no row of a block sees their key.
+    """Return the number of weights, of one head in all sequences, whose key no row of their block sees.
 
     begins (B, T): the first key that each row sees.
     """
@@ -67,13 +67,13 @@ def unseen_weights(begins: Array, block: int = BLOCK) -> int:
 
 
 def tile_heads(batch: int, heads: int, length: int, total: int) -> tuple[int, int]:
-    """Return the (sequences, heads) of T queries of S positions that attention in bfloat16 takes at once."""
+    """Return how many (sequences, heads) attention in bfloat16 computes at once, for T queries of S keys."""
     most = max(1, LOW_TILE // (min(length, LOW_BLOCK) * total))
     return min(batch, max(1, most // heads)), min(most, heads)
 
 
 def low_tile(batch: int, heads: int, length: int, total: int) -> int:
-    """Return the most scores that attention in bfloat16 takes at a time; `heads`: the number of key heads."""
+    """Return the most scores that attention in bfloat16 computes at a time; `heads`: number of key heads."""
     sequences, together = tile_heads(batch, heads, length, total)
     last = (length - 1) % LOW_BLOCK + 1
     return sequences * together * max(last * total, LOW_BLOCK * (total - last) if last < length else 0)
@@ -85,7 +85,7 @@ def column_lines(rows: int) -> int:
 
 
 def norm_lanes(width: int, pack: int, held: int) -> int:
-    """Return the threads per row, a power of two: one per pack, or one per `held` packs in longer rows."""
+    """Return the threads per row, a power of two: one thread per pack, or per `held` packs in longer rows."""
     packs = -(-width // pack)
     wanted = packs if packs <= 32 else max(32, -(-packs // held))
     return min(THREADS, 1 << (wanted - 1).bit_length())
@@ -115,7 +115,7 @@ def score_rows(heads: int, total: int) -> int:
 def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]:
     """Return (sequences, key/value heads) per cuDNN backward call of `most` bytes; shape: q (B, T, H, D).
 
-    One call computes all if one head needs more bytes, or if a part of the logarithms would be unaligned.
+    One call computes all if a single head needs more bytes, or if a part of the logarithms is unaligned.
     """
     batch, length, heads, _ = shape
     fit = int(min(most / slopes_of(heads // kv, length), batch * kv))  # key/value heads at a time
@@ -126,7 +126,7 @@ def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]
 
 
 def most_slopes(memory: float = LARGE_GPU) -> int:
-    """Return the bytes of scores that cuDNN's backward may hold on a GPU with `memory` bytes."""
+    """Return the most bytes of scores that cuDNN's backward may use on a GPU with `memory` bytes."""
     return SLOPES if memory >= LARGE_GPU else SLOPES // 4
 
 
@@ -136,7 +136,7 @@ def slopes_of(heads: int, length: int) -> int:
 
 
 def cudnn_slopes(shape: tuple[int, ...], kv: int) -> int:
-    """Return the bytes that cuDNN's backward needs: scores, or float32 dq if one head has too many scores."""
+    """Return the bytes that cuDNN's backward needs: scores, or float32 dq if a head has too many scores."""
     batch, length, heads, width = shape
     sequences, together = cudnn_group(shape, kv, SLOPES)
     slopes = slopes_of(sequences * together * (heads // kv), length)
@@ -149,14 +149,14 @@ def logit_width(vocabulary: int) -> int:
 
 
 def logit_rows(n: int, row_bytes: int, memory: float = LARGE_GPU) -> int:
-    """Return the rows of logits at a time on a GPU of `memory` bytes: the n rows in equal, bounded chunks."""
+    """Return the rows of logits per chunk on a GPU of `memory` bytes: n rows in equal, bounded chunks."""
     most = LOGITS_BYTES if memory >= LARGE_GPU else LOGITS_BYTES // 8
     chunks = max(1, -(-n * row_bytes // most))
     return max(1, -(-n // chunks))
 
 
 def check_kept(*kept: tuple[Array | None, int]) -> None:
-    """Raise ValueError unless the arrays that attention's forward kept have the sizes that backward reads."""
+    """Raise ValueError unless the arrays kept by attention's forward have the sizes that backward expects."""
     for x, size in kept:
         if x is not None and x.size != size:
             raise ValueError(
@@ -165,5 +165,5 @@ def check_kept(*kept: tuple[Array | None, int]) -> None:
 
 
 def run_length(p: Array, runs: Array) -> int:
-    """Return the length of a run, if p consists of one equally long run per entry of `runs`; at least 1."""
+    """Return the length of a run if p has one equally long run per entry of `runs`; at least 1."""
     return max(1, int(p.size) // max(1, int(runs.size)))

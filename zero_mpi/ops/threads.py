@@ -1,10 +1,10 @@
-"""The compute threads of a rank: its computations are cut into independent parts.
+"""The compute threads of a rank, and the division of its computations into independent parts.
 
 A kernel or a product runs on one thread and releases the interpreter's lock, so Python's own threads are
-enough. Matmul libraries are limited to one thread: more threads would spin on the cores that ours need.
-Parts are equal runs of rows, one for each thread, and the calling thread computes the last one. Results that
-depend on one row have the same bits on any number of threads. Sums over rows are added part by part, in the
-order of the rows.
+enough. Matmul libraries are limited to one thread: more threads would spin on the cores that our threads
+need. Parts are equal runs of rows, one for each thread; the calling thread computes the last part. Results
+that depend on one row have the same bits on any number of threads. Sums over rows are added part by part, in
+the order of the rows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from zero_mpi.device.types import Array
 T = TypeVar("T")
 
 LEAST = 1 << 16  # least elements per part: waking a thread and waiting for it takes fifty microseconds
-LEAST_PRODUCT = 1 << 22  # least multiplications per part, which take equally long
+LEAST_PRODUCT = 1 << 22  # least multiplications per part of a product, which take as long
 EVEN_ROWS = 16  # parts of a matrix have a multiple of this many rows, as the libraries' kernels do
 EVEN = 256  # parts of flat arrays have a multiple of this length: full vectors, as in one loop over the array
 
 _threads = 1
 _pool: ThreadPoolExecutor | None = None
-resting: Array = np.zeros(1, np.int64)  # if not zero, threads waiting in compiled code end (`ops.cpu.decode`)
+resting: Array = np.zeros(1, np.int64)  # if not zero, threads in `ops.cpu.decode` stop waiting
 
 
 @cache
 def of_libraries() -> int:
-    """Return the default number of threads of the matmul libraries, before the first call of `use`."""
+    """Return the matmul libraries' own default number of threads; call it before `use`."""
     return max((pool["num_threads"] for pool in threadpool_info()), default=1)
 
 
@@ -62,17 +62,17 @@ def start(work: Callable[..., T], *given: Any) -> Future[T]:
 
 
 def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
-    """Return equal parts of the rows of an array, multiples of `even`; one part if the array is small."""
+    """Return slices that divide an array's rows into equal multiples of `even`; one slice if it is small."""
     return slices(shape[0], prod(shape) // LEAST, even)
 
 
 def slices(rows: int, most: int, even: int) -> list[slice]:
-    """Return `rows` cut into equal parts, multiples of `even`: one per thread, but at most `most` parts."""
+    """Return slices that divide `rows` into equal multiples of `even`: one per thread, at most `most`."""
     return equal_parts(rows, min(_threads, most), even)
 
 
 def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
-    """Return `rows` in `parts` equal parts, multiples of `even`; fewer parts if there are too few rows."""
+    """Return `parts` slices that divide `rows` into equal multiples of `even`; fewer if rows are too few."""
     parts = min(parts, rows // even)
     if parts < 2:
         return [slice(0, rows)]
@@ -81,7 +81,7 @@ def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
 
 
 def run(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of calls, in order; the last call runs on this thread, earlier ones on others."""
+    """Return the results of calls, in order; only the last call runs on this thread."""
     if _pool is None or len(calls) < 2:
         return [call() for call in calls]
     resting[0] = 1
@@ -106,7 +106,7 @@ def flat_parts(kernel: Callable[..., Any], *arrays: Array) -> None:
 
 
 def shared(product: Callable[..., Array]) -> Callable[..., Array]:
-    """Return `product`(a, b, c, bias=, plus=, adds=), of one or many matrices, computed on all threads.
+    """Return a version of `product`(a, b, c, bias=, plus=, adds=) that uses all threads.
 
     A single matrix c is cut by rows, or by columns if it is wide; many matrices are divided among threads.
     """
@@ -134,7 +134,7 @@ def cut_product(part: slice, axis: int, **of: Any) -> dict[str, Any]:
 
 
 def with_sums(shape: tuple[int, ...], work: Callable[..., None], *sums: Array) -> None:
-    """Call `work(part, *sums)`, which adds sums over a part's rows. Several parts first get separate sums."""
+    """Call `work(part, *sums)` for each part, which adds to `sums`. Several parts get separate `sums`."""
     parts = cut(shape)
     if len(parts) == 1:
         work(parts[0], *sums)

@@ -1,11 +1,11 @@
-"""A short trial that shows whether two machines compute the same bits: every operation runs on fixed numbers.
+"""A short trial that shows whether two machines compute the same bits, by all operations on fixed numbers.
 
 Comparing names is not enough: OpenBLAS has one name for Zen 5 and Intel's AVX-512 cores, compiled code
 depends on the processor, and products depend on the number of threads. So each operation runs once, by the
 same code as in training, on numbers made by integer arithmetic, and the results are hashed. Products have
 shapes for which libraries have special kernels: forward and both backwards, odd edges, a single row, sums
-longer than a block, and sizes that threads share. Nothing depends on the rank, the job or the model. Reading
-blocks of a file is not tried, because it adds nothing up and the format defines its bits.
+longer than a block, and sizes that are divided among threads. Nothing depends on the rank, the job or the
+model. Unpacking quantized blocks is not tried: it adds nothing up, and the format defines its bits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from zero_mpi.ops import signatures
 from zero_mpi.ops.registry import OPERATIONS
 
 # (rows, inputs, outputs) of linear layers. OpenBLAS has special kernels for products of up to a million
-# multiplications, cuts sums of some hundred terms (each size is that long once) and divides larger products.
+# multiplications, splits sums of a few hundred terms (each size occurs here), and divides large products.
 PRODUCTS = (
     (1, 96, 65), (7, 33, 130), (64, 64, 64), (96, 192, 576), (64, 1040, 200), (520, 96, 72), (160, 264, 700)
 )  # fmt: skip
-# (sequences, positions, heads, key/value heads, width of a head): first weights kept, then recomputed.
+# (sequences, positions, heads, key/value heads, width of a head): weights kept, then recomputed.
 ATTENTIONS = ((2, 70, 4, 2, 32), (1, 400, 1, 1, 24))
-STREAM = 1 << 18  # slightly more numbers than the largest array has
+STREAM = 1 << 18  # numbers in the stream, slightly more than in the largest array
 ROWS, WIDTH = 67, 193  # sizes for operations on rows: not multiples of a vector or an unrolled loop
 VOCABULARY = 301
 SIZES = {
@@ -47,7 +47,7 @@ SIZES = {
     "D": 22,
     "E": 11,
 }
-RANGE = 9  # the full range of the exponential
+RANGE = 9  # numbers up to RANGE cover the useful range of the exponential
 OWN = {"route", "route_backward", "grouped_linear", "grouped_linear_backward_x", "grouped_linear_backward_w"}
 OWN |= {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
 OWN |= {
@@ -64,7 +64,7 @@ Draw = Callable[..., Array]  # `numbers` for one type
 
 @cache
 def stream() -> Array:
-    """Return numbers between -1 and 1 that are the same everywhere; no library's generator makes them."""
+    """Return numbers between -1 and 1 that are equal on all machines: no library's generator makes them."""
     bits = np.arange(STREAM, dtype=np.uint32) * np.uint32(2654435761)
     bits ^= bits >> np.uint32(15)
     bits *= np.uint32(2246822519)
@@ -73,7 +73,7 @@ def stream() -> Array:
 
 
 def numbers(*shape: int, seed: int, times: float = 1, kind: Any = np.float32) -> Array:
-    """Return an array of numbers of `stream` in a type; each seed starts at another offset."""
+    """Return an array of numbers from `stream` in a type; `seed` selects the first number."""
     start = 997 * seed
     values = stream()[start : start + math.prod(shape)].reshape(shape) * np.float32(times)
     return device.in_use().from_host(values.astype(kind))
@@ -117,7 +117,7 @@ def head(draw: Draw) -> Iterator[Array]:
 
 
 def experts(draw: Draw) -> Iterator[Array]:
-    """Yield the results of choosing experts, and of products of rows sorted by expert."""
+    """Yield the results of routing, and of products of rows sorted by expert."""
     x, w, gate = draw(2 * ROWS, WIDTH, seed=1), draw(5, 64, WIDTH, seed=2), draw(2 * ROWS, 64, seed=3)
     logits = draw(ROWS, 5, seed=4)
     logits = numbers(ROWS, 5, seed=4) if logits.itemsize < 4 else logits  # a router needs float32
@@ -131,7 +131,7 @@ def experts(draw: Draw) -> Iterator[Array]:
 
 
 def others(draw: Draw) -> Iterator[Array]:
-    """Yield the results of every other operation, with all arguments and without the optional ones."""
+    """Yield the results of every other operation, with and without optional arguments."""
 
     def fill(shape: tuple[int, ...], kind: str, number: int, below: int) -> Array:
         if kind == "whole":
@@ -171,11 +171,11 @@ def results(kind: Any) -> Iterator[Array]:
 
 
 def digest(kind: Any = np.float32) -> str:
-    """Return a short hash of the bits of all results. This takes some tens of milliseconds once compiled."""
+    """Return a short hash of the bits of all results. It takes tens of milliseconds."""
     found = hashlib.sha256()
     where = device.in_use()
     for result in results(kind):
         found.update(np.ascontiguousarray(where.to_host(result)).tobytes())
-    pool_of(where).trim()  # training uses other sizes
+    pool_of(where).trim()  # training needs buffers of other sizes
     stream.cache_clear()
     return found.hexdigest()[:16]

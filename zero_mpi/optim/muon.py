@@ -3,8 +3,8 @@
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024. A few steps of an odd
 polynomial (Newton-Schulz) bring all singular values near 1. Every matrix is unsharded, on one rank, so
 products have the same shapes and updates have the same bits for any number of ranks. By default an update is
-as large as AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so both use one learning rate and
-weight decay.
+as large as AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so both rules use the same
+learning rate and weight decay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Muon(MatrixRule):
     nesterov       True for Nesterov momentum
     scale          "adamw", "keller" or "spectral": the size of updates
     coefficients   (a, b, c) of each step: KELLER, JIACHENG or others
-    parts          name pattern -> rows of each of the matrices that are fused in a parameter
+    parts          name pattern -> numbers of rows of the matrices that are fused in a parameter
     kind           dtype of the products: float32, or bfloat16
     """
 
@@ -94,7 +94,7 @@ class Muon(MatrixRule):
                 matrix *= np.float32(lr * SCALES[self.scale](*matrix.shape))
 
     def orthogonal(self, matrix: Array) -> Array:
-        """Return (rows, columns) with the singular vectors of `matrix` and singular values near 1."""
+        """Return a matrix with the singular vectors of `matrix` and singular values near 1."""
         tall = matrix.shape[0] > matrix.shape[1]
         x = (matrix.T if tall else matrix).copy()
         x *= (1.0 / (norm(x) + EPS)).astype(np.float32)
@@ -110,7 +110,7 @@ class Muon(MatrixRule):
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
         by_chunks = part.parameters.reshape(len(part.decay), -1)
         by_chunks *= (1.0 - lr * part.decay)[:, None].astype(np.float32)
-        by_chunks -= part.gradients.reshape(by_chunks.shape)  # `direct` has multiplied them by the rate
+        by_chunks -= part.gradients.reshape(by_chunks.shape)  # `direct` has multiplied by the learning rate
         if part.low is not None:
             device.in_use().copy(part.low, part.parameters)
 

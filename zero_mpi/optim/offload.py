@@ -2,8 +2,8 @@
 
 Moments, and float32 parameters if layers read low precision, are used once per step and are kept in pinned
 memory. One stream copies a chunk to the GPU, the compute stream updates it and a third stream copies it back;
-events order the three, so transfers overlap. Each element is updated with the same bits. (ZeRO-Offload, Ren
-et al., 2021, updates on the host; the link to a GPU is too fast for that to be useful.)
+events order the three, so transfers overlap. The bits are those of an update without offload. (ZeRO-Offload,
+Ren et al., 2021, updates on the host; with today's links to a GPU, that is slower.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def chunk_of(quantum: int) -> int:
 
 
 class HostState(Mapping[str, Array]):
-    """Named states of one unit's part in pinned memory: flat, initially zero.
+    """Named states of this rank's part of a unit, in pinned memory: flat, initially zero.
 
     `quantum`: chunks begin at its multiples. Reading a state waits for copies in progress.
     """
@@ -49,14 +49,14 @@ class HostState(Mapping[str, Array]):
         return len(self._arrays)
 
     def chunks(self) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield (part, that part of each state), without waiting for copies."""
+        """Yield (part, this part of each state), without waiting for copies."""
         for start in range(0, self.size, self.chunk):
             part = slice(start, min(start + self.chunk, self.size))
             yield part, [array[part] for array in self._arrays.values()]
 
 
 class GpuBuffers:
-    """Buffers on the GPU for a chunk of each array, and the events of the streams that use them in turn."""
+    """Buffers on the GPU for a chunk of each array, with events that order the three streams' use of them."""
 
     def __init__(self, where: Cuda, size: int, arrays: int) -> None:
         event = where.cupy.cuda.Event
@@ -65,7 +65,7 @@ class GpuBuffers:
 
 
 class Offload:
-    """Transfers of the state to the GPU and back: three sets of buffers in turn, one stream per direction.
+    """Transfer of states to the GPU and back, with three sets of buffers and one stream per direction.
 
     `masters`: True if float32 parameters are transferred too.
     """
@@ -83,13 +83,13 @@ class Offload:
         longest = max((min(states.size, states.chunk) for states in made), default=0)
         arrays = max((len(states) for states in made), default=0) + self.masters
         self.buffers = [GpuBuffers(self.where, longest, arrays) for _ in range(BUFFER_SETS)]
-        self.where.synchronize()  # the compute stream may still use the memory of the buffers
+        self.where.synchronize()  # the compute stream may still use this memory
         return made
 
     def through(self, states: HostState, *more: Array) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield (part, states and more) on the GPU, chunk by chunk; `more`: host arrays as long as a state.
+        """Yield (part, arrays on the GPU) chunk by chunk: the states, and `more` host arrays of equal length.
 
-        GPU work launched before the next chunk is requested may change the arrays; they are copied back.
+        The caller launches work that may change the arrays. The next request copies them back.
         """
         self._up.wait_event(states.stored)  # wait for the chunks of the previous step
         for part, own in states.chunks():
@@ -108,11 +108,11 @@ class Offload:
         states.stored.record(self._down)
 
     def finish(self) -> None:
-        """Wait until all chunks are copied back. Reads of states wait for this, reads of parameters don't."""
+        """Wait until all chunks are copied back. Reads of states wait too, reads of parameters do not."""
         self._down.synchronize()
 
     def _copy(self, targets: list[Array], sources: list[Array], kind: int, stream: Any) -> None:
-        """Copy arrays by address, because `ndarray.set` and `get` choose a stream and may wait."""
+        """Copy arrays by address on `stream`, because `ndarray.set` and `get` may wait."""
         for target, source in zip(targets, sources, strict=True):
             self._cuda.runtime.memcpyAsync(address(target), address(source), source.nbytes, kind, stream.ptr)
 

@@ -1,7 +1,7 @@
-"""Optimizer of the shards of a rank, with rules by name pattern and their states.
+"""Optimizer of a rank's shards, with update rules by name pattern and their states.
 
-A rank has the states of the elements that it updates: 1/N of all if moments are sharded. A step whose
-gradient norm is not finite is skipped on all ranks, because all have the same norm.
+A rank has the states of the elements that it updates: 1/N of all elements if moments are sharded. All ranks
+have the same gradient norm, and all skip a step if the norm is not finite.
 
 This class does not check its arguments; `zero_mpi.compat.ShardedOptimizer`, which scripts use, does.
 """
@@ -28,8 +28,8 @@ from zero_mpi.sharding.module import ShardedModule, ShardedUnit
 from zero_mpi.telemetry import spans
 
 T = TypeVar("T")
-Segment = tuple[slice, float, Rule]  # adjacent elements, the factor of their learning rate, and their rule
-States = Mapping[str, Array]  # name -> flat float32 array of one unit's part or one user's array, writable
+Segment = tuple[slice, float, Rule]  # adjacent elements, factor of their learning rate, their rule
+States = Mapping[str, Array]  # name -> writable flat float32 array, for a unit's part or a user's array
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class StepResult:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor that makes the norm of gradients at most `max_norm`."""
+    """Return the factor that limits the norm of gradients to `max_norm`."""
     return min(1.0, max_norm / (norm + 1e-6))
 
 
 class ShardedOptimizer:
     """Optimizer of a ShardedModule; `zero_mpi.compat.optimizer.ShardedOptimizer` describes its arguments.
 
-    `steps` counts updates, `skipped` the steps without an update because the norm was not finite. The
+    `steps` counts updates; `skipped` counts steps without an update because the norm was not finite. The
     constructor is collective; it raises UsageError if ranks differ, and for `offload` without a GPU.
     """
 
@@ -88,18 +88,18 @@ class ShardedOptimizer:
         self._rates = {unit.name: self._rates_of(unit, scales["decay_scale"]) for unit in self.units}
         self.states = self._make_states()
         self.ema, zeros = ema, device.in_use().zeros
-        self.average: dict[str, Array] = {}  # averages of the updated part, by unit; zeros until `averages`
+        self.average: dict[str, Array] = {}  # moving averages by unit, zeros until `averages` is called
         for unit in self.units if ema is not None else ():
             self.average[unit.name] = zeros(unit.updated[0].size, unit.updated[0].dtype)
 
     def check(self, module: ShardedModule, rules: Mapping[str, Rule], settings: Mapping[str, Any]) -> None:
-        """Raise an error for invalid arguments, in subclasses that check them."""
+        """Raise an error for invalid arguments. Subclasses override it; this class does not check."""
 
     def check_units(self) -> None: ...
 
     @property
     def type(self) -> str:
-        """Names of the rules, as written in files of the state."""
+        """Names of the rules, as written to optimizer files."""
         return "+".join(dict.fromkeys(rule.type for rule in self.rules.values()))
 
     def rule_of(self, name: str) -> Rule:
@@ -115,13 +115,13 @@ class ShardedOptimizer:
         return matched(self._scales, name, 1.0)
 
     def _is_directed(self, unit: ShardedUnit) -> bool:
-        """Return whether a unit's rules need full matrices, whose owners turn gradients into directions."""
+        """Return whether a unit's rules need full matrices (`MatrixRule.direct` runs on their owners)."""
         return isinstance(self.rule_of(next(iter(unit.unit.params))), MatrixRule)
 
     def _rates_of(self, unit: ShardedUnit, scales: Mapping[str, float]) -> tuple[Array, list[Segment]]:
-        """Return the factor of the decay of each updated chunk, (chunks,) float64, and segments of one rate.
+        """Return each updated chunk's decay factor, (chunks,) float64, and segments of equal rate and rule.
 
-        Rates rarely differ, so a unit has few segments. The cuts do not change the update of an element.
+        Rates rarely differ, so a unit has few segments. They do not change the update of an element.
         """
         part, full = unit.updated[2], unit.unit
         here = slice(part.start // full.quantum, -(-part.stop // full.quantum))
@@ -144,7 +144,7 @@ class ShardedOptimizer:
         return self.average
 
     def begin(self) -> None:
-        """Let rules prepare the parameters of a new run, once they have values. Collective."""
+        """Let rules prepare the parameters of a new run, after these have values. Collective."""
         if all(type(rule).begin is Rule.begin for rule in self.rules.values()):
             return
         self.module.drop_gathered()
@@ -199,7 +199,7 @@ class ShardedOptimizer:
                     yield state, unit, names
 
     def state_part(self, unit: ShardedUnit) -> slice:
-        """Return the part of a unit whose states this rank keeps; with matrix rules only the part it owns."""
+        """Return the part of a unit whose states this rank keeps; for matrix rules only its own shard."""
         return unit.part if self._is_directed(unit) else unit.parameters.master_part
 
     def _make_states(self) -> dict[str, States]:
@@ -215,7 +215,7 @@ class ShardedOptimizer:
         return {of: {name: zeros(size, kind) for name in names} for of, (size, _, names) in sizes.items()}
 
     def _direct(self, lr: float, scale: float) -> Handle:
-        """Turn gradients into directions on the owners of full matrices, and send them to updating ranks."""
+        """Turn gradients into directions on the owners of full matrices; send these to the updating ranks."""
         handles = []
         for unit in filter(self._is_directed, self.units):
             gradient, states = unit.gradient.sum, self.states[unit.name]
@@ -248,7 +248,7 @@ class ShardedOptimizer:
                 yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
 
     def _chunks(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
-        """Yield a unit's parameters and states on the device: all together, or by chunks if offloaded."""
+        """Yield a unit's parameters and states on the device: all at once, or by chunks if offloaded."""
         kept = self.states[unit.name]
         if not isinstance(kept, HostState):
             yield slice(0, parameters.size), parameters, kept
@@ -277,7 +277,7 @@ def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
 
 
 def check_scales(what: str, scales: Any, trained: Collection[str]) -> dict[str, float]:
-    """Return factors by pattern; raise ValueError for other values and for patterns without a match."""
+    """Return factors by pattern; raise ValueError for invalid factors and patterns without a match."""
     instance(what, scales, Mapping, "a mapping of name patterns to numbers")
     for pattern in scales:
         instance(what, pattern, str, "name patterns")

@@ -11,7 +11,7 @@ from zero_mpi import ops
 from zero_mpi.device.types import Array
 from zero_mpi.ops.rounding import round_to
 
-MASTER = "master"  # state of `Rounded`
+MASTER = "master"  # name of the state of `Rounded`
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Part:
     parameters, gradients   float32; gradients are summed over ranks, not yet multiplied by `grad_scale`
     states   name -> float32 array
     decay    (chunks,) float64: weight decay of each of the part's chunks of equal length
-    low      receives the parameters rounded to the compute dtype; None if layers read `parameters`
+    low      output: parameters rounded to the compute dtype; None if layers read `parameters`
     """
 
     parameters: Array
@@ -32,10 +32,10 @@ class Part:
 
 
 class Rule(ABC):
-    """Update rule. A subclass has these two attributes and the method `update`.
+    """Base class of update rules. A subclass has two attributes and the method `update`.
 
     type     name of the rule in `optimizer.gguf`
-    states   names of its states: float32 arrays as long as the parameters, initially zero, saved in full
+    states   names of states: float32 arrays as long as the parameters, initially zero, saved in full
              shape as `optimizer.STATE.PARAMETER`
     """
 
@@ -47,14 +47,14 @@ class Rule(ABC):
 
     @abstractmethod
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
-        """Update parameters and states in place. Elements are independent, so they may be split in any way.
+        """Update parameters and states in place. Each element must be updated independently of all others.
 
         `grad_scale` multiplies gradients (clipping, loss scale); `step` counts from 1.
         """
 
 
 class MatrixRule(Rule):
-    """Rule that needs full matrices, each on one rank (`ShardedModule(whole=...)`)."""
+    """Base class of rules that need each full matrix on one rank (`ShardedModule(whole=...)`)."""
 
     @abstractmethod
     def direct(
@@ -68,8 +68,8 @@ class MatrixRule(Rule):
     ) -> None:
         """Turn the gradient of one parameter in place into the direction that `update` uses; update states.
 
-        gradient, states: flat float32, the elements of the parameter and zeros up to a multiple of 1024.
-        Called only on the owner, once per step, before `update`.
+        gradient, states: flat float32, the parameter's elements and zeros up to a multiple of 1024. The
+        optimizer calls it once per step on the owner, before `update`.
         """
 
 
@@ -105,10 +105,10 @@ class AdamW(Rule):
 
 @dataclass(frozen=True)
 class Rounded(Rule):
-    """Rule that updates float32 masters by another rule and rounds them to a type as the parameters.
+    """Rule that updates float32 masters by another rule; parameters are masters rounded to a quantized type.
 
-    After each update, parameters have the values of a quantized file, and gradients are computed there.
-    Shards end at multiples of 1024 elements or of a row, and rows fill blocks, so no block is cut.
+    Parameters thus have the values of a quantized file, and gradients are computed at these values. Shards
+    end at multiples of 1024 elements or of a row, and a row consists of full blocks, so no block is cut.
     """
 
     rule: Rule

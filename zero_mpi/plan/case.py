@@ -25,7 +25,7 @@ from zero_mpi.sharding.rounds import Rounds
 from zero_mpi.sharding.strategy import Strategy, strategy_named
 from zero_mpi.sharding.unit import Unit
 
-SAME = (  # fields of a case that have the name of a flag of `train`
+SAME = (  # fields of a case that have the same names as flags of `train`
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
     "offload", "optimizer", "qat", "ema", "checkpoint_io", "writers_per_node", "preference",
 )  # fmt: skip
@@ -36,7 +36,7 @@ OF_LAYOUT = (  # fields that affect the layout
 
 
 class SimulatedComm(SerialComm):
-    """Communicator of rank 0 in a world of any size; it sends nothing."""
+    """Communicator of rank 0 for a plan with any number of ranks; it sends nothing."""
 
     def __init__(self, case: Case) -> None:
         self.size, self.exact, self.kind = case.ranks, case.exact, case.transport
@@ -45,11 +45,11 @@ class SimulatedComm(SerialComm):
 
 @dataclass(frozen=True)
 class Case:
-    """Run to plan, with sizes as in the flags of `zero_mpi.train`. Ranks fill one node after the other.
+    """Run to plan. Sizes are named like flags of `zero_mpi.train`. Ranks fill one node after the other.
 
     The plan is for rank 0, which owns the longest shard of each unit and has a micro-batch in every round.
-    All targets count in the loss. With a preference loss each window is assumed to have one pair of two equal
-    answers; if prompts are learned, the first half of each answer is its prompt.
+    All targets count in the loss. For a preference loss, each window is assumed to have a pair of equally
+    long answers; if prompts are learned, the first half of each answer is its prompt.
 
     transport_wanted    value of --transport, or the actual transport of a run
     packed              windows hold several documents
@@ -123,12 +123,12 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """True if reductions add in rank order; with `fast` too, if no library computes the sums."""
+        """True if reductions add in rank order, also for `fast` on transports whose library cannot sum."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
     def allreduces(self) -> bool:
-        """True if a rank sums its micro-batches, and one all-reduce per step adds the sums of all ranks."""
+        """True if a rank sums its micro-batches and one all-reduce per step adds the ranks' sums."""
         return accumulates_locally(SimulatedComm(self), self.strategy)
 
     @property
@@ -137,13 +137,13 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """True if each node has all shards: strategies within nodes, or replicated moments over NODES."""
+        """True if each node has all shards: by its strategy, or for replicated moments over NODES."""
         by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 
     @property
     def passes_sums(self) -> bool:
-        """True if sums travel from node to node, and each node adds its gradients."""
+        """True if sums pass from node to node and each node adds its gradients."""
         return self.hybrid or (self.transport == kinds.NODES and self.strategy.shards_moments)
 
     @property
@@ -168,15 +168,15 @@ class Case:
 
     @property
     def measured(self) -> tuple[bool, ...]:
-        """Extra passes of a step that compute log-probabilities, before its forward; False: no adapters."""
+        """Extra passes, before a step's forward, that compute log-probabilities. False: without adapters."""
         if self.preference is None or not self.preference.has_reference:
             return ()
-        unpaired = self.preference.is_unpaired  # this loss also reads answers to other prompts
+        unpaired = self.preference.is_unpaired  # such a loss also reads answers to other prompts
         return (False,) * (1 + unpaired) * self.base_is_reference + (True,) * unpaired
 
     @property
     def summed(self) -> int:
-        """Number of log-probabilities that ranks sum per step; 0 without a preference loss."""
+        """Number of log-probabilities that ranks send per step; 0 without a preference loss."""
         return 0 if self.preference is None else 2 * self.batch_size * (1 + self.preference.learns_prompts)
 
     @property
@@ -220,7 +220,7 @@ class Case:
 
 @lru_cache(maxsize=64)
 def layout_of(case: Case) -> Layout:
-    """Return the layout that the runtime would compute; many cases share it."""
+    """Return the layout that the runtime would compute, cached because many cases share it."""
     return lay_out(case.model.stages(case.recompute), case.layout_config)
 
 

@@ -1,9 +1,9 @@
 """Operations on fake arrays; they count the memory and the work of the real operations but compute nothing.
 
-Each operation takes the same blocks, in the same order, as `ops.cpu` takes from `device.arrays.recycled` or
-`ops.gpu` takes on a GPU; `workspaces` has the differences. An operation that is not defined here takes memory
-only for the results in its signature. (Float32 copies on the host, for float16 or without a bfloat16 matmul
-library, are not counted.)
+Each operation allocates the same blocks, in the same order, as `ops.cpu` or `ops.gpu` from the pool of
+recycled memory; `workspaces` has the differences between them. An operation that is not defined here
+allocates only the results in its signature. (Float32 copies on the host, for float16 or without a bfloat16
+matmul library, are not counted.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEAST_ARENA = 1 << 30  # bytes
 
 
 class FakeArray(np.ndarray[Any, Any]):
-    """Array that must not be read or written; `memory` counts the results made from it."""
+    """Array without data; `memory` counts the arrays that are made from it."""
 
     memory: FakeMemory | None
 
@@ -60,11 +60,11 @@ class FakeArray(np.ndarray[Any, Any]):
 
 
 class FakeMemory:
-    """Counter of the memory and the work of fake arrays; `plan.workspaces` has its subclasses.
+    """Counter of the memory and the work of fake arrays, with subclasses in `plan.workspaces`.
 
     held, small   bytes of recycled blocks; peak bytes of arrays that are too small for recycling
     logits        bytes of the largest chunk of logits, a recycled block
-    flop, moved   floating-point operations of products; bytes that other operations read and write
+    flop, moved   floating-point operations of products; bytes that all other operations read and write
     """
 
     def __init__(self) -> None:
@@ -85,19 +85,19 @@ class FakeMemory:
             self._free[block] -= 1
         else:
             self.held += block
-        # Every view keeps a reference to the owner of the addresses.
+        # Each view references the owner of its addresses.
         weakref.finalize(fake.base, self._give, block, fake.nbytes).atexit = False
         return fake
 
     def _give(self, block: int, nbytes: int) -> None:
-        """Give a block back to the pool, after the last view of its fake array is gone."""
+        """Return a block to the pool, after the last view of its fake array is deleted."""
         if block:
             self._free[block] += 1
         else:
             self._small_now -= nbytes
 
     def outside(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Return a fake array whose memory is counted elsewhere; raise MemoryError."""
+        """Return a fake array that is not counted here; raise MemoryError if addresses run out."""
         nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         if nbytes > len(self._arena):  # all fake arrays may have the same addresses
             size = max(LEAST_ARENA, 1 << nbytes.bit_length())
@@ -121,7 +121,7 @@ class FakeMemory:
 
 
 class NoMemory(Host):
-    """Device with fake arrays that are not counted here; `rank_memory` counts the memory of a module."""
+    """Device whose arrays are fake and not counted, because `rank_memory` counts a module's arrays."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self.activations = memory
@@ -148,7 +148,7 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 def fake(definition: Any) -> Callable[[Operation], Operation]:
-    """Return a decorator: the function replaces an operation if its first array is fake."""
+    """Return a decorator that makes a function replace an operation on fake arrays."""
     return lambda function: OPERATIONS[definition.__name__].register(FakeArray, function)
 
 
@@ -168,7 +168,7 @@ def elementwise(x: Array, reads: int) -> Array:
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
-    """Return dx of a norm. others: statistics (one per vector), gradients of the vectors, addend of dx."""
+    """Return dx of a norm. `others`: statistics (one per vector), gradients of the vectors, addend of dx."""
     gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
     dx = elementwise(x, reads=2 + any(array is not None for array in plus))
     x.memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
@@ -213,7 +213,7 @@ def _(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 
 
 def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, axis: int) -> Array:
-    """Return the products of rows with stacked matrices; a backward adds the products to its addend."""
+    """Return the products of rows with stacked matrices, added to `addend` if it is given."""
     x.memory.product(x.shape[0], *w.shape[1:])
     if isinstance(w, PackedStack):
         unpacked = x.memory.take(w.shape[1:], x.dtype)
@@ -321,7 +321,7 @@ def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
 
 @parted.register(FakeArray)
 def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
-    none = tokens.reshape(-1)[:0]  # a text has few added tokens
+    none = tokens.reshape(-1)[:0]  # assume no added tokens, since texts have few
     return tokens, none, none
 
 
@@ -343,7 +343,7 @@ signature = cache(inspect.signature)
 
 
 def one_pass(operation: Any, *given: Any, **named: Any) -> Any:
-    """Return a fake operation with the results in the signature; it counts a pass over each array."""
+    """Return a fake operation that makes the results of its signature and counts a pass over each array."""
     arguments, memory = signature(operation).bind(*given, **named).arguments, given[0].memory
     shapes = signatures.results_of(operation.signature, arguments)
     results = [0.0 if shape is None else memory.take(*shape) for shape in shapes]

@@ -1,7 +1,7 @@
-"""Speeds of a machine: links inside a node and between nodes, and the rates of a rank.
+"""Speeds of a machine: links within and between nodes, and a rank's rates of computing and memory.
 
-The numbers come from the JSON of `zero-mpi doctor`, from a TOML file or from flags; missing numbers are
-assumed, and a report says which.
+The numbers come from the JSON of `zero-mpi doctor`, from a TOML file or from flags. Missing numbers are
+assumed; a report says which numbers are assumed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """Level of the network between nodes: `link` joins groups of up to `nodes` nodes (None: all nodes)."""
+    """Level of a network: `link` is between nodes in groups of up to `nodes` nodes (None: all nodes)."""
 
     name: str
     nodes: int | None
@@ -40,7 +40,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Disk:
-    """Rates of a disk in bytes per second: of all writers together, and of each writer."""
+    """Rates of a disk in bytes per second: total, and per writer."""
 
     rate: float
     writer_rate: float
@@ -51,16 +51,16 @@ class Machine:
     """Known or assumed speeds and sizes of a machine."""
 
     node: Link  # link between ranks of a node
-    between: Link  # link of a node, which its ranks share
-    flops: float  # FLOP per second of a rank's matrix products, while all ranks compute
+    between: Link  # link between nodes, which the ranks of a node share
+    flops: float  # FLOP per second of a rank's matmuls while all ranks compute
     moves: float  # bytes per second of a rank in all other operations
     memory: int | None = None  # bytes available to a rank; None: not known
     host_link: float = 4e10  # bytes per second between a GPU and its host, in each direction
-    levels: tuple[Level, ...] = ()  # innermost first; empty: `between` joins all nodes
+    levels: tuple[Level, ...] = ()  # innermost level first; empty: `between` is the link of all nodes
     disk: Disk | None = None
 
     def joining(self, nodes: int) -> Machine:
-        """Return the machine with the link of the outermost level that `nodes` nodes need."""
+        """Return the machine for `nodes` nodes, with the link of the outermost level that they use."""
         needed = (level for level in self.levels if level.nodes is None or nodes <= level.nodes)
         return replace(self, between=next(needed).link) if self.levels else self
 
@@ -71,7 +71,7 @@ ASSUMED = Machine(Link(5e-6, 2.5e-10), Link(3e-5, 8e-10), flops=5e10, moves=12e9
 ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
 # GPUs of 2023 and their networks: typical fractions of the data sheets' rates, not measured.
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
-ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # rate of products in low precision
+ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # matmul rate in low precision
 ASSUMED_GPU_FP32 = replace(ASSUMED_GPU, flops=4e13)
 LOW = ASSUMED_BF16, ASSUMED_GPU  # assumed machines for low precision
 
@@ -103,14 +103,14 @@ RATES = {  # flag -> path of the field in `Machine`, help text, function for a r
 
 
 def assumed(on_gpu: bool, precision: str) -> Machine:
-    """Return the values for missing numbers; for bf16 a processor with bfloat16 units is assumed."""
+    """Return the assumed machine; for bf16, its processor has bfloat16 units."""
     if on_gpu:
         return ASSUMED_GPU_FP32 if precision == "fp32" else ASSUMED_GPU
     return ASSUMED_BF16 if precision == "bf16" else ASSUMED
 
 
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
-    """Return machine `base` with the known numbers put in; raise UsageError for an impossible number."""
+    """Return machine `base` with the known numbers in it; raise UsageError for an impossible number."""
     for name, value in numbers.items():
         field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
         if not 0 <= value < math.inf or (not of_link and value == 0):
@@ -203,7 +203,7 @@ def read_machine(path: Path) -> MachineFile:
 
 
 def read_levels(place: str, found: Any) -> list[Level]:
-    """Return the levels of the network, innermost first; each level joins more nodes than the previous."""
+    """Return the levels of the network, innermost first; each level has more nodes than the previous one."""
     if not isinstance(found, list) or not found:
         raise UsageError(f"{place}: [[network]]: expected a table for each level, found {came(found)}")
     levels = list[Level]()

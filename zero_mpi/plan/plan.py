@@ -26,8 +26,8 @@ class Plan:
     traffic: Traffic
     time: StepTime
     tokens_per_second: float
-    largest: int | None  # largest micro-batch that fits; None: the memory limit is not known
-    save: float | None  # seconds of a checkpoint; None: the disk is not known
+    largest: int | None  # largest micro-batch that fits; None: unknown memory limit
+    save: float | None  # seconds of a checkpoint; None: unknown disk
 
     def as_json(self) -> dict[str, Any]:
         """Return name -> number, in bytes and seconds; for traffic, the bytes that ranks send per step."""
@@ -69,12 +69,12 @@ def make_plan(case: Case, machine: Machine) -> Plan:
 
 MOST_RANKS = 16384
 LEAST_EFFICIENCY = 0.5
-STAYS = 0.98  # memory stops falling if twice the ranks need at least this share of it per rank
+STAYS = 0.98  # if twice the ranks need at least this share of memory per rank, memory no longer falls
 
 
 @dataclass(frozen=True)
 class Point:
-    """Result for one number of ranks. efficiency: tokens per second per rank, relative to one rank."""
+    """Prediction for a number of ranks. efficiency: tokens per second per rank, relative to one rank."""
 
     ranks: int
     nodes: int
@@ -100,7 +100,7 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
 
 
 def limits(case: Case, points: Sequence[Point]) -> list[str]:
-    """Return the limits of scaling in order of the number of ranks from which each limit holds."""
+    """Return the limits of scaling, ordered by the number of ranks from which they apply."""
     tests: dict[str, Callable[[Point, Point], bool]] = {
         f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
         "memory per rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
@@ -121,11 +121,11 @@ MOST = 256  # largest micro-batch that is tried
 def largest_micro_batch(case: Case, limit: int) -> int:
     """Return the largest micro-batch that fits into `limit` bytes per rank; 0: none; MOST: or more."""
 
-    def total(rows: int) -> int:  # bytes for `rows` sequences in the same number of micro-batches
+    def total(rows: int) -> int:  # bytes per rank for micro-batches of `rows` sequences
         try:
             sized = replace(case, micro_batch=rows, batch_size=rows * case.rounds.micro_batches)
             return plan_memory(sized).total
-        except MemoryError:  # too large even for this machine's address space
+        except MemoryError:  # too large for the address space
             return sys.maxsize
 
     return bisect_right(range(1, MOST + 1), limit, key=total)

@@ -1,4 +1,4 @@
-"""Bytes that the largest rank holds, by purpose; the runtime's own layout code computes all sizes.
+"""Memory of the largest rank, by purpose. The runtime's own layout code computes all sizes.
 
 Rank 0 is the largest: it owns the longest slice of every unit. The bytes are on its device; host memory of a
 rank with a GPU is listed separately. In addition a process needs memory for its interpreter and libraries
@@ -36,7 +36,7 @@ from zero_mpi.sharding.parameters import NONE, STATE
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
 
-ROUNDS = 2  # from the second round on, a round allocates no more buffers
+ROUNDS = 2  # after the second round, no round allocates buffers
 NUMBER = 8  # bytes of a float64 or an int64
 
 
@@ -54,9 +54,9 @@ def titles(kind: Any) -> dict[str, str]:
 class Memory:
     """Bytes on rank 0. Of memory that the ranks of a node share, this rank's part is counted."""
 
-    # Kept between rounds and steps: slices, or full parameters where replicated.
+    # Kept between rounds and steps: slices, or full parameters if replicated.
     parameters: int = called("parameters")
-    masters: int = called("parameters in fp32")  # in low precision, where `parameters` are rounded copies
+    masters: int = called("parameters in fp32")  # in low precision: `parameters` are rounded copies
     gradients: int = called("gradients")
     moments: int = called("moments")  # optimizer states and a moving average
     rooms: int = called("buffers for moments")  # buffers on the GPU, through which offloaded moments pass
@@ -66,10 +66,10 @@ class Memory:
     activations: int = called("activations")  # arrays that layers keep or allocate, without the logits
     logits: int = called("logits")
     transport: int = called("received shards")  # buffers of a reduction
-    tables: int = called("tables")  # flags of chunks that decay, sums of squares of chunks
+    tables: int = called("tables")  # weight decay and sums of squares of each chunk
     workspace: int = called("workspace of products")  # scratch memory of the GPU's library
-    snapshot: int = called("copies for --async-save")  # while a checkpoint is written
-    # `node_shared`: memory that a node's ranks need together; `host`: not on the device (pinned, snapshot).
+    snapshot: int = called("copies for --async-save")  # only while a checkpoint is written
+    # `node_shared`: total memory that a node's ranks share; `host`: not on the device (pinned, snapshot).
     node_shared: int = called("(a node in /dev/shm)")
     host: int = called("(in the host's memory)")
 
@@ -79,7 +79,7 @@ class Memory:
 
 
 TITLES = titles(Memory)
-ELSEWHERE = ("node_shared", "host")  # memory of all ranks of a node, and memory outside the device
+ELSEWHERE = ("node_shared", "host")  # fields with memory that is not on rank 0's device
 
 
 def plan_memory(case: Case) -> Memory:
@@ -123,16 +123,16 @@ def plan_memory(case: Case) -> Memory:
 
 
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
-    """Return the bytes of a unit that persist between rounds and steps; if shared, only the slices."""
+    """Return the bytes of a unit that are kept between rounds and steps; of shared arrays, only slices."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
     states = state_count(unit, case.qat) * (own if unit.whole else updated)
-    # A slice has a separate buffer and is gathered into the full array, unless an allreduce sums in place.
+    # A slice is a separate buffer, gathered into the full array, unless an allreduce sums in place.
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_full:
         summed = own
-    # Per chunk: two sums of squares (in slices), and whether it decays (in the updated elements).
+    # Per chunk: two sums of squares (of slices), and the weight decay (of updated elements).
     numbers = 2 * -(-own // quantum) + -(-updated // quantum)
     return {
         "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.partition(1).length),
@@ -174,12 +174,12 @@ PLAIN_RANK, PLAIN_FILES = 44 << 20, 22 << 20
 RANK, FILES, COMPILER = 88 << 20, 96 << 20, 64 << 20
 STEP = 1 << 24  # a request is a multiple of this number of bytes
 BYTES_OF_TOKEN = 3  # bytes of text per token, unless a token is a byte
-READING = 2  # extra memory while rank 0 reads the text, in multiples of the tokens
+READING = 2  # extra memory while rank 0 reads text, as a multiple of the tokens
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that a job needs on a node."""
+    """Bytes that a job needs on a node, by purpose."""
 
     programs: int = called("programs and libraries")  # interpreters, and the compiler
     mpi: int = called("MPI's own segments")
@@ -216,7 +216,7 @@ def programs(ranks: int) -> int:
 
 
 def private(case: Case, memory: Memory) -> int:
-    """Return the planned host bytes of a rank, without the bytes that it shares with its node."""
+    """Return the planned host bytes of a rank, without shared memory of its node."""
     if case.on_gpu:
         return memory.host
     shared = memory.gathered * case.shares_gathers + memory.gradient_buffers * case.transport.shares_memory
@@ -228,7 +228,7 @@ def private(case: Case, memory: Memory) -> int:
 def text_bytes(config: Config, model: ModelConfig) -> int:
     """Return the bytes of tokens that each rank holds, by the data's file sizes; the data are not read.
 
-    Token files, and text that is kept once it is encoded, stay on disk.
+    Token files and cached encoded text are mapped from disk and need none.
     """
     held = 0
     lists = [files_of(config.data) if config.data else library_files()]
@@ -279,8 +279,8 @@ def nodes_of(world: World) -> list[NodeInfo]:
 def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, ranks: int) -> str:
     """Return why some node lacks memory for the run, or an empty text."""
     if device.in_use().name != "cpu":
-        return ""  # the planned memory is on the GPU, whose library reports a lack of memory
-    least = 4 * BYTES * elements(model) // len(nodes)  # bytes on a node, however it is sharded
+        return ""  # the arrays are on the GPU, whose library reports if memory is short
+    least = 4 * BYTES * elements(model) // len(nodes)  # least bytes on a node under any strategy
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments", least)
@@ -289,7 +289,7 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
     case = make_case(replace(config, device="cpu"), model, ranks, whole)
     case = replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
     check_sums(case)
-    memory, text = plan_memory(case), text_bytes(config, model)  # computed once: nodes may be thousands
+    memory, text = plan_memory(case), text_bytes(config, model)  # computed once, since nodes may be thousands
     for node in nodes:
         problem = node_problem(node, model, private(case, memory), text, memory.node_shared)
         if problem:
@@ -300,7 +300,7 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
 def node_problem(node: NodeInfo, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
     """Return why this node lacks memory, or an empty text.
 
-    arrays and text: bytes that each rank is still to allocate; shared: further bytes of its node
+    arrays and text: bytes that each rank will allocate; shared: further bytes of its node
     """
     needed = node.ranks * (arrays + text) + shared
     if needed > node.limits.memory:

@@ -1,4 +1,4 @@
-"""Plans and sweeps as text: a column for each strategy."""
+"""Text of plans and sweeps, with a column for each strategy."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -61,7 +61,7 @@ def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Ite
 
 
 def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator[str]:
-    """Yield the planned case and the assumed speeds."""
+    """Yield lines with the planned case and the assumed speeds."""
     yield (
         f"{case.model.arch}, {elements(case.model):,} parameters; {case.ranks} rank(s) on {case.nodes} "
         f"node(s); {case.tokens:,} tokens per step in {case.rounds.micro_batches} micro-batch(es) of "
@@ -88,7 +88,7 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
 
 
 def base(case: Case) -> str:
-    """Return text with the size of a base in GGUF blocks, and the number of ranks that hold it."""
+    """Return a text with the size of a base in GGUF blocks and the number of ranks that share it."""
     by = "over" if keeps_slices(case) else "on each of"
     return f"{size(case.model.stored_bytes)} in the file's blocks {by} {case.owners} rank(s)"
 
@@ -121,13 +121,13 @@ def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
     """Yield the memory to request from a batch system, and its parts."""
     for name, title in titles(Resident).items():
         sizes = [getattr(node, name) for node in found]
-        if any(sizes) or name != "sample":  # only if a sample is requested
+        if any(sizes) or name != "sample":  # the sample is listed only if it is requested
             yield row(title, map(size, sizes))
     yield row("to request, per node", [gibibytes(node.ask) for node in found])
 
 
 def counted(count: int) -> str:
-    """Return a micro-batch that fits as text, "none" for 0, "or more" at the search limit."""
+    """Return the largest micro-batch as text: "none" for 0, with "or more" at the search limit."""
     return "none" if count == 0 else f"{count:,}{' or more' if count >= MOST else ''}"
 
 

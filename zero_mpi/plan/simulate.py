@@ -1,8 +1,8 @@
 """Simulated step without memory or ranks: runs the runtime's module and layers and records events.
 
-`ShardedModule` runs unchanged. Its transport only records starts and waits, and its device makes arrays that
-have shapes but no data. The script of a step lists the events on a rank in order: segments of computing,
-starts, waits. The script is the same for any number of ranks, so many cases share one.
+`ShardedModule` runs unchanged. The transport only records starts and waits, and the device makes arrays that
+have shapes but no data. The script of a step lists a rank's events in order: computing, starts, waits. A
+script is the same for any number of ranks, so many cases share it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from zero_mpi.sharding.parameters import NONE
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, SUMS, NORM, UPDATE = "gather sums", "sums", "norm", "update"
 TRANSFERS = (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE)
-MOST_ROUNDS = 4  # all rounds between the second and the last are the same
+MOST_ROUNDS = 4  # simulated rounds; all between the second and the last are equal
 KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # memory by device
 RECORD = np.dtype([("ids", "<u4", (1,)), ("logp", "<f4", (1,)), ("rest", "<f4")])  # of a teacher
-STEPS = 2  # the first step has no buffers and no transfers from a previous step
+STEPS = 2  # the first step lacks the previous step's buffers and transfers
 
 
 class StepEvent(NamedTuple):
-    """Next event on a rank: its kind, the transfer and its unit, the computing before it."""
+    """Event on a rank: its kind, transfer and unit, and the computing before it."""
 
     kind: str
     unit: int = -1
@@ -51,7 +51,7 @@ class StepEvent(NamedTuple):
 class Simulation:
     """Result of a simulation. steps: the events of each step; other fields: bytes in pools at the end.
 
-    recycled: the bytes of `arrays.RECYCLED`, logits included; small: arrays outside that pool.
+    recycled: as in `arrays.recycled_stats`, with logits; small: arrays outside that pool.
     """
 
     steps: tuple[tuple[StepEvent, ...], ...]
@@ -68,7 +68,7 @@ class Simulation:
 
 
 class StepScript:
-    """Collects events; computing since the last event is put before the next one."""
+    """Collector of events; an event includes the computing since the last event."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self.memory = memory
@@ -93,7 +93,7 @@ class SimulatedTransfer(Handle):
 
 
 class ScriptedComm(SimulatedComm):
-    """Transport of a case: a collective is an event, and the arrays that it returns have no memory."""
+    """Transport of a case that records collectives as events and returns arrays without memory."""
 
     def __init__(self, case: Case, script: StepScript, size: int) -> None:
         super().__init__(case)
@@ -101,13 +101,13 @@ class ScriptedComm(SimulatedComm):
         self.numbers = {unit.name: number for number, unit in enumerate(case.layout.units)}
 
     def shard_group(self) -> ScriptedComm:
-        """Return the ranks of the first node, for strategies in which each node has all slices."""
+        """Return a transport of the first node's ranks, for strategies in which each node has all slices."""
         return ScriptedComm(self.case, self.script, self.case.owners)
 
     def memory(
         self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        """Return memory as the transport does: full parameters where the owners see one array."""
+        """Return fake memory like the transport's: full arrays if the owners share them."""
         empty, shared = device.in_use().empty, self.case.shares_full
         return ModuleMemory([empty(w.length) if shared and w.length else None for w in full], BufferPool())
 
@@ -124,7 +124,7 @@ class ScriptedComm(SimulatedComm):
 
 
 class FakeDistilled(Distilled):
-    """Distillation loss on fake arrays; its divergence takes as much memory as the real divergence."""
+    """Distillation loss on fake arrays, with as much memory as the real loss."""
 
     def divergence(self, z: Any, targets: Any, there: Any, records: Array) -> tuple[Any, Any]:
         return 0.0, ops.cross_entropy(self.cooled(z), targets, 1.0)[1]
@@ -135,7 +135,7 @@ class FakeDistilled(Distilled):
 
 
 class Simulator:
-    """Real module over a transport and a device without memory; makes simulated steps."""
+    """Runner of simulated steps: the real module with a transport and a device without memory."""
 
     def __init__(self, case: Case, memory: Compiled | None = None) -> None:
         self.case, self.memory = case, memory or KERNELS[case.device]()
@@ -190,8 +190,8 @@ class Simulator:
 
 
 def simulate(case: Case, most_rounds: int = MOST_ROUNDS) -> Simulation:
-    """Return the simulation of a case; of more rounds than `most_rounds` only that many are simulated."""
-    ranks = min(case.nodes, 2) * min(case.per_node, 2)  # more nodes or ranks give the same events
+    """Return the simulation of a case; at most `most_rounds` rounds are simulated."""
+    ranks = min(case.nodes, 2) * min(case.per_node, 2)  # more nodes or ranks would give the same events
     return _simulate(
         replace(
             case,

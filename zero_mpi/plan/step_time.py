@@ -1,13 +1,13 @@
 """Time of a step and of a checkpoint: computing, transfers that cannot be hidden, and latency.
 
-The events of a simulated step are played against a clock. Computing advances it. A transfer begins when its
-link is free and completes some time later, whatever the rank does meanwhile; a wait moves the clock to that
-time, and the time of the wait is exposed communication. Inside one node a transfer is a copy by the ranks'
-own cores, so nothing is hidden there, unless GPUs compute. All ranks are assumed to be as fast as rank 0.
+The events of a simulated step are played against a clock. Computing advances the clock. A transfer begins
+when its link is free and completes some time later, while the rank computes; a wait moves the clock to that
+time. The waiting time is exposed communication. Inside one node a transfer is a copy by the ranks' own cores,
+so nothing is hidden there, unless GPUs compute. All ranks are assumed to be as fast as rank 0.
 
 Collectives follow the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective
-Communication Operations in MPICH", 2005. Sums that travel from node to node are a pipeline, in which every
-link carries a unit once, and twice if every node needs the sum.
+Communication Operations in MPICH", 2005. Sums that pass from node to node are a pipeline: a unit crosses
+every link once, or twice if every node needs the sum.
 """
 
 from collections.abc import Iterable
@@ -25,14 +25,14 @@ from zero_mpi.plan.machine import Link, Machine
 from zero_mpi.plan.traffic import FLAGS
 from zero_mpi.sharding.unit import BYTES
 
-UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
-SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
-LEFT_IN_MEMORY = 30.0  # seconds: default of dirty_expire_centisecs in Linux
-MEETINGS = 3  # synchronizations of ranks per saved array of a unit: its values, a barrier, and digests
+UPDATE_PASSES = 7  # AdamW reads parameter, gradient and two moments, and writes parameter and moments
+SHORT = 512 << 10  # bytes; up to this size MPICH gathers in a tree
+LEFT_IN_MEMORY = 30.0  # seconds before Linux writes data to the disk (default of dirty_expire_centisecs)
+MEETINGS = 3  # synchronizations of ranks per saved array of a unit: values, a barrier, digests
 
 
 class Cost(NamedTuple):
-    """Seconds of a transfer: on the busiest link, on which transfers queue, and on all other links."""
+    """Seconds of a transfer: on the busiest link, where transfers queue, and on all other links."""
 
     busy: float
     after: float = 0.0
@@ -40,22 +40,22 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of rank 0, and floating-point operations of its products."""
+    """Seconds of a step on rank 0, and floating-point operations of its products."""
 
     seconds: float
     computation: float
-    communication: float  # seconds of all transfers, one after the other
+    communication: float  # total seconds of all transfers
     exposed: float  # seconds in which the rank waits for transfers
     flop: float
 
 
 def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
-    """Return a + times b."""
+    """Return the sum a + times * b."""
     return StepTime(*(x + times * y for x, y in zip(astuple(a), astuple(b), strict=True)))
 
 
 class Player:
-    """Plays events; `time` is the clock: the seconds of all events so far."""
+    """Player of events; `time` is the clock, in seconds."""
 
     def __init__(self, case: Case, machine: Machine) -> None:
         self.case, self.machine = case, machine
@@ -105,7 +105,7 @@ class Player:
         self.now += late
 
     def sum_vector(self, kind: str) -> None:
-        """Add numbers of all ranks: losses, log-probabilities, or the squares of the gradient."""
+        """Play a sum of numbers over ranks: losses, log-probabilities, or squares of the gradient."""
         case = self.case
         numbers = case.summed + (kind == script.TOTAL) * (case.rounds.micro_batches + FLAGS)
         if kind == script.NORM:
@@ -127,7 +127,7 @@ class Player:
 
 
 def step_time(case: Case, machine: Machine) -> StepTime:
-    """Return the time of a step that follows another step."""
+    """Return the time of a step that is not the first."""
     machine = machine.joining(case.nodes)
     rounds = len(case.rounds)
     if rounds <= script.MOST_ROUNDS:
@@ -155,7 +155,7 @@ def tokens_per_second(case: Case, time: StepTime) -> float:
 
 
 def slowest(case: Case, machine: Machine) -> Link:
-    """Return the link that all ranks wait for."""
+    """Return the slowest link that ranks use."""
     return machine.between if case.nodes > 1 else machine.node
 
 
@@ -167,18 +167,17 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
     own, length = itemsize * partition.counts[0], itemsize * partition.length
     if case.hybrid:
         return ring_seconds(case.per_node, machine.node, own, length)
-    if case.shares_gathers and case.strategy.shards_parameters:  # the lanes of a node share its link
+    if case.shares_gathers and case.strategy.shards_parameters:  # ranks of a node share its link
         of_node = itemsize * partition.bounds[case.per_node]
         return ring_seconds(case.nodes, machine.between, of_node, length, rings=of_node // own)
     return ring_seconds(case.ranks, slowest(case, machine), own, length)
 
 
 def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1) -> float:
-    """Return the seconds to pass parts on in a ring until every member has all, or short ones in a tree.
+    """Return the seconds to pass parts around a ring until every member has all; short parts use a tree.
 
-    `part`: bytes of the longest. In a ring it passes all links; in a tree no member gets more than `whole`.
-    Several `rings` over the same links share the bytes, and while a message of one is in
-    transfer the links carry messages of the others.
+    `part`: bytes of the longest part, which crosses all links in a ring; in a tree a member gets at most
+    `whole` bytes. Several `rings` divide the bytes over the same links, and their messages overlap.
     """
     steps, short = members - 1, whole < SHORT * rings
     moved = (min(steps * part, whole) if short else steps * part) * link.beta
@@ -193,7 +192,7 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
     partition, mates, itemsize = case.partitions[unit], case.per_node, case.reduce_bytes
     own = partition.counts[0]
     added = own * (case.ranks * itemsize + BYTES) / machine.moves
-    if case.transport == kinds.SHARED:  # the owner reads what other ranks have written
+    if case.transport == kinds.SHARED:  # the owner reads the memory of other ranks
         return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
     inside = itemsize * own * (mates - 1) * machine.node.beta
     between = itemsize * mates * max(0, partition.length - own * mates) * machine.between.beta
@@ -204,9 +203,9 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
 def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
     """Return the cost of passing a unit's sum from node to node in chunks, and back if all nodes need it.
 
-    A node between two others then sends both ways over its link. Sums are float32; no chunk is longer than
-    the slice of its owner, which has `own` elements. The last chunk passes all links, which carry chunks of
-    other lanes and of the next unit meanwhile.
+    On the way back, inner nodes send in both directions. Sums are float32; no chunk is longer than its
+    owner's slice of `own` elements. The last chunk crosses all links, which send chunks of other lanes and of
+    the next unit meanwhile.
     """
     link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
     chunk = BYTES * min(chain_chunk(case.nodes), own)
@@ -261,8 +260,8 @@ def save_seconds(case: Case, machine: Machine) -> float | None:
     """Return the seconds to write a checkpoint: its bytes by the disk's rate; None for an unknown disk.
 
     If rank 0 writes for several nodes, data of other nodes arrive over its node's link while it writes.
-    Written data stay in memory at first: the disk starts when the system flushes old pages, or when the file
-    is complete and is synced.
+    Written data are in memory at first: the disk starts when the system flushes old pages, or when the
+    complete file is synced.
     """
     if machine.disk is None:
         return None

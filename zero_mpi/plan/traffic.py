@@ -1,11 +1,11 @@
-"""Bytes that ranks send to each other in a step, in a node and between nodes, by formulas.
+"""Formulas for the bytes that ranks send to each other in a step, within and between nodes.
 
-A rank gathers the slices of a unit as often as in the list of the schedule (`gathers_of`), and sends its
-gradients to the owners once per round. In a round with fewer micro-batches than ranks, a rank without one
-sends no gradients. Ranks also send two short float64 vectors: the losses of the micro-batches and the sums of
-the gradient's squares. Traffic between nodes has its own formulas (`comm.nodes`).
+A rank gathers a unit as often as the schedule does (`gathers_of`), and sends its gradients to the owners once
+per round. In a round with fewer micro-batches than ranks, a rank without a micro-batch sends no gradients.
+Ranks also send two short float64 vectors: the losses of the micro-batches and the sums of the gradient's
+squares. Traffic between nodes has its own formulas (`comm.nodes`).
 
-`Meter.sent_bytes` counts the same bytes, whatever route the library chooses. Results are arrays over ranks.
+`Meter.sent_bytes` counts the same bytes, whatever the library's algorithm. Results are arrays over ranks.
 """
 
 from collections import Counter
@@ -25,11 +25,11 @@ FLAGS = 3  # numbers that `train` sends with the losses: stop requests, failures
 
 
 class Route:
-    """Route on which each slice is sent directly to every rank, or to its owner.
+    """Route of direct messages: each slice is sent to every rank, or to its owner.
 
-    Ranks 0 ... ranks - 1, `per_node` of them on each node but the last.
+    There are `ranks` ranks, `per_node` on each node except maybe the last.
     all_give      ranks without a micro-batch send zeros
-    passes_sums   reductions between nodes send sums, float32 always, and not gradients
+    passes_sums   reductions between nodes send float32 sums, not gradients
     """
 
     passes_sums = False
@@ -49,7 +49,7 @@ class Route:
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
-        """Return what ranks send in a reduction with `contributors` active ranks, `first` of its step."""
+        """Return the bytes sent in a reduction by `contributors` ranks; `first`: it is the step's first."""
         own = self.owned(partition)
         on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
         gives = (self.rank < contributors) | self.all_give
@@ -57,10 +57,10 @@ class Route:
 
 
 class Lanes(Route):
-    """Route in which ranks of one position on their nodes carry their slices between nodes (comm.nodes).
+    """Route of lanes: ranks with the same position on their nodes send slices between nodes (comm.nodes).
 
-    A sum goes from node to node up to the last active node, then to its owner. A sum that continues from an
-    earlier round first goes from its owner to the first node.
+    A sum passes from node to node up to the last active node, then to its owner. If it adds to an earlier
+    round's sum, its owner first sends that to the first node.
     """
 
     passes_sums = True
@@ -79,9 +79,9 @@ class Lanes(Route):
 
 
 class ByNode(Route):
-    """Route where every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid).
+    """Route if every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid).
 
-    A sum goes from node to node to the last active one, then to all. shared: full parameters are one array
+    A sum passes from node to node to the last active node, then to all. shared: one full array per node
     """
 
     passes_sums = True
@@ -106,7 +106,7 @@ class ByNode(Route):
 
 
 def routes_of(case: Case) -> tuple[Route, Route]:
-    """Return the routes of gathers and of reductions; over NODES, full parameters are gathered directly."""
+    """Return the routes of gathers and of reductions; over NODES, full parameters use direct messages."""
     if case.hybrid:
         by_node = ByNode(case.ranks, case.per_node, case.shares_full)
         return by_node, by_node
@@ -119,7 +119,7 @@ def routes_of(case: Case) -> tuple[Route, Route]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent in a step, for each rank: (ranks,) each."""
+    """Bytes sent in a step, as arrays (ranks,)."""
 
     parameters_inside: Array
     parameters_between: Array
@@ -142,7 +142,7 @@ class Traffic:
 
 
 def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
-    """Return the traffic of a step; `flags`: how many numbers are sent with the losses."""
+    """Return the traffic of a step; `flags`: number of values that are sent with the losses."""
     gathering, reducing = routes_of(case)
     between = case.sum_bytes if reducing.passes_sums else case.reduce_bytes
     widths = np.array([[case.reduce_bytes], [between]])
@@ -163,7 +163,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
                 gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
     sums = case.summed * (1 + len(case.measured))
     losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
-    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares over owners of slices
+    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares, among the slices' owners
     (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
 

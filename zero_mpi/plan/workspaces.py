@@ -1,8 +1,7 @@
 """Temporary memory of operations, on the CPU and on a GPU.
 
-The methods of each class take the same blocks as `ops.cpu` or `ops.gpu` takes from its pool, in the same
-order, and release them in the same way. Sizes come from `ops.sizes`, because the planner can import neither
-package.
+The methods of each class allocate the same blocks as `ops.cpu` or `ops.gpu`, in the same order, and release
+them in the same way. Sizes come from `ops.sizes`, because the planner can import neither package.
 """
 
 import os
@@ -19,13 +18,13 @@ Gradients = tuple[Array, Array, Array]
 
 
 class Compiled(FakeMemory):
-    """Memory of the CPU's compiled operations."""
+    """Counter of the memory of the CPU's compiled operations."""
 
     workspace = 0  # bytes
     skips_unseen = True  # True if attention leaves out keys that no row of a block sees
 
     def attention(self, q: Array, k: Array, v: Array, begins: Array | None) -> tuple[Array, tuple[Any, ...]]:
-        """Return y and the inputs of backward; begins: the first key that each row sees, or None for all."""
+        """Return y and the arrays kept for backward; begins: first key that each row sees; None: all."""
         batch, length, heads, _ = q.shape
         tile = low_tile(q, k)
         block = sizes.LOW_BLOCK if tile else sizes.BLOCK
@@ -63,17 +62,17 @@ class Compiled(FakeMemory):
         return logits, self.take(x.shape, x.dtype) if need_dx else None
 
     def norm_sums(self, x: Array, count: int) -> None:
-        """Take memory for the gradients of a norm's `count` vectors."""
+        """Allocate memory for the gradients of a norm's `count` vectors."""
 
     def column_sums(self, rows: int, width: int) -> None:
-        """Take memory for a sum over rows."""
+        """Allocate memory for a sum over rows."""
 
     def sorted_tokens(self, tokens: Array, width: int) -> None:
-        """Take memory for the gradient of an embedding."""
+        """Allocate memory for the gradient of an embedding."""
 
 
 class OnGPU(Compiled):
-    """Memory of a GPU. Attention in a low type is cuDNN's, unless ZERO_MPI_GPU_ATTENTION is own."""
+    """Counter of a GPU's memory. Attention in low types is by cuDNN unless ZERO_MPI_GPU_ATTENTION is own."""
 
     workspace = sizes.WORKSPACE
     skips_unseen = False
@@ -103,7 +102,7 @@ class OnGPU(Compiled):
         return gradients, True
 
     def scores(self, q: Array, k: Array) -> list[Array]:
-        """Return a block's scores, float32, and in a low type its weights."""
+        """Allocate the float32 scores of a block, and in a low type its weights; return both."""
         (batch, length, heads, _), total = q.shape, k.shape[1]
         most = min(length, sizes.score_rows(batch * heads, total))
         size = batch * heads * most * sizes.scores_across(total)
@@ -143,5 +142,5 @@ def low_tile(q: Array, k: Array) -> int:
 
 
 def by_cudnn(q: Array, begins: Array | None) -> bool:
-    """Return True if cuDNN computes attention: in a low type, if each row sees all earlier keys."""
+    """Return True if cuDNN computes attention: in a low type, without packed documents or a window."""
     return q.itemsize == 2 and begins is None and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"

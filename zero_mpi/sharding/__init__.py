@@ -1,4 +1,4 @@
-"""Sharding: units that are sent as a whole, the strategies, and the module that runs a model on all ranks.
+"""Sharding: units of parameters, strategies, and the module that runs a model on all ranks.
 
 `layout` cuts a model into units, `schedule` makes lists of actions, and `actions.run` executes them. A unit
 has parameters (`parameters`) and gradients (`gradients`), with one class for each way to store them. `module`
@@ -7,10 +7,10 @@ ranks. Scripts use these classes through `zero_mpi.compat`, which checks argumen
 
 Units. A unit holds the parameters of one scope (`token_embd`, `blk.3`, `output`) in one flat buffer. Under
 `no-shard` it is a bucket of limited size, filled in reverse order. Frozen parameters of a scope form another
-unit without gradient. A tied head has the embedding's scope, so it is in the same unit. Slices can be empty.
+unit without gradient. A tied head has the embedding's scope, so it is in the same unit. A slice may be empty.
 
 Exactness. docs/exact.md lists what could change bits, and how we avoid it. In the code, the owner adds slices
-in rank order (`device.ordered_sum`), and the norm adds squares in one order (`norm`). Where an allreduce is
-used, it adds only zeros to the values that a rank sends. Losses are sent in this way. They are divided by
-the tokens of the full step before backward, so no result is divided by the number of ranks.
+in rank order (`device.ordered_sum`), and the norm adds squares in one order (`norm`). An allreduce adds only
+zeros to each value that a rank sends, for example a loss. Losses are divided by the tokens of the full step
+before backward, so no result is divided by the number of ranks.
 """

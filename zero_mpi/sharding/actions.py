@@ -1,7 +1,7 @@
 """Actions of a rank in a step, and the one loop that executes them in order.
 
-A schedule consists of lists of actions. Training, evaluation and plans pass the same lists to `run`. Buffer
-sizes and diagrams are computed from these lists.
+A schedule consists of lists of actions. Training, evaluation and plans pass the same lists to `run`, and
+buffer sizes and diagrams are computed from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Action:
     verb = method = ""
 
     def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
-        """Do the action; only `run` calls this."""
+        """Execute the action; only `run` calls this method."""
         getattr(work, self.method)()
 
 
@@ -38,7 +38,7 @@ class UnitAction(Action):
 
 @dataclass(frozen=True)
 class StageAction(Action):
-    """Action on a micro-batch at one stage. A rank without a micro-batch skips it."""
+    """Action on a micro-batch at one stage. A rank without a micro-batch skips such actions."""
 
     stage: int
 
@@ -87,7 +87,7 @@ class Forward(StageAction):
 
 
 class Loss(StageAction):
-    """Run forward, loss and backward of the last stage together, which avoids storing all logits."""
+    """Run forward, loss and backward of the last stage together, without storing all logits."""
 
     verb, method = "forward, loss and backward of", "loss_and_backward"
 
@@ -136,12 +136,12 @@ def run(actions: Iterable[Action], units: Sequence[ShardedUnit], work: MicroBatc
 
 
 def without(kinds: UnionType, actions: Iterable[Action]) -> Actions:
-    """Return the actions, except for those of the classes `kinds`."""
+    """Return `actions` without the actions of the classes `kinds`."""
     return tuple(action for action in actions if not isinstance(action, kinds))
 
 
 def by_stage(actions: Sequence[Action]) -> Iterator[Actions]:
-    """Yield the actions, split into one list for each stage that computes; each list ends with `Progress`."""
+    """Split actions into one list per stage that computes, with `Progress` at its end; yield the lists."""
     start = 0
     for end, action in enumerate(actions, 1):
         if isinstance(action, Progress):

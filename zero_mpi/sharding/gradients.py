@@ -1,7 +1,7 @@
-"""The gradients of a unit on one rank: the gradients of the current round, and a slice of their sum.
+"""Gradients of a unit on one rank: the gradients of the current round, and the rank's slice of their sum.
 
 `views` opens a round and sets its gradients to zero; `start_reduce` ends it. The classes differ in how they
-store the sum: only as a shard or, if every rank updates everything, also in full.
+store the sum: only as a shard or, if every rank updates all parameters, also in full.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zero_mpi.sharding.unit import Unit
 
 
 def accumulates_locally(comm: Comm, strategy: Strategy) -> bool:
-    """Return whether each rank sums its micro-batches before one allreduce per step: NO_SHARD, fast."""
+    """Return whether each rank sums its micro-batches before one allreduce per step (NO_SHARD with fast)."""
     return not strategy.shards_moments and not comm.exact and comm.size > 1
 
 
 class Gradients:
-    """Base class of all gradients; used directly for a frozen unit, which has none.
+    """Base class of all gradients. It is used directly for a frozen unit, which has no gradients.
 
     sum       this rank's slice of the gradients, summed over ranks and rounds, float32
     whole     the full sum, if this rank updates the full unit; otherwise None
@@ -53,7 +53,7 @@ class Gradients:
         return DONE
 
     def start_publish(self) -> Handle:
-        """Start to send the slices of the sum, changed by their owners, to ranks that keep the full sum."""
+        """Start to send the sum's slices, which owners have changed, to ranks that keep the full sum."""
         return self.start_gather()
 
     def reset(self) -> None:
@@ -67,7 +67,7 @@ class Gradients:
 
 
 class SlicedGradients(Gradients):
-    """Gradients that a round adds in a borrowed buffer, which is then summed over ranks into the slices."""
+    """Gradients of a round in a borrowed buffer, which is then summed over ranks into the slices."""
 
     def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
         super().__init__(unit, context, own, whole)
@@ -84,14 +84,14 @@ class SlicedGradients(Gradients):
             self.wait_reduce()
             buffer = self._buffer()
             self._of_round = as_kind(buffer, self.unit.length, self._kind)
-            self._of_round.view(np.uint8).fill(0)  # a fill of bfloat16 elements takes four times as long
+            self._of_round.view(np.uint8).fill(0)  # filling bfloat16 elements takes four times as long
             if id(buffer) not in self._views:
                 self._views[id(buffer)] = self.unit.views(self._of_round)
             self._open = self._views[id(buffer)]
         return self._open
 
     def _buffer(self) -> Array:
-        """Return the array for this round's gradients: that of the sum if it is empty, or a borrowed one."""
+        """Return the array for this round's gradients: the sum's array if unused, or a borrowed array."""
         if self.context.comm.sums_in_place and self.rounds == 0 and not self._widens:
             return self.sum
         self._borrowed = self.context.gradients.take(floats(self.unit.length, self._kind))
@@ -120,7 +120,7 @@ class SlicedGradients(Gradients):
 
     def reset(self) -> None:
         super().reset()
-        self._open = None  # a round that failed may have left it set
+        self._open = None  # may still be set after a failed round
         self._give_back()
 
 
@@ -141,7 +141,7 @@ class ReplicatedGradients(SlicedGradients):
 
 
 class AllreducedGradients(ReplicatedGradients):
-    """Gradients summed on the rank over rounds; the library sums them once a step. `sum` is a slice of it."""
+    """Gradients that a rank sums over rounds and the library sums over ranks once a step. `sum`: a slice."""
 
     def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
         if accumulate:

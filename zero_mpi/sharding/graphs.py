@@ -1,6 +1,6 @@
 """CUDA graphs of micro-batches: the GPU work is recorded once, and one call then launches all of it.
 
-ZERO_MPI_GPU_GRAPH=1 enables them. They need one rank, a cross-entropy of all rows and no trace; other
+ZERO_MPI_GPU_GRAPH=1 enables them. Graphs need one rank, a cross-entropy of all rows and no trace; other
 micro-batches run normally. The arrays of a recorded micro-batch are in a separate memory pool.
 """
 
@@ -22,7 +22,7 @@ from zero_mpi.sharding.actions import Actions
 from zero_mpi.telemetry import spans
 
 WARM_UP = 2  # micro-batches before the first recording, which create plans, kernels and buffers
-MOST, SEEN = 8, 64  # most kinds of micro-batches that are recorded, and that are counted
+MOST, SEEN = 8, 64  # most kinds of micro-batches that are recorded; most kinds that are counted
 
 Work = Callable[..., Any]  # runs a micro-batch (x, its loss, actions) and returns the loss
 
@@ -46,7 +46,7 @@ class Graphs:
             return recorded.launch(x, loss)
         if form is None or len(self._recorded) == MOST:
             return work(x, loss, actions)
-        if len(self._seen) >= SEEN:  # many batches with shapes that are not repeated
+        if len(self._seen) >= SEEN:  # too many different shapes
             self._seen.clear()
         self._seen[form] += 1
         if self._seen[form] <= WARM_UP:
@@ -89,6 +89,6 @@ class Recorded:
 
 
 def graphs_for(module: Any) -> Graphs | None:
-    """Return a recorder of micro-batches, if ZERO_MPI_GPU_GRAPH asks for it and there is only one rank."""
+    """Return a `Graphs` if ZERO_MPI_GPU_GRAPH is set and there is only one rank, else None."""
     wanted = environment.records_graphs() and isinstance(device.in_use(), Cuda) and module.comm.size == 1
     return Graphs(module) if wanted else None

@@ -1,7 +1,7 @@
 """Layout of a model: its units, their schedule, and their memory, all known in advance.
 
-It follows from the stages alone, without arrays, because a transport that shares memory reserves its buffers
-before the model exists, and all ranks must compute the same sizes.
+The layout is computed from the stages alone, without arrays, because a transport with shared memory reserves
+its buffers before the model exists, and all ranks must compute the same sizes.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class LayoutConfig:
     prefetch    how many stages ahead parameters are gathered (FULL_SHARD, HYBRID_SHARD)
     bucket_mb   size of a unit in MiB if units are cut by bytes: under NO_SHARD, otherwise for experts
     frozen      name patterns ("blk.0.*") of parameters without gradient, moments and reduction
-    by_rows     one unit per parameter, cut between rows (dimension 0), if the strategy shards anything
+    by_rows     one unit per parameter, cut between rows (dimension 0), unless the strategy is NO_SHARD
     precision   FP32, BF16 or FP16: the type of gathered parameters, activations and reduced gradients
-    stored      name -> BlockKind of frozen parameters that stay in the blocks of a file; on CPUs. They are
-                filled by `load_stored`, gathered as bytes and unpacked where layers read them
+    stored      name -> BlockKind of frozen parameters in a file's quantized blocks; on CPUs. They are
+                filled by `load_stored`, gathered as bytes and unpacked for layers
     whole       name patterns of matrices that are stored in full on one rank each, as Muon needs them
     """
 
@@ -74,7 +74,7 @@ class LayoutConfig:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a parameter's name; "!" in front negates the pattern."""
+    """Return whether a pattern matches a parameter's name; a pattern with "!" in front is negated."""
     return fnmatchcase(name, pattern.removeprefix("!")) != pattern.startswith("!")
 
 
@@ -173,7 +173,7 @@ def cut_stacks(
 ) -> Iterator[tuple[int, Stack, list[tuple[slice, list[Unit]]]]]:
     """Yield stages whose stacked parameters are split over several units, and these units by parts.
 
-    Parameters of several stages are not split, nor those of the last stage, which runs both ways at once.
+    Parameters of several stages or of the last stage, which runs both ways at once, are not split.
     """
     if config.strategy.buckets or config.by_rows:
         return
@@ -205,11 +205,11 @@ def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[
 
 # ------------------------------------------------------------------- lengths of buffers in use at once
 
-ROUNDS = 3  # rounds of a step, after which the same buffers are used again
+ROUNDS = 3  # rounds after which a step needs no new buffers
 
 
 class LengthOnly(Host):
-    """Host whose arrays have a length and no memory, for code that only counts them."""
+    """Device whose arrays have a length but no memory, for code that only counts arrays."""
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
         """Return a flat array of `size` elements that all share one element of memory."""
@@ -217,7 +217,7 @@ class LengthOnly(Host):
 
 
 class Lending:
-    """Simulation of the buffers that a rank borrows by its actions, without sharing or summing in place."""
+    """Simulation of the buffers that a rank's actions borrow, without shared memory and sums in place."""
 
     def __init__(self, units: Sequence[Unit], uses: Sequence[Indices], precision: Precision) -> None:
         self._units, self._uses, self._precision = units, uses, precision
@@ -227,9 +227,9 @@ class Lending:
         self._added = set[int]()  # units whose gradients are not being reduced yet
 
     def follow(self, actions: Actions, idle: bool) -> None:
-        """Borrow and return buffers as the actions do; idle: without a micro-batch, so backward adds nothing.
+        """Borrow and return buffers as the actions do; idle: no micro-batch, so backward adds nothing.
 
-        A gathered buffer is returned after it was unpacked into another one.
+        A gathered buffer is returned after it is unpacked to another buffer.
         """
         kind = self._precision.compute
         for action in actions:
@@ -287,7 +287,7 @@ def buffer_lengths(lending: Lending, schedule: Schedule) -> tuple[tuple[int, ...
 
 def kinds_of_steps(schedule: Schedule) -> Iterator[list[tuple[Actions, bool]]]:
     """Yield steps as lists of rounds: (actions, whether the rank has no micro-batch)."""
-    early = tuple(map(Gather, schedule.first_gathers))  # in a run, before and after an evaluation
+    early = tuple(map(Gather, schedule.first_gathers))  # prefetched before and after an evaluation
     for rounds in range(ROUNDS + 1):
         yield [(schedule.training, False)] * rounds
         yield [*[(schedule.training, False)] * rounds, (schedule.training, True)]

@@ -1,8 +1,8 @@
 """A model whose parameters, gradients or both are sharded over ranks.
 
 `ShardedModule.schedule` holds a rank's actions in a step as lists, which can be printed; `actions.run`
-executes them. A single rank runs the same code. Gradients are summed and never divided, so scale the loss by
-1 over the tokens of the full step. Parameters have the same names and full shapes under every strategy.
+executes them. A single rank runs the same code. Gradients are summed and never divided, so divide the loss by
+the tokens of the full step. Parameters have the same names and full shapes under every strategy.
 
 This class does not check its arguments. `zero_mpi.compat.ShardedModule`, which scripts use, checks arguments
 and the order of calls.
@@ -45,10 +45,10 @@ Read = Callable[[str, int, int], Array]  # (name, start, stop) -> this range of 
 
 
 class ShardedUnit:
-    """One rank's part of a unit. Units that are not sharded have the same methods, which then do nothing.
+    """A rank's part of a unit. Methods that send data do nothing for a unit that is not sharded.
 
-    `memory`: float32 memory that all ranks share: for the parameters or, if every rank updates all of them,
-    for their summed gradient; or None.
+    `memory`: float32 memory that all ranks share, for the parameters, or for the summed gradient if every
+    rank updates all parameters; or None.
     """
 
     def __init__(self, unit: Unit, context: Context, memory: Array | None = None) -> None:
@@ -106,7 +106,7 @@ class ShardedModule:
         self.config, self.precision = config, config.precision
         self.loss_scale = LossScale(config.precision.scales_loss)
         self.uses, self.parts, self.schedule = layout.uses, layout.parts, layout.schedule
-        # The ranks among which shards are divided: those of a node if every node holds a replica.
+        # Transport of the ranks among which shards are divided: a node's ranks if every node has a replica.
         by_node = comm.replicates_by_node and not self.strategy.shards_moments
         self.group = comm.shard_group() if self.strategy.within_nodes or by_node else comm
         memory = self.group.memory(layout.full(self.group.size), layout.buffers, layout.gathers)
@@ -216,10 +216,10 @@ class ShardedModule:
     def drop_gathered(self) -> None:
         """Release gathered arrays whose shards are about to change, and a forward that had no backward.
 
-        If ranks share parameters, this returns when no rank reads them any more. Before an update that is
-        certain, because the norm needs a value that each rank sends after its last use of any unit. Other
-        writers, such as loading, may follow without a norm and need a barrier. All ranks agree on whether
-        a barrier is needed, because all of them wait for the same gathers, even a rank without a micro-batch.
+        If ranks share parameters, the call returns when no rank reads them any more. An update needs no
+        barrier: the norm waits for a value that each rank sends after its last use of any unit. Other
+        writers, such as loading, may have no norm before them and need a barrier. All ranks agree on whether
+        a barrier is needed, because all of them, with or without a micro-batch, wait for the same gathers.
         """
         self._forward = None
         for unit in self.units:
@@ -245,7 +245,7 @@ class ShardedModule:
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
 
-        The number of ranks, units and strategy do not change its bits (`norm`). Tied parameters count once.
+        The bits do not depend on ranks, units or strategy (`norm`). Tied parameters count once.
         """
         squares = []
         for unit in self.units:
@@ -259,7 +259,7 @@ class ShardedModule:
     def start_updates(self) -> None:
         """Announce an update of all units, and start gathers on ranks that keep the full parameters."""
         self.group.signal_written()
-        if self.strategy.shards_moments:  # otherwise every rank has updated everything
+        if self.strategy.shards_moments:  # otherwise every rank has updated all parameters
             for unit in self.units:
                 if unit.unit.trainable:
                     unit.parameters.start_update()
@@ -301,7 +301,7 @@ class ShardedModule:
     # ------------------------------------------------------------------------------------------- values
 
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
-        """Fill parameters, or those in `names`, from (seed, name), equal for any number of ranks. Collective.
+        """Fill parameters, all or `names`, by (seed, name), with the same values on any ranks. Collective.
 
         Ranks need equal seeds, unless each keeps all parameters; `DDP.broadcast_parameters` may follow.
         """
@@ -314,7 +314,7 @@ class ShardedModule:
         self.load_slices(lambda name, *at: initial_values(name, self.params[name], seed, *at), names)
 
     def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
-        """Fill this rank's part of the parameters, or of those in `names`, by read(name, start, stop).
+        """Fill this rank's part of all parameters, or of the named parameters, by read(name, start, stop).
 
         Collective if ranks share parameters and have used them.
         """
@@ -324,11 +324,11 @@ class ShardedModule:
                 if names is None or not unit.unit.params.keys().isdisjoint(names):
                     for target, part in unit.parameters.filled:
                         fill(unit, target, part, read, names)
-        finally:  # a rank that cannot read must not make the others wait forever
+        finally:  # also after an error, so that other ranks do not wait forever
             self.group.signal_written()
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill parameters that are kept as blocks of a file by read(name, start, out); see `load_slices`.
+        """Fill parameters in quantized blocks by read(name, start, out); see `load_slices`.
 
         `read` fills out, (bytes,) uint8, with the stored bytes of a tensor from `start` on.
         """
@@ -344,7 +344,7 @@ class ShardedModule:
 def fill(
     unit: ShardedUnit, target: Array, part: slice, read: Read, names: Collection[str] | None = None
 ) -> None:
-    """Write read(name, start, stop) into `target`, which is `part` of the unit; only `names`, if given."""
+    """Write read(name, start, stop) into `target`, which is `part` of the unit. `names`: only these."""
     for segment in unit.unit.segments(part):
         if names is None or segment.name in names:
             size = segment.where.stop - segment.where.start
@@ -353,7 +353,7 @@ def fill(
 
 
 def check_reduction(comm: Comm, precision: Precision, stored: bool = False) -> None:
-    """Raise UsageError for float64 on GPUs or with stored blocks, and for dtypes that MPI cannot add."""
+    """Raise UsageError for float64 on GPUs or with quantized blocks, and for dtypes that MPI cannot add."""
     if precision is FP64 and (device.in_use().name != "cpu" or stored):
         raise UsageError("--precision fp64 is for CPUs, without parameters in blocks: take fp32")
     if not comm.exact and precision.reduce.itemsize < FLOAT32.itemsize:

@@ -1,8 +1,8 @@
-"""The parameters of a unit on one rank: the shard that the rank keeps, and full parameters for layers.
+"""Parameters of a unit on one rank: the shard that the rank keeps, and full parameters for layers.
 
-Full parameters come in four ways: gathered for a while (`Parameters`), kept on every rank
-(`ReplicatedParameters`), in memory that the ranks of a node share (`NodeSharedParameters`, where a gather
-waits until all ranks have written), and unpacked from gathered blocks of a file (`BlockParameters`).
+There are four kinds of full parameters: gathered when needed (`Parameters`), kept on every rank
+(`ReplicatedParameters`), in the shared memory of a node (`NodeSharedParameters`, where a gather waits until
+all ranks have written), and unpacked from gathered quantized blocks (`BlockParameters`).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ ReadBytes = Callable[[str, int, Array], object]  # (name, start, out): fill out 
 
 
 class State(Enum):
-    """State of a unit's full parameters: not on this rank, being gathered, or on this rank."""
+    """State of a unit's full parameters: absent, being gathered, or present on this rank."""
 
     SHARDED, GATHERING, FULL = "sharded", "gathering", "full"
 
 
 def joined(views: list[Views]) -> Views:
-    """Return the views of several units as one dict; the views of a single unit are returned unchanged."""
+    """Return the views of several units as one dict, or the views of a single unit unchanged."""
     return views[0] if len(views) == 1 else {name: view for each in views for name, view in each.items()}
 
 
 @dataclass(frozen=True)
 class Context:
-    """Data that the units of a module share: the owners of shards, and pools of float32 buffers.
+    """Objects that the units of a module share: transports, and pools of float32 buffers.
 
     unpacked   pool of arrays for parameters that are unpacked from gathered bytes
-    masters    makes arrays for float32 parameters in low precision; None: the device makes them
-    read       units whose shared parameters a rank may have read since the last barrier
+    masters    function that allocates float32 parameters in low precision; None: the device does
+    read       units whose shared parameters some rank may have read since the last barrier
     """
 
     comm: Comm
@@ -62,11 +62,11 @@ class Context:
 
 
 class Parameters:
-    """Arrays of a unit's parameters. This base class keeps only the shard of the rank.
+    """Arrays of a unit's parameters. This base class keeps only the rank's shard.
 
     shard    this rank's `part` of the unit in the compute dtype, which gathers send
     full     the full unit in the compute dtype, while it is gathered
-    master   float32 of `master_part` of the unit, all that this rank updates; if layers compute in float32, a
+    master   float32 of `master_part`, which this rank updates; if layers compute in float32, a
              view of `shard` or `full`
     low      array to which `master` is rounded after an update; None if layers read the updated array
     """
@@ -137,7 +137,7 @@ class Parameters:
         return self._views[key]
 
     def copy_of(self, name: str) -> Array:
-        """Return a copy of one full parameter, on the device of its shards. Collective."""
+        """Return a copy of a full parameter, on the device of its shards. Collective."""
         if self.low is not None:  # training never gathers the float32 parameters
             full = device.home_of(self.master).empty(self.unit.length)
             self.context.comm.allgather(self.master_shard, full, self.partition, self._label).wait()
@@ -154,7 +154,7 @@ class Parameters:
 
     @property
     def master_shard(self) -> Array:
-        """This rank's shard in float32."""
+        """Shard of this rank in float32."""
         first = self.part.start - self.master_part.start
         return self.master[first : first + self.part.stop - self.part.start]
 
@@ -179,7 +179,7 @@ class Parameters:
         return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
-        """Round `master` to `low`. Call it after code other than the optimizer has written `master`."""
+        """Round `master` to `low`. Call this after other code than the optimizer has written `master`."""
         if self.low is not None:
             device.in_use().copy(self.low, self.master)
 
@@ -192,7 +192,7 @@ class Parameters:
 
 
 class ReplicatedParameters(Parameters):
-    """Full parameters on every rank. Under SHARD_GRAD_OP, shards that other ranks updated are gathered."""
+    """Full parameters on every rank. Under SHARD_GRAD_OP, updated shards of other ranks are gathered."""
 
     state = State.FULL
 
@@ -243,11 +243,11 @@ class NodeSharedParameters(Parameters):
 
 
 class BlockParameters(Parameters):
-    """Frozen parameters that are kept, divided and gathered as the bytes of a file's blocks.
+    """Frozen parameters that are kept, sharded and gathered as bytes of quantized blocks.
 
-    The bytes form separate parameters of float32 words, which are sent like other parameters (`stored`). A
-    gather ends by unpacking them to arrays for layers, which are dropped at the release. So a rank has the
-    floats of one or two units at a time. For stacks, layers unpack the gathered bytes matrix by matrix.
+    The bytes form separate parameters of float32 words, which are sent like other parameters (`stored`). At
+    its end a gather unpacks them to arrays for layers, which a release frees. A rank thus has unpacked
+    parameters of one or two units at a time. For stacks, layers unpack the gathered bytes matrix by matrix.
     """
 
     unit: BlockUnit
@@ -325,7 +325,7 @@ class BlockParameters(Parameters):
     @property
     def _written(self) -> NoReturn:
         raise ValueError(
-            f"unit {self.unit.name} is kept in the blocks of a file, not in elements: fill it by "
+            f"unit {self.unit.name} is kept in quantized blocks, not in elements: fill it by "
             "load_stored, read it by all_gather_param or state_dict"
         )
 

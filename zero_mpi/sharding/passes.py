@@ -20,7 +20,7 @@ from zero_mpi.telemetry import spans
 
 
 class MicroBatch:
-    """The activations, saved values and gradients of one micro-batch; a rank without one passes x = None.
+    """Activations, saved values and gradients of a micro-batch; without a micro-batch, x is None.
 
     module     the ShardedModule that it runs through
     keeps      whether a backward follows; the values that it needs are then kept in `saved`
@@ -48,7 +48,7 @@ class MicroBatch:
         self.dy: Any = None
         self.loss: Scalar | None = None
         self.losses: list[Scalar] = []
-        self.rest: Iterator[Action] = iter(())  # actions not done yet; a stage does them up to its next turn
+        self.rest: Iterator[Action] = iter(())  # remaining actions; a stage executes them up to its next turn
 
     def _weights(self, units: Iterable[int]) -> dict[str, Any]:
         weights = joined([self.module.units[unit].weights() for unit in units])
@@ -59,7 +59,7 @@ class MicroBatch:
         return joined([self.module.units[unit].gradients() for unit in units])
 
     def _stage_weights(self, stage: int, reads: bool = True) -> StageWeights:
-        """Return the weights and micro-batch of a stage's layer; no weights if none are gathered."""
+        """Return the weights and micro-batch for a stage's layer; without weights if `reads` is False."""
         self.batch.stage = stage
         turns = partial(self._turns, stage) if stage in self.module.parts else None
         return StageWeights(self._weights(self.module.uses[stage]) if reads else {}, self.batch, turns)
@@ -67,7 +67,7 @@ class MicroBatch:
     def turn(self, turn: Turn) -> None: ...
 
     def _next_turn(self) -> Turn:
-        """Do the actions before the next turn of the current stage; return the turn."""
+        """Execute the actions before the next turn of the current stage; return the turn."""
         while True:
             action = next(self.rest)
             action.do(self.module.units, self)
@@ -96,7 +96,7 @@ class MicroBatch:
             self.saved[stage] = saved
 
     def loss_and_backward(self, stage: int) -> None:
-        """Compute the loss and dy of the previous stage; losses are scaled while gradients are low."""
+        """Compute the loss and dy of the previous stage; in low precision the loss may be scaled."""
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
         weights, gradients = self._stage_weights(stage), self._gradients(self.module.uses[stage])
         assert self.loss_of is not None, "training needs a loss"
@@ -105,7 +105,7 @@ class MicroBatch:
         self.x = None
 
     def evaluate(self, stage: int) -> None:
-        """Compute the loss of each part separately; rows in no part are not turned into logits."""
+        """Compute the loss of each part separately; rows that are in no part get no logits."""
         layer, weights = self.module.stages[stage].layer, self._stage_weights(stage)
         assert self.loss_of is not None, "evaluation needs a loss"
         with spans.computing("loss", self.module.stages[stage].scope):

@@ -1,4 +1,4 @@
-"""Precision, as data: the types of computation and communication, and the scaling of losses.
+"""Precisions: types of computation and communication, and the scaling of losses.
 
 Slices of the parameters, their moments and summed gradients are float32 ("master weights", Micikevicius et
 al., "Mixed Precision Training", 2018), or float64 in FP64, which is for checks and small models on CPUs. In
@@ -24,7 +24,7 @@ FLOAT64 = np.dtype(np.float64)
 
 @dataclass(frozen=True)
 class Precision:
-    """compute: the type of gathered parameters and activations; reduce: the type in which gradients are sent.
+    """Types of a run. compute: type of gathered parameters and activations; reduce: type of sent gradients.
 
     scales_loss     whether losses are multiplied by a factor, so that small gradients do not vanish
     """
@@ -36,7 +36,7 @@ class Precision:
 
     @property
     def master(self) -> Any:
-        """The type of slices that are updated, of their optimizer states and of summed gradients."""
+        """Type of updated slices, their optimizer states and summed gradients."""
         return FLOAT64 if self.compute == FLOAT64 else FLOAT32
 
     @property
@@ -53,9 +53,9 @@ PRECISIONS = {precision.name: precision for precision in (FP32, BF16, FP16, FP64
 
 
 def precision_named(name: str, reduce: str | None = None) -> Precision:
-    """Return the precision of that name, with gradients reduced in the type `reduce` if it is given.
+    """Return the precision of a name, with gradients reduced in the type `reduce` if it is given.
 
-    Raises UsageError for unknown names, and for a type that does not go with the precision.
+    Raise UsageError for unknown names, and for a type that the precision does not allow.
     """
     if name not in PRECISIONS:
         raise UsageError(f"precision {name!r} is not known; expected one of {', '.join(PRECISIONS)}")
@@ -69,7 +69,7 @@ def precision_named(name: str, reduce: str | None = None) -> Precision:
 
 
 def floats(elements: int, kind: Any) -> int:
-    """Return the number of float32 elements in the space of `elements` of a type; pools count those."""
+    """Return the number of float32 elements, as pools count, in the space of `elements` of a type."""
     return int(-(-elements * np.dtype(kind).itemsize // FLOAT32.itemsize))
 
 
@@ -86,8 +86,8 @@ GROWTH_STEPS = 2000  # steps with a finite norm before the scale grows
 class LossScale:
     """Factor of the loss in float16, whose small gradients would otherwise vanish: 1 unless `dynamic`.
 
-    It is a power of two, so multiplying and dividing by it are exact. A step whose gradient norm is not
-    finite halves it and is skipped; after many good steps in a row (`good_steps`) it is doubled. All ranks
+    The factor is a power of two, so multiplying and dividing by it are exact. A step whose gradient norm is
+    not finite is skipped and halves the factor; many good steps in a row (`good_steps`) double it. All ranks
     have the same norm, so they agree without communication.
     """
 
@@ -101,7 +101,7 @@ class LossScale:
 
     @property
     def recorded(self) -> int | None:
-        """The exponent that a checkpoint stores; None if the scale is not dynamic."""
+        """Exponent that a checkpoint stores; None if the scale is not dynamic."""
         return self.exponent if self.dynamic else None
 
     def times(self, dy: Array) -> Array:

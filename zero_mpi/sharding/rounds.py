@@ -1,7 +1,7 @@
-"""Assigns the micro-batches of a step or an evaluation to the ranks, in rounds.
+"""Assignment of the micro-batches of a step or an evaluation to the ranks, in rounds.
 
 Rank i mod P computes micro-batch i in round i div P, and gradients are added in rank order after each round.
-So every element is summed over the micro-batches in order, for any number of ranks.
+Every element is thus summed over the micro-batches in order, for any number of ranks.
 
 The losses of all ranks are added in one vector. A rank fills the positions of its own micro-batches and
 leaves zeros elsewhere, so neither the vector nor its sum depends on the number of ranks.
@@ -46,7 +46,7 @@ class Rounds:
 
 
 class Accumulator:
-    """Runs the rounds of each step on a ShardedModule.
+    """Runner of the rounds of each step on a ShardedModule.
 
         for micro_batch in accumulator:
             accumulator.accumulate(*read(step, micro_batch))
@@ -80,7 +80,7 @@ class Accumulator:
         """
 
         def work(contributors: int, last: bool) -> Scalar | None:
-            # The collectives are the same either way, so a rank without a micro-batch runs the same code.
+            # A rank without a micro-batch runs the same code, because it must start the same collectives.
             if isinstance(criterion, HeadLoss):
                 return self.module.forward_backward(x, criterion, contributors=contributors, last=last)
             output, loss, dy = self.module.forward(x, training=True), None, None
@@ -108,7 +108,7 @@ class Accumulator:
         return loss
 
     def totals(self, *flags: float) -> tuple[float, ...]:
-        """Return the step's loss, and the sums over ranks of `flags`, small whole numbers. One collective."""
+        """Return the step's loss, and the sums of `flags` (small integers) over ranks. One collective."""
         losses = device.in_use().to_host(self.losses)
         totals = self.module.comm.sum_vector(np.append(losses, flags))
         return ordered_total(totals[: self.losses.size]), *totals[self.losses.size :].tolist()
@@ -123,8 +123,7 @@ def part_losses(
 ) -> Array:
     """Return the losses of all parts of the micro-batches, (count,) float64, on all ranks. Collective.
 
-    `read(i)` returns micro-batch i: its input, its loss, and the index of its first part among all parts.
-    No gradients are computed. `after` as in `dealt_out`.
+    `read(i)` returns micro-batch i. A loss is the sum over its part's targets. `after`: see `dealt_out`.
     """
 
     def compute(number: int, losses: Array) -> None:
@@ -143,7 +142,7 @@ def dealt_out(
     idle: Callable[[], Any] | None = None,
     after: Callable[[int], None] | None = None,
 ) -> Array:
-    """Return `count` losses; compute(i, losses) fills in those of micro-batch i on its rank. Collective.
+    """Return `count` losses; compute(i, losses) sets the losses of micro-batch i on its rank. Collective.
 
     idle: called on a rank without a micro-batch in a round, instead of the module's forward
     after: called on all ranks after each round, with the number of ranks that had a micro-batch in it
@@ -163,10 +162,10 @@ def dealt_out(
 
 
 def no_losses(micro_batches: int) -> Array:
-    """Return zeros for the loss of each micro-batch, on the device, so that no loss has to be waited for."""
+    """Return zeros for the losses of micro-batches, on the device, so that the host need not wait."""
     return device.in_use().zeros(micro_batches, np.float64)
 
 
 def ordered_total(values: Array) -> float:
-    """Return the sum of a vector from first to last."""
+    """Return the sum of a vector, added from first to last."""
     return float(np.cumsum(values)[-1])

@@ -2,8 +2,8 @@
 
 All ranks execute the same lists, even without a micro-batch in a round, so collectives match. The gather of a
 unit starts `prefetch` stages before its first use, and the unit is released after its last use in that
-direction. Units of the last stage are kept between forward and backward. So is a unit that distant stages
-share (a tied embedding, the root): it is gathered once per micro-batch, all other units at most twice. A unit
+direction. Units of the last stage are kept between forward and backward. So are units that distant stages
+share (a tied embedding, the root), which are gathered once per micro-batch, other units at most twice. A unit
 is reduced after the last backward that adds to it, while earlier stages compute; two may be in flight.
 """
 
@@ -38,7 +38,7 @@ from zero_mpi.sharding.actions import (
 
 Indices = tuple[int, ...]
 
-REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be in transfer while the next is computed
+REDUCTIONS_IN_FLIGHT = 2  # most units whose gradients are sent while the next unit computes
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Schedule:
     """Actions of a rank in a round, for ranks with and without a micro-batch.
 
     forward, backward   the two directions separately
-    training            both directions, with forward and backward of the last stage together
+    training            both directions; the last stage runs forward and backward together
     inference           forward, when no backward follows
-    evaluation          as inference, and the loss of the last stage
+    evaluation          like inference, with the loss of the last stage
     """
 
     forward: Actions
@@ -72,7 +72,7 @@ class Schedule:
 
     @cached_property
     def without_reductions(self) -> Schedule:
-        """Schedule of a round whose gradients stay on the rank and are reduced with a later round's."""
+        """Schedule of a round without reductions; a later round also reduces its gradients."""
         backward, training = (without(REDUCING, actions) for actions in (self.backward, self.training))
         return replace(self, backward=backward, training=training)
 
@@ -104,7 +104,7 @@ class Moves:
     drop: Indices  # units to release after the stage
 
     def __add__(self, other: Moves) -> Moves:
-        need = tuple(dict.fromkeys(self.need + other.need))  # waits once for a unit that both need
+        need = tuple(dict.fromkeys(self.need + other.need))  # one wait for a unit that both need
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
     def around(self, compute: StageAction, reductions: Actions = ()) -> Actions:
@@ -113,7 +113,7 @@ class Moves:
 
 
 class Step(NamedTuple):
-    """One computation: its action, the units whose parameters it reads, and those whose gradients it adds."""
+    """One computation: its action, the units whose parameters it reads or whose gradients it adds to."""
 
     compute: StageAction
     reads: Indices
@@ -127,7 +127,7 @@ class Parts:
     names     all stacked parameters, including those that are not split into parts
     members   each part's range of the first dimension
     units     the units of each part
-    again     how many more times forward runs within the backward of the stage
+    again     number of times that the stage's backward runs forward again
     """
 
     names: tuple[str, ...]
@@ -157,7 +157,7 @@ def make_schedule(
     gathers: Sequence[bool] | None = None,
     parts: Mapping[int, Parts] | None = None,
 ) -> Schedule:
-    """Return the schedule of stages. `uses[stage]`: units of the stage; `parts[stage]`: units used in turns.
+    """Return the schedule of stages. `uses[stage]`: its units; `parts[stage]`: its units used in turns.
 
     `reads_in_backward[stage]`: whether the stage's backward reads parameters; `trainable[unit]`: whether it
     has gradients; `gathers[unit]`: whether its parameters are sharded, and so gathered; None: all are.
@@ -172,7 +172,7 @@ def make_schedule(
     passing = {unit for each in parts.values() for units in each.units for unit in units}
     plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable), passing=passing)
     up, down = plan(ascent, keep=carried), plan(descent, held=carried)
-    alone = plan(ascent)  # when no backward follows
+    alone = plan(ascent)  # without a following backward
     reductions = reductions_after(descent, trainable)
 
     forward = [moves.around(step.compute) for moves, step in zip(up, ascent, strict=True)]
@@ -193,7 +193,7 @@ def steps_of(
     trainable: Sequence[bool],
     parts: Mapping[int, Parts],
 ) -> tuple[list[Step], list[Step]]:
-    """Return the steps of forward, and those of backward down to the first trained stage."""
+    """Return the steps of forward, and the steps of backward down to the first trained stage."""
     ascent, descent = list[Step](), list[Step]()
     for stage, units in enumerate(uses):
         ascent.append(Step(Forward(stage), units))
@@ -209,8 +209,8 @@ def steps_of(
 def reductions_after(descent: Sequence[Step], trainable: Sequence[bool]) -> list[Actions]:
     """Return the reductions that start after each step of backward.
 
-    A unit's gradient is complete after the last step that adds to it. Its reduction starts when fewer than
-    the limit are in flight; some of those may belong to the previous round.
+    A unit's gradient is complete after the last step that adds to it. The reduction starts when fewer
+    reductions than the limit are in flight, including reductions of the previous round.
     """
     last = {unit: place for place, step in enumerate(descent) for unit in step.adds if trainable[unit]}
     complete = [

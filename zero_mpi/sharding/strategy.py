@@ -1,4 +1,4 @@
-"""Sharding strategies, as data: which of parameters, gradients and moments are sharded.
+"""Sharding strategies: which of parameters and moments are sharded.
 
 FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
 training with replicated state (DDP). HYBRID_SHARD is FULL_SHARD within each node, replicated between nodes
@@ -17,7 +17,7 @@ class Strategy:
     """Choice of the state that is sharded. Gradients are reduced into slices under every strategy.
 
     shards_parameters  parameters are sharded, and gathered around each use
-    shards_moments     a rank updates only its slice; otherwise gradients are gathered and all is updated
+    shards_moments     a rank updates only its slice; otherwise it gathers gradients and updates everything
     buckets            units are cut by bytes in reverse order, not by the model's scopes
     within_nodes       slices are divided among the ranks of each node, not among all ranks
     """
@@ -46,7 +46,7 @@ STRATEGIES = {strategy.name: strategy for strategy in (FULL_SHARD, SHARD_GRAD_OP
 
 
 def strategy_named(name: str) -> Strategy:
-    """Return the strategy of that name; raises UsageError that lists the known names."""
+    """Return the strategy of a name; for an unknown name raise UsageError, which lists the names."""
     if name not in STRATEGIES:
         raise UsageError(f"strategy {name!r} is not known; expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name]

@@ -30,11 +30,11 @@ class Tallies:
         self._sums: dict[str, Array] = {}
 
     def factors(self, loss_scale: float) -> dict[str, float]:
-        """Return the factor of each auxiliary loss of a micro-batch in the objective times `loss_scale`."""
+        """Return each auxiliary loss's factor for a micro-batch, times `loss_scale`."""
         return {name: scale * loss_scale / self.micro_batches for name, scale in self.scales.items()}
 
     def sums(self, comm: Comm) -> dict[str, Array]:
-        """Return name -> sum over the step's micro-batches, float64; for losses the mean. Collective."""
+        """Return name -> float64 sum over the step's micro-batches, or mean for losses. Collective."""
         if self.kinds and self.rounds:
             rows = [self._row(reported) for reported in self.rounds]
             table = np.zeros((len(rows), comm.size, rows[0].size))
@@ -50,7 +50,7 @@ class Tallies:
         return self._sums
 
     def _row(self, reported: Mapping[str, Any]) -> Array:
-        """Return 1 and the numbers of a micro-batch in one row; zeros without a micro-batch."""
+        """Return a row of 1 and the numbers of a micro-batch; zeros without a micro-batch."""
         host, row = {name: device.in_use().to_host(x) for name, x in reported.items()}, [np.ones(1)]
         for name, kind in self.kinds.items():
             value = kind.value(host) if kind.value and host else host.get(name, 0.0)

@@ -19,10 +19,10 @@ from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.precision import floats
 
 QUANTUM = 1024  # elements
-# The kind shared by all parameters of a unit; stored parameters are frozen.
+# Kinds of units. All parameters of a unit have the same kind; stored parameters are frozen.
 TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
 BYTES = 4  # bytes of an element
-WORDS = 16  # stored tensors and their slices are multiples of so many words: 64 bytes, a cache line
+WORDS = 16  # words in a cache line of 64 bytes; stored tensors and their slices have a multiple of them
 
 Stored = Mapping[str, BlockKind]
 
@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Unit:
-    """Names and shapes of the parameters of a flat buffer, and the start of each.
+    """Names, shapes and offsets of the parameters in a flat buffer.
 
     whole: no parameter is cut; ends: where each rank's slice ends in that case (`dealt_whole`).
     firsts: offset of the unit's part in each parameter that is split over several units.
@@ -62,7 +62,7 @@ class Unit:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """The start of each parameter, a multiple of the quantum."""
+        """Offset of each parameter, a multiple of the quantum."""
         offsets, end = {}, 0
         for name in self.params:
             offsets[name] = end
@@ -83,11 +83,11 @@ class Unit:
         return dealt_out(self.length, ranks, self.quantum, self.ends)
 
     def gathered_size(self, compute: Any) -> int:
-        """Return the number of float32 elements for gathered parameters with this type of computation."""
+        """Return the number of float32 elements of gathered parameters in the compute type."""
         return floats(self.length, compute)
 
     def unpacked_size(self, compute: Any) -> int:
-        """Return the float32 elements of arrays unpacked for layers; 0 if layers read the gathered array."""
+        """Return the float32 elements of arrays unpacked for layers; 0 if layers read gathered arrays."""
         return 0
 
     def gathered_split(self, ranks: int, compute: Any) -> Partition:
@@ -210,9 +210,9 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
 
 @dataclass(frozen=True)
 class BlockUnit(Unit):
-    """A frozen unit whose parameters are kept and gathered as the blocks of a file.
+    """A frozen unit whose parameters are kept and gathered as quantized blocks.
 
-    Nothing computes with the bytes, so they may be cut anywhere: transports see them as float32 words, in a
+    The bytes are only copied, so they may be cut anywhere: transports see them as float32 words, in a
     separate unit (`words`). Layers read arrays unpacked from them; for stacked matrices (`stacks`) layers
     read the bytes, and unpack the matrices that have rows.
     """
@@ -222,7 +222,7 @@ class BlockUnit(Unit):
 
     @cached_property
     def words(self) -> Unit:
-        """The unit of the stored bytes: each tensor's bytes as words."""
+        """Unit of the stored bytes, in which each tensor's bytes are words."""
         runs = {name: Param((-(-self.nbytes(name) // BYTES),), "zeros") for name in self.params}
         return Unit(self.name, runs, WORDS, False)
 
@@ -264,10 +264,10 @@ def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: St
 def part_units(
     scope: str, stacked: Mapping[str, Param], kind_of: Callable[[str], str], stored: Stored, most: int
 ) -> list[tuple[slice, list[Unit]]]:
-    """Return parts of stacked parameters and their units, one per kind; nothing if one part holds everything.
+    """Return parts of stacked parameters and their units, one per kind; nothing if a single part suffices.
 
-    A part takes as much of the first dimension as fits into `most` bytes, at least 1. Parameters whose parts
-    would begin inside a chunk of the norm are in no unit.
+    A part has as many entries of the first dimension as fit in `most` bytes, at least 1. Parameters whose
+    parts would begin inside a chunk of the norm are not split.
     """
     count = next(iter(stacked.values())).shape[0]
     one = {name: replace(param, shape=(1, *param.shape[1:])) for name, param in stacked.items()}

@@ -1,7 +1,7 @@
-"""Energy that a host uses, from the counters of Intel and AMD processors or of Cray nodes.
+"""Energy meter of a host, by the counters of Intel and AMD processors or of Cray nodes.
 
-Linux shows the processors' counters (RAPL) below /sys/class/powercap, on most machines only to root: one per
-socket, which includes its cores, and on some machines one for its memory. A Cray's counter covers the node.
+Linux has the processors' counters (RAPL) in /sys/class/powercap, on most machines only for root: one for each
+socket with its cores, and on some machines one for its memory. A Cray's counter covers the node.
 """
 
 from contextlib import suppress
@@ -11,7 +11,7 @@ from pathlib import Path
 POWERCAP = Path("/sys/class/powercap")
 CRAY = Path("/sys/cray/pm_counters/energy")
 UNREADABLE = OSError, ValueError, IndexError
-COUNTED = ("package", "dram")  # name prefixes of the zones to add, which do not overlap
+COUNTED = ("package", "dram")  # name prefixes of zones to add up, which do not overlap
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """`OUT/events.jsonl`: the events of a run with their times, over all its jobs; one JSON object per line.
 
-Steps are in `metrics.jsonl`; this file has all other events: starts, resumes, checkpoints, warnings and
-ends. Lines are only appended, also if a run resumes from an earlier step. Rank 0 writes the file, but the
-rank that ends the job writes a failure. An error of the file is reported once and does not end a run.
+Steps are in `metrics.jsonl`; this file has all other events: starts, resumes, checkpoints, warnings and ends.
+Lines are only appended, also if a run resumes from an earlier step. Rank 0 writes the file; the rank that
+ends the job writes a failure. An error of the file is reported once and does not end a run.
 """
 
 import json
@@ -24,9 +24,9 @@ RESTARTED, GAVE_UP = "restarted", "gave-up"  # written by `supervise`, between t
 
 
 class Events(logging.Handler):
-    """Writer of the events of one rank. `at` sets the step, `reason` the reason why the run was stopped.
+    """Writer of the events of one rank. Attribute `at`: current step; `reason`: why the run was stopped.
 
-    It is also a log handler: from `begin` to `end` each logged warning becomes an event.
+    The writer is also a log handler: from `begin` to `end` each logged warning becomes an event.
     """
 
     def __init__(self, out: Path, rank: int, lost: Callable[[], str] = str) -> None:
@@ -80,9 +80,9 @@ class Events(logging.Handler):
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line in one write; keep it apart from a line that a crash cut off. Raise OSError.
+    """Append a line in one write, after ending a line that a crash cut off. Raise OSError.
 
-    `open_in_place` refuses a pipe: without a reader it would take some lines, then block forever.
+    `open_in_place` refuses pipes, because a pipe without a reader would block after some lines.
     """
     handle = open_in_place(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:

@@ -1,4 +1,4 @@
-"""Log of a run: lines of the logger "zero_mpi" of the standard library.
+"""Log of a run, by the logger "zero_mpi" of the standard library.
 
 Users of the package as a library see nothing unless they configure that logger. A command installs one
 handler: rank 0 logs at the level of `--log-level`, to stdout or above the progress bar; the other ranks
@@ -21,7 +21,7 @@ debug, info, warning = logger.debug, logger.info, logger.warning
 
 
 class Caution(str):
-    """Text of a note that is logged as a warning."""
+    """Text of a note that `log_note` logs as a warning."""
 
 
 def log_note(note: str) -> None:
@@ -37,7 +37,7 @@ def info_text(title: str, text: str) -> None:
 class Lines(logging.Handler):
     """Log handler that writes each record as one line; a progress bar may replace `write` for a while.
 
-    Errors of the stream are raised, so if the disk of the log is full, the run ends with this error.
+    Errors of the stream are raised, so a full disk ends the run with this error.
     """
 
     def __init__(self, rank: int, size: int, level: str) -> None:
@@ -81,7 +81,7 @@ def installed() -> list[Lines]:
 
 
 def says(level: str) -> bool:
-    """Return True if a command's handler shows lines of that level."""
+    """Return True if a command's handler shows lines of a level."""
     return any(handler.level <= getattr(logging, level.upper()) for handler in installed())
 
 

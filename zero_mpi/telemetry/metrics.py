@@ -1,8 +1,8 @@
-"""Writes the records of a run on rank 0: to `metrics.jsonl`, the progress bar and the trackers.
+"""Writer of the records of a run on rank 0: to `metrics.jsonl`, the progress bar and the trackers.
 
-It also writes the hash chain over records and checkpoints (`telemetry.proof`). Floats have full precision, so
-two exact runs have the same text. A record is written in full or not at all. After a failure no more records
-are written; `problem` has the reason, and all ranks then end.
+The writer also writes the hash chain over records and checkpoints (`telemetry.proof`). Floats have full
+precision, so two exact runs have the same text. A record is written in full or not at all. After a failure no
+more records are written; `problem` has the reason, and all ranks then end.
 """
 
 import json
@@ -59,7 +59,7 @@ class Records:
         self._display = Display(done, steps)
 
     def logs(self, step: int) -> bool:
-        """Return True if a step is logged because of its number; the same on all ranks."""
+        """Return True if a step's number says that it is logged; the result is the same on all ranks."""
         return step in (self._done + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Progress of a run: a bar on a terminal, else a line of the log every few steps.
+"""Progress display of a run: a bar on a terminal, otherwise a log line every few steps.
 
 Bar and line show, in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
-Launchers put a pipe between ranks and terminal, so the stderr of parent processes is checked as well.
+A launcher puts a pipe between ranks and terminal, so the stderr of parent processes is checked too.
 """
 
 import math
@@ -65,12 +65,12 @@ class Display:
             memory = self._memory / 2**20
             facts.append(f"{memory:.0f} MiB" if memory < 1024 else f"{memory / 1024:.1f} GiB")
         took, number = time.perf_counter() - self._begun, record["step"]
-        left = took * (self._steps - number) / (number - self._done)  # from the mean step of this job so far
+        left = took * (self._steps - number) / (number - self._done)  # from the mean time of a step so far
         return [*facts, f"{interval(left)} left" if number < self._steps else f"total {interval(took)}"]
 
 
 def short(count: float) -> str:
-    """Return a number for messages, with three digits."""
+    """Return a number as text for messages, with three digits."""
     for unit in ("", "k", "M"):
         if not count >= 999.5:
             return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"
@@ -79,7 +79,7 @@ def short(count: float) -> str:
 
 
 def interval(seconds: float) -> str:
-    """Return a time for messages."""
+    """Return a time as text for messages."""
     if not math.isfinite(seconds):
         return "?"
     if seconds >= 100 * 3600:

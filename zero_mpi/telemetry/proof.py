@@ -4,11 +4,11 @@
     {"step": 1, "record": {...}, "chain": HEX}   the reproducible fields of a record of metrics.jsonl
     {"step": 1, "saved": {...}, "chain": HEX}    the id of a checkpoint, which is a digest of its content
 
-HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or a record line is
-the next head, so the last head is a digest of all results. A checkpoint's line depends on the head before
-it and does not change the head. Runs with the same bits have the same head: it depends on no rank,
-strategy, transport, folder, time or checkpoint. In chains of 0.1.0 a checkpoint ("checkpoint", not
-"saved") made a new head. A resume drops the lines after its checkpoint, as it does in metrics.jsonl.
+HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or record line is the
+next head of the chain, so the last head is a digest of all results. A checkpoint's line depends on the head
+before it and does not change the head. Runs with the same bits have the same head: it depends on no rank,
+strategy, transport, folder, time or checkpoint. In chains of version 0.1.0, a checkpoint ("checkpoint", not
+"saved") also made a new head. A resume drops the lines after its checkpoint, as it does in metrics.jsonl.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ from zero_mpi.files.parse import parse_json
 PROOF = "proof.jsonl"
 RUN, RECORD, CHECKPOINT, SAVED = "run", "record", "checkpoint", "saved"
 KINDS = (RUN, RECORD, CHECKPOINT, SAVED)
-CHAIN = "chain"  # origin of a job that resumes with changed settings from the state at the end of the chain
+CHAIN = "chain"  # origin of a job that continues at the end of the chain with changed settings
 FIRST = "0" * 64  # head before the first line
-ID, ORIGIN = "id", "from"  # keys: id of a checkpoint; id of the checkpoint that a run resumes from
+ID, ORIGIN = "id", "from"  # keys: id of a checkpoint; id of the checkpoint from which a run resumes
 MOST_STEPS = 1 << 52  # upper bound of a step
 # Fields of a record that are reproducible; all other fields depend on machines, ranks or time.
 BITS = (
@@ -59,7 +59,7 @@ class Line(NamedTuple):
 
 
 class JobStart(NamedTuple):
-    """Start of a job: step, facts that its bits depend on, and id of the checkpoint it resumes from."""
+    """Start of a job: step, facts that determine its bits, and id of the checkpoint from which it resumes."""
 
     step: int
     run: Mapping[str, Any]
@@ -94,7 +94,7 @@ def read_proof(path: Path) -> Generator[Line, None, None]:
 
 
 def opened(number: int, raw: bytes, before: str, start: int) -> Line:
-    """Return a line parsed; raise Broken unless it continues the chain with head `before`."""
+    """Parse and return a line; raise Broken unless it continues the chain from the head `before`."""
     if not raw.endswith(b"\n"):
         raise Broken(number, "it has no line end", torn=True)
     body, mark, tail = raw.rpartition(b', "chain": "')
@@ -130,7 +130,7 @@ class ProofPrefix:
     at: int = -1  # the last step
     tip: tuple[int, Any] = (-1, None)  # step and id of the last checkpoint
     run: Mapping[str, Any] | None = None
-    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saved, after a dropped line
+    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves after a dropped line
 
 
 def kept_up_to(path: Path, step: int) -> ProofPrefix:
@@ -144,13 +144,13 @@ def kept_up_to(path: Path, step: int) -> ProofPrefix:
                 kept.tip = line.step, line.value.get(ID)
                 if over:
                     kept.late.append((line.step, line.value))
-            over |= line.step > step - (line.kind == RUN)  # a job that began at this step has made no step
+            over |= line.step > step - (line.kind == RUN)  # a job that began at this step made no step
             if not over:
                 kept.head, kept.end, kept.at = line.head, line.end, max(kept.at, line.step)
                 if line.kind == RUN:
                     kept.run = {key: value for key, value in line.value.items() if key != ORIGIN}
     except Broken:
-        pass  # a line was cut off by a kill or was changed: the chain is valid up to here
+        pass  # a kill cut off a line, or a line was changed: the chain is valid up to here
     return kept
 
 
@@ -170,7 +170,7 @@ class Proof:
         """Continue after the kept lines; add a RUN line unless the run simply resumes from its checkpoint."""
         run = json.loads(json.dumps(now.run))
         goes_on = kept.tip == (now.step, now.origin)
-        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # killed before it wrote this line
+        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # killed before writing this
             self._append(now.step, SAVED, {ID: now.origin, "state": now.state})
             goes_on = True
         if kept.at != now.step or not goes_on:

@@ -1,6 +1,6 @@
 """Spans: named intervals of a rank's work, recorded for a timeline.
 
-`active` is the recorder, or None if nothing is recorded; in this case instrumented code does nothing else. A
+`active` is the recorder, or None if nothing is recorded; then instrumented code only checks it. A
 span is a tuple in a list that only grows; names and times are computed from stamps after the last step.
 Computing is stamped by the clock of the device (`device.stopwatch`), since the host only launches work on a
 GPU; waits and transfers are stamped by the host's clock. `train.timeline` starts recorders on all ranks.
@@ -17,10 +17,10 @@ MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB in memory, 110
 # The tracks of a rank. A span's label is the scope of a stage, a unit, or a folder.
 STEPS = "steps"  # steps, and inside them micro-batches and evaluations
 COMPUTE = "compute"  # forward and backward of a stage, the loss
-OPTIMIZER = "optimizer"  # the norm and the update
-BETWEEN = "between stages"  # main thread: starts, waits, pushes, sums and releases of transfers
+OPTIMIZER = "optimizer"  # computing the norm and the update
+BETWEEN = "between stages"  # main thread: starts, advances, sums and releases of transfers
 WAITS = "waits"  # waits for transfers and for other ranks
-STALLS = "stalls"  # a GPU waits for a transfer of its memory
+STALLS = "stalls"  # waits of a GPU for a transfer of its memory
 DATA = "data"  # reading micro-batches
 CHECKPOINT = "checkpoint"
 BACKGROUND = "checkpoint behind training"  # work of the saving thread

@@ -2,8 +2,8 @@
 
 A launcher's exit status is unreliable: some return 0 although a host was lost. So rank 0 writes "done" after
 all ranks have reached the end. During a run a thread renews the file every few seconds, so an old file means
-that the job was killed. The rank that ends a job after a failure writes the reason. The file is replaced by
-a rename, so a reader never sees a part of it, and no step waits for it.
+that the job was killed. The rank that ends a job after a failure writes the reason. A rename replaces the
+file, so a reader never sees an incomplete file, and no step waits for it.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
 MOST_BYTES = 1 << 20  # most bytes of the file
 RENEWAL_SECONDS = 5.0  # seconds between renewals
-DISK_BLOCK = 4096  # bytes: the least space of a file on a disk
-RENEWAL_WAIT = 2.0  # seconds that the last write waits for a renewal in progress, as the disk may hang
+DISK_BLOCK = 4096  # bytes; least space of a file on a disk
+RENEWAL_WAIT = 2.0  # most seconds that the last write waits for a renewal, because the disk may hang
 
 
 class Status:
     """Writer of a job's status on one rank. It never raises, as an error of the file must not end a run.
 
     Fields: state, reason (why it failed), step and steps, ranks; host and pid of rank 0; started and updated,
-    in UTC; version of the package. `steps` and `slow`, the slow ranks, may be set later. If `lost`, the
-    reason why the folder no longer belongs to this job, is not empty, nothing is written.
+    in UTC; version of the package. `steps` and `slow`, the slow ranks, may be set later. If `lost` is not
+    empty (why the folder no longer belongs to this job), nothing is written.
     """
 
     def __init__(self, out: Path, rank: int, ranks: int, steps: int, lost: Callable[[], str] = str) -> None:
@@ -65,7 +65,7 @@ class Status:
         while not self._over.wait(RENEWAL_SECONDS):
             with self._lock:
                 if self._over.is_set() or read_status(self._path).get("state") == FAILED:
-                    return  # another rank ends the job
+                    return  # because another rank ends the job
                 self._write(RUNNING)
 
     def end(self, state: str, reason: str = "") -> None:
@@ -108,9 +108,9 @@ class Status:
 
 
 def overwrite(path: Path, text: bytes) -> None:
-    """Overwrite a file in place, in one write, which works even on a full disk. Raise OSError.
+    """Overwrite a file in place in one write, which works even on a full disk. Raise OSError.
 
-    The file is not truncated first, so after a failed write it has the old text. Blanks may pad the new text.
+    The file is not truncated first, so it keeps the old text if the write fails. Blanks may pad the new text.
     """
     handle = open_in_place(path, os.O_WRONLY)
     try:

@@ -1,8 +1,8 @@
 """Trackers, which send the numbers of a run's records to other programs.
 
-A tracker gets the record of each step and sends every number in it (`numbers`). `TABLE` has a tracker for
-each setting; `wish` is the setting's value. `check` raises UsageError if the tracker cannot work here.
-At W&B and MLflow each job is a separate run, because they cannot discard the steps that a resume repeats.
+A tracker gets the record of each step and sends every number in it (`numbers`). `TABLE` maps settings to
+trackers; `wish` is the setting's value. `check` raises UsageError if the tracker cannot work here. At W&B and
+MLflow each job is a separate run, because they cannot discard the steps that a resume repeats.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from zero_mpi.errors import JobError, UsageError, import_optional, naming
 from zero_mpi.files.foreign import one_line, shown
 from zero_mpi.telemetry import log
 
-MOST_RANKS = 16  # most ranks with their own tags; of more ranks only the largest number is sent
-CLOSE_SECONDS = 60.0  # seconds that the end of a run waits for pending records
+MOST_RANKS = 16  # most ranks with separate tags; for more ranks, only the largest number is sent
+CLOSE_SECONDS = 60.0  # most seconds that the end of a run waits for pending records
 EVERY_SECONDS = 1.0  # seconds between writes of Prometheus' file and between requests of MLflow
 LONGEST = 500  # letters of a value at MLflow
 PREFIX = "zero_mpi_"
@@ -39,7 +39,7 @@ class TrackedJob:
 
 
 class Tracker(Protocol):
-    """Receiver of the record of each step. An OSError ends the run, as an error of metrics.jsonl does."""
+    """Receiver of the record of each step. An OSError ends the run, like an error of metrics.jsonl."""
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Send the record of one step."""
@@ -152,9 +152,9 @@ class TensorBoard:
 
 
 class Prometheus:
-    """`--prometheus FOLDER`: newest record in a file for node_exporter's textfile collector.
+    """`--prometheus FOLDER`: writer of the newest record to a file for node_exporter's textfile collector.
 
-    The file is replaced by a rename, at most once per second, so a scrape never reads a part of it. File
+    A rename replaces the file, at most once per second, so a scrape never reads an incomplete file. File
     name and label `run` contain the folder of the run.
     """
 
@@ -172,7 +172,7 @@ class Prometheus:
         return import_optional("--prometheus", "prometheus", "prometheus_client")
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Write a record, at most once per second; numbers that are not in it keep their last values."""
+        """Write a record, at most once per second; numbers that it lacks keep their last values."""
         self._record |= record
         if time.monotonic() - self._written >= EVERY_SECONDS:
             self._write(running=1)
@@ -197,7 +197,7 @@ class Prometheus:
 
 
 class WandB:
-    """`--wandb PROJECT`: W&B run in a project, in a group with the name of OUT.
+    """`--wandb PROJECT`: sender to a W&B run of this project, in a group with the name of OUT.
 
     With WANDB_MODE=offline the run is a folder below OUT. The library sends records from a separate
     process, so no step waits for a network.
@@ -205,7 +205,7 @@ class WandB:
 
     def __init__(self, job: TrackedJob, wish: str) -> None:
         wandb = self.check(wish)
-        # W&B must not capture terminal output; machine figures are in the records.
+        # W&B need not capture terminal output and system metrics, because records have these numbers.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(
             project=wish,
@@ -228,10 +228,10 @@ class WandB:
 
 
 class MLflow:
-    """`--mlflow EXPERIMENT`: MLflow run with the tag `zero_mpi.run`, at MLFLOW_TRACKING_URI.
+    """`--mlflow EXPERIMENT`: sender to an MLflow run with the tag `zero_mpi.run`, at MLFLOW_TRACKING_URI.
 
-    A thread sends the records, at most once per second, so no step waits for a server. With the library's
-    own thread the end of the process would wait for a server that hangs.
+    A thread sends the records, at most once per second, so no step waits for a server. With the library's own
+    thread, the process could not end while a server hangs.
     """
 
     def __init__(self, job: TrackedJob, wish: str) -> None:

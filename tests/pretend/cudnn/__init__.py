@@ -1,7 +1,7 @@
 """Subset of cudnn-frontend that the package uses, on the pretend device: graphs of one attention node.
 
-It has the names of the real package and is stricter: a graph must have gone through all build steps, get an
-address for each of its tensors and no others, and every tensor must be inside one allocation. Attention is
+It has the names of the real package and is stricter: a graph must have passed all build steps, a call must
+have the addresses of exactly its tensors, and every tensor must be inside one allocation. Attention is
 computed in float32 by NumPy from dims and strides, asynchronously in the order of the handle's stream.
 """
 
@@ -43,8 +43,8 @@ TYPES = {
 WORKSPACE = 4096
 version = 92500
 WIDEST = 128
-calls = SimpleNamespace(built=0, executed=0, in_order=[])  # for inspection by tests
-refuses: list[str] = []  # names of nodes without a plan, for tests
+calls = SimpleNamespace(built=0, executed=0, in_order=[])  # counters that tests check
+refuses: list[str] = []  # names of nodes that get no plan; set by tests
 
 
 class cudnnGraphNotSupportedError(Exception):

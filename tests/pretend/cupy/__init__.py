@@ -1,9 +1,9 @@
 """CuPy without a GPU, for tests: device memory is the host's, streams are threads, kernels are emulated.
 
-It has the part of CuPy that the package uses, and is as strict: arrays of the device and of the host do not
-mix in any operation, and only `get` returns a NumPy array. Copies and kernels on a stream run in its thread
-after a random delay of up to PRETEND_CUPY_DELAY seconds (0). Code that reads without a wait therefore reads
-too early, and tests detect it. Array expressions wait for the current stream and are then computed at once.
+It has the part of CuPy that the package uses, and is as strict: no operation mixes arrays of device and host,
+and only `get` returns a NumPy array. Copies and kernels on a stream run in its thread after a random delay of
+up to PRETEND_CUPY_DELAY seconds (0). Code that reads without a wait therefore reads too early, and tests
+detect it. Array expressions wait for the current stream and are then computed at once.
 
 PYTHONPATH=tests/pretend makes it the cupy of a process; PRETEND_CUPY_GPUS (1) sets the number of GPUs.
 """
@@ -60,7 +60,7 @@ def computed(function: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def recorded(stream: Any, function: Any, arguments: Any, named: dict[str, Any]) -> Any:
-    """Return the result of `computed` when a graph is launched; a copy gives shape and type now."""
+    """Return an array that `computed` fills when a graph is launched; a trial gives its shape and type."""
     given, named = bare(arguments), {key: bare(value) for key, value in named.items()}
     trial = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
     result = named["out"] if "out" in named else dressed(function(*trial, **named))
@@ -261,7 +261,7 @@ def zeros_like(a: ndarray, dtype: Any = None) -> ndarray:
 
 
 def asarray(a: Any, dtype: Any = None) -> ndarray:
-    """Return a device array made from a host array, or the argument if it already is one."""
+    """Return a device array made from a host array, or the argument if it already is a device array."""
     if isinstance(a, ndarray):
         return a if dtype is None or a.dtype == dtype else a.astype(dtype)
     host = np.asarray(a, dtype)

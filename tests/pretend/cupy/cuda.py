@@ -31,7 +31,7 @@ _known: dict[int, int] = {}  # allocation in which an address was found before
 
 
 def inside(ptr: int, size: int) -> bool:
-    """Return whether a byte range is inside one allocation. Not in CuPy; other pretend libraries use it."""
+    """Return whether a byte range is inside one allocation. For the pretend libraries; not in CuPy."""
     start = _known.get(ptr, -1)
     if not start <= ptr < start + LIVE.get(start, 0):
         start = next((at for at, length in LIVE.copy().items() if at <= ptr < at + length), -1)
@@ -44,7 +44,7 @@ class Memory:
 
     def __init__(self, size: int) -> None:
         self._room = np.empty(max(1, size) + ALIGNMENT, np.uint8)
-        self._room.view(np.uint8).fill(0xCB)  # code must not rely on zeros
+        self._room.view(np.uint8).fill(0xCB)  # garbage, so that code cannot rely on zeros
         first = self._room.ctypes.data
         self.ptr, self.size = first + -first % ALIGNMENT, size
         POOL.allocated(size)
@@ -53,7 +53,7 @@ class Memory:
 
     def __del__(self) -> None:
         if not hasattr(self, "_stream"):
-            return  # the pool had no free memory for it
+            return  # allocation failed, so there is nothing to free
         del LIVE[self.ptr]
         POOL.freed(self.size)
         self._stream.keep(self._room)
@@ -64,7 +64,7 @@ def is_device_address(ptr: int) -> bool:
 
 
 class UnownedMemory:
-    """Memory of another owner, which it keeps alive."""
+    """Memory of an owner that this object keeps alive."""
 
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
         self.ptr, self.size, self._owner = ptr, size, owner
@@ -126,7 +126,7 @@ class PinnedMemory:
         self.ptr, self.size = self._room.ctypes.data, size
 
     def __del__(self) -> None:
-        Device().synchronize()  # as `cudaFreeHost` does, because running transfers still use it
+        Device().synchronize()  # waits like `cudaFreeHost`, since running transfers may use the memory
 
 
 def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
@@ -158,7 +158,7 @@ class Event:
 
     @property
     def done(self) -> bool:
-        return event_query(self.ptr) == 0  # as CuPy's event does, also after a sticky error
+        return event_query(self.ptr) == 0  # like CuPy's event, also after a sticky error
 
     def synchronize(self) -> None:
         self._passed.wait()
@@ -166,7 +166,7 @@ class Event:
             raise runtime.CUDARuntimeError(fault.status)
 
 
-fault = SimpleNamespace(status=0)  # for tests: the device's answer from now on
+fault = SimpleNamespace(status=0)  # status of all calls; set by tests
 
 
 def event_query(ptr: int) -> int:
@@ -176,8 +176,8 @@ def event_query(ptr: int) -> int:
 
 def get_elapsed_time(start: Event, end: Event) -> float:
     if not (start._timed and end._timed and start.done and end.done):
-        raise runtime.CUDARuntimeError(600)  # not ready, or made without timing
-    return float(np.float32((end._time - start._time) * 1e3))  # with the resolution of CUDA's
+        raise runtime.CUDARuntimeError(600)  # an event is not ready or has no timing
+    return float(np.float32((end._time - start._time) * 1e3))  # with CUDA's resolution
 
 
 class Stream:
@@ -216,7 +216,7 @@ class Stream:
         self._work.put(work)
 
     def keep(self, memory: Any) -> None:
-        if self.recorded is not None:  # from a pool of the graph's own
+        if self.recorded is not None:  # a recorded graph keeps its memory
             self.recorded.append(partial(id, memory))
         if not self.done:
             self._kept.append((self._asked, memory))
@@ -230,12 +230,12 @@ class Stream:
                 work()
             except BaseException as error:  # raised in the next wait
                 self._error = error
-            del work  # and the arrays in it, before any waiter wakes up
+            del work  # frees its arrays before any waiter wakes up
             self._let_go(self._finished + 1)
             with self._changed:
                 self._finished += 1
                 self._changed.notify_all()
-            self._let_go(self._finished)  # from work that came meanwhile
+            self._let_go(self._finished)  # frees memory of work that was queued meanwhile
 
     def _let_go(self, finished: int) -> None:
         while self._kept and self._kept[0][0] <= finished:
@@ -243,7 +243,7 @@ class Stream:
 
     def synchronize(self) -> None:
         if threading.current_thread().name == f"pretend stream {self.ptr}":
-            return  # the work itself reads arrays
+            return  # called from work of this stream
         if self.recorded is not None:
             raise CUDARuntimeError(900)  # cudaErrorStreamCaptureUnsupported
         with self._changed:
@@ -366,11 +366,11 @@ runtime = SimpleNamespace(
 )
 
 
-compute_mode = 0  # for tests: 3 admits one process only
+compute_mode = 0  # set by tests; 3: only one process may use the GPU
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nccl":  # in the package cupy, but here a separate module
+    if name == "nccl":  # a submodule in the real package, here a separate module
         from . import nccl
 
         return nccl

@@ -33,7 +33,7 @@ KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\((\d+)[^
 DYNAMIC = re.compile(r"extern\s+__shared__\s+([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
 STATIC = re.compile(r"__shared__\s+([\w ]+?)\s+(\w+)((?:\s*\[[^\]]*\])*)\s*;")
 MOST_THREADS, MOST_BLOCKS = 1024, ((1 << 31) - 1, 65535, 65535)
-LETTERS = {  # of a parameter: accepted Python type, C type
+LETTERS = {  # letter of a parameter -> accepted Python type, C type
     "P": ((int,), ctypes.c_uint64),
     "L": ((int, np.int64, np.uint64), ctypes.c_int64),
     "I": ((np.int32,), ctypes.c_int32),
@@ -175,7 +175,7 @@ class RawKernel:
         def run() -> None:
             if self._run(ctypes.byref(launch), pointers):
                 raise cuda.CUDARuntimeError(f"{self.name}: {launch.message.decode()}")
-            assert values  # `pointers` points to them
+            assert values  # keeps the values alive, as `pointers` points to them
 
         (stream or cuda.get_current_stream()).do(run)
 

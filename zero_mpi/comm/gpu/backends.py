@@ -1,20 +1,20 @@
-"""The ways for exchanges of device memory to travel.
+"""The backends, which transfer exchanges of device memory between ranks.
 
-*CUDA-aware MPI* takes device memory itself. Exact mode needs point-to-point messages only, which every such
-library can do; in some, nonblocking reductions of device memory end the process. MPI knows no streams: an
-exchange's buffers are received into only when the sums that read them are done, and the library's own
+*CUDA-aware MPI* reads and writes device memory itself. Exact mode needs only point-to-point messages, which
+every such library supports; in some libraries, nonblocking reductions of device memory end the process. MPI
+has no streams: an exchange's buffers receive data only after the sums that read them, and the library's own
 reductions (`fast`) block.
 
-*Staged*, by way of the host's memory: for every MPI library, and for several ranks on one GPU. An exchange's
-chunks are copied into pinned memory, sent, received into pinned memory and copied back. Each of these is the
-work of another part of the machine, so exchanges overlap: while one is in the MPI library the next is on its
-way to the host and the one before on its way back. A chunk that goes to several ranks comes to the host once.
-The pinned memory is cut once and used again; sums are always in rank order.
+*Staged* sends through host memory. This works with every MPI library, and for several ranks on one GPU. The
+chunks of an exchange are copied into pinned memory, sent, received into pinned memory and copied back.
+Exchanges overlap: while MPI sends one, the next is copied to the host and the previous one back to the GPU. A
+chunk for several ranks is copied to the host once. The pinned memory is divided once and reused. Sums are
+always in rank order.
 
-*NCCL*, where the user asks for it: all in the order of one stream, without the host. In exact mode NCCL only
-moves data, by groups of sends and receives; the sums are computed here. With `fast` it adds, in an order of
-its own; slices of unequal lengths are then reduced to one owner after the other, in a group. Ranks meet
-through MPI, which also carries everything that is not on a GPU.
+*NCCL*, on request: all work is in the order of one stream, without the host. In exact mode NCCL only moves
+data, by groups of sends and receives, and our kernel adds. With `fast`, NCCL adds in its own order; slices of
+unequal lengths are then reduced to one owner after the other, in a group. Ranks connect through MPI, which
+also transfers all data that is not on a GPU.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-MOST_BYTES = 1 << 30  # bytes in one message: counts are C ints in older interfaces
+MOST_BYTES = 1 << 30  # most bytes in one message, because counts are C ints in older interfaces
 
 
 class Backend:
-    """Base class of backends that carry exchanges: here by messages over a duplicate of the world.
+    """Base class of backends, which send messages over a duplicate of the world communicator.
 
-    depth       exchanges in progress at once; its buffers are used again `depth` exchanges later
-    in_order    everything is launched at once and in the order of the side stream: no MPI request, no host
-    kind        the transport that it makes of messages between hosts
+    depth       most exchanges in progress; a buffer is used again `depth` exchanges later
+    in_order    whether all work is launched at once in the side stream, without MPI requests or the host
+    kind        transport that uses this backend
     """
 
     depth: int
@@ -64,28 +64,28 @@ class Backend:
         self._comm: Any = MPI.COMM_WORLD.Dup()
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        """Return the maximum chunk length of an exchange, in elements; `summed`: with sums."""
+        """Return the most elements in a chunk of an exchange; `summed`: whether chunks are added up."""
         raise NotImplementedError
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        """Move the chunks of all exchanges and launch what follows; each exchange takes a tag."""
+        """Transfer the chunks of all exchanges and launch their `then`; each exchange uses one tag."""
         raise NotImplementedError
 
     def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
-        """Set `target` to this rank's shard of the library's sum of `full`. Collective."""
-        raise NotImplementedError  # of a transport whose `kind` does not add
+        """Set `target` to this rank's slice of the sum of `full` over ranks, by the library. Collective."""
+        raise NotImplementedError  # not called if the library cannot add
 
     def sum_all(self, array: Array) -> None:
-        """Replace `array` by the library's sum of it over ranks, on all ranks. Collective."""
+        """Replace `array` on all ranks by its sum over ranks, by the library. Collective."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what the backend holds. Collective."""
+        """Release the backend's resources. Collective."""
         self._comm.Free()
 
 
 class CudaAwareBackend(Backend):
-    """Messages of device memory."""
+    """Backend that passes device memory to MPI."""
 
     depth, kind = AWARE_DEPTH, GPU_MPI
 
@@ -100,13 +100,13 @@ class CudaAwareBackend(Backend):
         return min(most, self._summed) if summed else most
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        read: dict[int, Any] = {}  # by room: the mark behind the sum that reads it
+        read: dict[int, Any] = {}  # by buffer: event after the sum that reads it
         steps = (
             self._one(exchange, next(tags), number % self.depth, read)
             for number, exchange in enumerate(exchanges)
         )
         yield from overlapped(steps, self.depth)
-        for mark in read.values():  # the buffers go to the next reduction
+        for mark in read.values():  # the next reduction reuses the buffers
             yield passed(mark)
 
     def _one(self, exchange: Exchange, tag: int, place: int, read: dict[int, Any]) -> Running:
@@ -136,7 +136,7 @@ class CudaAwareBackend(Backend):
 
 
 class PinnedBuffers:
-    """Pinned memory of an exchange; free when its last copy to the GPU is complete."""
+    """Pinned memory of an exchange, which is free when its last copy to the GPU is complete."""
 
     def __init__(self, streams: GpuStreams, nbytes: int) -> None:
         self.down, self.up = (streams.gpu.pinned(nbytes) for _ in range(2))
@@ -144,7 +144,7 @@ class PinnedBuffers:
 
 
 class StagedBackend(Backend):
-    """Backend that sends MPI messages from copies in pinned host memory."""
+    """Backend that sends copies of the chunks in pinned host memory."""
 
     depth, kind = STAGED_DEPTH, STAGED
 
@@ -158,7 +158,7 @@ class StagedBackend(Backend):
 
     @property
     def about(self) -> str:
-        """The pinned memory that a transfer takes, for messages."""
+        """Pinned memory of a transfer, as text for messages."""
         nbytes = self._chunk_bytes * self._others * 2 * self.depth
         return f"{nbytes / 2**20:.0f} MiB of pinned memory per transfer"
 
@@ -179,7 +179,7 @@ class StagedBackend(Backend):
 
     def _one(self, exchange: Exchange, tag: int, stage: PinnedBuffers) -> Running:
         yield passed(stage.free)
-        leaving = []  # (where a chunk of an exchange will be, its target)
+        leaving = []  # (received chunk in pinned memory, target on the GPU)
         buffers = cut(stage.down, [chunk for chunk, _ in exchange.sends])
         for (chunk, targets), pinned in zip(exchange.sends, buffers, strict=True):
             self.streams.fetch(pinned, chunk)
@@ -208,7 +208,7 @@ def cut(memory: Array, chunks: list[Array]) -> Iterator[Array]:
 
 
 def load_nccl() -> Any:
-    """Return CuPy's binding of NCCL. Raises UsageError where there is no NCCL."""
+    """Return CuPy's binding of NCCL. Raise UsageError if NCCL is not installed."""
     from cupy.cuda import nccl
 
     if not nccl.available:
@@ -220,7 +220,7 @@ def load_nccl() -> Any:
 
 
 class NcclBackend(Backend):
-    """NCCL among the ranks of the world. Collective; raises UsageError on all ranks alike."""
+    """Backend that uses NCCL among all ranks. Collective; raises UsageError on all ranks."""
 
     in_order, kind, depth = True, NCCL, NCCL_DEPTH
 
@@ -234,7 +234,7 @@ class NcclBackend(Backend):
         self._comm = run_on_all(world, lambda: self._join(name))
 
     def _join(self, name: Any) -> Any:
-        """Return NCCL's communicator. All ranks call this at once; NCCL fails on all of them or on none."""
+        """Return NCCL's communicator. All ranks call this together; NCCL fails on all ranks or on none."""
         try:
             return self._nccl.NcclCommunicator(self._size, name, self._rank)
         except RuntimeError as error:
@@ -245,7 +245,7 @@ class NcclBackend(Backend):
 
     @property
     def version(self) -> str:
-        """The version of NCCL, as text."""
+        """Version of NCCL, as text."""
         number = self._nccl.get_version()
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
@@ -253,7 +253,7 @@ class NcclBackend(Backend):
         return self._summed if summed else 1 << 62  # counts are size_t
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        """Launch everything at once: the order is the stream's, and the same on all ranks."""
+        """Launch all exchanges at once; the stream keeps their order, which is the same on all ranks."""
         for exchange in exchanges:
             next(tags)
             if exchange.sends or exchange.receives:
@@ -292,7 +292,7 @@ class NcclBackend(Backend):
 
 
 def run_on_all(world: Any, action: Callable[[], Any]) -> Any:
-    """Return action() of this rank; where it raises UsageError on one rank, all raise it."""
+    """Return action() of this rank; if it raises UsageError on any rank, all ranks raise it."""
     result, problem = None, None
     try:
         result = action()

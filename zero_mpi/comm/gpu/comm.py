@@ -1,9 +1,9 @@
-"""Collectives on device memory: what travels, to whom, and in which order it is added; a backend moves it.
+"""Collectives on device memory. This module decides which chunks go to which rank; backends send them.
 
-The exact reduction is that of the host (`comm.mpi`): each owner is sent its slice by every rank and adds the
-slices in rank order, in float32, chunk by chunk; so the bits are the same whatever carries them. Only
-movement is asked of a backend, because no library reduces device memory everywhere, or bfloat16. Arrays of
-the host (vectors, objects, checkpoints, the corpus) go the way they always do.
+The exact reduction is the same as on the host (`comm.mpi`): every rank sends each owner its slice, and the
+owner adds the slices in rank order, in float32, chunk by chunk. So the bits do not depend on the backend. A
+backend only moves data, because not every library can reduce device memory, or bfloat16. Host data (vectors,
+objects, checkpoints, the corpus) uses the host's transport.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.telemetry import spans
 
-TaggedTransfer = Callable[[Iterator[int]], Running]  # makes a transfer from tags, one for each exchange
-ALIGNED = 1024  # elements: where slices begin, so that the kernel reads four at a time
+TaggedTransfer = Callable[[Iterator[int]], Running]  # returns a transfer, given one tag per exchange
+ALIGNED = 1024  # elements: slices begin at multiples, so that the kernel can read four at a time
 
 
 def on_host(array: Any) -> bool:
-    """Return whether an array lies in the memory of the host."""
+    """Return whether an array is in host memory."""
     return isinstance(array, np.ndarray)
 
 
 class Result:
-    """Result of a transfer: the mark behind its last copy or sum, and the arrays that these read.
+    """Result of a transfer: an event after its last copy or sum, and the arrays that copies and sums read.
 
-    The arrays must live until the device is done with them: otherwise their memory would be given away.
+    The result keeps these arrays alive, because the device may read them later than the host returns.
     """
 
     mark: Any = None
@@ -51,35 +51,35 @@ class Result:
 
 
 class StreamHandle(ProgressingHandle):
-    """A transfer of device memory; after `wait`, later computing follows it, in the order of the device."""
+    """A transfer of device memory. Work launched after `wait` runs on the device after the transfer."""
 
     def __init__(self, comm: DeviceComm, inner: Handle, result: Result, kind: str, label: str) -> None:
         super().__init__(comm, inner)
-        self.kind, self.label = kind, label  # set also if no wait was needed
+        self.kind, self.label = kind, label  # also set if no wait is needed
         self._streams, self._result = comm.streams, result
 
     def test(self) -> bool:
         if not super().test():
             return False
-        mark = self._result.mark  # none after an error, which `wait` raises
+        mark = self._result.mark  # None after an error, which `wait` raises
         return mark is None or bool(mark.done)
 
     def wait(self) -> None:
         super().wait()
         with spans.during(spans.STALLS, self.kind, self.label):
-            self._streams.join(self._result.mark)  # the host does not wait, the device may
+            self._streams.join(self._result.mark)  # the device may wait, the host does not
         self._result.arrays = ()
 
 
 class DeviceAdoptingWrapper(CommWrapper):
-    """A transport for the host whose caller may, inside the library, push messages of device memory."""
+    """Wrapper of a host transport that sets the device, since calls may advance messages of device memory."""
 
     def __init__(self, inner: Comm, streams: GpuStreams) -> None:
         self._comm, self._streams = inner, streams
         super().__init__(inner)
 
     @property
-    def _inner(self) -> Comm:  # whatever is forwarded goes through here
+    def _inner(self) -> Comm:  # each forwarded call reads this property
         self._streams.adopt()
         return self._comm
 
@@ -89,7 +89,7 @@ class DeviceAdoptingWrapper(CommWrapper):
 
 
 class DeviceComm(ProgressingWrapper):
-    """The ranks of `inner`, a transport for the host, which takes device memory by `backend`.
+    """Transport of the ranks of `inner`, a host transport, that sends device memory by `backend`.
 
     about: name of the library, for messages
     """
@@ -102,8 +102,8 @@ class DeviceComm(ProgressingWrapper):
         self.backend, self.streams, self._about = backend, streams, about
         self._tickets, self._alone = Tickets(TRANSFERS), Tickets(1)
         self._tag, self._others = 0, others(self.rank, self.size)
-        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for reductions
-        self._arrivals: dict[int, list[Array]] = defaultdict(list)  # buffers by size, for sums of the library
+        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # reduction buffers by type
+        self._arrivals: dict[int, list[Array]] = defaultdict(list)  # by size: buffers for the library's sums
 
     @property
     def about(self) -> str:
@@ -112,7 +112,7 @@ class DeviceComm(ProgressingWrapper):
     # ------------------------------------------------------------------------------------ transfers
 
     def _start(self, running: TaggedTransfer, number: int, result: Result, kind: str, label: str) -> Handle:
-        """Begin a transfer of `number` exchanges, the same number on all ranks."""
+        """Start a transfer of `number` exchanges; all ranks pass the same number."""
         first, self._tag = self._tag, self._tag + number
         tags = (number % TAGS for number in count(first))
         return self._begin(self._tickets, running(tags), result, kind, label)
@@ -122,22 +122,22 @@ class DeviceComm(ProgressingWrapper):
         return StreamHandle(self, inner, result, kind, label)
 
     def _ordered(self, tickets: Tickets, running: Running, result: Result) -> Running:
-        """Yield from `running` after all that was computed so far, and set the mark at its end."""
+        """Run `running` after all work computed so far, and record the result's event at its end."""
         begin, turn = self.streams.begin(), tickets.take()
         try:
             if self.backend.in_order:
-                self.streams.follow(begin)  # the GPU waits, and the host does not
+                self.streams.follow(begin)  # the GPU waits, the host does not
             else:
                 yield lambda: begin.done and tickets.has_come(turn)
             yield from running
             result.mark = self.streams.mark()
         finally:
             tickets.end(turn)
-        if self.backend.in_order:  # wait for the other ranks here: a wait has a name and is watched
+        if self.backend.in_order:  # wait for the other ranks here, so that the wait is named and supervised
             yield passed(result.mark)
 
     def _starts(self, partition: Partition, array: Array, *, summed: bool) -> range:
-        """Return the places in every slice at which the chunks of an exchange begin."""
+        """Return the offsets in a slice at which the chunks of the exchanges begin."""
         return range(0, max(partition.counts), self.backend.largest(array.itemsize, summed=summed))
 
     # -------------------------------------------------------------------------------------- gathers
@@ -183,10 +183,10 @@ class DeviceComm(ProgressingWrapper):
         return self._start(partial(self._exact_sums, asked, starts), len(starts), result, *of)
 
     def _exact_sums(self, asked: ReduceScatter, starts: range, tags: Iterator[int]) -> Running:
-        """Send a chunk of each slice to its owner, which adds what comes from all ranks."""
+        """Run exchanges that send a chunk of each slice to its owner, which adds all ranks' chunks."""
         full, partition = asked.full, asked.partition
 
-        def new() -> list[Array]:  # for each exchange in flight, a chunk from every other rank
+        def new() -> list[Array]:  # for an exchange in flight: a chunk from each other rank
             length = (self.size - 1) * starts.step
             return [self.streams.empty(length, full.dtype) for _ in range(self.backend.depth)]
 
@@ -213,7 +213,7 @@ class DeviceComm(ProgressingWrapper):
             yield from self.backend.run(exchanges, tags)
 
     def _in_library(self, asked: ReduceScatter) -> Running:
-        """Reduce by the library, whose call blocks: one at a time, in the same order on all ranks."""
+        """Reduce by the library's blocking call: one reduction at a time, in the same order on all ranks."""
         full, out, partition = asked.full, asked.out, asked.partition
         if not asked.accumulate:
             self.backend.sum_slices(full, out, partition)
@@ -248,7 +248,7 @@ class DeviceComm(ProgressingWrapper):
         return self._start(running, len(sums) + len(gathers), Result(array), "allreduce", label)
 
     def _added(self) -> Running:
-        """Wait for launched sums if what comes next does not follow the order of their stream."""
+        """Wait for launched sums unless the following work is ordered by the same stream."""
         if not self.backend.in_order:
             yield passed(self.streams.mark())
 
@@ -278,7 +278,7 @@ class DeviceComm(ProgressingWrapper):
         node.Free()
         if nodes > 1:
             raise UsageError(
-                f"--strategy hybrid-shard: with --device cuda it works on one node only, found {nodes}; use "
+                f"--strategy hybrid-shard: with --device cuda it works only on one node, found {nodes}; use "
                 "full-shard"
             )
         return self

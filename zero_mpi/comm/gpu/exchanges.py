@@ -1,9 +1,8 @@
-"""Transfers of device memory: streams, and exchanges of chunks that travel together, several at once.
+"""Transfers of device memory: streams, and exchanges, which are chunks that are sent together.
 
-`comm` works out once, as a list of exchanges, which data travel where. A backend decides how they travel:
-straight from device memory, by way of pinned memory, or by NCCL. A backend runs each exchange as a
-generator of its own, and `overlapped` runs these side by side: while one is copied, another is in the MPI
-library.
+`comm` describes the data to send, and their targets, as exchanges. A backend decides how to send them:
+directly from device memory, through pinned memory, or by NCCL. A backend runs each exchange as a separate
+generator. `overlapped` runs these generators concurrently: while one copies, another is in the MPI library.
 """
 
 from __future__ import annotations
@@ -26,67 +25,67 @@ from zero_mpi.device.types import Array
 
 
 class GpuStreams:
-    """The side streams of the GPU in use: the one place where communication meets the work of a GPU.
+    """The side streams of the GPU in use. Only this class orders communication and computation on the GPU.
 
-    A rank computes on one stream. Copies and sums of transfers go to a stream beside it, `stream`, and copies
-    of the staged transport to the host go to a third one, so that both copy engines are at work. A transfer
-    begins when all work asked of the computing stream before is done (`begin`): the work that made the data
-    to send, and work that still reads memory to be overwritten. At its end the computing stream waits for the
-    side stream (`join`), on the GPU and not on the host, so the host goes on to launch what comes next.
+    A rank computes on one stream. Copies and sums of transfers use a side stream, `stream`, and the staged
+    transport's copies to the host use a third stream, so that both copy engines work. A transfer begins when
+    all earlier work of the computing stream is done (`begin`): work that produces the data to send, and work
+    that still reads memory to be overwritten. At its end the computing stream waits for the side stream
+    (`join`), on the GPU and not on the host, so the host can launch further work.
 
-    MPI and CUDA keep a device per thread; any thread may push a transfer, so each adopts the GPU first.
-    Transports ask no more of an array than `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]`,
-    `view(uint8)` and `__cuda_array_interface__` (or DLPack), by which mpi4py finds its memory.
+    MPI and CUDA have a current device per thread, and any thread may advance a transfer, so each adopts the
+    GPU first. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
+    `view(uint8)` of an array, and `__cuda_array_interface__` (or DLPack), by which mpi4py finds its memory.
     """
 
     def __init__(self, gpu: Cuda) -> None:
         self.gpu, self._runtime = gpu, gpu.cupy.cuda.runtime
         self.adopt()
         self.stream = gpu.cupy.cuda.Stream(non_blocking=True)
-        self._down = gpu.cupy.cuda.Stream(non_blocking=True)  # to the host
+        self._down = gpu.cupy.cuda.Stream(non_blocking=True)  # for copies to the host
 
     def adopt(self) -> None:
-        """Make this thread use the GPU; called once a thread, whose current stream stays what it is."""
+        """Make the GPU this thread's current device; its current stream does not change."""
         self.gpu.choose()
 
     # ------------------------------------------------------------------------- order of streams
 
     def begin(self) -> CudaMark:
-        """Return a mark behind what was computed so far."""
+        """Return a mark (an event) that completes after all computation launched so far."""
         return self.gpu.mark()
 
     def follow(self, mark: CudaMark) -> None:
-        """Order later work of the streams after a mark, without blocking any thread."""
+        """Make later work of the side stream wait for a mark, without blocking any thread."""
         self.stream.wait_event(mark.event)
 
     def mark(self) -> CudaMark:
-        """Return a mark behind all work that the side stream was asked for so far."""
+        """Return a mark that completes after all work launched so far on the side stream."""
         return self.gpu.mark(self.stream)
 
     def fetched(self) -> CudaMark:
-        """Return a mark behind the copies that are on their way to the host."""
+        """Return a mark that completes after all copies to the host that were launched so far."""
         return self.gpu.mark(self._down)
 
     def join(self, mark: CudaMark) -> None:
-        """Order later computing after a mark of these streams."""
+        """Make later computation wait for a mark of these streams."""
         self.gpu.wait_for(mark)
 
     # -------------------------------------------------------------------------- memory and work
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a flat array of the device, kept forever."""
+        """Return a flat array in device memory, which the caller keeps for all transfers."""
         self.adopt()
-        with self.gpu.stream:  # its memory may still be in use by earlier computing
+        with self.gpu.stream:  # earlier computation may still use its memory
             array = self.gpu.empty(size, dtype)
         self.follow(self.begin())
         return array
 
     def copy(self, target: Array, source: Array) -> None:
-        """Copy: target[...] = source, both on the device."""
+        """Copy `source` to `target`, both on the device."""
         self._move(target, source, self._runtime.memcpyDeviceToDevice, self.stream)
 
     def fetch(self, target: Array, source: Array) -> None:
-        """Copy from the device into pinned memory of the same size."""
+        """Copy from the device to pinned memory of the same size."""
         self._move(target, source, self._runtime.memcpyDeviceToHost, self._down)
 
     def bring(self, target: Array, source: Array) -> None:
@@ -100,7 +99,7 @@ class GpuStreams:
             self._runtime.memcpyAsync(*places, target.nbytes, kind, stream.ptr)
 
     def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
-        """Sum `parts` into `out` as `device.ordered_sum` does, by a kernel."""
+        """Sum `parts` into `out` by the kernel of `device.ordered_sum`."""
         self.adopt()
         ordered_sum_on_gpu(out, parts, accumulate, self.stream)
 
@@ -109,7 +108,7 @@ class GpuStreams:
 class Exchange:
     """Chunks to send (`sends`, with ranks) and buffers that ranks fill (`receives`, with ranks).
 
-    `then` launches the work on the buffers once they are filled.
+    `then` launches work on the buffers when they are filled.
     """
 
     sends: Sequence[tuple[Array, Sequence[int]]] = ()
@@ -118,17 +117,17 @@ class Exchange:
 
 
 def as_message(chunk: Array) -> list[Any]:
-    """Return a chunk, which is not empty, as a message of bytes: mpi4py knows no bfloat16."""
+    """Return a chunk, which must not be empty, as a message of bytes, since mpi4py lacks bfloat16."""
     return [chunk.view(np.uint8), MPI.BYTE]
 
 
 def passed(mark: Any) -> Callable[[], bool]:
-    """Return a function that tells whether the device has come to a mark."""
+    """Return a function that returns whether the device has passed a mark."""
     return lambda: bool(mark.done)
 
 
 def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
-    """Return a function that tells whether requests are complete; MPI may copy device memory in it."""
+    """Return a function that returns whether requests are complete; in it, MPI may copy device memory."""
 
     def are_complete() -> bool:
         adopt()
@@ -138,7 +137,7 @@ def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool
 
 
 class RunningExchange:
-    """A generator in progress, and what it needs next. The generator begins at once."""
+    """A running generator, and the requests or condition that it waits for. It starts immediately."""
 
     def __init__(self, running: Running) -> None:
         self._running, self.done = running, False
@@ -146,11 +145,11 @@ class RunningExchange:
         self.push()
 
     def ready(self) -> bool:
-        """Return whether the generator can go on."""
+        """Return whether the generator can continue."""
         return has_come(self._needed)
 
     def push(self) -> None:
-        """Advance the generator as far as it can go."""
+        """Advance the generator until it must wait or ends."""
         try:
             while not self.done and self.ready():
                 self._needed = next(self._running)
@@ -159,7 +158,7 @@ class RunningExchange:
 
 
 def overlapped(runs: Iterable[Running], depth: int) -> Running:
-    """Run generators, up to `depth` at once; one begins when the one `depth` before it has ended."""
+    """Run up to `depth` generators at a time; when the oldest ends, the next one begins."""
     waiting = iter(runs)
     under_way = deque(map(RunningExchange, islice(waiting, depth)))
     while under_way:
@@ -174,15 +173,15 @@ def overlapped(runs: Iterable[Running], depth: int) -> Running:
 
 
 def any_ready(steps: Sequence[RunningExchange]) -> bool:
-    """Return whether one of the steps can go on."""
+    """Return whether any of the exchanges can continue."""
     return any(step.ready() for step in steps)
 
 
 class Tickets:
-    """Queue of transfers: they begin in the order in which they were started, at most `most` at once.
+    """Queue of transfers, which begin in start order, with at most `most` in progress.
 
-    There are as many buffers, some pinned. All ranks start transfers in one order, so the oldest one not
-    complete everywhere is in progress on every rank that has started it: none waits forever for its turn.
+    There are buffers for `most` transfers. All ranks start transfers in the same order, so the oldest
+    incomplete transfer is in progress on every rank that has started it, and no transfer waits forever.
     """
 
     def __init__(self, most: int) -> None:
@@ -201,5 +200,5 @@ class Tickets:
         return number in self._waiting[: self._most]
 
     def end(self, number: int) -> None:
-        """Note that a transfer is over."""
+        """Remove a finished transfer from the queue."""
         self._waiting.remove(number)

@@ -1,11 +1,11 @@
-"""A process of its own that hands device memory to MPI: `python -m zero_mpi.comm.gpu.probe`.
+"""Test process that passes device memory to MPI: `python -m zero_mpi.comm.gpu.probe`.
 
-Only a live test is certain: some libraries claim support, and then crash on device memory. So `run_probe`
-starts the test as a child process that knows nothing of this job.
+Some libraries claim support but crash on device memory, so only a real test is reliable. `run_probe` runs the
+test in a child process that is not part of this job.
 
-The child prints a line of JSON with the devices, then one that says whether a message from device memory to
-device memory arrived; a library that cannot read such memory ends the process between the two. Memory is had
-from the driver itself, so that no package is needed, and lent to mpi4py by the protocol of CuPy's arrays.
+The child prints a line of JSON with the devices, then a line that says whether a message from device memory
+to device memory arrived. A library that cannot read such memory ends the process between the two lines. The
+test allocates memory through the driver, so it needs no package, and passes it to mpi4py as CuPy does.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import numpy as np
 
 # CUDA_ERROR_DEVICE_UNAVAILABLE
 MEANING = {46: ": another process uses it, and its compute mode allows only one"}
-BYTES = 1 << 20  # larger than what libraries copy into a message's envelope
-# Variables of a launcher for its ranks: a process that finds them takes itself for a rank. Settings stay.
+BYTES = 1 << 20  # more than libraries send together with a message's header
+# Variables of a launcher that make a process act as a rank. Users' settings are kept.
 JOB = re.compile(
     r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"
     r"MPI_LOCAL(NRANKS|RANKID)$"
 )
 PROBE = (sys.executable, "-m", "zero_mpi.comm.gpu.probe")
-PROBE_SECONDS = 20.0  # seconds for the child; the first use of a device takes some
+PROBE_SECONDS = 20.0  # seconds for the child, because the first use of a device takes long
 
 
 def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[list[str], str]:
-    """Return the lines that the child printed, and how it ended."""
+    """Return the lines that the child printed, and a text on how it ended."""
     try:
         done = subprocess.run(
             command,
@@ -54,13 +54,13 @@ def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[
 
 
 def jsons(said: bytes) -> list[str]:
-    """Return the lines that are JSON: libraries print lines of their own."""
+    """Return the lines that are JSON objects; libraries print other lines."""
     lines = said.decode(errors="replace").splitlines()
     return [line for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def ending(status: int, said: bytes) -> str:
-    """Return a text for messages on how a process ended."""
+    """Return a text that says how a process ended, for messages."""
     if status < 0:
         return f"the test died of {signal.Signals(-status).name}"
     last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
@@ -73,11 +73,11 @@ def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed."""
+    """Error: a call of the driver failed."""
 
 
 class Driver:
-    """The few calls that are needed of CUDA's driver, by their names in its interface."""
+    """The calls of CUDA's driver that the test needs, by their names in its interface."""
 
     def __init__(self) -> None:
         try:
@@ -103,13 +103,13 @@ class Driver:
         return names
 
     def version(self) -> str:
-        """Return the newest CUDA that the driver runs."""
+        """Return the newest CUDA version that the driver supports."""
         number = ctypes.c_int()
         self("cuDriverGetVersion", ctypes.byref(number))
         return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
     def open(self) -> None:
-        """Make the first device the one that this thread uses."""
+        """Make the first device this thread's current device."""
         context = ctypes.c_void_p()
         self("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
         self("cuCtxSetCurrent", context)
@@ -123,7 +123,7 @@ class Driver:
         return DeviceArray(address.value, data.size)
 
     def download(self, array: DeviceArray) -> Any:
-        """Return the bytes of device memory."""
+        """Return a host copy of an array in device memory."""
         data = np.empty(array.nbytes, np.uint8)
         self("cuCtxSynchronize")
         pointer, address = ctypes.c_void_p(data.ctypes.data), ctypes.c_uint64(array.address)
@@ -144,8 +144,8 @@ class DeviceArray:
 
 
 def exchange(driver: Driver) -> bool:
-    """Return whether a message to ourselves brings bytes from one place of device memory to another."""
-    from zero_mpi.comm.start_mpi import MPI  # it starts now
+    """Return whether a message from device memory to device memory of this process arrives unchanged."""
+    from zero_mpi.comm.start_mpi import MPI  # starts MPI
 
     sent = np.random.default_rng(0).integers(256, size=BYTES, dtype=np.uint8)
     source, target = driver.upload(sent), driver.upload(np.zeros_like(sent))
@@ -155,7 +155,7 @@ def exchange(driver: Driver) -> bool:
 
 
 def say(**about: Any) -> None:
-    """Print a line of JSON for the parent process, before anything else can happen."""
+    """Write a line of JSON for the parent process, without buffering."""
     os.write(1, f"{json.dumps(about)}\n".encode())
 
 
@@ -166,13 +166,13 @@ def main() -> None:
         names = driver.devices()
         say(names=names, driver=driver.version())
         if names:
-            driver.open()  # before MPI starts: Open MPI looks for the device of the thread that starts it
+            driver.open()  # before MPI starts: Open MPI uses the current device of the starting thread
             arrived = exchange(driver)
             text = "a message from device to device memory arrived"
-            say(takes_memory=arrived, mpi=text if arrived else "the received bytes differ from the sent ones")
+            say(takes_memory=arrived, mpi=text if arrived else "the received bytes differ from those sent")
     except DriverError as error:
         say(error=str(error))
-    except Exception as error:  # whatever the library raises is the answer
+    except Exception as error:  # the library may raise anything, which is the result
         say(takes_memory=False, mpi=f"{type(error).__name__}: {error}".splitlines()[0])
 
 

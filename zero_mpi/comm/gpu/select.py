@@ -1,13 +1,12 @@
-"""Choice of the transport for arrays on a GPU: by the user's flag, or by what the MPI library can do.
+"""Choice of the transport for arrays on a GPU, by --transport or by the features of the MPI library.
 
-`auto` is `mpi`, device memory straight into the library, where that is certain, and `staged`, through pinned
-memory of the host, everywhere else. NCCL is never chosen by itself. The transport describes itself; the
-reason for it is returned beside it.
+`auto` selects `mpi`, which passes device memory to the library, if that certainly works, and otherwise
+`staged`, through pinned host memory. `auto` never selects NCCL. The reason is returned with the transport.
 
-A process dies if its library takes a pointer to device memory for one of the host, so nothing is assumed.
-First the user, the library or a setting of the site must say a certain yes. Some libraries claim support
-wrongly, so the answer of `probe_says` counts, on one rank of each node; a GPU that admits one process only is
-left to `try_out`. All ranks have the same answer.
+A library that does not support device memory crashes the process when it reads such a pointer. So the user,
+the library or a setting of the site must first state support. Some libraries claim support wrongly, so
+`probe_says` then runs a test on one rank of each node. If a GPU admits only one process, only `try_out` tests
+it. All ranks have the same answer.
 """
 
 from __future__ import annotations
@@ -36,21 +35,20 @@ from zero_mpi.errors import UsageError
 if TYPE_CHECKING:
     from zero_mpi.comm.gpu.comm import DeviceComm
 
-POLL_SECONDS = 5e-4  # seconds: each look takes the interpreter from the thread that launches
-TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: messages that libraries send in another way than small ones
-FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library takes device memory, whatever it says; 0: it does not
-KINDS = "mpi_memory_alloc_kinds"  # a key of a communicator's info object since MPI 4.1
-SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # variables of HPE Cray and of MVAPICH
+POLL_SECONDS = 5e-4  # seconds; each poll takes the interpreter's lock from the thread that launches kernels
+TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: large enough for libraries' protocol for large messages
+FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library supports device memory, whatever it reports; 0: it does not
+KINDS = "mpi_memory_alloc_kinds"  # key of a communicator's info object since MPI 4.1
+SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # variables of HPE Cray and MVAPICH
 LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
-CUDA = 0  # MPICH's number for the kind of GPU
+CUDA = 0  # MPICH's number for this kind of GPU
 COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
 
 
 def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
-    """Return the transport of a GPU's arrays for a value of --transport, and why it is this one. Collective.
+    """Return the transport for GPU arrays for a value of --transport, and the reason for it. Collective.
 
-    `exact`: sums in rank order; otherwise the library's where it has them. Raises UsageError on all
-    ranks alike.
+    `exact`: sums in rank order; otherwise the library adds if it can. UsageError is raised on all ranks.
     """
     kinds.check_flag(flag, on_gpu=True)
     if ranks == 1:
@@ -72,7 +70,7 @@ def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
 
 
 def make(kind: Transport, exact: bool) -> DeviceComm:
-    """Return the transport of that kind, of those that carry arrays of a GPU. Collective."""
+    """Return a new transport of a kind that carries GPU arrays. Collective."""
     from zero_mpi.comm.gpu.backends import CudaAwareBackend, NcclBackend, StagedBackend
     from zero_mpi.comm.gpu.comm import DeviceComm
     from zero_mpi.comm.gpu.exchanges import GpuStreams
@@ -82,7 +80,7 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
     gpu = device.in_use()
     assert isinstance(gpu, Cuda), "there is a GPU in use"
     streams = GpuStreams(gpu)
-    kernels()  # compiled now, or loaded from CuPy's cache, and not while others wait for a sum
+    kernels()  # compile or load them now, not when other ranks wait for a sum
     if kind == kinds.GPU_MPI:
         inner = MPIComm(exact=exact, poll=POLL_SECONDS)
         return DeviceComm(inner, CudaAwareBackend(streams), streams, "mpi, from GPU to GPU")
@@ -92,14 +90,14 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
         return DeviceComm(inner, staged, streams, f"staged, through {staged.about}")
     nccl = NcclBackend(streams)
     sums = "sums in rank order" if exact else "sums in its own order: not exact"
-    inner = MPIComm(exact=exact, threaded=False)  # transfers in the order of a stream need no push
+    inner = MPIComm(exact=exact, threaded=False)  # the stream advances transfers
     return DeviceComm(inner, nccl, streams, f"nccl {nccl.version}, {sums}")
 
 
 def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer]:
-    """Return the transport if what arrives is what was sent, between the very ranks of the job. Collective.
+    """Return the transport if data arrive unchanged in a test between the ranks of the job. Collective.
 
-    The live test before it was of a rank with itself; a crash in this one ends the job, wrong bytes do not.
+    The earlier test was of a single rank. A crash in this test ends the job, but wrong bytes do not.
     """
     gpu, length = device.in_use(), TRIAL_ELEMENTS // comm.size
     partition = Partition(length * comm.size, comm.size)
@@ -117,7 +115,7 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to whether device memory may be handed to MPI (`yes`), and who says so (`why`)."""
+    """Answer that device memory may be passed to MPI, or not (`yes`), and the answer's source (`why`)."""
 
     yes: bool
     why: str
@@ -127,7 +125,7 @@ def find_answer(
     world: Any, environ: Mapping[str, str] = os.environ, command: Sequence[str] = PROBE
 ) -> Answer:
     """Return the answer for all ranks of `world`, mpi4py's communicator. Collective."""
-    from zero_mpi.comm.topology import node_communicator  # it starts MPI
+    from zero_mpi.comm.topology import node_communicator  # starts MPI
 
     node = node_communicator(world)
     answer = claim(world, environ)
@@ -139,7 +137,7 @@ def find_answer(
 
 
 def alone() -> bool:
-    """Return whether the GPU allows only one process, so that a child process could not use it too."""
+    """Return whether the GPU allows only one process, so that a child process cannot use it."""
     gpu = device.in_use()
     if not isinstance(gpu, device.Cuda):
         return False
@@ -147,7 +145,7 @@ def alone() -> bool:
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
-    """Return the answer that needs no test."""
+    """Return the first yes of all sources, or else their first answer, without a test."""
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")
@@ -158,7 +156,7 @@ def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
 
 
 def memory_kinds(world: Any) -> Iterator[Answer]:
-    """Yield the answer of MPI's own list of kinds of memory, if the library has it."""
+    """Yield the answer of MPI's list of supported kinds of memory, if the library has one."""
     info = world.Get_info()
     kinds = info.get(KINDS)
     info.Free()
@@ -167,7 +165,7 @@ def memory_kinds(world: Any) -> Iterator[Answer]:
 
 
 def loaded_libraries(maps: str) -> list[str]:
-    """Return the MPI libraries in a text like /proc/self/maps: `CDLL(None)` does not find their names."""
+    """Return the MPI libraries in a text like /proc/self/maps, because `CDLL(None)` lacks their symbols."""
     found = (LIBRARY.search(line) for line in maps.splitlines())
     return list(dict.fromkeys(match[0] for match in found if match))
 
@@ -195,14 +193,14 @@ def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
 
 
 def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
-    """Yield the answers of the variables that make a site's library take device memory."""
+    """Yield the answers of the variables by which sites enable device memory in a library."""
     for name in SITE:
         if name in environ:
             yield Answer(environ[name] == "1", f"{name}={environ[name]}")
 
 
 def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:
-    """Return the answer of a process that tried to send device memory."""
+    """Return the answer of the test process, whose reason begins with that of the claim `said`."""
     lines, end = run_probe(command)
     facts = [json.loads(line) for line in lines]
     if facts and facts[-1].get("takes_memory"):

@@ -1,11 +1,11 @@
-"""Ranks of several nodes: each node holds gathered data once, and sums travel from node to node.
+"""Transport for several nodes: each node stores gathered data once, and sums pass from node to node.
 
-*Gathers.* Each rank keeps its slice private. To gather a unit, the ranks of a lane bring their slices into a
-buffer that their node shares, so that every slice reaches a node once. When all ranks of the node have done
-that for their lanes, the buffer is complete. It can be lent again when all ranks of the node have released
-it. All ranks lend and return buffers in the same order, so a count shows that.
+*Gathers.* Each rank's slice is private. To gather a unit, the ranks of a lane exchange their slices into a
+buffer that each node shares, so that a node receives every slice once. When all ranks of a node have done
+that for their lanes, the buffer is complete. A buffer can be used again when all ranks of the node have
+released it. All ranks take and return buffers in the same order, so counting the returned buffers is enough.
 
-*Reductions* are those of `sums`. All other communication uses MPI.
+`sums` computes *reductions*. All other communication uses MPI.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class Needs:
 class NodesComm(ProgressingWrapper):
     """The ranks of an MPI communicator, by default COMM_WORLD, on several nodes of equal size.
 
-    `needs(ranks per node)` returns the arguments of the first call of `memory`, of this transport or its
-    `shard_group`. Collective; raises NoSharedMemory on all ranks if there is not enough memory, or if ranks
-    have no memory to share.
+    `needs(ranks per node)` returns the arguments of the first call of `memory` on this transport or its
+    `shard_group`. Collective; raises NoSharedMemory on all ranks if there is not enough shared memory.
     """
 
     def __init__(
@@ -65,16 +64,16 @@ class NodesComm(ProgressingWrapper):
         self._flat = MPIComm(world, threaded=threaded)
         super().__init__(self._flat, self.topology.ranks_per_node)
         self.kind, self.exact = NODES, True  # also for `fast`
-        self.replicates_by_node = True  # then a node holds it once and receives each sum once
+        self.replicates_by_node = True  # each node stores such state once and receives each sum once
         self._lane = world.Split(self.topology.local, self.topology.node)
         self._sums = NodeSums(self._flat, self.topology, self._lane, node, self._memory)
         self._owners: ShardGroup | None = None
         self._pools: weakref.WeakSet[GatherPool] = weakref.WeakSet()
-        self._started = self._launched = self._gathered = 0  # gathers: how many have come how far
+        self._started = self._launched = self._gathered = 0  # numbers of gathers at each stage
         self._released = 0  # number of shared buffers that this rank has returned
 
     def _gather_buffers(self, gathers: Sequence[int]) -> list[Partition]:
-        """Return partitions of buffers for gathered units: each rank of the node first touches its part."""
+        """Return partitions of the buffers for gathered units, so that each rank first touches its part."""
         return [Partition(length, self.topology.ranks_per_node, 1024) for length in gathers]
 
     def shard_group(self) -> Comm:
@@ -91,7 +90,7 @@ class NodesComm(ProgressingWrapper):
         return ModuleMemory([None] * len(full), slots, pool)
 
     def _release(self) -> int:
-        """Count one more returned buffer, so that other ranks see it. Return the count."""
+        """Count a returned buffer in a counter that other ranks see. Return the count."""
         self._released += 1
         self._memory.counters.raise_to(RELEASED, self._released)
         return self._released
@@ -134,7 +133,7 @@ class NodesComm(ProgressingWrapper):
         yield [request]
         yield lambda: self._gathered == number
         counters.raise_to(GATHERED, number + 1)
-        self._gathered += 1  # last, because from here on another thread may run the next gather
+        self._gathered += 1  # last, because now another thread may run the next gather
         yield lambda: counters.all_reached(GATHERED, number + 1)
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
@@ -152,11 +151,11 @@ class NodesComm(ProgressingWrapper):
 
 
 class GatherPool(BufferPool):
-    """Buffers that the ranks of a node share; all ranks lend and return them in the same order.
+    """Buffers that the ranks of a node share; all ranks take and return them in the same order.
 
-    It grows by private memory, into which this rank gathers units without the node's other ranks. `released`
-    counts a returned buffer, over all pools of a transport. `lent_after` maps the address of a shared buffer
-    to the number of buffers that all ranks must have returned before it may be written.
+    If no buffer is free, the pool adds private memory, into which this rank gathers alone. `released` counts
+    a returned buffer over all pools of a transport. `lent_after` maps a shared buffer's address to the number
+    of buffers that all ranks must have returned before it may be written.
     """
 
     def __init__(self, arrays: Sequence[Array], released: Callable[[], int]) -> None:
@@ -166,7 +165,7 @@ class GatherPool(BufferPool):
         self.lent_after = dict.fromkeys(map(address, arrays), 0)
 
     def give(self, buffer: Array) -> None:
-        """Take back a buffer that `take` lent, and signal that to the other ranks."""
+        """Return a buffer to the pool, and signal that to the other ranks."""
         super().give(buffer)
         if address(buffer) in self.lent_after:
             self.lent_after[address(buffer)] = self._released()

@@ -1,8 +1,7 @@
-"""Slices that are sharded within each node and replicated between nodes (HYBRID_SHARD).
+"""Transports for sharding within each node and replication between nodes (HYBRID_SHARD).
 
-The ranks of a node own the slices, so a node gathers without other nodes, by its shared memory or by
-messages. Reductions sum over all ranks of all nodes, in rank order, and each sum goes to its owner on every
-node.
+The ranks of each node own all slices, so a node gathers without other nodes, by shared memory or messages.
+Reductions sum over the ranks of all nodes, in rank order, and each sum goes to its owner on every node.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from zero_mpi.errors import UsageError
 
 
 class ShardGroup(SharingWrapper):
-    """The ranks of a node. A reduction needs `contributors`, which counts ranks of the whole job."""
+    """Transport of a node's ranks. A reduction needs `contributors`, which counts ranks of the whole job."""
 
     def __init__(self, flat: Messages, sums: NodeSums) -> None:
         super().__init__(Messages(sums.node, threaded=False), sums.topology.ranks_per_node, sums.memory)
@@ -34,17 +33,17 @@ class ShardGroup(SharingWrapper):
         return self._sums.start(self, asked, replicated=True)
 
     def close(self) -> None:
-        """Free the communicators of the node; the memory is freed by the object that created it."""
+        """Free the node's communicators. The object that created the shared memory frees it."""
         self._inner.close()
 
 
 class MPIComm(Messages):
-    """`comm.mpi.MPIComm` for scripts and runs; its `shard_group` uses messages inside nodes too."""
+    """`comm.mpi.MPIComm` for scripts and runs, with a `shard_group` that uses messages inside nodes too."""
 
     _owners: Comm | None = None
 
     def shard_group(self) -> Comm:
-        """Return the group of owners among the ranks, or on one node this transport. Collective.
+        """Return the transport of this node's owners, or on one node this transport. Collective.
 
         Raise UsageError if the nodes have different shapes.
         """

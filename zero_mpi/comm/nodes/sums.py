@@ -1,14 +1,14 @@
-"""Sums over the ranks of several nodes, in rank order, that travel from node to node.
+"""Sums over the ranks of several nodes, in rank order, which pass from node to node.
 
-Ranks with the same position on their nodes form a lane, and each lane carries a part of a unit. On node 0,
-its rank adds the gradients of the node's ranks and sends the sum to node 1, which adds the gradients of its
-own ranks and sends it on: ((out + rank 0) + rank 1) + ..., chunk by chunk, so that all nodes are busy. A link
-carries an element once, however many ranks a node has. (Adding within the nodes first would not need this
-order between nodes, but it gives another sum.) The last node sends a sum to its owner; if every node has an
-owner, the sum returns along the lane.
+Ranks with the same position on their nodes form a lane, and each lane sums a part of a unit. On node 0, the
+lane's rank adds the gradients of its node's ranks and sends the sum to node 1, which adds the gradients of
+its ranks and sends the sum on: ((out + rank 0) + rank 1) + ..., chunk by chunk, so that all nodes are busy.
+Each element crosses a link once, however many ranks a node has. (Adding within nodes first would be parallel,
+but its rounding differs.) The last node sends a sum to its owner; if every node has an owner, the sum is sent
+back along the lane.
 
-If the ranks of a node share memory, they write their gradients into slots and announce them; a carrier reads
-them there. A slot is free again once all carriers of the node have read it. Otherwise ranks send gradients.
+If the ranks of a node share memory, they write their gradients into slots and announce them; the ranks of
+lanes read them there. A slot is free when all ranks of the node have read it. Otherwise ranks send gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORWARD, START, TOTAL = 0, 1, 2  # kinds of messages in a lane
 
 @dataclass(frozen=True)
 class Item:
-    """Elements [start, stop) of a unit, whose sum goes to node `home`, or to all nodes."""
+    """Elements [start, stop) of a unit; their sum goes to node `home`, or to all nodes."""
 
     start: int
     stop: int
@@ -46,7 +46,7 @@ class Item:
 
     @property
     def span(self) -> slice:
-        """Place of the item in the unit."""
+        """Slice of the unit that the item covers."""
         return slice(self.start, self.stop)
 
     @property
@@ -56,20 +56,20 @@ class Item:
 
 @dataclass(eq=False)
 class Sum:
-    """One reduction. `replicated`: whether every node has an owner of each element.
+    """A reduction in progress. `replicated`: whether every node has an owner of each element.
 
-    Partitions are over the ranks of a node if sums are replicated, and over all ranks otherwise.
+    The partition is over the ranks of a node if `replicated`, and over all ranks otherwise.
     """
 
     number: int
     asked: ReduceScatter
     replicated: bool
-    items: list[Item]  # items that this rank's lane carries, in order
+    items: list[Item]  # items that this rank's lane sums, in order
     last: int  # last node with a rank that contributes
     added: int = 0  # number of chunks that this rank has added
     lends: bool = False  # whether the old sums in `out` are being sent
-    lent: dict[int, Any] = field(default_factory=dict)  # by chunk: the request that sends `out` to node 0
-    done: list[str] = field(default_factory=list)  # the parts of this rank's work that are done, of two
+    lent: dict[int, Any] = field(default_factory=dict)  # by chunk: request that sends `out` to node 0
+    done: list[str] = field(default_factory=list)  # parts of this rank's work that are done; there are two
 
     def tag(self, kind: int) -> int:
         """Return the tag of this reduction's messages of a kind."""
@@ -77,10 +77,10 @@ class Sum:
 
 
 class NodeSums:
-    """The reductions of the ranks of `flat`, in order.
+    """All reductions of the ranks of `flat`, in order.
 
-    flat       transport of all ranks; its thread, or a rank that waits, advances the transfers
-    lane       the ranks with this rank's position on all nodes, in the order of nodes
+    flat       transport of all ranks; its thread, or a waiting rank, advances transfers
+    lane       ranks of all nodes with this rank's position on their node, in node order
     node       the ranks of this node
     memory     memory that the ranks of this node share, or None
     """
@@ -91,13 +91,13 @@ class NodeSums:
         self.flat, self.topology, self.lane, self.node, self.memory = flat, topology, lane, node, memory
         self.chunk = chain_chunk(topology.nodes)
         self._started = 0
-        self._settled = 0  # number of reductions in which this rank has done its parts
-        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # by type: buffers for the next sums
+        self._settled = 0  # number of reductions in which this rank's work is done
+        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # by type: free buffers for sums
 
     def start(self, comm: ProgressingWrapper, asked: ReduceScatter, *, replicated: bool) -> Handle:
-        """Start a reduction of `comm`, which advances it while it waits; see `Sum`. Collective."""
+        """Start a reduction of `comm`, whose waits advance it; see `Sum`. Collective."""
         number, self._started = self._started, self._started + 1
-        if self.memory is not None and number >= ENTRIES:  # its entry of the table is used again
+        if self.memory is not None and number >= ENTRIES:  # reuses an entry of the table
             counters, earlier = self.memory.counters, number - ENTRIES
             comm.wait_until(lambda: counters.all_reached(SUMMED, earlier + 1), "reduce_scatter", asked.label)
         items = self._items(asked.partition, replicated, self.topology.local)
@@ -112,7 +112,7 @@ class NodeSums:
         return comm.wrapped(AllOf([self.flat.start(each, *of, record) for each in running], *of))
 
     def _items(self, partition: Partition, replicated: bool, local: int) -> list[Item]:
-        """Return the items that the lane of position `local` carries, in order."""
+        """Return the items that the lane of position `local` sums, in order."""
         parts: list[tuple[int | None, slice]] = [(None, partition.part(local))]
         if not replicated:
             owners = [ranks[local] for ranks in self.topology.members]
@@ -124,7 +124,7 @@ class NodeSums:
         ]
 
     def _given(self, total: Sum) -> int:
-        """Return the bytes that this rank sends to other nodes and gives to other ranks of its node."""
+        """Return the bytes that this rank sends to other nodes and passes to other ranks of its node."""
         node, last = self.topology.node, total.last
         full = sum(item.length for item in total.items)
         own = sum(item.length for item in total.items if item.home in (None, node))
@@ -137,7 +137,7 @@ class NodeSums:
         return away * int(total.asked.out.itemsize) + given * int(total.asked.full.itemsize)
 
     def _source(self, total: Sum) -> Source:
-        """Announce the place of this rank's gradient; return the source of the node's gradients."""
+        """Announce where this rank's gradient is; return an object that reads the node's gradients."""
         node = self.topology.members[self.topology.node]
         givers = [local for local, rank in enumerate(node) if rank < total.asked.contributors]
         if self.memory is None:
@@ -149,17 +149,17 @@ class NodeSums:
         return GradientsInSharedMemory(self.memory, pool, givers, total)
 
     def _settle(self, total: Sum, memory: NodeMemory) -> Running:
-        """Announce that this rank has read all slots and has its sum, in the order of reductions.
+        """Announce, in the order of reductions, that this rank has read all slots and has its sum.
 
-        When all ranks of the node have done so, slots are free, and sums that the node shares are complete.
+        When all ranks of the node have announced it, slots are free and shared sums are complete.
         """
         yield lambda: self._settled == total.number and len(total.done) == 2
         memory.counters.raise_to(SUMMED, total.number + 1)
-        self._settled += 1  # last, because from here on another thread may run the next reduction
+        self._settled += 1  # last, because now another thread may run the next reduction
         yield lambda: memory.counters.all_reached(SUMMED, total.number + 1)
 
     def _give(self, total: Sum) -> Running:
-        """Send this rank's gradient to the ranks of its node that carry its parts."""
+        """Send parts of this rank's gradient to the ranks of its node whose lanes sum these parts."""
         requests: list[Any] = []
         if self.topology.rank < total.asked.contributors:
             for local in others(self.topology.local, self.topology.ranks_per_node):
@@ -178,7 +178,7 @@ class NodeSums:
         return [other for other in (node - 1, node + 1) if 0 <= other < self.topology.nodes]
 
     def _out(self, total: Sum, item: Item) -> Array:
-        """Return an item's part of this rank's slice."""
+        """Return the part of this rank's slice that an item covers."""
         number = self.topology.local if total.replicated else self.topology.rank
         first = total.asked.partition.bounds[number]
         return total.asked.out[item.start - first : item.stop - first]
@@ -186,7 +186,7 @@ class NodeSums:
     # ------------------------------------------------------------------------------------------ forward
 
     def _carry(self, total: Sum, source: Source) -> Running:
-        """Add this node's part chunk by chunk and send the sums on; do nothing on a node without a part."""
+        """Add this node's gradients chunk by chunk, and send the sums on; do nothing on idle nodes."""
         if self.topology.node <= total.last:
             yield source.ready
             yield lambda: total.lends
@@ -206,7 +206,7 @@ class NodeSums:
         for number in range(len(items) + CHAIN_DEPTH - 1):
             slot = number % CHAIN_DEPTH
             if number < len(items):
-                yield sent[slot]  # then its buffer is free
+                yield sent[slot]  # wait until the buffer is free
                 posted.append(self._post(total, source, items[number], slots[slot], slot))
             done = number - (CHAIN_DEPTH - 1)
             if 0 <= done < len(items):
@@ -228,7 +228,7 @@ class NodeSums:
         return requests
 
     def _comes_from(self, total: Sum, item: Item) -> int | None:
-        """Return the node that sends the sum to which this node adds, or None if no node does."""
+        """Return the node from which this node receives the sum so far, or None."""
         if self.topology.node:
             return self.topology.node - 1
         return item.home if total.asked.accumulate and item.home else None
@@ -255,9 +255,9 @@ class NodeSums:
     # --------------------------------------------------------------------------------------------- back
 
     def _collect(self, total: Sum, source: Source) -> Running:
-        """Receive the sums that this rank owns, and send them on if other nodes own them too.
+        """Receive the sums that this rank owns, and send them on if other nodes need them too.
 
-        First wait until all ranks of the node have announced the reduction: they may read `out` until then.
+        First wait until all ranks of the node have announced the reduction; until then they may read `out`.
         """
         yield source.ready
         node, last, items = self.topology.node, total.last, total.items
@@ -281,7 +281,7 @@ class NodeSums:
         total.done.append("collected")
 
     def _may_be_written(self, total: Sum, number: int) -> Any:
-        """Return the condition for receiving into `out`: its old content must have been sent or added."""
+        """Return a condition for receiving into `out`: its old content has been sent or added."""
         if number in total.lent:
             return [total.lent[number]]
         if total.asked.accumulate and self.topology.node == 0:
@@ -290,7 +290,7 @@ class NodeSums:
 
 
 class GradientsInSharedMemory:
-    """Gradients in the shared memory of a node."""
+    """Gradients of a node's ranks, read from the node's shared memory."""
 
     def __init__(self, memory: NodeMemory, pool: SharedGradientPool, givers: list[int], total: Sum) -> None:
         self.counters, self.pool, self.givers, self.total = memory.counters, pool, givers, total
@@ -300,7 +300,7 @@ class GradientsInSharedMemory:
         return self.counters.all_reached(POSTED, self.total.number + 1)
 
     def post(self, span: slice, slot: int) -> list[Any]:
-        """Return the requests that must be complete before `parts` is called with the same arguments."""
+        """Start and return the requests that must complete before `parts` with the same arguments."""
         return []
 
     def parts(self, span: slice, slot: int) -> list[Array]:
@@ -312,11 +312,11 @@ class GradientsInSharedMemory:
 
 
 class GradientsByMessages:
-    """Gradients that the ranks of a node send to each other in chunks of `chunk` elements."""
+    """Gradients of a node's ranks, received as messages of `chunk` elements."""
 
     def __init__(self, node: Any, local: int, givers: list[int], total: Sum, chunk: int) -> None:
         self.node, self.local, self.givers, self.total, self.chunk = node, local, givers, total, chunk
-        self.buffers: dict[tuple[int, int], Array] = {}  # by slot and rank: buffer for a rank's part
+        self.buffers: dict[tuple[int, int], Array] = {}  # by slot and rank: buffer for a chunk
 
     def ready(self) -> bool:
         return True

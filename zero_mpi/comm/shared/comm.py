@@ -1,15 +1,15 @@
-"""Ranks of one node that share memory: it holds parameters once, and gradients are added in place.
+"""Transport for ranks that share a node's memory: parameters are stored once, gradients added in place.
 
 *Full arrays.* A buffer in which ranks own slices is one array for all ranks. A gather waits until the owners
-have written: each rank counts its writes (`signal_written`), and a reader waits until all ranks have counted
-as far as it has (`wait_written`). Before slices are written again, all ranks must have finished reading
-them (`barrier_readers`).
+have written: each rank counts its writes (`signal_written`), and a reader waits until all ranks' counts have
+reached its own (`wait_written`). Before slices are written again, all ranks must have finished reading them
+(`barrier_readers`).
 
-*Reductions.* A rank announces that its gradient is complete, and its address. When all ranks have done so,
-each owner adds its slice in rank order and announces the sum. A reduction is complete when all owners have
-added. Then the buffers may be used again, and the sums may be read. The bits are those of the exact reduction
-over MPI, because the additions are the same. No rank works for another rank, and there is no thread: a rank
-adds when the runtime tests between layers, or when it waits.
+*Reductions.* A rank announces the address of its complete gradient. When all ranks have done so, each owner
+adds its slice in rank order and announces the sum. A reduction is complete when all owners have added. Then
+the buffers may be used again, and the sums may be read. The additions, and so the bits, are those of the
+exact reduction over MPI. No rank works for another rank, and there is no thread: a rank adds when the runtime
+tests between layers, or when it waits.
 
 All ranks start these operations in the same order, so each has a number. Other communication uses MPI.
 """
@@ -33,7 +33,7 @@ from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.spans import OpenTransfer as Record
 
-SUM_CHUNK = 1 << 15  # elements that are added over all ranks at a time: 128 KiB, which stay in cache
+SUM_CHUNK = 1 << 15  # elements that are added over all ranks at a time: 128 KiB, which fit in cache
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Reduction(Handle):
         self.comm.note_ends()
 
     def add(self) -> None:
-        """Add the slices at the places that the ranks announced; all ranks must have announced them."""
+        """Add this rank's slice of the announced gradients; all ranks must have announced theirs."""
         asked, span = self.asked, self.asked.partition.part(self.comm.rank)
         parts = [
             self.pool.of_rank(rank, self.comm.counters.noted(rank, self.number), asked.full, span)
@@ -68,7 +68,7 @@ class Reduction(Handle):
 
 
 class OverMPI(ProgressingHandle):
-    """A transfer of the inner transport. A rank that waits for it continues its own sums meanwhile.
+    """A transfer of the inner transport. A rank that waits for it also adds its reductions meanwhile.
 
     Another rank may need these sums before it can start the same transfer.
     """
@@ -84,7 +84,7 @@ class OverMPI(ProgressingHandle):
 
 
 class SharingWrapper(ProgressingWrapper):
-    """Wrapper over MPI messages; it keeps the arrays of modules in the node's shared memory, if any."""
+    """Wrapper over MPI messages that keeps modules' arrays in the node's shared memory, if there is any."""
 
     def __init__(self, inner: MPIComm, ranks_here: int, node_memory: NodeMemory | None) -> None:
         super().__init__(inner, ranks_here)
@@ -127,16 +127,16 @@ class SharedComm(SharingWrapper):
         threaded: bool | None = None,
     ) -> None:
         world = MPI.COMM_WORLD if comm is None else comm
-        node = node_communicator(world)  # if all ranks are on one node, the same ranks in the same order
+        node = node_communicator(world)  # has the same ranks in the same order if all are on one node
         nodes = world.allreduce(1 if node.Get_rank() == 0 else 0)
         if nodes > 1:
             node.Free()
             raise NodesApart(f"the ranks are on {nodes} nodes, but shared memory needs one node")
         self._memory = NodeMemory(node, full, buffers)
         super().__init__(MPIComm(world, threaded=threaded), self._memory.size, self._memory)
-        self.kind, self.exact = SHARED, True  # also for `fast`, because the library has no faster sum
+        self.kind, self.exact = SHARED, True  # also for `fast`, because the library's sum is not faster
         self.counters = self._memory.counters
-        self._started = 0  # number of reductions started
+        self._started = 0  # number of started reductions
         self.due: deque[Reduction] = deque()  # reductions that this rank has not added yet
         self._recorded: deque[Reduction] = deque()  # reductions in progress that a timeline records
 
@@ -166,7 +166,7 @@ class SharedComm(SharingWrapper):
         if self.rank < asked.contributors:
             self.meter.sent_bytes += asked.partition.outside(self.rank) * asked.full.itemsize
         number, self._started = self._started, self._started + 1
-        if number >= ENTRIES:  # its entry of the table is used again
+        if number >= ENTRIES:  # reuses an entry of the table
             self.wait_until(lambda: self.is_complete(number - ENTRIES), "reduce_scatter", "an earlier round")
         record = self.meter.transfer("reduce_scatter", asked.label)
         reduction = Reduction(self, number, pool, asked, record)
@@ -194,7 +194,7 @@ class SharedComm(SharingWrapper):
         return self.counters.all_reached(SUMMED, number + 1)
 
     def note_ends(self) -> None:
-        """Record for the timeline which reductions are complete; no message reports that, so this checks."""
+        """Record for the timeline which reductions are complete, since no message reports their end."""
         while self._recorded and self.is_complete(self._recorded[0].number):
             spans.end(self._recorded.popleft().record)
 

@@ -1,10 +1,10 @@
 """The shared memory of a node's ranks: windows, progress counters, and pools of gradient buffers.
 
 *Windows.* An MPI shared window is created only if there is enough space. The libraries back a window with a
-file in /dev/shm that has the full length but no pages yet; touching a page without space kills the process
-by SIGBUS, hours later. So free space is checked first, and each rank allocates its own pages as soon as the
-window exists, which also puts them near its cores. A failure is raised on all ranks. The file has no name
-once the window exists, so nothing is left behind.
+file in /dev/shm that has the full length but no pages yet; if a page has no space, its first use, maybe hours
+later, kills the process by SIGBUS. So free space is checked first, and each rank allocates its own pages as
+soon as the window exists, which also puts them near its cores. A failure is raised on all ranks. The file has
+no name once the window exists, so no file remains after a crash.
 
 *Counters.* A counter only grows, is written by one rank, and has its own cache line. A writer writes the data
 that the counter announces, then a fence, then the counter. A reader goes in the other order: counter, fence,
@@ -36,7 +36,7 @@ from zero_mpi.errors import UsageError
 
 PLACE = Path("/dev/shm")  # directory in which MPICH and Open MPI keep shared windows
 MARGIN = 1 << 20  # bytes that the library may need in addition
-POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap does not name it yet
+POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap has no name for it yet
 FLOAT = np.dtype(np.float32)
 
 Range = tuple[int, int]  # bytes [start, stop)
@@ -44,11 +44,11 @@ Request = tuple[tuple[Partition, ...], tuple[int, ...]]
 
 
 class NoSharedMemory(UsageError):
-    """The ranks cannot share memory; the text gives the reason."""
+    """Error: the ranks cannot share memory; the text gives the reason."""
 
 
 class NodesApart(NoSharedMemory):
-    """The ranks are on several nodes."""
+    """Error: the ranks are on several nodes."""
 
 
 # ---------------------------------------------------------------------------------------------- windows
@@ -95,11 +95,11 @@ class Window:
         return self._root() is not None
 
     def fence(self) -> None:
-        """Order this rank's reads and writes of shared memory before the call ahead of those after it."""
+        """Order this rank's earlier reads and writes of shared memory before later reads and writes."""
         self._window.Sync()
 
     def free(self) -> None:
-        """Unmap the memory. Collective; no array may use it any more."""
+        """Unmap the memory. Collective; no array may use the window any more."""
         self._kept = None
         assert not self.in_use, "arrays still use the window"
         self._window.Unlock_all()
@@ -129,10 +129,10 @@ def space_problem(nbytes: int) -> str:
 
 
 def populate(memory: Array, own: Iterable[Range]) -> str:
-    """Allocate the pages of the ranges; return the reason if that is impossible, or an empty text.
+    """Allocate the pages of the ranges; return why that failed, or an empty text.
 
-    Unlike a write, the call returns an error if there is no page. Older kernels do not have the call; then
-    only the check before the window was created protects the process.
+    Unlike a write, madvise returns an error if there is no page. Older kernels do not support it; then only
+    the earlier check of free space protects the process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for start, stop in own:
@@ -150,7 +150,7 @@ def populate(memory: Array, own: Iterable[Range]) -> str:
 
 
 class Counters:
-    """The counters POSTED, SUMMED, WRITTEN, ... of each rank, and a table of small numbers for each rank.
+    """Counters (POSTED, SUMMED, WRITTEN, ...) and a table of small numbers for each rank.
 
     Collective; raises NoSharedMemory on all ranks.
     """
@@ -162,12 +162,12 @@ class Counters:
         self._words = memoryview(self._window.hand_over()).cast("q")
         for word in range(self._first, self._first + WORDS):
             self._words[word] = 0
-        self._seen = dict.fromkeys(range(POSTED, TABLE, 8), 0)  # values that all ranks have reached
+        self._seen = dict.fromkeys(range(POSTED, TABLE, 8), 0)  # counter -> value that all ranks have reached
         self._window.fence()
         node.Barrier()
 
     def raise_to(self, counter: int, value: int) -> None:
-        """Set this rank's counter, ordered after everything that the rank has written so far."""
+        """Set this rank's counter, visible only after all earlier writes of this rank."""
         self._window.fence()
         self._words[self._first + counter] = value
 
@@ -183,7 +183,7 @@ class Counters:
         return True
 
     def note(self, entry: int, value: int) -> None:
-        """Write into this rank's table; raise a counter afterwards to announce the entry."""
+        """Write an entry of this rank's table. To announce it, raise a counter afterwards."""
         self._words[self._first + TABLE + entry % ENTRIES] = value
 
     def noted(self, rank: int, entry: int) -> int:
@@ -205,10 +205,10 @@ class Counters:
 
 
 class SharedGradientPool(BufferPool):
-    """A pool that cannot grow: this rank's block of shared memory, cut into buffers of the given lengths.
+    """A pool of fixed size: this rank's block of shared memory, cut into buffers of the given lengths.
 
-    `blocks`: the blocks of all ranks, as bytes. All are cut in the same way, but ranks may lend their buffers
-    in different orders. An owner adds gradients at the places where they were written.
+    `blocks`: the blocks of all ranks, as bytes. All are cut in the same way, but ranks may use their buffers
+    in different orders. An owner reads gradients where the ranks wrote them.
     """
 
     def __init__(self, blocks: Sequence[Array], rank: int, lengths: Sequence[int]) -> None:
@@ -222,7 +222,7 @@ class SharedGradientPool(BufferPool):
             offset += padded(length)
 
     def take(self, size: int) -> Array:
-        """Return a free slot like BufferPool.take, but fail if no free slot fits."""
+        """Return a free slot, like `BufferPool.take`, but raise an error if none fits."""
         assert any(buffer.size >= size for buffer in self._free), f"no free gradient slot has {size} elements"
         return super().take(size)
 
@@ -243,10 +243,10 @@ Allotment = tuple[list[Array], SharedGradientPool]
 class NodeMemory:
     """Memory of the ranks of `node`, an MPI communicator that is freed with it.
 
-    A window holds the full arrays, which all ranks of the node see, and for each rank a block of slots, which
-    this rank writes and other ranks read. `full`, `buffers`: arguments of `allot`'s first call, allocated
-    at once, so that a job knows at its start whether there is enough space. Collective; raises NoSharedMemory
-    on all ranks if there is not.
+    A window has the full arrays, which all ranks of the node see, and for each rank a block of slots, which
+    this rank writes and other ranks read. `full`, `buffers`: arguments of the first call of `allot`, which
+    are allocated at once, so that a job fails at its start if space is short. Collective; raises
+    NoSharedMemory on all ranks.
     """
 
     def __init__(self, node: Any, full: Sequence[Partition], buffers: Sequence[int]) -> None:
@@ -255,7 +255,7 @@ class NodeMemory:
         self._windows: list[Window] = []
         self._pools: weakref.WeakSet[SharedGradientPool] = weakref.WeakSet()
         self._prepared: tuple[Request, Allotment] | None = None
-        self._writes = 0  # times that this rank has signalled
+        self._writes = 0  # number of signals by this rank
         try:
             self.counters = Counters(node)
         except NoSharedMemory:
@@ -295,7 +295,7 @@ class NodeMemory:
         for first, last in slices:
             memory[first:last] = 0
         window.fence()
-        self.node.Barrier()  # other ranks may write into the part that this rank has just zeroed
+        self.node.Barrier()  # afterwards other ranks may write to the memory that this rank has zeroed
         arrays = [
             memory[start : start + FLOAT.itemsize * one.length].view(FLOAT)
             for start, one in zip(starts, full, strict=False)
@@ -308,7 +308,7 @@ class NodeMemory:
         return arrays, pool
 
     def _free_unused(self) -> None:
-        """Free the windows that no rank's arrays use any more, because modules are gone. Collective."""
+        """Free the windows that no rank's arrays use, because their modules are deleted. Collective."""
         used = self.node.allgather([window.in_use for window in self._windows])
         for window, in_use in zip(self._windows[:], zip(*used, strict=True), strict=True):
             if not any(in_use):
@@ -321,7 +321,7 @@ class NodeMemory:
         self.counters.raise_to(WRITTEN, self._writes)
 
     def all_written(self) -> bool:
-        """Return whether every rank of the node has signalled as often as this one."""
+        """Return whether every rank of the node has signalled as often as this rank."""
         return self.counters.all_reached(WRITTEN, self._writes)
 
     def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:

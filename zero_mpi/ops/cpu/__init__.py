@@ -1,14 +1,14 @@
 """Compiled operations for `numpy.ndarray`. A kernel is loaded when it is first called.
 
-Kernels compute inputs in float32 or bfloat16, and the reference computes other types. A kernel runs on one
-thread, and its rows are divided among the rank's threads (`ops.threads`). Compiled code is kept in a folder
-named after versions, processor and source (`ops.code_cache`). One rank of a node fills the folder before the
-other ranks read it.
+Kernels compute float32 and bfloat16, and the reference computes other types. A call of a kernel runs on one
+thread; the rows of an input are divided among the rank's threads (`ops.threads`). Compiled code is kept in a
+folder named after versions, processor and source (`ops.code_cache`). One rank of a node fills the folder
+before the other ranks read it.
 
 Results use recycled memory (`device.arrays`), so a step allocates no large array after the first two steps.
-Products call the OpenBLAS that NumPy has loaded, and they add gradients directly to the flat buffer.
-Kernels propagate NaN and infinity, so that a bad number is noticed. AdamW is compiled without fast-math, so
-its bits do not depend on where a buffer is cut into slices.
+Matmuls call the OpenBLAS that NumPy has loaded, and they add gradients directly to the flat buffer. Kernels
+propagate NaN and infinity, so that training notices them. AdamW is compiled without fast-math, so its bits do
+not depend on where a buffer is cut into slices.
 """
 
 from zero_mpi.ops.cpu import (  # noqa: F401

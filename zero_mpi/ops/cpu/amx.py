@@ -1,11 +1,11 @@
 """Products of many small bfloat16 matrices by a processor's tile units (AMX), for attention.
 
-A tile has 16 rows of 64 bytes. One instruction adds the product of two tiles to a third: 16 x 32 elements by
-32 x 16, with the second factor as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four tiles hold the
-sums of 32 rows by 32 columns. b is packed as pairs once per matrix, and a unless its rows form full tiles;
-oneDNN takes longer to copy heads with rows far apart than to multiply them (docs/benchmarks.md).
+A tile has 16 rows of 64 bytes. One instruction adds the product of two tiles to a third tile: 16 x 32
+elements by 32 x 16, with the second factor as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four
+tiles hold 32 x 32 sums. b is packed as row pairs once per matrix; a is packed unless its rows form full
+tiles. oneDNN takes longer to copy heads with distant rows than to multiply them (docs/benchmarks.md).
 
-Import it only where `products.by_tiles` does: elsewhere the compiler lacks these types and ends the process.
+Import this module only through `products.by_tiles`: without AMX, the compiler ends the process.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from zero_mpi.ops.cpu.jit import (
     wide,
 )
 
-ROWS, PANEL, DEPTH = 16, 32, 32  # rows of a tile; rows and columns of a block; elements of a tile's row
-ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row; of a float32 or a pair; of a bfloat16
+ROWS, PANEL, DEPTH = 16, 32, 32  # rows of a tile; rows and columns of a result block; elements of a tile row
+ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row, of a float32 or a pair, of a bfloat16
 
 
 def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
-    """Return an intrinsic of one instruction; its arguments are constant tile numbers, an address, a step."""
+    """Return an intrinsic of one instruction. Arguments: constant tile numbers, an address, a step."""
     if not all(isinstance(tile, types.IntegerLiteral) for tile in tiles):
         return None  # numba calls this again, with constants
 
@@ -61,7 +61,7 @@ def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def configure(context: Any, place: Any) -> Any:
-    """Configure the tiles of this thread with the configuration at an address."""
+    """Configure the tiles of this thread; the configuration is read from an address."""
     return instruction("ldtilecfg", (), place)
 
 
@@ -96,7 +96,7 @@ def store(context: Any, tile: Any, place: Any, step: Any) -> Any:
 
 
 def pairs_of(builder: Any, above: Any, below: Any) -> Any:
-    """Return sixteen words of two elements, one at address `above` (lower half) and one at `below`."""
+    """Return sixteen words, each of an element from address `above` (lower half) and one from `below`."""
     kind = ir.VectorType(HALF, ELEMENTS)
     low, high = (builder.zext(loaded(builder, place, kind), SIXTEEN) for place in (above, below))
     return builder.or_(low, builder.shl(high, constant(16)))
@@ -122,7 +122,7 @@ def steps_from(builder: Any, start: Any, step: Any) -> list[Any]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pair_lines(context: Any, above: Any, below: Any, out: Any) -> Any:
-    """Write sixteen pairs of elements of two rows; all three arguments are addresses."""
+    """Write sixteen pairs of elements, one element from each of two rows; all arguments are addresses."""
 
     def emit(builder: Any, above: Any, below: Any, out: Any) -> None:
         stored(builder, pairs_of(builder, above, below), out)
@@ -240,7 +240,7 @@ def add_panel(a: Any, a_step: Any, b: Any, next_b: Any, depth: Any) -> None:
 
 @helper
 def begin(out: Any, step: Any, adds: Any) -> None:
-    """Fill tiles 0 to 3 with a block of 32 x 32 sums if `adds`, and with zeros otherwise."""
+    """Load a block of 32 x 32 sums into tiles 0 to 3 if `adds`; otherwise fill these tiles with zeros."""
     if adds:
         load(0, out, step)
         load(1, out + ROW_BYTES, step)
@@ -264,7 +264,7 @@ def end(out: Any, step: Any) -> None:
 
 @fixed_helper
 def put(c: Array, sums: Array, adds: bool) -> None:
-    """Write the first rows and columns of sums to c (M, N), or add them; round them if c is bfloat16."""
+    """Write the first M rows and N columns of `sums` to c, or add them to c; round if c is bfloat16."""
     m, n = c.shape
     rounds = c.itemsize == LOW_BYTES and n == PANEL and not adds
     for i in range(m):

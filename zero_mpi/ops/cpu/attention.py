@@ -1,9 +1,9 @@
-"""Causal attention on CPUs, head by head in blocks of rows; the kernel calls BLAS for every product.
+"""Causal attention on CPUs. Heads are computed one by one, in blocks of rows; BLAS multiplies.
 
 A block of n queries that ends at position m needs the scores of only the first m keys. Scores above the
-diagonal, half of a full mask, are neither computed nor stored. Short sequences keep the weights of their
-blocks for backward. Long ones keep the logarithm of each row's sum and compute the block again, so that
-memory grows with T (Dao et al., "FlashAttention", 2022). bfloat16 is computed by `attention_bf16`.
+diagonal, half of a full mask, are neither computed nor stored. Short sequences keep their weights for
+backward. Long sequences keep only the logarithm of each row's sum and compute each block again, so memory
+grows with T (Dao et al., "FlashAttention", 2022). `attention_bf16` does the same in bfloat16.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def at(x: Array, b: int, t: int, h: int) -> tuple[int, int]:
 
 @helper
 def first_seen(begins: Array, row: int) -> int:
-    """Return the first key that a block sees, which is the first key that its first row sees."""
+    """Return the first key that a block sees: the first key of its first row, as `begins` never falls."""
     return begins[row] if begins.size else 0
 
 
 @helper
 def hide(row: Array, begins: Array, i: int, value: float) -> None:
-    """Set row i of a block to `value` at the keys that the block's first row sees and row i does not see."""
+    """Set row i to `value` at all keys that row i does not see but the first row of its block sees."""
     if begins.size:
         row[: begins[i] - begins[0]] = value
 
@@ -88,7 +88,7 @@ def soften(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
 
 @helper
 def soften_again(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
-    """Turn scores into weights again, using the sums of `soften`."""
+    """Turn scores into the same weights as `soften`, given the sums that it returned."""
     for i in range(n):
         row = p[i * m : (i + 1) * m]
         less = sums[i]
@@ -124,7 +124,7 @@ def forward(
     p: Array,
     sums: Array,
 ) -> None:
-    """Fill y of `causal_attention` and row sums (B H T,); p has all weights if `keep`, else one block's."""
+    """Fill y of `causal_attention` and row sums (B H T,). p holds all weights if `keep`, else one block's."""
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
     end = 0
@@ -161,10 +161,10 @@ def backward(
     dk: Array,
     dv: Array,
 ) -> None:
-    """Fill the gradients of `forward`; d is scratch space for a block.
+    """Fill the gradients dq, dk and dv of `forward`; d is scratch space for a block.
 
     A head's last block comes first: it sees all keys, so it writes the gradients to which the other blocks
-    add; with `begins` it adds to zeros. Heads that share keys add their gradients in the order of heads.
+    add. With `begins` it adds to zeros. Heads that share keys add their gradients in head order.
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
@@ -192,7 +192,7 @@ def backward(
 
 
 def rowwise(x: Array) -> Array:
-    """Return x (B, T, heads, width), or a copy, with contiguous rows of each head that do not overlap."""
+    """Return x (B, T, heads, width), or a copy of it, with contiguous rows that do not overlap."""
     down, right = x.strides[1], x.strides[3]
     return x if right == 4 and down % 4 == 0 and down >= 4 * x.shape[3] else np.ascontiguousarray(x)
 

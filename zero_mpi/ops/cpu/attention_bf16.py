@@ -1,7 +1,7 @@
-"""Causal attention in bfloat16 on CPUs, in blocks of rows of many heads at a time; oneDNN computes products.
+"""Causal attention in bfloat16 on CPUs, in blocks of rows of many heads at a time; oneDNN multiplies.
 
 Blocks are as in `ops.cpu.attention`, but several heads are computed together, because a call of the library
-takes ten microseconds to begin. Scores and all sums are float32. Weights and the gradients of scores are
+takes ten microseconds to start. Scores and all sums are float32. Weights and the gradients of scores are
 rounded to bfloat16 for their products, as in GPU kernels.
 """
 
@@ -35,7 +35,7 @@ from zero_mpi.ops.cpu.jit import (
 from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights
 
 Multiply = Callable[..., Array]
-EVEN = 16  # a row is computed up to a multiple of it, past the diagonal, in full vectors
+EVEN = 16  # each row is computed in full vectors: past the diagonal, up to a multiple of EVEN
 
 
 @kernel("f4 i2 f b f3+ l4+")
@@ -43,7 +43,7 @@ def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: A
     """Compute p, the causal weights of scores s (B, H, n, m) times scale, for the last n of m positions.
 
     sums (B, H, n): the logarithm of each row's sum of exponentials; an input if `again`. hidden (B, n): the
-    number of first keys that a row does not see, or empty.
+    number of keys at the start that each row does not see, or empty.
     """
     batch, heads, n, m = s.shape
     row = np.empty(m + EVEN, np.float32)
@@ -134,7 +134,7 @@ def forward(
 
 
 def largest(parts: list[HeadShare], q: Array, k: Array) -> int:
-    """Return the number of elements of the largest tile of any share."""
+    """Return the number of elements in the largest tile of all shares."""
     return max(tiles_for(*share.cut(q, k))[1] for share in parts)
 
 
@@ -171,9 +171,9 @@ def backward_of(
     *,
     keep: bool,
 ) -> None:
-    """Write the gradients dq, dk and dv of one share, given views of its dy, q, k and v.
+    """Write the gradients dq, dk and dv of one share; `views`: its parts of dy, q, k and v.
 
-    buffers: for scores, their gradients, weights (all weights if `keep`) and row sums
+    buffers: scores, gradients of scores, weights (of all tiles if `keep`) and row sums
     """
     (dy, q, k, v), (dq, dk, dv), (score_buffer, slope_buffer, kept, sums) = views, results, buffers
     found = tuple(tile.within(begins) for tile in tiles_for(q, k)[0])
@@ -192,7 +192,7 @@ def backward_of(
 
 
 class KeySums:
-    """Gradient of keys or values (B, S, G, width). Parts to which several tiles add are summed in float32."""
+    """Gradient of keys or values (B, S, G, width). Where several tiles add to it, the sum is in float32."""
 
     def __init__(self, result: Array, found: tuple[Tile, ...]) -> None:
         self._result, self._sums = result, None
@@ -203,7 +203,7 @@ class KeySums:
             self._sums, self._low = recycled((size,)), recycled((size,), BFLOAT16)
 
     def add(self, multiplies: Multiply, tile: Tile, weights: Array, x: Array) -> None:
-        """Add weights^T x, for n rows of some heads."""
+        """Add weights^T x for the rows and heads of a tile."""
         if self._sums is None:
             multiplies(weights.swapaxes(2, 3), x, tile.of_keys(self._result))
             return

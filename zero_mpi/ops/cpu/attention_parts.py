@@ -1,6 +1,6 @@
-"""Parts of attention: the heads are divided into one share per thread, and in bfloat16 a share into tiles.
+"""Division of attention into shares of heads, one per thread, and in bfloat16 of a share into tiles.
 
-A tile is a block of rows of some heads together with the keys that they see. A tile is computed at once.
+A tile is a block of rows of some heads, with the keys that these rows see. Each tile is computed at once.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ ALL, NONE = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """One thread's share of attention: some sequences, and in them some key heads with their query heads."""
+    """One thread's share of attention: some sequences, with some key heads and their query heads."""
 
     number: int  # index of this share
-    before: int  # pairs of a sequence and a query head in earlier shares
+    before: int  # number of (sequence, query head) pairs in earlier shares
     sequences: slice  # range of sequences in the batch
     heads: slice  # range of key heads
     shared: int  # query heads per key head
     keys: int  # total number of key heads
 
     def cut(self, *arrays: Array) -> list[Array]:
-        """Return this share's part of arrays (B, T, query or key heads, width), as views."""
+        """Return views of this share's part of arrays (B, T, query or key heads, width)."""
         return [x[self.sequences, :, self.of(x.shape[2] // self.keys)] for x in arrays]
 
     def begins(self, begins: Array | None) -> Array:
-        """Return the first position that each position of the share sees, by sequence; empty: all seen."""
+        """Return the rows of `begins` of this share's sequences; empty if `begins` is None (all seen)."""
         return ALL if begins is None else np.ascontiguousarray(begins[self.sequences]).reshape(-1)
 
     def of(self, times: int) -> slice:
@@ -44,7 +44,7 @@ class HeadShare:
 
 
 def shares(q: Array, k: Array) -> list[HeadShare]:
-    """Return one share per thread: full sequences, or heads of all sequences if that uses more threads."""
+    """Return one share per thread: full sequences, or if that makes more shares, heads of all sequences."""
     (batch, length, heads, _), keys = q.shape, k.shape[2]
     size, shared = length * k.shape[1], heads // keys
     by_sequences = threads.cut((batch, heads, size))
@@ -59,7 +59,7 @@ def shares(q: Array, k: Array) -> list[HeadShare]:
 
 
 def busy(parts: list[slice]) -> float:
-    """Return the average number of busy threads until the thread with the largest part is done."""
+    """Return the average number of threads that are busy until the largest part is done."""
     return float(parts[-1].stop / max(part.stop - part.start for part in parts))
 
 
@@ -67,16 +67,16 @@ def busy(parts: list[slice]) -> float:
 class Tile:
     """Block of rows of some heads, which is computed at once."""
 
-    shape: tuple[int, int, int, int]  # (sequences, heads, n, m): n rows, which see at most the first m keys
+    shape: tuple[int, int, int, int]  # (sequences, heads, n, m): n rows, none of which sees keys from m on
     sequences: slice  # range of sequences in the batch
     queries: slice  # range of heads of q
-    keys: slice  # range of heads of k and v that they use
+    keys: slice  # range of the heads of k and v that these queries use
     rows: slice  # range of query positions
     seen: slice  # range of key positions
     weights: int  # start of this tile's weights among the weights of all tiles in order
     sums: int  # start of this tile's row sums among the row sums of all tiles
     begins: bool  # this tile is the first to add to the gradients of its keys
-    ends: bool  # this tile is the last to add to them
+    ends: bool  # this tile is the last to add to the gradients of its keys
 
     def of_queries(self, x: Array) -> Array:
         """Return this tile's rows of q, y or dy (B, T, H, width), as a matrix per sequence and head."""
@@ -87,7 +87,7 @@ class Tile:
         return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
 
     def within(self, begins: Array | None) -> Tile:
-        """Return the tile without first keys that no row sees, cut at blocks so that there are few shapes."""
+        """Return the tile without the blocks of keys at its start that no row sees."""
         if begins is None:
             return self
         first = int(begins[self.sequences, self.rows.start].min()) // LOW_BLOCK * LOW_BLOCK
@@ -95,11 +95,11 @@ class Tile:
         return replace(self, shape=shape, seen=slice(first, self.seen.stop))
 
     def hidden(self, begins: Array | None) -> Array:
-        """Return how many of the first keys each row of the tile does not see; empty: each sees all."""
+        """Return for each row how many of the tile's first keys it does not see; empty: each row sees all."""
         return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
 
     def cut(self, buffer: Array, start: int = 0) -> Array:
-        """Return this tile's matrices of scores or weights in a buffer for several tiles."""
+        """Return the view of this tile's scores or weights in a buffer for several tiles."""
         return buffer[start : start + prod(self.shape)].reshape(self.shape)
 
     def cut_sums(self, sums: Array) -> Array:
@@ -109,7 +109,7 @@ class Tile:
 
 
 def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the (sequences, key heads) that are computed at a time."""
+    """Yield the slices (sequences, key heads) that are computed at a time."""
     sequences, together = tile_heads(batch, heads, length, total)
     for b in range(0, batch, sequences):
         for g in range(0, heads, together):
@@ -120,8 +120,8 @@ def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[sl
 def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
     """Return the tiles of B sequences of T queries in H heads, where `shared` heads see S keys of one head.
 
-    A head's last block comes first: it sees all keys, so it writes the gradients to which the other
-    blocks, and then the other heads that share the keys, add.
+    A head's last block comes first: it sees all keys, so it writes their gradients. The other blocks, and
+    then the other heads that share the keys, add to them.
     """
     found: list[Tile] = []
     weights = sums = 0

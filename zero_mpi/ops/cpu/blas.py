@@ -1,10 +1,10 @@
 """Matrix products by BLAS into existing memory, called from Python and from inside kernels.
 
 The routine is the Fortran sgemm of the OpenBLAS that NumPy has loaded, or if NumPy uses another library, the
-sgemm that SciPy exports to Cython. Unlike `numpy.matmul` it can add to its result (beta = 1), so a gradient
-goes directly into its place in the flat buffer, and a kernel may call sgemm thousands of times without the
-interpreter. SciPy's library alone would also work, but it is a second library with its threads and buffers,
-takes a quarter of a second to load, and in today's wheels is older and a few per cent slower.
+sgemm that SciPy exports to Cython. Unlike `numpy.matmul`, sgemm can add to its result (beta = 1), so a
+gradient goes directly into the flat buffer, and a kernel can call it without the interpreter. SciPy's library
+alone would also work, but it has its own threads and buffers, takes a quarter of a second to load, and in
+today's wheels is older and a few per cent slower.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def address_in_openblas() -> int | None:
 
 
 def address_in_scipy() -> int:
-    """Return the address of SciPy's sgemm, and limit its threads like BLAS's, because it was loaded later."""
+    """Return the address of SciPy's sgemm; limit its threads, because the limit on BLAS came before it."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     address: int = get_cython_function_address("scipy.linalg.cython_blas", "sgemm")
     ThreadpoolController().limit(limits=max(threads, default=1), user_api="blas")
@@ -69,10 +69,10 @@ def sgemm(
     c: Any,
     ldc: Any,
 ) -> Any:
-    """Call BLAS's sgemm by Fortran's conventions: matrices are column-major and addresses are integers.
+    """Call BLAS's sgemm with Fortran's conventions: matrices are column-major, addresses are integers.
 
-    Sizes are passed by the addresses of 64-bit integers. A library with 32-bit integers reads the lower half,
-    which comes first on little-endian machines, so the same compiled code works for both kinds of libraries.
+    Sizes are passed as addresses of 64-bit integers. A library with 32-bit integers reads the lower half,
+    which comes first on little-endian machines, so the same compiled code works with both libraries.
     """
     whole, real = types.int64, types.float32
     signature = types.void(whole, whole, whole, whole, whole, real, *[whole] * 4, real, whole, whole)
@@ -101,8 +101,8 @@ def sgemm(
 def gemm(turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) -> None:
     """Compute c (m, n) = alpha op(a) (m, k) op(b) (k, n) + beta c, row-major: Fortran sees c^T = b^T a^T.
 
-    `turns`: NN, NT or TN, whether a and b are transposed; `sizes`: (m, n, k); a matrix: (address, elements
-    from one row to the next).
+    `turns`: NN, NT or TN, which says whether a and b are transposed; `sizes`: (m, n, k); a, b and c:
+    (address, elements from one row to the next).
     """
     m, n, k = sizes
     sgemm(turns[1], turns[0], n, m, k, alpha, b[0], b[1], a[0], a[1], beta, c[0], c[1])
@@ -110,7 +110,7 @@ def gemm(turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) 
 
 @kernel("f2~ f2~ f f2~+")
 def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
-    """Compute c (M, N) = a (M, K) b (K, N) + beta c; c, and a and b or their transposes, have unit stride."""
+    """Compute c (M, N) = a (M, K) b (K, N) + beta c; c, a or a^T, and b or b^T have contiguous rows."""
     m, k = a.shape
     n = b.shape[1]
     turn_a, lda = PLAIN, max(a.strides[0] // 4, k, 1)
@@ -131,7 +131,7 @@ def times(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
 
 
 def by_rows(x: Array) -> bool:
-    """Return whether a matrix has contiguous rows that do not overlap, as BLAS requires of results."""
+    """Return whether a matrix has contiguous rows that do not overlap, as BLAS requires for c."""
     (down, right), size = x.strides, x.itemsize
     return bool(x.flags.c_contiguous or (right == size and down >= size * x.shape[1] and down % size == 0))
 
@@ -142,5 +142,5 @@ def by_row(x: Array) -> Array:
 
 
 def fitting(x: Array) -> Array:
-    """Return a matrix if its rows or its columns are as BLAS requires, else a copy."""
+    """Return a matrix if BLAS can read it or its transpose in place, else a copy."""
     return x if by_rows(x) or by_rows(x.T) else np.ascontiguousarray(x)

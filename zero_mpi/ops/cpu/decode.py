@@ -1,13 +1,13 @@
 """Instructions that compute one position per sequence of a model, as recorded by `nn.decoding`.
 
 An instruction is a row of words: its operation, then addresses and sizes. All arrays are float32 and have one
-row per sequence. An instruction is cut into parts that threads may compute at the same time, so that one call
-of compiled code computes all layers for a position.
+row per sequence. One call of compiled code runs the instructions of all layers for a position. Threads
+compute the parts of an instruction at the same time.
 
-A crew of threads waits for instructions inside compiled code, because products of one row take less time than
-waking a thread. Steps are computed one after the other. The caller writes the number of a step and then the
-number of its remaining parts into words that all threads see, and each thread takes parts until none is left.
-A thread ends when it has waited for `PATIENCE` rounds, or when `threads.run` needs the pool.
+A crew of threads waits for instructions inside compiled code, because a product of one row takes less time
+than waking a thread. Steps are computed one after the other. The caller writes the number of a step and then
+the number of its parts into words that all threads see, and each thread takes parts until none is left. A
+thread ends when it has waited for `PATIENCE` rounds or `threads.run` needs the pool.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from zero_mpi.ops.cpu.jit import (
 
 MATRIX, DENSE, NORM, CENTRED_NORM, TURN, KEEP, ATTEND, SWIGLU, GEGLU, GELU, ADD, SCALE = range(12)
 COLUMNS = 16
-# Columns of all instructions: the operation, how many of a step may be computed at the same time, the number
-# of parts, and the addresses of input and output. The function of each operation defines A to H.
+# Columns of all instructions: the operation, how many instructions of a step run at the same time, the number
+# of parts, and the addresses of input and output. The meaning of A to H depends on the operation.
 OPERATION, AT_ONCE, PARTS, X, Y, A, B, C, D, E, F, G, H = range(13)
 
 PART = 1 << 15  # matrix elements in a part of a product, which takes about two microseconds
@@ -69,7 +69,7 @@ def product(w: Any, x: Array, y: Array) -> list[int]:
 
 
 def instructions(*steps: list[list[int]]) -> Array:
-    """Return instructions (N, COLUMNS); the instructions of a step may be computed at the same time."""
+    """Return instructions (N, COLUMNS); threads may compute the instructions of a step at the same time."""
     lines = [[line[0], len(step), *line[1:]] for step in steps for line in step]
     return np.array([line + [0] * (COLUMNS - len(line)) for line in lines], np.int64)
 
@@ -124,7 +124,7 @@ def multiply_rows(line: Array, part: int, sequences: int) -> None:
 
 @compiled
 def normalize(line: Array, sequences: int) -> None:
-    """Normalize x into y. A: weights, B: biases, C: width, D: vectors per sequence, E: epsilon address."""
+    """Normalize x into y. A: weights, B: biases, C: width, D: vectors per sequence, E: address of epsilon."""
     width, epsilon = line[C], floats(line[E], 1)[0]
     w = floats(line[A], width)
     for i in range(sequences * line[D]):
@@ -205,7 +205,7 @@ def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
 def combine(line: Array, sequences: int, positions: Array) -> None:
     """Compute y (A,) from x and another array at B, element by element.
 
-    For sums, C says whether the rows at B belong to sequences (0) or positions (2), or are one row (1).
+    For sums, C says what B holds: a row per sequence (0), one row (1), or a row per position (2).
     """
     size, operation = line[A], line[OPERATION]
     for n in range(sequences):
@@ -250,20 +250,20 @@ def compute(line: Array, part: int, sequences: int, positions: Array) -> None:
 # ------------------------------------------------------------------------------------------------ the crew
 
 PATIENCE = 1 << 15  # rounds of waiting: about a millisecond
-# Words that threads share. The words that change in a step have a cache line of their own.
+# Words that threads share. Each word that changes during a step has its own cache line.
 LEFT, DONE, REST, STEP, PROGRAM, SEQUENCES, POSITIONS = 0, 8, 16, 24, 25, 26, 27
 WORDS = 32
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def seen(context: Any, place: Any) -> Any:
-    """Return a word that another thread may change."""
+    """Read a word that another thread may change."""
     return emitted(PLACES(PLACES), lambda b, place: b.load_atomic(word_at(b, place), "acquire", 8))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def show(context: Any, place: Any, word: Any) -> Any:
-    """Write a word, ordered after everything that was written before."""
+    """Write a word such that other threads see it only after all earlier writes."""
 
     def emit(builder: Any, place: Any, word: Any) -> None:
         builder.store_atomic(word, word_at(builder, place), "release", 8)
@@ -292,7 +292,7 @@ def take(context: Any, place: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pause(context: Any) -> Any:
-    """Let the processor know that this thread waits, if it has an instruction for that."""
+    """Tell the processor that this thread waits, if the processor has an instruction for that."""
 
     def emit(builder: Any) -> None:
         if platform.machine() in ("x86_64", "AMD64"):
@@ -304,7 +304,7 @@ def pause(context: Any) -> Any:
 
 @fixed_helper
 def take_parts(words: Array, place: int) -> bool:
-    """Compute parts of the step until no part is left; return whether there were any."""
+    """Compute parts of the step until no part is left; return whether this thread computed any."""
     found = False
     left = seen(place + 8 * LEFT)
     while left > 0:
@@ -324,7 +324,7 @@ def take_parts(words: Array, place: int) -> bool:
 
 @kernel("i1+", liberties=False)
 def serve(words: Array) -> None:
-    """Compute parts of steps until no step has come for `PATIENCE` rounds or `threads` needs this thread."""
+    """Compute parts of steps; return after `PATIENCE` rounds without a step, or if the pool is needed."""
     place, waited = words.ctypes.data, 0
     while waited < PATIENCE and seen(place + 8 * REST) == 0:
         waited = 0 if take_parts(words, place) else waited + 1
@@ -355,7 +355,7 @@ def run_steps(words: Array, program: Array, positions: Array) -> None:
 
 
 class Crew:
-    """The waiting threads of this process. They occupy the pool of `threads` until other work needs it."""
+    """The waiting threads of this process. They occupy the thread pool until other work needs it."""
 
     def __init__(self) -> None:
         self._words, self._servants = np.zeros(WORDS, np.int64), list[Future[None]]()

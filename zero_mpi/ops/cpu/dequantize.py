@@ -1,8 +1,8 @@
-"""Blocks of GGUF (`ops.block_kinds`), unpacked in one pass into the layers' buffer or multiplied directly.
+"""Kernels that unpack blocks of GGUF (`ops.block_kinds`) in one pass, or multiply them by a vector.
 
-Each kind has one function, which emits the elements of a block in vectors of sixteen float32. A kernel either
-stores these vectors, with the bits of `reference.dequantize` for any scale, or multiplies a row of them by an
-input and adds up. The byte layout of each kind is defined in llama.cpp's ggml-common.h.
+Each kind has one function, which emits code for the elements of a block in vectors of sixteen float32. One
+kernel stores these vectors, with the bits of `reference.dequantize`. Another multiplies a row of them by an
+input and adds up. llama.cpp's ggml-common.h defines the byte layout of each kind.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts
 
 BYTES = ir.VectorType(BYTE, ELEMENTS)
-TOTALS = 4  # independent sums of a row, since an addition takes four cycles
+TOTALS = 4  # a row has this many independent sums, because an addition takes four cycles
 
 
 class Block:
@@ -64,10 +64,10 @@ class Block:
         return self.builder.sitofp(self._read(at, BYTE), SINGLE)
 
     def half(self, at: int) -> Any:
-        """Return a float16 as float32: shift its bits, then correct its exponent by a multiplication."""
+        """Return a float16 as float32: shift its bits, then multiply to correct the exponent."""
         b, word = self.builder, self.builder.zext(self._read(at, HALF), WORD)
         body = b.shl(b.and_(word, WORD(0x7FFF)), WORD(13))
-        finite = b.fmul(b.bitcast(body, SINGLE), SINGLE(2.0**112))  # the types' exponents differ by 112
+        finite = b.fmul(b.bitcast(body, SINGLE), SINGLE(2.0**112))  # difference of exponent biases: 112
         top = b.icmp_unsigned(">=", body, WORD(0x7C00 << 13))
         body = b.select(top, b.or_(body, WORD(0x7F800000)), b.bitcast(finite, WORD))
         return b.bitcast(b.or_(body, b.shl(b.and_(word, WORD(0x8000)), WORD(16))), SINGLE)
@@ -80,7 +80,7 @@ class Block:
         return self.builder.zext(found, SIXTEEN)
 
     def scaled(self, whole: Any, factor: Any, least: Any = None) -> Any:
-        """Return signed words as float32 times a factor, plus a minimum if there is one."""
+        """Return signed words as float32 times `factor`, plus the minimum `least` unless it is None."""
         b, spread = self.builder, ir.Constant(SIXTEEN, [0] * ELEMENTS)
 
         def all_lanes(number: Any) -> Any:
@@ -110,14 +110,14 @@ def plain_8(x: Block) -> list[Any]:
 
 
 def nibbles(x: Block, has_least: bool) -> list[Any]:
-    """Read Q4_0 and Q4_1: a scale, a minimum if `has_least`, 16 bytes with low halves before high halves."""
+    """Read Q4_0 and Q4_1: a scale, a minimum if `has_least`, 16 bytes. All low halves come first."""
     d, (least, start) = x.half(0), (x.half(2), 4) if has_least else (None, 2)
     whole = [x.sixteen(start, shift, 15) for shift in (0, 4)]
     return [x.scaled(q if has_least else x.builder.sub(q, constant(8)), d, least) for q in whole]
 
 
 def five_bits(x: Block, has_least: bool) -> list[Any]:
-    """Read Q5_0 and Q5_1: like four bits, with the fifth bits in four bytes before them."""
+    """Read Q5_0 and Q5_1: as Q4_0 and Q4_1, with four bytes of fifth bits before the 16 bytes."""
     b, d, (least, start) = x.builder, x.half(0), (x.half(2), 4) if has_least else (None, 2)
     first = b.insert_element(ir.Constant(SIXTEEN, ir.Undefined), x._read(start, WORD), WORD(0))
     tops = b.shuffle_vector(first, ir.Constant(SIXTEEN, ir.Undefined), constant(0))
@@ -130,7 +130,7 @@ def five_bits(x: Block, has_least: bool) -> list[Any]:
 
 
 def two_bits(x: Block) -> list[Any]:
-    """Read Q2_K: sixteen nibble pairs of scale and minimum, 64 bytes of bit pairs, their two factors."""
+    """Read Q2_K: sixteen bytes of a 4-bit scale and minimum, 64 bytes of 2-bit elements, two factors."""
     d, least, found = x.half(80), x.builder.fneg(x.half(82)), []
     for j in range(16):
         both = x.byte(j)
@@ -140,7 +140,7 @@ def two_bits(x: Block) -> list[Any]:
 
 
 def three_bits(x: Block) -> list[Any]:
-    """Read Q3_K: 32 bytes of third bits, 64 of bit pairs, twelve of sixteen 6-bit scales, their factor."""
+    """Read Q3_K: 32 bytes of third bits, 64 of bit pairs, twelve with sixteen 6-bit scales, a factor."""
     b, d, found = x.builder, x.half(108), []
     for j in range(16):
         low = x.part(x.byte(96 + (j & 7)), 4 * (j >> 3), 15)
@@ -155,7 +155,7 @@ def three_bits(x: Block) -> list[Any]:
 def scaled_bits(x: Block, has_fifth: bool) -> list[Any]:
     """Read Q4_K and Q5_K: two factors, eight scales and minima, 32 bytes of fifth bits if any, 128 bytes."""
     b, d, least, found = x.builder, x.half(0), x.builder.fneg(x.half(2)), []
-    for j in range(8):  # a scale and a minimum have six bits each, in twelve bytes in all
+    for j in range(8):  # the eight scales and minima have six bits each, packed in twelve bytes
         if j < 4:
             scale, minimum = x.part(x.byte(4 + j), 0, 63), x.part(x.byte(8 + j), 0, 63)
         else:
@@ -172,7 +172,7 @@ def scaled_bits(x: Block, has_fifth: bool) -> list[Any]:
 
 
 def six_bits(x: Block) -> list[Any]:
-    """Read Q6_K: 128 bytes of four bits, 64 of two, sixteen signed scales, their factor."""
+    """Read Q6_K: 128 bytes of low four bits, 64 bytes of high two bits, sixteen signed scales, a factor."""
     b, d, found = x.builder, x.half(208), []
     for j in range(16):
         half, place = j >> 3, 16 * (j & 7)
@@ -216,7 +216,7 @@ def each_block(
 
 
 def place_of(builder: Any, start: Any, index: Any, step: int, nbytes: int) -> Any:
-    """Return the address `step` bytes after the first `index` blocks of `nbytes` bytes."""
+    """Return the address `step` bytes into block `index`, where a block has `nbytes` bytes."""
     return builder.add(start, builder.add(builder.mul(index, PLACE(nbytes)), PLACE(step)))
 
 
@@ -243,7 +243,7 @@ def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, lo
 
 @intrinsic  # type: ignore[untyped-decorator]
 def row_product(context: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any:
-    """Return the sum of the elements of blocks at address `raw` times the float32 numbers at address `x`."""
+    """Return the dot product of the blocks at address `raw` and the float32 numbers at address `x`."""
 
     def emit(builder: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any:
         totals = [cgutils.alloca_once(builder, SINGLES) for _ in range(TOTALS)]

@@ -39,7 +39,7 @@ def gelu_share(x: Any) -> Any:
 
 @kernel("l1 l1 l1+")
 def add_low(x: Array, y: Array, z: Array) -> None:
-    """Compute z = x + y of bfloat16. For float32, NumPy's own loop is as fast."""
+    """Compute z = x + y of bfloat16. For float32, NumPy's own loop is equally fast."""
     for i in range(x.size):
         z[i] = narrow(z, wide(x[i]) + wide(y[i]))
 

@@ -1,4 +1,4 @@
-"""Embeddings on CPUs: rows are copied out, and gradients of rows are added in the order of the tokens."""
+"""Embeddings on CPUs: forward copies rows, and backward adds the gradients in the order of the tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def copy_rows(ids: Array, w: Array, y: Array) -> None:
 
 @kernel("i1 f2 f2+")
 def add_rows(ids: Array, dy: Array, dw: Array) -> None:
-    """Compute dw[ids[i]] += dy[i], one i after the other."""
+    """Compute dw[ids[i]] += dy[i] for i = 0, 1, ... in this order."""
     for i in range(ids.size):
         row, total = dy[i], dw[ids[i]]
         for j in range(dy.shape[1]):
@@ -40,7 +40,7 @@ def add_rows(ids: Array, dy: Array, dw: Array) -> None:
 
 @kernel("i1 i1 l2 e2+")
 def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
-    """Add to each dw[ids[i]] the sum of its rows dy[order[i]], rounded once; `ids` are ascending."""
+    """Add to each row of dw, selected by ascending `ids`, the sum of its rows dy[order[i]], rounded once."""
     total = np.zeros(dy.shape[1], np.float32)
     for i in range(ids.size):
         row, out = dy[order[i]], dw[ids[i]]

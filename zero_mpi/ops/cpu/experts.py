@@ -33,7 +33,7 @@ from zero_mpi.ops.threads import in_parts
 
 @kernel("f2 i b f2+ i2+ f2+")
 def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, w: Array) -> None:
-    """Fill p with each row's softmax, chosen and w with its largest elements; NaN allows any experts."""
+    """Fill p with each row's softmax, chosen and w with its largest elements (arbitrary ones for NaN)."""
     for t in range(logits.shape[0]):
         row, out = logits[t], p[t]
         most, total, kept = row_most(row), ZERO, ZERO
@@ -45,7 +45,7 @@ def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, 
         last = -1
         for u in range(used):
             best = -1
-            for j in range(row.size):  # elements after the last choice: lower, or equal with a higher index
+            for j in range(row.size):  # candidates: lower than the last choice, or equal at a higher index
                 after = last < 0 or out[j] < out[last] or (out[j] == out[last] and j > last)
                 if after and (best < 0 or out[j] > out[best]):
                     best = j
@@ -136,19 +136,19 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
     return dgate, dup, dw
 
 
-# oneDNN prepares a product for each number of rows, which takes 200 to 300 KiB and as long as many products
-# of an expert, and the number changes with each call. So rows are padded to one of a few numbers of rows.
-LEAST_ROWS, STEPS = 16, 8  # the smallest of these numbers, and how many there are between two powers of two
+# oneDNN prepares a product for each number of rows. That takes 200 to 300 KiB and as long as many products
+# of an expert, and numbers vary between calls. So an expert's rows are padded to one of a few numbers.
+LEAST_ROWS, STEPS = 16, 8  # the smallest number of rows; how many numbers lie between two powers of two
 
 
 def few(rows: int) -> int:
-    """Return `rows` rounded up to one of a few numbers."""
+    """Return `rows` rounded up to one of the few numbers of rows that are used."""
     step = max(LEAST_ROWS, (1 << (rows - 1).bit_length()) // (2 * STEPS))
     return -(-rows // step) * step
 
 
 def extended(x: Array, part: slice) -> Array:
-    """Return a copy of the rows `part` of x, padded with zeros to one of a few numbers of rows."""
+    """Return a copy of the rows `part` of x, padded with zeros to `few` rows."""
     count = part.stop - part.start
     copy = np.empty((few(count), x.shape[1]), x.dtype)
     copy[:count], copy[count:] = x[part], 0
@@ -164,7 +164,7 @@ def multiply_rows(
     plus: Array | None = None,
     adds: bool = False,
 ) -> None:
-    """Compute y = x w + plus, or y += x w, for the rows `part`; other rows stay. `plus` must be bfloat16."""
+    """Compute y = x w + plus, or y += x w, for the rows `part`; keep other rows. `plus` must be bfloat16."""
     if not is_prepared(x, w):
         multiplies(fitting(x[part]), w, y[part], adds=adds)
         return

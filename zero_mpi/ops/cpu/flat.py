@@ -1,7 +1,7 @@
 """Flat buffers on CPUs: AdamW in one pass, and the sums of squares of a gradient's chunks.
 
 Results must not depend on how a buffer is cut. AdamW is therefore compiled without fast-math, so that the
-vector part of a loop and its remainder round each element equally. A chunk's sum depends only on its length.
+vector part of a loop and its remainder round equally. The order of a chunk's sum depends only on its length.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def update(
     eps: float,
     rate: float,
 ) -> None:
-    """Compute the update of `reference.adamw`, element by element; keep (n,): the factors of n equal runs.
+    """Compute the update of `reference.adamw`, element by element; keep (n,): 1 - lr * decay of n equal runs.
 
     low: receives p rounded to bfloat16 while p is in cache; empty if it is not needed.
     """
@@ -47,7 +47,7 @@ def update(
     length = p.size // keep.size
     for run in range(keep.size):
         kept, here = keep[run], slice(run * length, (run + 1) * length)
-        pr, gr, mr, vr = p[here], g[here], m[here], v[here]  # loops over separate arrays become vector code
+        pr, gr, mr, vr = p[here], g[here], m[here], v[here]  # a loop over separate arrays is vectorized
         for i in range(pr.size):
             d = gr[i] * scale
             first = mr[i] * beta1 + rest1 * d
@@ -70,7 +70,7 @@ def move_average(e: Array, p: Array, keep: float, rest: float) -> None:
 
 @kernel("f1 i d1+", liberties={"reassoc", "contract"})
 def add_squares(g: Array, chunk: int, sums: Array) -> None:
-    """Set sums[i] to the float64 sum of squares of the i-th run of `chunk` elements."""
+    """Set sums[i] to the float64 sum of squares of chunk i; a chunk has `chunk` elements."""
     for i in range(sums.size):
         run = g[i * chunk : (i + 1) * chunk]
         total = 0.0

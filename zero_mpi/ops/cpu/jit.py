@@ -1,10 +1,10 @@
-"""Compilation of kernels: types of their arguments, fast-math flags ("liberties"), and the code's cache.
+"""Compilation of kernels: argument types, fast-math flags ("liberties"), and the cache of compiled code.
 
-A kernel is compiled for float32 or for the bits of bfloat16, or loaded from the cache, by the first call with
-such arrays, because no run needs all kernels. `compile_all` compiles them in advance. Inputs have read-only
-types, so gathered weights may be read-only views. Sums may be reassociated and products contracted, so the
-order is fixed only for a given length. NaN and infinity are preserved, because a step with gradients that are
-not finite must be noticed.
+No run needs all kernels, so the first call with float32 arrays, or with the bits of bfloat16, compiles a
+kernel for them or loads it from the cache. `compile_all` compiles all kernels in advance. Inputs have
+read-only types, so gathered weights may be read-only views. The compiler may reassociate sums and contract
+products, so the order of a sum is fixed only for a given length. NaN and infinity are preserved, because a
+step with gradients that are not finite must be noticed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from zero_mpi.ops.flat_reference import LANE_ROWS, LANES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_kernels: list[tuple[Any, Any, Any]] = []  # each with its signatures for float32 and bfloat16, often equal
+_kernels: list[tuple[Any, Any, Any]] = []  # kernel, float32 signature, bfloat16 signature (often equal)
 
-# Reciprocals by arcp and roots by afn may be the processor's estimates, which differ between manufacturers.
+# With arcp and afn, reciprocals and roots may be the processor's estimates, which differ by manufacturer.
 LIBERTIES = {"reassoc", "contract", "nsz"} | (set() if portable.active else {"arcp", "afn"})
 FLOAT, DOUBLE = types.float32, types.float64
 LOW = types.uint16  # the bits of a bfloat16
@@ -47,12 +47,12 @@ SECOND_BLAS = "scipy.linalg.cython_blas"
 
 f4: Any = np.float32
 ZERO, ONE = f4(0), f4(1)
-UNSEEN = f4(-3e38)  # a score with exponential 0, so that loops over full blocks need no special ends
+UNSEEN = f4(-3e38)  # score of an unseen key: its exponential is 0, so loops can run over full blocks
 
 
 @contextlib.contextmanager
 def out_of_reach(module: str) -> Iterator[None]:
-    """Make an import of a module fail within the context, unless the module was imported before."""
+    """Make imports of a module fail within the context, unless the module was imported before."""
     hidden = sys.modules.setdefault(module, cast(Any, None)) is None
     try:
         yield
@@ -65,7 +65,7 @@ TYPES = {"f": FLOAT, "l": LOW, "d": DOUBLE, "i": types.int64, "b": types.boolean
 
 
 def type_of(word: str, either: Any) -> Any:
-    """Return the type of an argument of a kernel; see `kernel`."""
+    """Return the type that a word of a kernel's signature describes; see `kernel`."""
     kind = either if word[0] == "e" else TYPES[word[0]]
     if word[1:2].isdigit():
         return types.Array(kind, int(word[1]), "A" if "~" in word else "C", readonly="+" not in word)
@@ -73,11 +73,11 @@ def type_of(word: str, either: Any) -> Any:
 
 
 def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
-    """Return a decorator that compiles a function for these types; it runs without the interpreter's lock.
+    """Return a decorator that compiles a function for these types, to run without the interpreter's lock.
 
-    text has a word for each argument, and after an arrow one for the result: f float32, l the bits of a
-    bfloat16, e either of the two (the same for all of a call), d float64, i int64, u uint8, b a boolean. A
-    digit makes it an array of that many axes, contiguous unless followed by `~`. `+`: the kernel writes it.
+    `text` has a word for each argument, and after an arrow one for the result: f float32, l the bits of a
+    bfloat16, e either of the two (all the same in a call), d float64, i int64, u uint8, b a boolean. A digit:
+    array of that many axes, contiguous unless followed by `~`. `+`: the kernel writes the array.
     """
     arguments, _, result = text.partition(" -> ")
     words, returns = arguments.split(), TYPES[result] if result else types.void
@@ -94,7 +94,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
             entry(*given)
             return bool(type(compiled)._search_new_conversions(compiled, *given))
 
-        # numba calls these if no loaded version fits a call, the second only while another thread loads one.
+        # numba calls these if no loaded version fits, the second only while another thread loads a version.
         compiled._search_new_conversions, compiled._compile_for_args = fits_now, entry
         compiled._can_compile = False
         _kernels.append((compiled, full, low))
@@ -112,7 +112,7 @@ def load(compiled: Any, signature: Any) -> Any:
             numba.config.CACHE_DIR = before
         compiled._can_compile = True
         try:
-            with out_of_reach(SECOND_BLAS):  # numba loads it, in 0.2 s, for products that no kernel uses
+            with out_of_reach(SECOND_BLAS):  # no kernel uses this library, which numba would load in 0.2 s
                 return compiled.compile(signature)
         finally:
             compiled._can_compile = False
@@ -130,7 +130,7 @@ class QuickCache(FunctionCache):  # type: ignore[misc]
 def compile_all(kind: str) -> None:
     """Compile all kernels for a type, "float32" or "bfloat16", unless the cache has them."""
     for compiled, full, low in _kernels:
-        for signature in (full,) if kind == "float32" else (full, low):  # amx writes both types
+        for signature in (full,) if kind == "float32" else (full, low):  # amx also writes float32
             load(compiled, signature)
 
 
@@ -141,23 +141,23 @@ def helper(function: F) -> F:
 
 
 def fixed_helper(function: F) -> F:
-    """Compile a helper of kernels without fast-math, so that the order of its sums stays as written."""
+    """Compile a helper of kernels without fast-math, so that its sums keep the written order."""
     compiled: F = numba.njit(fastmath=False, error_model="numpy")(function)
     return compiled
 
 
 def target() -> str:
-    """Return LLVM's name of the processor that code is compiled for: this one unless numba names another."""
+    """Return LLVM's name of the processor that code is compiled for: this machine's by default."""
     return str(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name())
 
 
 def single(*arrays: Array) -> bool:
-    """Return whether all arrays are float32, as most kernels require; the reference computes other types."""
+    """Return whether all arrays are float32. Most kernels require it; the reference computes other types."""
     return all(array.dtype == FLOAT32 for array in arrays)
 
 
 def alike(*arrays: Array) -> bool:
-    """Return whether all arrays are float32 or all are bfloat16, as kernels with `e` arguments require."""
+    """Return whether all arrays are float32 or all are bfloat16; kernels with `e` arguments require that."""
     kind = arrays[0].dtype
     return kind in (FLOAT32, BFLOAT16) and all(array.dtype == kind for array in arrays)
 
@@ -230,14 +230,14 @@ def wide(context: Any, x: Any) -> Any:
 
 
 def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], Any] = WORD) -> Any:
-    """Return words whose lower halves are the bits of the bfloat16 nearest to float32 numbers, ties to even.
+    """Round float32 numbers to bfloat16, ties to even; return words with the bits in their lower halves.
 
     `number` is a scalar or a vector. `word` is the type of its bits, and `word_of` makes a constant of it.
     """
     bits = builder.bitcast(number, word)
     odd = builder.and_(builder.lshr(bits, word_of(16)), word_of(1))
     near = builder.lshr(builder.add(builder.add(bits, word_of(0x7FFF)), odd), word_of(16))
-    is_nan = builder.fcmp_unordered("uno", number, number)  # the addition could turn NaN into another number
+    is_nan = builder.fcmp_unordered("uno", number, number)  # the addition below could turn NaN into a number
     return builder.select(is_nan, word_of(0x7FC0), near)
 
 
@@ -257,8 +257,8 @@ def narrow(context: Any, out: Any, x: Any) -> Any:
 def exponential(x: Any) -> Any:
     """Return e^x in float32, to about 2 ulp: a power of two by its bits, times a polynomial (Cephes' expf).
 
-    Unlike a call of the C library, it becomes vector code. The result is infinite above 88.3 and zero below
-    -87.7, because denormal numbers are slow. NaN stays NaN.
+    The compiler vectorizes it, unlike a call of the C library. The result is infinite above 88.3 and zero
+    below -87.7, because denormal numbers are slow. NaN stays NaN.
     """
     x = f4(-88.0) if x < f4(-88.0) else x
     x = f4(88.8) if x > f4(88.8) else x
@@ -313,8 +313,8 @@ def in_order(bits: Any) -> Any:
 def row_most(row: Array) -> Any:
     """Return the largest element of a contiguous row of at least one element.
 
-    It compares integers, because a maximum of floats becomes vector code only if NaN is excluded. NaN may
-    or may not be the result; callers subtract the result from each element, so that NaN stays in its place.
+    The code compares integers, because the compiler vectorizes a maximum of floats only without NaN. In a row
+    with NaN the result is arbitrary; callers subtract it from each element, which keeps NaN in place.
     """
     bits = row.view(np.int32)
     most = in_order(bits[0])
@@ -346,7 +346,7 @@ def settle(lanes: Array, i: int, n: int) -> None:
 def sums_for(dw: Array | None, w: Array) -> Array:
     """Return the array to which a kernel adds sums over rows: dw, or zeros that `add_sums` adds to dw.
 
-    A frozen parameter also gets zeros, so that the same code runs and dx has the same bits.
+    For a frozen parameter (dw None) it also returns zeros, so that the same code computes the same dx.
     """
     return dw if dw is not None and dw.dtype == FLOAT32 else np.zeros(w.shape, np.float32)
 

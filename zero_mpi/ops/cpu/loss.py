@@ -1,8 +1,8 @@
 """Cross-entropy on CPUs: logits become their gradient in place, row by row, while a row is in cache.
 
 `linear_cross_entropy` computes the head's product, the loss and both gradients for a chunk of rows at a time,
-so that only one chunk of logits exists, whatever the size of the vocabulary. In bfloat16, logits are float32;
-their gradient is rounded in place, and dw is rounded once per chunk.
+so that only one chunk of logits exists, whatever the size of the vocabulary. For bfloat16 inputs, logits are
+float32; their gradient is rounded in place, and dw is rounded once per chunk.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ NOTHING = np.zeros((0, 0), np.uint16)  # used in place of an array that is not n
 def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient: bool) -> float:
     """Return the sum of -log softmax(z)[target] over rows; if `gradient`, turn z into its gradient * scale.
 
-    Otherwise z does not change. low: z viewed as halves of its elements, or empty. If it is not empty, the
-    first half of each row becomes the gradient in bfloat16, and z must not be used any more. A row whose
+    Otherwise z does not change. low: z viewed as 16-bit numbers, or empty. If `low` is not empty, the first
+    half of each of its rows becomes the gradient in bfloat16, and z must not be used any more. A row whose
     target does not count adds 0 to the sum and has a gradient of zeros.
     """
     n, width = z.shape
     total = 0.0
-    weights = np.empty(width, np.float32)  # not in z, so that one loop gives the same bits in both cases
+    weights = np.empty(width, np.float32)  # not in z, so that a loop with equal bits serves both cases
     for i in range(n):
         row = z[i]
         if targets[i] == UNCOUNTED:

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm on CPUs: a row is read once from memory, and then from the first-level cache."""
+"""RMSNorm and LayerNorm on CPUs. Only the first pass over a row reads memory; later passes hit the cache."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rms_backward(
 
 @kernel("e2 e1 e1 f e2+ f1+ f1+")
 def layer_forward(x: Array, w: Array, b: Array, eps: float, y: Array, mean: Array, r: Array) -> None:
-    """Compute y = (x - mean) * r * w + b; centring before the variance avoids cancellation."""
+    """Compute y = (x - mean) * r * w + b; the mean is subtracted before squaring, to avoid cancellation."""
     n, width = x.shape
     for i in range(n):
         total = ZERO
@@ -126,7 +126,7 @@ def layer_backward(
 
 
 def kernels_take(dy: Array, x: Array, w: Array, plus: Array | None, *sums: Array | None) -> bool:
-    """Return whether a kernel can compute the backward of these arrays."""
+    """Return whether a kernel supports these arrays in backward."""
     return alike(dy, x, w, *(() if plus is None else (plus,))) and adds_into(plus, *sums)
 
 

@@ -1,11 +1,10 @@
 """Products by oneDNN through its C interface, if the processor has units for bfloat16.
 
-NumPy's BLAS has no bfloat16 product, and for float32 oneDNN is faster on such processors. The library is from
-$ZERO_MPI_DNNL, the extra `onednn` or the system, and the first product loads it. Only documented functions
-are used (oneDNN 3: the matmul primitive with bias and post-operations), so later versions work.
-Sums are float32, and each result is rounded once. Products of subnormal bfloat16 numbers are
-zero, as in the processor's own instruction. Before a library is used, it must compute a few test
-products correctly.
+NumPy's BLAS has no bfloat16 product, and on such processors oneDNN is faster in float32 too. The library
+comes from $ZERO_MPI_DNNL, the extra `onednn` or the system; the first product loads it. Only documented
+functions are used (oneDNN 3: the matmul primitive with bias and post-operations), so later versions work.
+Sums are float32, and each result is rounded once. Products of subnormal bfloat16 numbers are zero, as in the
+processor's instruction. A library is used only if it computes a few test products correctly.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ SOURCE, WEIGHTS, BIAS, RESULT, SECOND_SOURCE = 1, 33, 41, 17, 2
 BINARY_ADD = 0x1FFF0
 POST_OPERATION = (32768, 16384)  # argument number of the first post-operation, which depends on the version
 MOST_DIMS = 12
-MOST_PRODUCTS = 1024  # kept per thread; nearly every window of packed documents has new shapes
+MOST_PRODUCTS = 1024  # products kept per thread; nearly every window of packed documents has new shapes
 OF = {"matmul_primitive_desc": "primitive_desc"}  # the name under which an object is destroyed, if it differs
 Handle = ctypes.c_void_p
 Key = tuple[Any, ...]
 
 
 class OneDNNError(Exception):
-    """oneDNN rejected a call or cannot be used; the text gives the reason."""
+    """Error: oneDNN rejected a call or cannot be used; the text gives the reason."""
 
 
 class Argument(ctypes.Structure):
@@ -56,7 +55,7 @@ class Product:
 
     def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
         self._library, self._stream, self._memories = library, library.own.stream, list[Handle]()
-        with contextlib.ExitStack() as lent:  # primitive and memory keep copies of these objects
+        with contextlib.ExitStack() as lent:  # the primitive and memory objects keep copies
             descriptions = {what: library.description(lent, array) for what, array in arrays.items()}
             for description in descriptions.values():
                 self._memories.append(library.made("memory_create", description, library.engine, None))
@@ -70,13 +69,13 @@ class Product:
         self._arguments = (Argument * len(pairs))(*pairs)
 
     def destroy(self) -> None:
-        """Free the library's objects of this product."""
+        """Free the library objects that this product holds."""
         self._library.destroy("primitive", self._primitive)
         for memory in self._memories:
             self._library.destroy("memory", memory)
 
     def __call__(self, arrays: dict[int, Array]) -> None:
-        """Compute the product of arrays with the shapes and layouts that it was made for."""
+        """Compute the product; the arrays must have the shapes and layouts that it was made for."""
         library = self._library
         for memory, array in zip(self._memories, arrays.values(), strict=True):
             library.set_handle(memory, array.__array_interface__["data"][0])  # twice as fast as .ctypes.data
@@ -86,7 +85,7 @@ class Product:
 
 
 class OfThread(threading.local):
-    """State of each thread: a stream, and the products by shape, which hold pointers to arrays."""
+    """State of one thread: a stream, and products by shape, which hold pointers to arrays."""
 
     def __init__(self, library: OneDNN) -> None:
         share_threads()
@@ -104,7 +103,7 @@ class OneDNN:
             self.execute = self._symbols.dnnl_primitive_execute
             self.wait = self._symbols.dnnl_stream_wait
             isa = self._symbols.dnnl_get_effective_cpu_isa()
-            self._symbols.dnnl_memory_desc_create_with_strides  # noqa: B018  (of oneDNN 3)
+            self._symbols.dnnl_memory_desc_create_with_strides  # noqa: B018  (exists since oneDNN 3)
         except (OSError, AttributeError) as error:
             raise OneDNNError(f"{path} is not oneDNN 3: {error}") from None
         self.set_handle.argtypes = [Handle, Handle]
@@ -141,8 +140,8 @@ class OneDNN:
         """Return c after computing c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus + c.
 
         Without `adds`, c is not read. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all are
-        float32. a and b, or their transposes, have rows of unit stride that do not overlap. bias is for
-        single matrices only. Products that the library lacks are computed on float32 copies.
+        float32. a or a^T, and b or b^T, have contiguous rows that do not overlap. bias is for single matrices
+        only. Products that the library lacks are computed on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:
@@ -160,7 +159,7 @@ class OneDNN:
         return c
 
     def _new(self, key: Key, arrays: dict[int, Array], adds: bool) -> Product | None:
-        """Make and keep the product of a key, replacing the oldest if there are many; None if unsupported."""
+        """Return and cache a new product; drop the oldest if there are too many; None if unsupported."""
         products = self.own.products
         if len(products) >= MOST_PRODUCTS:
             oldest = products.pop(next(iter(products)))
@@ -174,18 +173,18 @@ class OneDNN:
     # ------------------------------------------------------------------------------ the C interface
 
     def checked(self, status: int, what: str) -> None:
-        """Raise OneDNNError unless a status is success."""
+        """Raise OneDNNError if a library function returned an error status."""
         if status:
             raise OneDNNError(f"dnnl_{what} gives status {status}")
 
     def made(self, what: str, *arguments: Any) -> Handle:
-        """Return the object that a library function creates and writes to its first argument."""
+        """Return the object that a library function creates and returns through its first argument."""
         made = Handle()
         self.checked(getattr(self._symbols, f"dnnl_{what}")(ctypes.byref(made), *arguments), what)
         return made
 
     def lent(self, until: contextlib.ExitStack, kind: str, *arguments: Any, how: str = "{}_create") -> Handle:
-        """Return a new object of a kind, which is destroyed when `until` ends."""
+        """Return a new library object of a kind, which is destroyed when `until` exits."""
         found = self.made(how.format(kind), *arguments)
         until.callback(self.destroy, OF.get(kind, kind), found)
         return found
@@ -202,7 +201,7 @@ class OneDNN:
         return self.lent(lent, "memory_desc", x.ndim, dims, KINDS[x.dtype], strides, how=how)
 
     def attributes(self, lent: contextlib.ExitStack, added: Handle | None, adds: bool) -> Handle | None:
-        """Return the post-operations of a product, which add another matrix and the former result."""
+        """Return the post-operations of a product, which add another matrix and the old values of c."""
         if added is None and not adds:
             return None
         attributes, operations = self.lent(lent, "primitive_attr"), self.lent(lent, "post_ops")
@@ -225,7 +224,7 @@ class OneDNN:
             self.own.products.clear()
             try:
                 for what, found, expected in self._trials():
-                    # Half a unit in the last place of bfloat16, and the effect of another order of a sum.
+                    # Tolerance: half a unit in the last place of bfloat16, and another order of a sum.
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():
@@ -238,7 +237,7 @@ class OneDNN:
         raise OneDNNError(str(problem))
 
     def _trials(self) -> Iterator[tuple[str, Array, Array]]:
-        """Yield (name, the library's product, the expected product) for every use of products."""
+        """Yield (name, the library's product, the expected product) for each kind of product in use."""
         for m, k, n in ((5, 3, 7), (64, 200, 96)):
             random = np.random.default_rng(m)
             shapes = (m, k), (n, k), (m, n)
@@ -258,8 +257,8 @@ class OneDNN:
 
 
 def share_threads() -> None:
-    """Give the library as many threads as BLAS has, in products that this thread starts. With several BLAS
-    libraries the least number counts, because a limit does not reach a library loaded later (SciPy's)."""
+    """Limit the library to as many threads as BLAS in products that this thread starts. Of several BLAS
+    libraries the smallest number counts, because a limit does not reach a library loaded later (SciPy's)."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     ThreadpoolController().limit(limits=min(threads, default=1), user_api="openmp")
 
@@ -278,7 +277,7 @@ def candidates() -> Iterator[str]:
 
 @cache
 def load() -> tuple[OneDNN | None, str]:
-    """Return (the library, ""), or (None, the reason why there is none). It is loaded once per process."""
+    """Return (the library, ""), or (None, the reason why there is none). A process loads the library once."""
     if portable.active:
         return None, "--bits portable uses OpenBLAS on float32 copies"
     reason = f"no oneDNN was found: pip install 'zero-mpi[onednn]', or set {VARIABLE} to a library"

@@ -1,9 +1,9 @@
-"""Products on CPUs: oneDNN if it is faster, else BLAS, float32 copies or the reference. Also linear layers.
+"""Matrix products and linear layers on CPUs: by oneDNN if it is faster, else by BLAS or the reference.
 
-oneDNN computes products of bfloat16. On processors with bfloat16 units it also computes products of float32,
-except small ones, which BLAS finishes before oneDNN has begun. If these units multiply tiles (AMX), oneDNN
-is faster in float32 only if the second matrix is transposed, as in a forward; some other shapes take it three
-times as long (docs/benchmarks.md).
+oneDNN computes products of bfloat16. On processors with bfloat16 units it also computes float32 products,
+except small products, which BLAS finishes before oneDNN has begun. On processors with tile units (AMX),
+oneDNN is faster in float32 only if the second matrix is transposed, as in a forward; in some other shapes it
+takes three times as long (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from zero_mpi.ops.reference import rows
 from zero_mpi.ops.registry import defined, implements
 from zero_mpi.ops.threads import EVEN_ROWS, cut_product, equal_parts, in_parts, shared, with_sums
 
-LEAST = 1 << 22  # multiplications of float32: below that BLAS takes less time than a library call
-AT_A_TIME = 3 << 20  # bytes of a transposed matrix: the library copies it, and the copy must stay in cache
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: arch_prctl and its arguments
+LEAST = 1 << 22  # float32 multiplications: BLAS computes smaller products faster than oneDNN starts
+AT_A_TIME = 3 << 20  # bytes of a transposed matrix, which the library copies: the copy must fit in cache
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # system call arch_prctl and its arguments
 
 
 def is_transposed(x: Array) -> bool:
@@ -55,7 +55,7 @@ def is_transposed(x: Array) -> bool:
 
 
 def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
-    """Return a function that multiplies these arrays, with the signature of `blas.times`, or None."""
+    """Return a function like `blas.times` that multiplies these arrays, or None if there is none."""
     given = [array for array in arrays if array is not None]
     library = onednn.load()[0]
     if single(*given):
@@ -65,14 +65,14 @@ def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
 
 
 def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
-    """Return a function like `product_of` that multiplies on all threads, or None."""
+    """Return the function of `product_of`, extended to all threads, or None."""
     product = product_of(*arrays)
     return None if product is None else shared(product)
 
 
 @cache
 def of_single(library: OneDNN) -> Callable[..., Array]:
-    """Return a float32 product like `blas.times` that uses the faster library."""
+    """Return a float32 product like `blas.times` that uses the faster of oneDNN and BLAS."""
 
     def multiply(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
         small = c.size * a.shape[-1] < LEAST
@@ -84,7 +84,7 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
 
 
 def is_prepared(a: Array, b: Array) -> bool:
-    """Return whether oneDNN, which prepares each shape, computes the product a b if it is not small."""
+    """Return whether oneDNN, which prepares each shape, computes the product a b unless it is small."""
     library = onednn.load()[0]
     if a.dtype == BFLOAT16 or library is None:
         return library is not None
@@ -92,7 +92,7 @@ def is_prepared(a: Array, b: Array) -> bool:
 
 
 def load() -> None:
-    """Load the library that multiplies bfloat16, and compile our own kernels for it."""
+    """Load oneDNN, which multiplies bfloat16, and compile our own bfloat16 kernels."""
     library = onednn.load()[0]
     if library is not None and library.has_tiles:
         by_tiles()
@@ -100,9 +100,9 @@ def load() -> None:
 
 @cache
 def of_low(library: OneDNN) -> Callable[..., Array]:
-    """Return a bfloat16 product: tile units for many small matrices if there are any, else the library's.
+    """Return a bfloat16 product: our tile kernels for many small matrices if possible, else oneDNN.
 
-    If a is large and transposed, its rows are multiplied in several parts.
+    If a is large and transposed, its rows are multiplied in parts.
     """
     of_many = by_tiles() if library.has_tiles else None
 
@@ -131,7 +131,7 @@ def by_tiles() -> Callable[..., Array] | None:
 
 
 def otherwise(operation: Callable[..., Any], *given: Any) -> Any:
-    """Compute an operation without a product of its type, on float32 copies of bfloat16 or by reference."""
+    """Compute an operation, in a type that no library multiplies, on float32 copies or by the reference."""
     if given[0].dtype == BFLOAT16:
         return accept_low(operation.__name__, operation)(*given)
     return getattr(reference, operation.__name__)(*given)

@@ -1,12 +1,12 @@
-"""Causal attention on a GPU: by cuDNN where it is installed and fits, else by products and softmax kernels.
+"""Causal attention on a GPU, by cuDNN if it can be used, otherwise by products and our softmax kernels.
 
-Our own way gathers the R query heads that share a key/value head as rows (t, r) of one matrix, so that
-grouped heads need no special code, and processes the queries in blocks whose scores stay below SCORES. It
-keeps only the logarithm of each row's sum of weights and computes a block again in backward, so memory grows
-with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
+Our own attention gathers the R query heads that share a key/value head as rows (t, r) of one matrix, so that
+grouped heads need no special code. The queries are processed in blocks whose scores fit in SCORES bytes.
+Forward keeps only the logarithm of each row's sum of weights, and backward computes each block again, so
+memory grows with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
 
-ZERO_MPI_GPU_ATTENTION is auto, own, cudnn (cuDNN for all that it supports, else an error) or any-order (cuDNN
-adds gradients in any order, and two runs may differ).
+ZERO_MPI_GPU_ATTENTION is auto, own (our kernels), cudnn (an error if cuDNN cannot be used) or any-order
+(cuDNN adds gradients in any order, and two runs may differ).
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Sizes(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Key/value heads of all sequences."""
+        """Number of key/value heads in all sequences."""
         return self.batch * self.kv
 
     @property
     def across(self) -> int:
-        """Elements from a row of scores to the next: a multiple of 8, so that rows are aligned."""
+        """Elements from a row of scores to the next row: a multiple of 8, so that rows are aligned."""
         return scores_across(self.total)
 
 
@@ -77,9 +77,9 @@ def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
 
 
 def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa | None:
-    """Return cuDNN if it computes these arrays. Raise UsageError if it is required but cannot be used.
+    """Return cuDNN if it supports these arrays. Raise UsageError if it is required but cannot be used.
 
-    Own kernels compute packed documents: cuDNN would need one graph for each set of lengths.
+    Our kernels compute packed documents: cuDNN would need a graph for each set of document lengths.
     """
     if way() == "own" or begins is not None:
         return None
@@ -90,13 +90,13 @@ def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa 
 
 
 def refused(what: str) -> None:
-    """Raise UsageError if cuDNN is required; otherwise own kernels compute."""
+    """Raise UsageError if cuDNN is required. Otherwise our kernels compute."""
     if way() == "cudnn":
         raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {what} of these shapes")
 
 
 def slower(kind: Any) -> str:
-    """Return why attention in a low type is slower than cuDNN's; empty if it is not, or by choice."""
+    """Return why cuDNN does not compute attention in a low type; empty if it does or is switched off."""
     why_not = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
     return why_not and f"attention is several times slower here, without cuDNN: {why_not}"
 
@@ -115,7 +115,7 @@ def about() -> str:
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """Compute `reference.causal_attention`; it keeps (y for cuDNN or None, logarithms (B, H, T), begins)."""
+    """Compute `reference.causal_attention`, and keep (y for cuDNN or None, logarithms (B, H, T), begins)."""
     y = take((*q.shape[:3], v.shape[3]), q.dtype)
     sums = take((q.shape[0], q.shape[2], q.shape[1]), F32)
     if not y.size:
@@ -156,20 +156,20 @@ def causal_attention_backward(
 
 
 def grouped(x: Array, kv: int) -> Array:
-    """Return x (B, T, heads, width), or a copy, whose R heads of a group are adjacent."""
+    """Return x (B, T, heads, width), or a copy in which the R heads of a group are adjacent."""
     shared, size = x.shape[2] // kv, x.itemsize
     alone = shared == 1 or x.strides[2] == x.shape[3] * size
     return x if alone and (x.shape[3] == 1 or x.strides[3] == size) else packed(x)
 
 
 def steps(x: Array, kv: int) -> tuple[int, int, int]:
-    """Return the steps, in elements, of sequences, head groups and positions of x (B, T, heads, width)."""
+    """Return the strides, in elements, of sequences, head groups and positions of x (B, T, heads, width)."""
     b, t, h, _ = (stride // x.itemsize for stride in x.strides)
     return b, h * (x.shape[2] // kv), t
 
 
 def move(source: Array, target: Array, shape: tuple[int, ...], ways: Sequence[int]) -> None:
-    """Copy (B, K, T, R width) between arrays with the steps `ways`, to the type of the target."""
+    """Copy (B, K, T, R width) between arrays with the strides `ways`; convert to the type of the target."""
     *rows, width = shape
     packs = -(-width * target.itemsize // PACK)
     threads = min(THREADS, -(-packs // 32) * 32)
@@ -194,7 +194,7 @@ def unpack(copy: Array, x: Array, kv: int) -> None:
 
 
 def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, n, m) of each block of n queries, which see m keys together, from the last one down."""
+    """Yield (first, n, m) of each block of n queries that see the first m keys, from the last block down."""
     most = score_rows(sizes.groups * sizes.shared, sizes.total)
     for first in reversed(range(0, sizes.length, most)):
         n = min(most, sizes.length - first)
@@ -202,9 +202,9 @@ def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
 
 
 class Scores:
-    """Buffers for a block's scores: float32 for products, and weights in the type of the inputs.
+    """Buffers for the scores of a block, in float32, and its weights, in the type of the inputs.
 
-    begins (B, T): the first key that each query sees; None: each sees all keys up to its own.
+    begins (B, T): the first key that each query sees; None: each query sees all keys up to its own.
     """
 
     def __init__(self, sizes: Sizes, kind: Any, begins: Array | None) -> None:
@@ -214,25 +214,25 @@ class Scores:
         self.low = self.wide if kind == F32 else take(self.wide.shape, kind)
 
     def matrix(self, buffer: Array, n: int, m: int) -> Matrix:
-        """Return the block in a buffer as a Matrix: (n R, m) for each key/value head."""
+        """Return a block in `buffer` as a Matrix: (n R, m) for each key/value head."""
         sizes, rows = self.sizes, n * self.sizes.shared
         kind, apart = kind_of(buffer.dtype), rows * sizes.across
         return Matrix(buffer.data.ptr, rows, m, sizes.across, kind, sizes.groups, apart)
 
     def weigh(self, first: int, n: int, m: int, sums: Array, again: bool) -> Matrix:
-        """Turn scores into weights; `sums` are written, or read if `again`."""
+        """Turn scores into weights; write `sums`, or read them if `again`."""
         places = self.wide, self.low, sums, at(self._begins)
         seen = self.sizes.kv, self.sizes.length, first, int(again)
         WEIGHTS[self.kind](*self._grid(n, m), (*places, *self._rows(n, m), *seen))
         return self.matrix(self.low, n, m)
 
     def slope(self, n: int, m: int, d: Array, scale: float) -> Matrix:
-        """Turn weights into the gradient of query-key products, given d, the gradient of the weights."""
+        """Turn weights into the gradient of the unscaled scores, given d, the gradient of the weights."""
         SLOPES[self.kind](*self._grid(n, m), (d, self.low, *self._rows(n, m), f4(scale)))
         return self.matrix(self.low, n, m)
 
     def _rows(self, n: int, m: int) -> tuple[int, int, int, int]:
-        """Return the kernels' parameters of the rows."""
+        """Return the parameters that describe the rows to a kernel."""
         return m, self.sizes.across, n, self.sizes.shared
 
     def _grid(self, n: int, m: int) -> tuple[int, int]:
@@ -243,7 +243,7 @@ class Scores:
 
 
 def forward(sizes: Sizes, work: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array) -> None:
-    """Fill y (B, T, H, E) and sums (B, H, T) of inputs q, k and v."""
+    """Fill y (B, T, H, E) and sums (B, H, T) from inputs q, k and v."""
     heads = [gathered(x, sizes.kv) for x in inputs]
     own, keys, values = (batched(x) for x in heads)
     out = take((sizes.batch, sizes.kv, sizes.length * sizes.shared, sizes.tall), y.dtype)
@@ -265,7 +265,7 @@ def backward(
 ) -> None:
     """Fill into = (dq, dk, dv) from inputs q, k, v and dy.
 
-    The last block sees all keys, so it writes the gradients to which the others add.
+    The last block sees all keys, so it writes the gradients to which the other blocks add.
     """
     heads = [gathered(x, sizes.kv) for x in inputs]
     own, keys, values, turned = (batched(x) for x in heads)

@@ -1,7 +1,7 @@
 """Elementwise operations on a GPU: sums, multiples, biases, GELU, SwiGLU, rotary positions.
 
-Each makes one pass over memory, 16 bytes per thread at a time; parts that are not aligned to that, or are
-shorter, are processed element by element.
+Each operation makes one pass over memory, in packs of 16 bytes per thread. Unaligned or shorter parts are
+processed element by element.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 
 @implements(reference.rope, ARRAY)
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    """Compute `reference.rope`, for a table in float32. x and out may be columns of wider arrays."""
+    """Compute `reference.rope`; cos and sin are float32. x and out may be columns of wider arrays."""
     kernel = ROPE[bool(interleaved)][x.dtype]
     cos, sin = packed(cos), packed(sin)
     x = x if x.strides[-1] == x.itemsize else packed(x)

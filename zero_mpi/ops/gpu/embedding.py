@@ -1,7 +1,7 @@
-"""Embeddings on a GPU: rows copied out by token; gradients of rows summed in the order of the tokens' places.
+"""Embeddings on a GPU: forward copies rows; backward sums gradients in the order of the tokens' positions.
 
-For the gradient the places are sorted by token, once, so that a token's rows are summed by one thread for
-each few columns, and no two threads add to one number.
+Backward first sorts the positions by token. Then one thread sums a few columns of all rows of a token, so no
+two threads add to the same number.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ EMBEDDING = Family("embedding.cu", "embedding", "PLPPLL")
 TOKEN_KEYS = Kernel("embedding.cu", "token_keys", "PLPLL")
 EMBEDDING_SUMS = by_pairs("embedding.cu", "embedding_sums", "PPPPLLL", product(TYPES, TYPES))
 EMBEDDING_JOINS = Family("embedding.cu", "embedding_joins", "PPPLLL")
-JOIN_PACK = 4  # elements of a thread that adds up partial sums
-PLACE_BITS = 32  # low bits of a key; those of the token lie above
-# CuPy's sort waits for the GPU and takes memory of its own; this one is for tens of thousands of keys.
+JOIN_PACK = 4  # elements per thread in the kernel that adds up partial sums
+PLACE_BITS = 32  # low bits of a key, for the position; the token is in the bits above
+# CuPy's sort waits for the GPU and allocates memory. This sort is meant for tens of thousands of keys.
 DIGIT_COUNTS = Kernel("sort.cu", "digit_counts", "PPLL")
 COUNTS_BEFORE = Kernel("sort.cu", "counts_before", "PL")
 BY_DIGIT = Kernel("sort.cu", "by_digit", "PPPLL")
-BITS = 8  # bits of a digit: there are as many digits as a block has threads
+BITS = 8  # bits of a digit: a digit has as many values as a block has threads
 THREADS_OF_A_SUM = 1024
 
 
 @implements(reference.embedding, ARRAY)
 def embedding(tokens: Array, w: Array) -> Array:
-    """Compute `reference.embedding`; a token that is not below V gives a row of NaN."""
+    """Compute `reference.embedding`. A token outside [0, V) gives a row of NaN."""
     kernel, ids, w, (vocabulary, width) = EMBEDDING[w.dtype], packed(tokens), packed(w), w.shape
     y = take((*tokens.shape, width), w.dtype)
     grid = tiled(ids.size, width, PACK // w.itemsize)
@@ -57,7 +57,7 @@ def embedding(tokens: Array, w: Array) -> Array:
 
 
 def sorted_places(tokens: Array, vocabulary: int) -> Array:
-    """Return keys token * 2^32 + place, in order; an invalid token counts as V."""
+    """Return sorted keys token * 2^32 + position; an invalid token counts as V."""
     ids, size = packed(tokens), int(tokens.size)
     if size >= 1 << PLACE_BITS:
         raise ValueError(f"embedding_backward: expected fewer than {1 << PLACE_BITS} tokens; got {size}")
@@ -65,7 +65,7 @@ def sorted_places(tokens: Array, vocabulary: int) -> Array:
     blocks = -(-size // THREADS)
     counts = take((blocks << BITS,), np.uint32)
     TOKEN_KEYS(blocks, THREADS, (ids, ids.itemsize, keys, size, vocabulary))
-    # A stable sort digit by digit, from the token's lowest digit on; places are in order already.
+    # Stable radix sort, from the token's lowest digit on; the positions are already in order.
     for shift in range(PLACE_BITS, PLACE_BITS + vocabulary.bit_length(), BITS):
         DIGIT_COUNTS(blocks, THREADS, (keys, counts, size, shift))
         COUNTS_BEFORE(1, THREADS_OF_A_SUM, (counts, int(counts.size)))
@@ -76,7 +76,7 @@ def sorted_places(tokens: Array, vocabulary: int) -> Array:
 
 @implements(reference.embedding_backward, ARRAY)
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
-    """Compute `reference.embedding_backward`; dw may have any of the types. Tokens from V on are ignored."""
+    """Compute `reference.embedding_backward`; dw: float32 or a low type. Tokens from V on are ignored."""
     EMBEDDING[dy.dtype], EMBEDDING[dw.dtype]
     writable("embedding_backward", dw)
     dy, size, (vocabulary, width) = packed(dy), tokens.size, dw.shape
@@ -99,6 +99,6 @@ def positions(x: Array, w: Array) -> Array:
 
 @implements(reference.positions_backward, ARRAY)
 def positions_backward(dy: Array, dw: Array) -> None:
-    """Compute `reference.positions_backward`; dw may have any of the types."""
+    """Compute `reference.positions_backward`; dw may have any of the three types."""
     writable("positions_backward", dw)
     add_columns(packed(dy).reshape(dy.shape[0], -1), dw.reshape(-1))

@@ -1,6 +1,6 @@
-"""Flat buffers on a GPU: AdamW in one pass, and sums of squares of chunks.
+"""Operations on flat buffers on a GPU: AdamW in one pass, and sums of squares of chunks.
 
-Results depend neither on how a buffer is cut nor on the GPU. AdamW's have the bits of the reference.
+Results depend neither on how a buffer is cut nor on the GPU. AdamW gives the bits of the reference.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def adamw(
     step: int,
     low: Array | None = None,
 ) -> None:
-    """Compute `reference.adamw`, bit for bit, for p, g, m, v in float32; `low` may have any of the types."""
+    """Compute `reference.adamw`, bit for bit. p, g, m and v are float32; `low` has any of the three types."""
     single("adamw", p, g, m, v)
     writable("adamw", low)
     size, run = int(p.size), run_length(p, decay)

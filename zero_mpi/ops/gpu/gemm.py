@@ -1,14 +1,14 @@
-"""Matrix products by cuBLASLt: one plan per product, made at its first use and kept.
+"""Matrix products by cuBLASLt. The first product of some shapes and types makes a plan, which is kept.
 
-Arrays are row-major and cuBLASLt is column-major, so it computes the transpose of everything: the second
-factor is its A and the first its B, and a row here is a column there. A plan holds the descriptors and the
+Our arrays are row-major and cuBLASLt is column-major, so cuBLASLt computes the transposed product: our second
+factor is its A, our first factor its B, and our rows are its columns. A plan holds the descriptors and the
 algorithm; a call passes plain addresses and allocates nothing. Sums are float32 for all inputs, and float32
 inputs are multiplied in full precision, not as TF32.
 
-The algorithm is the first that the heuristics name. It may cut the inner dimension and add float32 parts from
-a workspace in a fixed order: gradients of weights have few tiles and long sums, and would leave most of a GPU
-idle. ZERO_MPI_GPU_SPLIT_K=0 asks for whole sums. ZERO_MPI_GPU_TUNE=1 times the first eight algorithms, and
-then another run may choose another one and have other bits.
+The algorithm is the first that cuBLASLt's heuristics propose. This algorithm may split the inner dimension
+and add float32 parts from a workspace in a fixed order: weight gradients have few tiles and long sums, which
+would leave most of a GPU idle. ZERO_MPI_GPU_SPLIT_K=0 forbids that. ZERO_MPI_GPU_TUNE=1 times the first eight
+algorithms; then another run may choose another algorithm and compute other bits.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from zero_mpi.ops.gpu.elementwise import ADD_ROW
 from zero_mpi.ops.gpu.launch import PACK, PLANS, lying, row_step, take, tiled
 from zero_mpi.ops.sizes import WORKSPACE
 
-# Numbers of CUDA's and cuBLASLt's headers; tests compare them with the names of the bindings.
+# Constants from the headers of CUDA and cuBLASLt; tests compare them with the bindings.
 COMPUTE_32F, NORMAL, TRANSPOSED = 68, 0, 1
 EPILOGUE_DEFAULT, EPILOGUE_BIAS = 1, 4
-WHOLE, FLOAT32_PARTS = 0, 2  # masks of reduction schemes: only whole sums; also float32 parts in a workspace
+WHOLE, FLOAT32_PARTS = 0, 2  # masks of reduction schemes: unsplit sums only; or float32 parts in a workspace
 SINGLE, HALF, BFLOAT16 = 0, 2, 14  # cudaDataType
 KINDS = {np.dtype(np.float32): SINGLE, np.dtype(np.float16): HALF, np.dtype(ml_dtypes.bfloat16): BFLOAT16}
 DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 BYTES: dict[int, int] = {kind: dtype.itemsize for dtype, kind in KINDS.items()}
 
 CANDIDATES = 8
-FITTING = 16  # bytes: the largest alignment that kernels need
+FITTING = 16  # bytes; the largest alignment that kernels need
 RESULT = np.dtype(  # cublasLtMatmulHeuristicResult_t
     [
         ("algo", np.uint64, 8),
@@ -54,27 +54,27 @@ RESULT = np.dtype(  # cublasLtMatmulHeuristicResult_t
 
 
 class NoAlgorithm(ValueError):
-    """cuBLASLt has no algorithm for a product."""
+    """Error: cuBLASLt has no algorithm for a product."""
 
 
 class Matrix(NamedTuple):
-    """A matrix with contiguous rows, or `batch` of them, as plain numbers; distances are in elements."""
+    """Matrix with contiguous rows, or a batch of such matrices, as numbers; strides are in elements."""
 
     address: int
     rows: int
     columns: int
-    step: int  # from a row to the next
+    step: int  # stride of rows
     kind: int  # cudaDataType
     batch: int = 1
-    apart: int = 0  # from a matrix to the next
+    apart: int = 0  # stride of matrices
 
     def part(self, first: int, rows: int) -> Matrix:
-        """Return `rows` rows from `first` on."""
+        """Return the matrix of `rows` rows from row `first` on."""
         return self._replace(address=self.address + first * self.step * BYTES[self.kind], rows=rows)
 
     @property
     def extent(self) -> int:
-        """Bytes from the first element to the end of the last."""
+        """Number of bytes from the start of the first element to the end of the last element."""
         return ((self.batch - 1) * self.apart + (self.rows - 1) * self.step + self.columns) * BYTES[self.kind]
 
 
@@ -88,7 +88,7 @@ def kind_of(dtype: Any) -> int:
 
 
 def matrix(x: Array) -> Matrix:
-    """Return x (..., C) as (N, C); raise ValueError if its rows have uneven steps."""
+    """Return x (..., C) as (N, C). Raise ValueError if the distance between rows varies."""
     step = row_step(x.shape, x.strides, x.itemsize)
     if not step:
         raise ValueError(f"expected contiguous rows at one distance, not {x.shape} by {x.strides} bytes")
@@ -103,7 +103,7 @@ def batched(x: Array) -> Matrix:
 
 
 def fit(address: int) -> int:
-    """Return the largest power of two, at most FITTING, that divides an address."""
+    """Return the alignment of an address: the largest power of two up to FITTING that divides it."""
     return min(FITTING, address & -address) if address else FITTING
 
 
@@ -114,7 +114,7 @@ def import_lt() -> Any:
 
 
 def describe(lt: Any, kind: str, target: int, **values: int) -> None:
-    """Set attributes of one of cuBLASLt's objects, of a kind such as "matmul_desc"."""
+    """Set attributes of a cuBLASLt object of a kind such as "matmul_desc"."""
     names = getattr(lt, f"{kind.title().replace('_', '')}Attribute")
     for name, value in values.items():
         attribute = int(getattr(names, name))
@@ -123,17 +123,17 @@ def describe(lt: Any, kind: str, target: int, **values: int) -> None:
 
 
 class LtGemm:
-    """D = scale op(A) op(B) + beta C + bias for one set of shapes, distances, types and alignments."""
+    """Plan of D = scale op(A) op(B) + beta C + bias for one set of shapes, strides, types and alignments."""
 
     def __init__(self, products: Products, spec: GemmSpec) -> None:
         lt = self._lt = products.lt
         self._products = products
-        self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # read at each start
+        self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # read in each call
         self._scale, self._beta = (self._numbers.ctypes.data + 4 * place for place in (0, 1))
         self._bias = ctypes.c_uint64(spec.bias)
         self._at_bias = ctypes.addressof(self._bias)
         self._bias_pointer = int(lt.MatmulDescAttribute.BIAS_POINTER)
-        # Row-major asks for the transpose: cuBLASLt's A is our B, and the other way round.
+        # Our arrays are row-major, so cuBLASLt's A is our b and its B is our a.
         self.described = lt.matmul_desc_create(COMPUTE_32F, SINGLE)
         turns = [TRANSPOSED if turned else NORMAL for turned in (spec.tb, spec.ta)]
         describe(lt, "matmul_desc", self.described, TRANSA=turns[0], TRANSB=turns[1])
@@ -141,10 +141,10 @@ class LtGemm:
             more = {"BIAS_DATA_TYPE": spec.d.kind, "BIAS_POINTER": spec.bias}
             describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_BIAS, **more)
         self.layouts = [products.layout(m) for m in (spec.b, spec.a, spec.c or spec.d, spec.d)]
-        self._adds: Callable[[int, int], None] | None = None  # the bias, where no algorithm does
+        self._adds: Callable[[int, int], None] | None = None  # adds the bias if no algorithm adds it
         try:
             self._choose(products, spec)
-        except NoAlgorithm:  # rows that are not aligned may have none that adds a bias
+        except NoAlgorithm:  # unaligned rows may have no algorithm that adds a bias
             if not spec.bias:
                 raise
             describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_DEFAULT)
@@ -152,7 +152,7 @@ class LtGemm:
             self._adds = bias_adder(spec.d)
 
     def _choose(self, products: Products, spec: GemmSpec) -> None:
-        """Choose the algorithm and keep it, in memory that stays."""
+        """Choose the algorithm and copy it to memory of this plan."""
         found = self._named(products, spec)
         self._use(found[0] if len(found) == 1 else self._quickest(products, spec, found))
 
@@ -192,7 +192,7 @@ class LtGemm:
         return named
 
     def _quickest(self, products: Products, spec: GemmSpec, named: Any) -> Any:
-        """Return the algorithm that takes the least time on these numbers; results go to other memory."""
+        """Return the fastest algorithm for these arrays; the results of the trials go to scratch memory."""
         where = products.where
         buffer = pool_of(where).take((spec.d.extent,), np.uint8)
         c = (spec.c or spec.d).address
@@ -201,7 +201,7 @@ class LtGemm:
         for candidate in named:
             self._use(candidate)
             for turn in range(6):
-                if turn == 1:  # the first call loads the code, untimed
+                if turn == 1:  # the first call, which loads code, is not timed
                     events[0].record(where.stream)
                 self(spec.a.address, spec.b.address, c, buffer.data.ptr, spec.bias)
             events[1].record(where.stream)
@@ -210,7 +210,7 @@ class LtGemm:
         return named[int(np.argmin(times))]
 
     def __call__(self, a: int, b: int, c: int, d: int, bias: int) -> None:
-        """Start the product of the arrays at these addresses; the result is at `d` in the stream's order."""
+        """Start the product of the arrays at these addresses on the stream; the result goes to `d`."""
         products, (of_b, of_a, of_c, of_d) = self._products, self.layouts
         if bias and bias != self._bias.value:
             self._bias.value = bias
@@ -231,14 +231,14 @@ class LtGemm:
 
 
 def bias_adder(d: Matrix) -> Callable[[int, int], None]:
-    """Return a function that adds a bias to each row of a result; so sums are rounded once more."""
+    """Return a function that adds a bias to each row of a result, which rounds sums a second time."""
     kernel = ADD_ROW[DTYPES[d.kind]]
     grid = tiled(d.rows, d.columns, PACK // BYTES[d.kind])
     return lambda at, bias: kernel(*grid, (at, bias, 0, at, d.columns, d.step, 0, d.step))
 
 
 class GemmSpec(NamedTuple):
-    """A product for which a plan is made."""
+    """Description of a product for which a plan is made."""
 
     a: Matrix
     b: Matrix
@@ -256,7 +256,7 @@ class GemmSpec(NamedTuple):
 
 
 class Products:
-    """cuBLASLt on the compute stream of a GPU: its handle, its workspace, the plans."""
+    """cuBLASLt on the compute stream of a GPU: handle, workspace and plans."""
 
     def __init__(self, where: Any) -> None:
         with device.libraries():
@@ -270,17 +270,17 @@ class Products:
         self.buffer = where.empty(workspace_bytes(where), np.uint8)
         self.workspace, self.workspace_bytes = self.buffer.data.ptr, self.buffer.nbytes
         self.plans: dict[Any, LtGemm] = {}
-        self.known: dict[Any, LtGemm] = {}  # plans of aligned arrays, by their forms
+        self.known: dict[Any, LtGemm] = {}  # plans for aligned arrays, by shapes and strides
 
     def layout(self, m: Matrix) -> int:
-        """Return a descriptor of the transpose of `m`, whose columns are m's rows."""
+        """Return a layout descriptor of the transpose of `m`, whose columns are the rows of `m`."""
         made = self.lt.matrix_layout_create(m.kind, m.columns, m.rows, m.step)
         if m.batch > 1:
             describe(self.lt, "matrix_layout", made, BATCH_COUNT=m.batch, STRIDED_BATCH_OFFSET=m.apart)
         return int(made)
 
     def plan(self, key: Any, spec: GemmSpec) -> LtGemm:
-        """Make a new plan; drop the oldest one if there are too many."""
+        """Make and return a plan. Drop the oldest plan if there are too many."""
         if len(self.plans) >= PLANS:
             self.plans.pop(next(iter(self.plans))).close()
             self.known.clear()
@@ -305,7 +305,7 @@ def products() -> Products:
 
 
 def about() -> str:
-    """Return the library of products, for messages and records: another version may give other bits."""
+    """Return the version of cuBLASLt, for messages and records; the bits depend on it."""
     made = products()
     way = "timed" if made.tunes else "in float32 parts" if made.reductions else "whole sums"
     return f"products by cuBLASLt {made.lt.get_version()}, {way}"
@@ -321,14 +321,14 @@ def product(
     c: Array | None = None,
     bias: Array | None = None,
 ) -> None:
-    """Compute `multiply` of arrays (..., C), each a matrix of its rows; uneven rows are copied first.
+    """Compute `multiply` for arrays (..., C) as matrices (N, C); arrays with uneven rows are copied first.
 
-    A plan is found by the arrays themselves; only the first product of its kind works out their matrices.
+    The shapes and strides of the arrays select the plan. Only a new plan needs them as matrices.
     """
     pa, pb, pd = a.data.ptr, b.data.ptr, d.data.ptr
     pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or c.strides)
     bias_at, step = (0, None) if bias is None else (bias.data.ptr, bias.strides)
-    # The operations' signatures tie all other shapes and types to these.
+    # The operations' signatures derive all other shapes and types from these.
     key = (a.shape, a.strides, a.dtype, b.shape, b.strides, d.strides, d.dtype, onto, ta, tb, step)
     made = products()
     plan, fits = made.known.get(key), not (pa | pb | pc | pd | bias_at) % FITTING
@@ -345,7 +345,7 @@ def product(
 
 
 def fitting(b: Array) -> Array:
-    """Return a vector, or a copy, that products can read as their bias."""
+    """Return a vector, or an aligned copy of it, that products can read as bias."""
     if b.data.ptr % FITTING == 0 and (b.size < 2 or b.strides[0] == b.itemsize):
         return b
     copy = take(b.shape, b.dtype)
@@ -364,12 +364,12 @@ def multiply(
     c: Matrix | None = None,
     bias: int = 0,
 ) -> LtGemm | None:
-    """Compute d = scale a b + c + bias, with the bias added to each row; c may be d itself, or None.
+    """Compute d = scale a b + c + bias, with the bias added to each row. c may be d itself, or None.
 
-    Return the plan; None where d is empty.
+    Return the plan, or None if d is empty.
 
-    `ta` and `tb` take a and b transposed. a and b have one type, c and d another or the same; sums are
-    float32 and rounded once. Raise ValueError if the shapes do not fit.
+    `ta` and `tb`: use a and b transposed. a and b have one type, and c and d one type; sums are float32 and
+    rounded once. Raise ValueError if the shapes do not fit.
     """
     if not d[1] * d[2] * d[5]:
         return None

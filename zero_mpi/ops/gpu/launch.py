@@ -1,10 +1,10 @@
-"""The launch contract: the table of kernels, their parameters, and their calls.
+"""Table of GPU kernels with their parameters, and functions that launch them.
 
-A module of operations declares once the kernels that it calls, their source and the kinds of their
-parameters; all of them form `TABLE`, which a test compares with the sources. A kernel is compiled with the
-others of its source, cached by CuPy for later processes, and bound to its function once. Then a call is one
-tuple of arrays (0 for None) and plain numbers: lengths as Python integers (always 64 bits in the kernel),
-float32 as `f4`, float64 as float.
+A module of operations declares the kernels that it calls, with their source and the kinds of their
+parameters. All kernels are in `TABLE`, which a test compares with the sources. All kernels of a source are
+compiled together, and CuPy caches them for later processes. A call passes one tuple of arrays (0 for None)
+and plain numbers: lengths as Python integers (always 64 bits in the kernel), float32 as `f4`, float64 as
+float.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FOLDER = Path(__file__).resolve().parent / "kernels"
 OPTIONS = ("-std=c++17",)
 F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 F64, I64 = np.dtype(np.float64), np.dtype(np.int64)
-TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # as the kernels' names end
+TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # suffixes of kernel names
 f4 = np.float32
 ARRAY = cupy.ndarray
-PLANS = 4096  # products, and shapes of arrays, that are kept; a model has some dozens
+PLANS = 4096  # most plans of products and checked shapes in memory; a model has some dozens
 
 
 class Kernel:
-    """A kernel of a source. `parameters`: P an array or 0, L a length (64 bits), F float32, D float64."""
+    """Kernel in a source file. `parameters`: P an array or 0, L a length (64 bits), F float32, D float64."""
 
     __slots__ = ("_function", "name", "parameters", "source")
 
@@ -46,9 +46,9 @@ class Kernel:
         TABLE[name] = self
 
     def bind(self) -> Any:
-        """Return the function on the GPU; the first compiles its source or loads it from the cache."""
+        """Return the kernel's function on the GPU. The first use of a source compiles or loads it."""
         with device.libraries():
-            self._function = module(self.source).get_function(self.name).kernel  # without a later look-up
+            self._function = module(self.source).get_function(self.name).kernel  # later calls use it directly
         return self._function
 
     def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
@@ -58,11 +58,11 @@ class Kernel:
             function((blocks,), (threads,), arguments, stream=device.in_use().stream)
 
 
-TABLE: dict[str, Kernel] = {}  # by name, in all sources
+TABLE: dict[str, Kernel] = {}  # all kernels, by name
 
 
 class Family(dict[Any, Kernel]):
-    """Kernels NAME_f32, NAME_bf16 and NAME_f16 of a source by type; raises ValueError for another type."""
+    """Kernels NAME_f32, NAME_bf16 and NAME_f16 of a source, by type. Raises ValueError for any other type."""
 
     def __init__(self, source: str, name: str, parameters: str) -> None:
         super().__init__((kind, Kernel(source, f"{name}_{end}", parameters)) for kind, end in TYPES.items())
@@ -74,12 +74,12 @@ class Family(dict[Any, Kernel]):
 
 
 def by_pairs(source: str, name: str, parameters: str, pairs: Iterable[Any]) -> dict[Any, Kernel]:
-    """Return kernels NAME_X_Y for pairs of types, by (X, Y)."""
+    """Return the kernels NAME_X_Y for pairs of types, by pair (X, Y)."""
     return {(x, y): Kernel(source, f"{name}_{TYPES[x]}_{TYPES[y]}", parameters) for x, y in pairs}
 
 
 def text(source: str) -> str:
-    """Return the text that is compiled: the common part and the source; errors name its lines."""
+    """Return the text to compile: the common part and the source. Errors name lines of the source."""
     common, own = ((FOLDER / name).read_text() for name in ("common.cuh", source))
     return f'{common}#line 1 "{source}"\n{own}'
 
@@ -100,30 +100,30 @@ def memory_of(gpu: Any) -> int:
 
 
 def take(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return an uninitialised array of the GPU's recycled memory."""
+    """Return an uninitialised array in the GPU's recycled memory."""
     return pool_of(device.in_use()).take(shape, dtype)
 
 
 def packed(x: Array) -> Array:
     """Return `x`, or a contiguous copy of it."""
-    return x if x._c_contiguous else cupy.ascontiguousarray(x)  # `flags` makes an object at each look
+    return x if x._c_contiguous else cupy.ascontiguousarray(x)  # faster than `flags`, which makes an object
 
 
 def writable(operation: str, *arrays: Array | None) -> None:
-    """Raise ValueError for arrays written in place that are not contiguous."""
+    """Raise ValueError unless arrays that an operation writes in place are contiguous."""
     for x in arrays:
         if x is not None and not x._c_contiguous:
             raise ValueError(f"{operation}: on a GPU the output must be contiguous; pass such an array")
 
 
 def at(x: Array | None) -> Any:
-    """Return an argument of a kernel for an array that may be None."""
+    """Return the kernel argument for an array, or 0 for None."""
     return 0 if x is None else x
 
 
 @lru_cache(PLANS)
 def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int:
-    """Return the elements from a row of (..., C) to the next; 0 if rows have gaps or uneven steps."""
+    """Return the elements from a row of (..., C) to the next row; 0 if this distance varies."""
     if 0 in shape:
         return max(1, int(shape[-1]))
     if shape[-1] > 1 and strides[-1] != size:
@@ -141,7 +141,7 @@ def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int
 
 
 def lying(x: Array) -> Array:
-    """Return x (..., C), or a copy, with contiguous rows at one distance."""
+    """Return x (..., C), or a copy, with contiguous rows that are equally far apart."""
     if x._c_contiguous or row_step(x.shape, x.strides, x.itemsize):
         return x
     copy = take(x.shape, x.dtype)
@@ -150,7 +150,7 @@ def lying(x: Array) -> Array:
 
 
 def by_rows(x: Array) -> tuple[Array, int, int, int]:
-    """Return x (..., C) as a matrix: (x or a copy, rows, C, elements from a row to the next)."""
+    """Return x (..., C) as a matrix: (x or a copy, rows, C, elements from a row to the next row)."""
     x, width = lying(x), x.shape[-1]
     step = max(1, width) if x._c_contiguous else row_step(x.shape, x.strides, x.itemsize)
     return x, x.size // max(1, width), width, step
@@ -166,7 +166,7 @@ def elements(x: Array) -> int:
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:
-    """Return (blocks, threads) for a matrix of which a block takes one tile of a row."""
+    """Return (blocks, threads) for a matrix, if each block computes one tile of a row."""
     packs = -(-width // pack)
     threads = min(THREADS, -(-packs // 32) * 32)
     return rows * -(-packs // threads), threads

@@ -1,10 +1,10 @@
-"""The linear layer on a GPU: one product each, into existing memory.
+"""The linear layer on a GPU: forward and each gradient are one product, into existing memory.
 
-The product also adds the bias and other terms (`plus`, `into`, the gradient so far). cuBLASLt rounds
-the product to 16 bits before it adds to a result in place, and in some kernels before it adds a bias. A
-head's logits exist in chunks of at most LOGITS_BYTES, and each chunk is turned into its gradient in place.
-Products of 50,257 columns take seven times as long as those of 50,264 (cuBLASLt 13.1, H100), so a vocabulary
-is padded to a multiple of LINE by rows of zeros.
+The product also adds the bias and other terms (`plus`, `into`, the earlier gradient). cuBLASLt rounds the
+product to 16 bits before it adds it to a result in place, and in some kernels before it adds a bias. A
+head's logits are computed in chunks of at most LOGITS_BYTES, which become gradients in place. Products of
+50,257 columns take seven times as long as those of 50,264 (cuBLASLt 13.1, H100), so a vocabulary is padded to
+a multiple of LINE by rows of zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
 
 
 def with_zeros(x: Array, length: int) -> Array:
-    """Return `x`, or a copy that is padded to `length` rows by zeros."""
+    """Return `x`, or a copy that is padded with zeros to `length` rows."""
     if len(x) == length:
         return x
     copy = take((length, *x.shape[1:]), x.dtype)
@@ -69,7 +69,7 @@ def linear_cross_entropy(
     db: Array | None = None,
     need_dx: bool = True,
 ) -> tuple[Any, Array | None]:
-    """Compute `reference.linear_cross_entropy`; the loss stays on the GPU, an array without dimensions."""
+    """Compute `reference.linear_cross_entropy`; the loss is a 0-dimensional array on the GPU."""
     flat, ids = lying(x).reshape(-1, x.shape[-1]), to_device_of(targets, x).reshape(-1)
     dx = take(flat.shape, x.dtype) if need_dx else None
     total = device.in_use().zeros(1, np.float64)
@@ -83,7 +83,7 @@ def linear_cross_entropy(
         rows = flat[part]
         wide = buffer[: len(rows)]
         product(rows, whole, wide, tb=True, bias=bias)
-        z = wide[:, : len(w)]  # the padding has logits of zero, which are their own gradients
+        z = wide[:, : len(w)]  # the padding stays zero, which is also its gradient
         consume_logits(z, ids[part], scale, total, gradient)
         if dw is not None:
             linear_backward_w(z[:, :even], rows, dw[:even])

@@ -1,7 +1,7 @@
-"""Cross-entropy on a GPU: one block computes a row of logits and may replace it by its gradient.
+"""Cross-entropy on a GPU: one block handles a row of logits and may replace the row by its gradient.
 
-The loss stays on the GPU, as a float64 array without dimensions: losses of rows are summed in a fixed order,
-and nobody has to wait for the number.
+The loss is a 0-dimensional float64 array on the GPU, so that the host need not wait for it. Losses of rows
+are summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MOST_THREADS = 1024  # of a block, which works on one row
 
 
 def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradient: bool) -> None:
-    """Add scale times the sum of -log softmax(z)[target] over rows into total, one float64.
+    """Add scale times the sum of -log softmax(z)[target] over rows to `total`, one float64.
 
-    z (N, V) of any of the types, whose rows may have a larger stride than V; targets (N,) integers. With
-    `gradient`, z becomes the gradient of what was added; otherwise it stays. A row whose target is UNCOUNTED
-    adds nothing; any other that is not below V makes the loss NaN.
+    z (N, V): any of the three types; the stride of rows may exceed V. targets (N,): integers. If `gradient`,
+    z becomes the gradient of the added loss; otherwise z does not change. A row with target UNCOUNTED adds
+    nothing; any other target outside [0, V) makes the loss NaN.
     """
     assert lying(z) is z, "the rows of z are contiguous"
     losses = losses_of_rows(z, z if gradient else None, targets, scale)
@@ -30,7 +30,7 @@ def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradien
 
 
 def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> Array:
-    """Return -log softmax(z)[target] per row, float64; dz takes the gradient of scale times their sum."""
+    """Return -log softmax(z)[target] per row, float64; fill dz with the gradient of scale times their sum."""
     kernel, (z, rows, width, step) = CONSUME_LOGITS[z.dtype], by_rows(z)
     ids, step_out = packed(targets), step if dz is None else by_rows(dz)[3]
     losses = take((rows,), F64)
@@ -41,13 +41,13 @@ def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> 
 
 
 def add_losses(total: Array, losses: Array, scale: float, adds: bool) -> None:
-    """Set total, one float64, to scale times the sum of losses, plus its former value if `adds`."""
+    """Set `total`, one float64, to scale times the sum of losses; add to its old value if `adds`."""
     ADD_LOSSES(1, THREADS, (total, losses, losses.size, float(scale), int(adds)))
 
 
 @implements(reference.cross_entropy, ARRAY)
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Array, Array]:
-    """Compute `reference.cross_entropy`; the loss is an array without dimensions."""
+    """Compute `reference.cross_entropy`; the loss is a 0-dimensional array."""
     dlogits, total = take(logits.shape, logits.dtype), take((), F64)
     add_losses(total, losses_of_rows(logits, dlogits, targets, scale), scale, False)
     return total, dlogits

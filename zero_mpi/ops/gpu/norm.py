@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm on a GPU.
 
-Up to 32 neighbouring threads, or for wide rows up to 256, work on a row. In backward a block takes many rows
-and sums the gradients of w and b on its way; how many blocks there are depends on the rows alone, so that the
-bits do not depend on the GPU.
+Up to 32 neighbouring threads, or up to 256 for wide rows, compute a row. In backward a block computes many
+rows and also sums the gradients of w and b. The number of blocks depends only on the rows, so the bits do not
+depend on the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RMS_NORM = Family("norm.cu", "rms_norm", "PPPPLLLF")
 RMS_NORM_BACKWARD = Family("norm.cu", "rms_norm_backward", "PPPPPPPLLL")
 LAYER_NORM = Family("norm.cu", "layer_norm", "PPPPPPLLLF")
 LAYER_NORM_BACKWARD = Family("norm.cu", "layer_norm_backward", "PPPPPPPPPLLL")
-HELD_TWICE = 3  # packs of sums that a thread holds of both dw and db, as in norm.cu; of dw alone HELD
+HELD_TWICE = 3  # packs of sums per thread for dw and db, as in norm.cu; HELD: for dw alone
 
 
 @lru_cache
@@ -34,7 +34,7 @@ def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, in
 
 
 def forward(family: Family, held: int, x: Array, *rest: Any) -> tuple[Array, ...]:
-    """Return y and the statistics of each row in float32, as many as factors, from (x, factors, eps)."""
+    """Return y and as many float32 statistics of each row as there are factors, from (x, factors, eps)."""
     *factors, eps = rest
     x, width = packed(x), x.shape[-1]
     y, rows = take(x.shape, x.dtype), x.size // width
@@ -47,7 +47,7 @@ def forward(family: Family, held: int, x: Array, *rest: Any) -> tuple[Array, ...
 def backward(family: Family, held: int, factors: int, *arguments: Any) -> Array:
     """Return dx from (dy, x, w, statistics, a gradient to add to for each factor, plus).
 
-    Gradients and plus may be None; gradients may have any of the types.
+    Gradients and plus may be None; gradients may have any of the three types.
     """
     *given, plus = arguments
     given, gradients = [packed(x) for x in given[:-factors]], given[-factors:]

@@ -1,14 +1,14 @@
-"""Attention by cuDNN: one graph for each set of shapes and strides, made at its first use and kept.
+"""Attention by cuDNN: one graph for each set of shapes and strides, built at its first use and kept.
 
 q, k and v are read in place, even if heads are columns of a wider array, and gradients are written to their
-final place: strides describe both. cuDNN takes bfloat16 and float16, as many keys as queries, heads of up to
-128 columns (256 on Hopper); `attention` computes everything else itself. The package nvidia-cudnn-frontend
-provides the graphs, cuDNN the kernels.
+destination; strides describe both. cuDNN supports bfloat16 and float16, as many keys as queries, and heads of
+up to 128 columns (256 on Hopper); our kernels in `attention` compute all other cases. The package
+nvidia-cudnn-frontend provides the graphs, cuDNN the kernels.
 
-By default backward is deterministic, for which cuDNN holds a number per score (the frontend's "dP
-workspace"). If it needs more than `most_slopes`, backward is called for some sequences or heads at a time. If
-one head needs more, cuDNN 9.25 and later add in order on Hopper and need memory only for gradients; older
-versions are not used, since memory must grow with T and not with its square.
+By default backward is deterministic, for which cuDNN stores a number per score (the frontend's "dP
+workspace"). If these numbers exceed `most_slopes` bytes, backward is called for some sequences or heads at a
+time. If one head exceeds this limit, cuDNN 9.25 and later add in order on Hopper and need memory only for
+gradients. Older versions are not used then, since memory must not grow with the square of T.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from zero_mpi.errors import UsageError, first_line
 from zero_mpi.ops.gpu.launch import BF16, F16, memory_of
 from zero_mpi.ops.sizes import cudnn_group, most_slopes
 
-Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # numbers of tensors in a graph
-INPUTS = {"q": Q, "k": K, "v": V, "o": O, "dO": DY}  # by their names as arguments
-TURNED = Q, K, V, O, DY, DQ, DK, DV  # of a backward's arrays
+Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # ids of the tensors in a graph
+INPUTS = {"q": Q, "k": K, "v": V, "o": O, "dO": DY}  # by argument name
+TURNED = Q, K, V, O, DY, DQ, DK, DV  # order of a backward's arrays
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
 TYPES = {BF16: "BFLOAT16", F16: "HALF"}
-ALIGNMENT = 16  # bytes of addresses, and of steps between heads, positions and sequences
+ALIGNMENT = 16  # bytes; for addresses and for the strides of heads, positions and sequences
 OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
-OLDEST_CUDNN = 90000  # its first version whose attention has all that is used here
-SLOPES_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the frontend's: bytes, or -1 for no limit
-LINEAR = 16  # bytes for an element of q: float32 dq, dk and dv of every query head, and a third more
+OLDEST_CUDNN = 90000  # first version whose attention has all features that this module uses
+SLOPES_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # variable of the frontend: bytes, or -1 for no limit
+LINEAR = 16  # bytes per element of q: float32 dq, dk and dv of each query head, and a third more
 
-FAULTS = AttributeError, OSError, RuntimeError, TypeError, ValueError  # of a version with other calls
+FAULTS = AttributeError, OSError, RuntimeError, TypeError, ValueError  # errors of an incompatible version
 
 logger = logging.getLogger("zero_mpi")
 Strides = tuple[int, ...]
@@ -62,7 +62,7 @@ def lies_well(x: Array) -> bool:
 
 @lru_cache
 def steps_well(shape: Strides, strides: Strides, size: int) -> bool:
-    """Return whether cuDNN's kernels support the steps between rows of such an array."""
+    """Return whether cuDNN's kernels support the strides of such an array."""
     steps = [stride for length, stride in zip(shape, strides, strict=True) if length > 1]
     whole = all(stride % ALIGNMENT == 0 for stride in steps[:-1])
     return whole and strides[-1] == size and shape[-1] * size % ALIGNMENT == 0
@@ -77,9 +77,9 @@ def way() -> str:
 
 
 class Graph:
-    """A built graph: called with the address of each of its tensors, it runs on the compute stream.
+    """A built graph. Call it with the address of each of its tensors to run it on the compute stream.
 
-    turns: the offset of each address, for each run of a call. Raises RuntimeError if the graph needs more
+    turns: for each run in a call, the offset of each address. Raises RuntimeError if the graph needs more
     than `most` bytes of workspace.
     """
 
@@ -93,7 +93,7 @@ class Graph:
         self._graph, self._owner, self._turns = graph, owner, turns
         self._workspace = max(1, int(graph.get_workspace_size()))
         if self._workspace > most:
-            raise RuntimeError(f"it needs {self._workspace >> 20} MiB beside, more than {int(most) >> 20}")
+            raise RuntimeError(f"it needs {self._workspace >> 20} MiB of memory, more than {int(most) >> 20}")
 
     def __call__(self, addresses: dict[int, int]) -> None:
         buffer = pool_of(self._owner.where).take((self._workspace,), np.uint8)
@@ -103,15 +103,15 @@ class Graph:
 
 
 class Sdpa:
-    """cuDNN on the compute stream of a GPU: its handle and the graphs.
+    """cuDNN on the compute stream of a GPU: its handle and graphs.
 
-    Raises ImportError or one of FAULTS where cuDNN is missing or too old, or its frontend has other calls.
+    Raises ImportError or one of FAULTS if cuDNN is missing or too old, or its frontend is incompatible.
     """
 
     def __init__(self, where: Any) -> None:
         limit = os.environ.setdefault(
             SLOPES_LIMIT, str(most_slopes(memory_of(where)))
-        )  # read when a graph is made
+        )  # the frontend reads it for each graph
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
         self.where = where
@@ -122,10 +122,10 @@ class Sdpa:
         self.handle = cudnn.create_handle()
         cudnn.set_stream(handle=self.handle, stream=where.stream.ptr)
         self.graphs: dict[Any, Graph | None] = {}
-        self.refusals: list[str] = []  # cuDNN's messages where it had no graph
+        self.refusals: list[str] = []  # cuDNN's messages for arrays that it does not support
 
     def fits(self, q: Array, k: Array, v: Array) -> bool:
-        """Return whether cuDNN can compute this."""
+        """Return whether cuDNN can compute attention of these arrays."""
         widest = WIDEST_ON_HOPPER if self.capability == HOPPER else WIDEST
         return bool(
             q.dtype in TYPES
@@ -135,7 +135,7 @@ class Sdpa:
         )
 
     def forward(self, q: Array, k: Array, v: Array, scale: float, y: Array, stats: Array) -> bool:
-        """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums; False if cuDNN cannot."""
+        """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums. Return False if cuDNN cannot."""
         graph = self._kept(False, scale, (q, k, v, y))
         if graph is None:
             return False
@@ -153,7 +153,7 @@ class Sdpa:
         scale: float,
         into: Sequence[Array],
     ) -> bool:
-        """Fill into = (dq, dk, dv); False if cuDNN cannot."""
+        """Fill into = (dq, dk, dv). Return False if cuDNN cannot."""
         arrays = (q, k, v, y, dy, *into)
         graph = self._kept(True, scale, arrays) if all(lies_well(x) for x in (dy, *into)) else None
         if graph is None:
@@ -163,10 +163,10 @@ class Sdpa:
         return True
 
     def _kept(self, turned: bool, scale: float, arrays: Sequence[Array]) -> Graph | None:
-        """Return the graph for these arrays, made if it is new; None if cuDNN has none for them."""
-        scale = float(scale)  # as the bindings take it
+        """Return the graph for these arrays, built at first use; None if cuDNN does not support them."""
+        scale = float(scale)  # the bindings accept only a float
         ordered = not turned or way() != ANY_ORDER
-        q, k = arrays[:2]  # their shapes determine all others
+        q, k = arrays[:2]  # their shapes determine all other shapes
         key = (turned, ordered, scale, q.dtype, q.shape, k.shape, *[x.strides for x in arrays])
         if key not in self.graphs:
             parts, turns = self._cut(arrays) if turned and ordered else (arrays, [{}])
@@ -201,7 +201,7 @@ class Sdpa:
         ]
 
     def _graph_of(self, **arrays: Array) -> tuple[Any, dict[str, Any]]:
-        """Return a new graph, and its inputs for such arrays, by the names of its operations' arguments."""
+        """Return a new graph, and its input tensors for such arrays by argument name."""
         single, kind = self.cudnn.data_type.FLOAT, getattr(self.cudnn.data_type, TYPES[arrays["q"].dtype])
         graph = self.cudnn.pygraph(
             io_data_type=kind, intermediate_data_type=single, compute_data_type=single, handle=self.handle
@@ -236,7 +236,7 @@ class Sdpa:
 
 
 def give_out(tensor: Any, number: int, dim: Strides, stride: Strides) -> Any:
-    """Make a tensor a result of a graph, written with these strides; return it."""
+    """Make a tensor an output of its graph, written with these strides; return the tensor."""
     return tensor.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_uid(number)
 
 

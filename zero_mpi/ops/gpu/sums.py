@@ -1,8 +1,7 @@
-"""Sums over rows on a GPU, for the gradients of vectors, without two threads that add to one number.
+"""Sums over rows on a GPU, for the gradients of vectors; no two threads add to the same number.
 
-They go in two stages: blocks write lines of partial sums, and a second kernel adds the lines in their order,
-to a gradient of any type. How many lines there are depends on the rows alone, so that the bits do not depend
-on the GPU.
+A sum has two stages: blocks write lines of partial sums, and a second kernel adds the lines in order to a
+gradient of any type. The number of lines depends only on the rows, so the bits do not depend on the GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from zero_mpi.ops.sizes import column_lines
 
 COLUMN_SUMS = Family("sums.cu", "column_sums", "PPLLLL")
 ADD_PARTIALS = Family("sums.cu", "add_partials", "PPPPLL")
-COLUMNS = 32  # threads beside each other in the kernels of sums.cu
+COLUMNS = 32  # threads across the columns in the kernels of sums.cu
 
 
 @implements(reference.linear_backward_b, ARRAY)
 def add_columns(x: Array, sums: Array) -> None:
-    """Add to sums (O,), of any type, the sum of x (N, O) over its rows, which may have a larger stride."""
+    """Add to sums (O,), of any type, the sum of x (N, O) over rows, whose stride may exceed O."""
     kernel, (x, rows, width, step) = COLUMN_SUMS[x.dtype], by_rows(x)
     if not rows:
         return
@@ -34,7 +33,7 @@ def add_columns(x: Array, sums: Array) -> None:
 def add_partials(
     sums: Array, partial: Array, others: Array | None = None, theirs: Array | None = None
 ) -> None:
-    """Add to sums (O,) the lines of partial (parts, O) in their order; sums may have any of the types.
+    """Add to sums (O,), of any of the three types, the lines of partial (parts, O) in their order.
 
     The same launch adds the lines of `theirs` to `others`, which has the type of `sums`.
     """

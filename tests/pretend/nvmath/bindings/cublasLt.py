@@ -1,9 +1,8 @@
 """cuBLASLt on the pretend device: the calls that the package uses, with the real names and numbers.
 
-It is stricter than the library. Memory that a product reads or writes must be inside one allocation. An
-algorithm may only be used for the descriptors and the alignment for which it was requested. An attribute must
-have its size. A product is computed in float32 by NumPy and rounded once, asynchronously in the order of the
-stream.
+It is stricter than the library: each matrix must be inside one allocation, an algorithm may only be used for
+the descriptors and alignment for which it was requested, and an attribute must have the right size. A product
+is computed in float32 by NumPy and rounded once, asynchronously in the order of the stream.
 """
 
 from __future__ import annotations
@@ -136,8 +135,8 @@ class Algorithm:
 _numbers = itertools.count(0x1000)
 _objects: dict[int, Any] = {}
 _algorithms: dict[int, Algorithm] = {}
-calls: SimpleNamespace = SimpleNamespace(products=0, heuristics=0)  # for inspection by tests
-refuses: list[int] = []  # epilogues without an algorithm, for tests
+calls: SimpleNamespace = SimpleNamespace(products=0, heuristics=0)  # counters that tests check
+refuses: list[int] = []  # epilogues that get no algorithm; set by tests
 
 
 def _make(value: Any) -> int:

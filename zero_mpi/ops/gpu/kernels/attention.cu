@@ -1,15 +1,15 @@
-// The softmax of attention by products: between two of them a block of threads works on one row of scores.
+// The softmax of attention, between two matrix products. A block of threads computes one row of scores.
 //
-// Scores are (B K, n R, ld) float32: n queries of R heads that share keys, row t R + r. Query t of the n sees the
-// first m - n + t + 1 of m keys; beyond, weights are written as zeros. Weights have the type of the inputs, since
-// the next product wants it; in float32 they may take the place of the scores, as each thread writes what it read.
+// Scores are (B K, n R, ld) float32: n queries of R heads that share keys, row t R + r. Query t of the n sees
+// the first m - n + t + 1 of m keys; the other weights are zeros. Weights have the type of the inputs, for
+// the next product. In float32 they may overwrite the scores, as a thread writes only elements that it read.
 
-// begins (B, T), or null: the first key that a query sees. Weights of those before it are zeros as well.
+// begins (B, T), or null: the first key that a query sees. The weights of earlier keys are zeros as well.
 
 const int WIDTH = 4;  // elements of a pack: 16 bytes of scores
 
 struct Row {
-    i64 start, seen, sum;  // where it lies, the end of the keys it sees, the place of its logarithm in (B, H, T)
+    i64 start, seen, sum;  // offset of the row, end of the keys it sees, index of its logarithm in (B, H, T)
     __device__ Row(i64 m, i64 ld, i64 queries, i64 shared, i64 length, i64 first) {
         i64 number = blockIdx.x, inside = number % (queries * shared), t = inside / shared;
         start = number * ld;
@@ -18,11 +18,11 @@ struct Row {
     }
 };
 
-// The largest `value` of the block, in a fixed order; `fmaxf` passes over what is no number.
+// Return the largest `value` in the block, in a fixed order; `fmaxf` ignores NaN.
 DEVICE float most_of_block(float value) {
     __shared__ float of_warp[32];
     for (int way = 16; way > 0; way /= 2) value = fmaxf(value, __shfl_xor_sync(WHOLE_WARP, value, way));
-    __syncthreads();  // somebody may still read the last ones
+    __syncthreads();  // a thread may still read the values of the last call
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
     __syncthreads();
     float most = of_warp[0];
@@ -30,7 +30,7 @@ DEVICE float most_of_block(float value) {
     return most;
 }
 
-// Turn scores into weights. `sums` takes the logarithm of each row's sum of exponentials; `again`: gives it.
+// Turn scores into weights. sums: logarithm of each row's sum of exponentials; read if `again`, else written.
 template <class T>
 DEVICE void weights(const float* scores, T* p, float* sums, const i64* begins, i64 m, i64 ld, i64 queries,
                     i64 shared, i64 kv, i64 length, i64 first, i64 again) {
@@ -69,7 +69,7 @@ DEVICE void weights(const float* scores, T* p, float* sums, const i64* begins, i
     }
 }
 
-// Turn weights p, and the gradient d by them, into the gradient by the scaled products: p (d - sum(p d)) scale.
+// Turn weights p and their gradient d into the gradient of the unscaled scores: p (d - sum(p d)) scale.
 template <class T>
 DEVICE void slopes(const float* d, T* p, i64 m, i64 ld, i64 queries, i64 shared, float scale) {
     Row row(m, ld, queries, shared, 0, 0);
@@ -82,7 +82,7 @@ DEVICE void slopes(const float* d, T* p, i64 m, i64 ld, i64 queries, i64 shared,
         for (int j = 0; j < WIDTH; j++) along += weight[j] * v[j];
     }
     along = sum_of_lanes(along, blockDim.x);
-    for (i64 at = begin; at < row.seen; at += step) {  // beyond, p is zero and stays it
+    for (i64 at = begin; at < row.seen; at += step) {  // p stays zero at unseen keys
         load(v, d + row.start + at, row.seen - at);
         load(weight, p + row.start + at, row.seen - at);
 #pragma unroll
@@ -91,7 +91,7 @@ DEVICE void slopes(const float* d, T* p, i64 m, i64 ld, i64 queries, i64 shared,
     }
 }
 
-// Copy (B, K, T, width) from one order of axes to another; a block copies one of the B K T rows.
+// Copy (B, K, T, width) between two orders of axes; a block of threads copies one of the B K T rows.
 template <class S, class T>
 DEVICE void move(const S* from, T* to, i64 kv, i64 length, i64 width, i64 from_b, i64 from_k, i64 from_t, i64 to_b,
                  i64 to_k, i64 to_t) {

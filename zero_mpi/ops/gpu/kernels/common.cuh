@@ -1,6 +1,6 @@
-// What all kernels share: element types, 16-byte packs of them, sums over neighbouring threads.
+// Common code of all kernels: element types, packs of 16 bytes, sums over neighbouring threads.
 //
-// It is put before the text of each source, so nothing is included and any NVRTC compiles it. Numbers are
+// This text is put before each source, so a source includes no file and any NVRTC compiles it. Numbers are
 // widened to float32 when they are loaded and rounded once, to nearest even, when they are stored. A kernel
 // is a template over the element type and has one extern "C" instance for each type.
 
@@ -60,8 +60,8 @@ DEVICE void narrow(float x, f16& y) {
 #endif
 }
 
-// float32 arithmetic as the host's: each step is rounded by itself, and what lies below the smallest normal number
-// stays. CuPy compiles everything with -ftz=true, and the intrinsics (__fmul_rn and its like) heed that.
+// float32 arithmetic as on the host: each operation is rounded, and subnormal numbers are kept. The
+// intrinsics (such as __fmul_rn) would flush them to zero, because CuPy compiles everything with -ftz=true.
 #ifdef EMULATED
 #define AS_ON_THE_HOST(name, operation, written) \
     DEVICE float name(float a, float b) { return a operation b; }
@@ -79,7 +79,7 @@ DEVICE float root(float x) {
     asm("sqrt.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-DEVICE double squared(float x) {  // no rounding: 24 bits by 24
+DEVICE double squared(float x) {  // exact: a product of two 24-bit numbers
     double y;
     asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
     return __dmul_rn(y, y);
@@ -90,7 +90,7 @@ AS_ON_THE_HOST(minus, -, "sub.rn.f32")
 AS_ON_THE_HOST(times, *, "mul.rn.f32")
 AS_ON_THE_HOST(over, /, "div.rn.f32")
 
-// exp as exact as the type that it is rounded to: the fast one is off by some 1e-6.
+// exp, as accurate as the result's type needs: the fast version has an error of about 1e-6.
 template <class T>
 DEVICE float exponential(float x) {
     return __expf(x);
@@ -105,7 +105,7 @@ __device__ __forceinline__ __attribute__((unused)) float exponential<f32>(float 
 template <class T>
 struct Packs {
     static const int SIZE = 16 / sizeof(T);
-};  // elements of a pack
+};  // number of elements in a pack
 
 template <class T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
@@ -117,7 +117,7 @@ DEVICE bool aligned(const T* p) {
     return ((u64)p & (alignof(Pack<T, N>) - 1)) == 0;
 }
 
-// A pack as it lies in memory. Its words take half the registers of 16-bit elements.
+// A pack in the format of memory: words need half as many registers as 16-bit elements.
 struct alignas(16) Words {
     u32 word[4];
 };
@@ -135,7 +135,7 @@ DEVICE void widen(float (&x)[N], const Words& raw) {
     for (int j = 0; j < N; j++) x[j] = widen(element(raw, j, T{}));
 }
 
-// The next pack as it is, of which `count` elements are there; the others are 0.
+// Load a pack without widening it. Only `count` elements exist; all later elements become 0.
 template <class T>
 DEVICE void fetch(Words& raw, const T* p, i64 count) {
     const int N = Packs<T>::SIZE;
@@ -149,7 +149,7 @@ DEVICE void fetch(Words& raw, const T* p, i64 count) {
     }
 }
 
-// The next N elements, of which `count` are there; the others are `fill`.
+// Load N elements. Only `count` exist; all later elements become `fill`.
 template <class T, int N>
 DEVICE void load(float (&x)[N], const T* p, i64 count, float fill = 0.0f) {
     if (count >= N && aligned<T, N>(p)) {
@@ -176,13 +176,13 @@ DEVICE void store(T* p, const float (&x)[N], i64 count) {
     }
 }
 
-// Where this thread's elements begin in a flat array of which each thread takes N.
+// Return the index of this thread's first element in a flat array, if each thread processes N elements.
 template <int N>
 DEVICE i64 first_of_thread() {
     return ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;
 }
 
-// A matrix is dealt out in tiles of one row and blockDim.x packs.
+// Position in a matrix that is divided into tiles of one row and blockDim.x packs.
 struct Place {
     i64 row, column;
 };
@@ -193,7 +193,7 @@ DEVICE Place place_in_rows(i64 width) {
     return {(i64)(blockIdx.x / tiles), (i64)(blockIdx.x % tiles) * span + threadIdx.x * N};
 }
 
-// Whole numbers of 1, 2 (unsigned), 4 or 8 bytes: tokens come as they are in files.
+// Return an integer of 1, 2 (both unsigned), 4 or 8 bytes: tokens have the same type as in their file.
 DEVICE i64 whole_number(const void* ids, i64 bytes, i64 at) {
     if (bytes == 8) return ((const i64*)ids)[at];
     if (bytes == 4) return ((const int*)ids)[at];
@@ -202,14 +202,14 @@ DEVICE i64 whole_number(const void* ids, i64 bytes, i64 at) {
 
 // -------------------------------------------------------------------------------------------------- sums
 
-// The sum of `value` over each `lanes` neighbouring threads, a power of two; all threads of the block take
-// part. The order is fixed: a butterfly in the warp, then warps one after the other.
+// Return the sum of `value` over each `lanes` neighbouring threads, a power of two; all threads of the block
+// must call it. The order is fixed: a butterfly inside warps, then warps one after the other.
 DEVICE float sum_of_lanes(float value, int lanes) {
     __shared__ float of_warp[32];
     for (int way = (lanes < 32 ? lanes : 32) / 2; way > 0; way /= 2)
         value += __shfl_xor_sync(WHOLE_WARP, value, way);
     if (lanes <= 32) return value;
-    __syncthreads();  // somebody may still read the sums before
+    __syncthreads();  // a thread may still read the sums of the last call
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
     __syncthreads();
     int first = threadIdx.x / lanes * (lanes / 32);

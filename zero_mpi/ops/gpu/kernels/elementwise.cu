@@ -1,15 +1,15 @@
-// Operations on elements: sums, GELU, SwiGLU, the rotary turn. A thread works on one pack of 16 bytes.
+// Elementwise operations: sums, GELU, SwiGLU, rotary positions. A thread computes one pack of 16 bytes.
 
 const float GELU_TWICE_SCALE = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 const float GELU_CUBIC = 0.044715f;
 
-// 1 / (1 + e^-x); where e^-x overflows it is 0, which is right.
+// Return 1 / (1 + e^-x). If e^-x overflows, the result is 0, which is correct.
 template <class T>
 DEVICE float logistic(float x) {
     return 1.0f / (1.0f + exponential<T>(-x));
 }
 
-// The share of x that GELU lets through: (1 + tanh(u)) / 2 = 1 / (1 + e^-2u).
+// Return GELU(x) / x = (1 + tanh(u)) / 2 = 1 / (1 + e^-2u).
 template <class T>
 DEVICE float gelu_share(float x) {
     return logistic<T>(GELU_TWICE_SCALE * (x + GELU_CUBIC * x * x * x));
@@ -28,7 +28,7 @@ DEVICE void add(const T* x, const T* y, T* out, i64 size) {
     store(out + at, a, size - at);
 }
 
-// out = factor x [+ plus].
+// Compute out = factor x [+ plus].
 template <class T>
 DEVICE void scale(const T* x, const T* plus, T* out, float factor, i64 size) {
     const int N = Packs<T>::SIZE;
@@ -46,7 +46,7 @@ DEVICE void scale(const T* x, const T* plus, T* out, float factor, i64 size) {
     store(out + at, a, size - at);
 }
 
-// out = x + b [+ plus] for rows of x that lie ld apart, as those of plus and out; out may be x.
+// Compute out = x + b [+ plus]. Rows of x, plus and out have a stride of ld elements; out may be x.
 template <class T>
 DEVICE void add_row(const T* x, const T* b, const T* plus, T* out, i64 width, i64 ld_x, i64 ld_plus,
                     i64 ld_out) {
@@ -161,14 +161,14 @@ DEVICE void geglu_backward(const T* dy, const T* gate, const T* up, T* dgate, T*
     store(dup + at, u, size - at);
 }
 
-// Turn (a, b) by the angle with cosine c and sine s. Products are rounded before they are added, as on CPUs.
+// Rotate (a, b) by an angle with cosine c, sine s. Products are rounded before they are added, as on CPUs.
 DEVICE void turn(float& a, float& b, float c, float s) {
     float first = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
     b = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
     a = first;
 }
 
-// x and out (B, T, H, 2 half or more) with steps between sequences, positions, heads; a block turns one position.
+// x, out (B, T, H, 2 half or more) have strides of sequences, positions, heads. A block: one position.
 template <class T, bool INTERLEAVED>
 DEVICE void rope(const T* x, T* out, const float* cos, const float* sin, i64 length, i64 heads, i64 half,
                  i64 x_b, i64 x_t, i64 x_h, i64 out_b, i64 out_t, i64 out_h) {

@@ -1,17 +1,16 @@
-// Rows of the embedding by token, and the gradient of those rows without atomics.
+// Embedding: rows by token, and the gradient of these rows without atomics.
 //
-// Backward sorts keys (token, place) once, where V stands for what is no token. The sorted places are cut
-// into runs of RUN; in a run, places of one token follow each other and are summed in their order. What
-// begins and ends inside a run goes straight to the token's row. What comes from the run before or goes on in
-// the next is left as a partial sum, and the run in which a token begins adds them up. Every row is written
-// by one thread, once.
+// Backward sorts keys (token, position) once; invalid tokens count as V. The sorted positions are cut into
+// runs of RUN. In a run, positions of the same token are adjacent and summed in order. If all positions of a
+// token are in one run, the sum goes directly to the token's row. Otherwise each run writes a partial sum,
+// and the run in which the token begins adds them up. Each element is written by one thread, once.
 
 const int RUN = 32;
 
 DEVICE i64 token_of(i64 key) { return key >> 32; }
 DEVICE i64 place_of(i64 key) { return key & 0xffffffff; }
 
-// y[i] = w[ids[i]]; a token that is not one gives NaN, which nobody overlooks.
+// Compute y[i] = w[ids[i]]. An invalid token gives NaN, so that the error is noticed.
 template <class T>
 DEVICE void embedding(const void* ids, i64 id_bytes, const T* w, T* y, i64 width, i64 vocabulary) {
     const int N = Packs<T>::SIZE;
@@ -43,8 +42,8 @@ DEVICE void add_to_row(G* dw, i64 token, i64 vocabulary, i64 width, i64 at, cons
     store(dw + token * width + at, v, width - at);
 }
 
-// Sum the places of a run. partial (2 runs, width): line 2 r of a token that came from the run before, line
-// 2 r + 1 of one that begins in run r and goes on.
+// Sum the positions of run r. partial (2 runs, width): line 2 r is for a token that began in an earlier run,
+// line 2 r + 1 for a token that begins in run r and goes on.
 template <class T, class G>
 DEVICE void embedding_sums(const i64* keys, const T* dy, G* dw, float* partial, i64 size, i64 width,
                            i64 vocabulary) {
@@ -71,7 +70,7 @@ DEVICE void embedding_sums(const i64* keys, const T* dy, G* dw, float* partial, 
     }
 }
 
-// Add up the partial sums of the token that begins in a run and goes on.
+// Add up the partial sums of the token that begins in a run and goes on in later runs.
 template <class G>
 DEVICE void embedding_joins(const i64* keys, G* dw, const float* partial, i64 size, i64 width,
                             i64 vocabulary) {
@@ -81,7 +80,7 @@ DEVICE void embedding_joins(const i64* keys, G* dw, const float* partial, i64 si
     if (at >= width || next >= size) return;
     i64 token = token_of(keys[next - 1]);
     if (token_of(keys[next]) != token) return;
-    if (run > 0 && token_of(keys[run * RUN - 1]) == token) return;  // it began before this run
+    if (run > 0 && token_of(keys[run * RUN - 1]) == token) return;  // the token began in an earlier run
     float sums[N], v[N];
     load(sums, partial + (2 * run + 1) * width + at, width - at);
     for (; next < size && token_of(keys[next]) == token; next += RUN) {

@@ -1,10 +1,10 @@
-// Flat buffers: AdamW in one pass, sums of squares of chunks.
+// Operations on flat buffers: AdamW in one pass, and sums of squares of chunks.
 //
-// Their bits must not depend on how a buffer is cut, nor on alignment: an element, or a chunk, is computed
-// alone, and the roundings of AdamW are written out, so that no product and sum become one. They are those of
-// NumPy, numbers below the smallest normal one included.
+// The bits must not depend on how a buffer is cut, nor on alignment. So each element or chunk is computed by
+// itself, and AdamW calls a function for each rounding, so that no multiplication and addition are fused. The
+// roundings are NumPy's, also for subnormal numbers.
 
-// The update of `reference.adamw`. `runs` tells by run of `run` elements how much they decay, times lr;
+// The update of `reference.adamw`. decay: weight decay of each run of `run` elements;
 // `shift` is the logarithm of `run` if it is a power of two, else -1. low may be null.
 template <class T>
 DEVICE void adamw(float* p, const float* g, float* m, float* v, const double* decay, T* low, i64 size,
@@ -36,12 +36,12 @@ DEVICE void adamw(float* p, const float* g, float* m, float* v, const double* de
     if (low) store(low + at, parameter, count);
 }
 
-// sums[c] = the float64 sum of squares of g[c chunk ... (c + 1) chunk]; a warp for each. Which lane takes
-// which element does not depend on alignment, and a square of a float32 is exact in float64.
+// Compute sums[c] = the float64 sum of squares of g[c chunk ... (c + 1) chunk], one warp per chunk. The order
+// does not depend on alignment, and the square of a float32 is exact in float64.
 KERNEL __launch_bounds__(256) chunk_squares(const float* g, double* sums, i64 count, i64 chunk) {
     const int N = 4;
     i64 number = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (number >= count) return;  // all 32 of a warp alike
+    if (number >= count) return;  // the same for all 32 threads of a warp
     float v[N];
     double total = 0.0;
     for (i64 at = lane * N; at < chunk; at += 32 * N) {

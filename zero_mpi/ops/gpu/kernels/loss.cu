@@ -1,9 +1,9 @@
-// Cross-entropy: a block reads a row of logits once for its greatest and the sum of exponentials, and a
-// second time to write their gradient, which may be where they are. Blocks are large, so that few rows are
-// worked on at a time and the second time comes from the second-level cache. Losses of rows are float64 and
-// summed in their order.
+// Cross-entropy. A block reads a row of logits once for the maximum and the sum of exponentials, and a second
+// time to write the gradient, which may overwrite the logits. Large blocks keep the number of rows in progress
+// small, so that the second time reads from the second-level cache. Losses of rows are float64 and summed in
+// row order.
 
-// The greatest number so far, and the sum of e^(number - greatest).
+// Maximum of the logits so far, and the sum of e^(logit - maximum).
 struct Soft {
     float greatest, sum;
 };
@@ -15,7 +15,7 @@ DEVICE Soft joined(Soft a, Soft b) {
             a.sum * exponential<T>(a.greatest - greatest) + b.sum * exponential<T>(b.greatest - greatest)};
 }
 
-// Of the whole block, the same bits in every thread.
+// Join the parts of all threads of a block. Every thread gets the same bits.
 template <class T>
 DEVICE Soft joined_in_block(Soft mine) {
     __shared__ float greatest[32];
@@ -32,7 +32,7 @@ DEVICE Soft joined_in_block(Soft mine) {
 
 const i64 UNCOUNTED = -1;  // a row with this target has no loss, and a gradient of zeros
 
-// Rows of z lie ld_z apart. dz: where the gradient goes, which may be z, or null.
+// Rows of z have a stride of ld_z elements. dz: output for the gradient; may be z or null.
 template <class T>
 DEVICE void consume_logits(const T* z, T* dz, const void* targets, i64 id_bytes, double* losses, i64 width,
                            i64 ld_z, i64 ld_dz, float scale) {
@@ -48,7 +48,7 @@ DEVICE void consume_logits(const T* z, T* dz, const void* targets, i64 id_bytes,
     }
     bool known = target >= 0 && target < width;
     float picked = known ? widen(from[target]) : NOT_A_NUMBER;
-    Soft mine = {-3.402823466e38f, 0.0f};  // not minus infinity, which has no difference to itself
+    Soft mine = {-3.402823466e38f, 0.0f};  // not -infinity, because subtracting it from itself gives NaN
     for (i64 at = threadIdx.x * N; at < width; at += step) {
         load(v, from + at, width - at, -INFINITE);
         float most = mine.greatest;
@@ -59,7 +59,7 @@ DEVICE void consume_logits(const T* z, T* dz, const void* targets, i64 id_bytes,
 #pragma unroll
         for (int j = 0; j < N; j++) mine.sum += exponential<T>(v[j] - most);
     }
-    Soft all = joined_in_block<T>(mine);  // after its barrier nobody needs `picked` from z any more
+    Soft all = joined_in_block<T>(mine);  // after its barrier, all threads have read `picked` from z
     if (threadIdx.x == 0) losses[row] = log((double)all.sum) - (double)(picked - all.greatest);
     if (!dz) return;
     float share = scale / all.sum;
@@ -74,7 +74,7 @@ DEVICE void consume_logits(const T* z, T* dz, const void* targets, i64 id_bytes,
     }
 }
 
-// total = [total +] scale times the sum of losses (rows,); one block.
+// Compute total = [total +] scale times the sum of losses (rows,), in one block.
 KERNEL __launch_bounds__(256)
     add_losses(double* total, const double* losses, i64 rows, double scale, i64 adds) {
     __shared__ double room[256];

@@ -1,13 +1,12 @@
-// RMSNorm and LayerNorm. `lanes` neighbouring threads work on a row. Forward reads it again for each pass: the
-// second time it comes from the first-level cache. Backward also sums the gradients of w and b: a block adds
-// up what its rows give, in their order, writes one line of partial sums, and `add_partials` (sums.cu) the
-// total.
+// RMSNorm and LayerNorm. `lanes` neighbouring threads compute a row. Each forward pass reads the row
+// again, after the first pass from the first-level cache. Backward also sums the gradients of w and b: a block sums over its
+// rows, in order, and writes one line of partial sums; `add_partials` (sums.cu) adds the lines.
 
 const int HELD = 4,
-          HELD_TWICE = 3;  // packs of sums that a thread holds in backward: of dw, of both dw and db
+          HELD_TWICE = 3;  // packs of sums per thread in backward: for dw alone, for dw and db
 
 struct Lanes {
-    int count, lane, group, groups;  // groups of lanes in a block
+    int count, lane, group, groups;  // group: threads that share a row; groups: their number in a block
     __device__ Lanes(i64 lanes)
         : count((int)lanes),
           lane(threadIdx.x % (int)lanes),
@@ -20,7 +19,7 @@ DEVICE void rms_norm(const T* x, const T* w, T* y, float* r, i64 rows, i64 width
     const int N = Packs<T>::SIZE;
     Lanes mine(lanes);
     i64 row = (i64)blockIdx.x * mine.groups + mine.group, step = mine.count * N;
-    i64 end = row < rows ? width : 0;  // a row that is not there has no elements
+    i64 end = row < rows ? width : 0;  // threads beyond the last row process no elements
     const T* from = x + row * width;
     float v[N], weight[N], square = 0.0f;
     for (i64 at = mine.lane * N; at < end; at += step) {
@@ -55,7 +54,7 @@ DEVICE void layer_norm(const T* x, const T* w, const T* b, T* y, float* mean, fl
         for (int j = 0; j < N; j++) total += v[j];
     }
     float middle = sum_of_lanes(total, mine.count) / (float)width;
-    for (i64 at = mine.lane * N; at < end; at += step) {  // of the centred values: nothing cancels
+    for (i64 at = mine.lane * N; at < end; at += step) {  // centred values avoid cancellation
         load(v, from + at, width - at, middle);
 #pragma unroll
         for (int j = 0; j < N; j++) square += (v[j] - middle) * (v[j] - middle);
@@ -72,8 +71,7 @@ DEVICE void layer_norm(const T* x, const T* w, const T* b, T* y, float* mean, fl
     }
 }
 
-// Write one line of partial sums: what the groups of the block hold for the columns of the tile, in their
-// order.
+// Write one line of partial sums: for each column of the tile, add the sums of the block's groups in order.
 template <int N, int PACKS>
 DEVICE void write_partial(float* partial, const float (&sums)[PACKS][N], const Lanes& mine, i64 first,
                           i64 width) {
@@ -103,13 +101,13 @@ DEVICE void norm_backward(const T* dy, const T* x, const T* w, const float* mean
                           i64 lanes) {
     const int N = Packs<T>::SIZE, PACKS = CENTRED ? HELD_TWICE : HELD;
     Lanes mine(lanes);
-    // 64 bits would take registers.
+    // 64-bit variables would need more registers.
     const int columns = (int)width, step = mine.count * N, tile = step * PACKS;
     const int tiles = (columns + tile - 1) / tile, first = blockIdx.x % tiles * tile + mine.lane * N;
     i64 line = blockIdx.x / tiles, stride = gridDim.x / tiles * mine.groups;
     Words above[PACKS], input[PACKS], more[PACKS];
     float d[N], v[N], weight[N], sums[PACKS][N] = {}, shifts[CENTRED ? PACKS : 1][N] = {};
-    for (i64 start = line * mine.groups; start < rows; start += stride) {  // the same for the whole block
+    for (i64 start = line * mine.groups; start < rows; start += stride) {  // equal in all threads of a block
         i64 row = start + mine.group, begin = row * width;
         int end = row < rows ? columns : 0;
 #pragma unroll

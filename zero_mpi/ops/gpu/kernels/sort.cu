@@ -1,12 +1,12 @@
-// A stable radix sort of 64-bit keys by some of their bits, eight at a time, without atomics: a block counts
-// the digits of its 256 keys; a sum over all counts tells where the keys of a digit and a block begin; a key
-// goes there, behind those of its block that have the same digit and come before it.
+// A stable radix sort of 64-bit keys by some of their bits, eight bits at a time, without atomics. A block
+// counts the digits of its 256 keys. Sums of these counts give the first index for each digit and block. A
+// key goes to this index plus the number of earlier keys of its block with the same digit.
 
-const int KEYS = 256;  // of a block, and how many digits there are
+const int KEYS = 256;  // number of keys in a block, and also of values of a digit
 
 DEVICE int digit_of(i64 key, i64 shift) { return (int)(key >> shift) & (KEYS - 1); }
 
-// counts (digits, blocks).
+// Count the digits of each block's keys. counts: (digits, blocks).
 KERNEL __launch_bounds__(256) digit_counts(const i64* keys, u32* counts, i64 size, i64 shift) {
     __shared__ int digits[KEYS];
     i64 at = first_of_thread<1>();
@@ -17,7 +17,7 @@ KERNEL __launch_bounds__(256) digit_counts(const i64* keys, u32* counts, i64 siz
     counts[(i64)threadIdx.x * gridDim.x + blockIdx.x] = count;
 }
 
-// Each count becomes the sum of those before it; one block, whose threads take a stretch each.
+// Replace each count by the sum of the earlier counts. One block; each thread sums a range of counts.
 KERNEL __launch_bounds__(1024) counts_before(u32* counts, i64 size) {
     __shared__ u32 room[1024];
     i64 span = (size + 1023) / 1024, first = threadIdx.x * span;

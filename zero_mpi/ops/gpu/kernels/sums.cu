@@ -1,9 +1,9 @@
-// Sums over rows in two stages, without atomics: blocks write lines of partial sums, one more kernel adds the
-// lines in their order into a gradient of any type.
+// Sums over rows in two stages, without atomics: blocks write lines of partial sums, and a second kernel adds
+// the lines in order to a gradient of any type.
 
 const int LINES = 8;  // threads of a block that share a column
 
-// partial (parts, width) of x (rows, width) whose rows lie ld apart; a block sums every parts-th eight rows.
+// Sum x (rows, width; stride ld) into partial (parts, width). Part p sums every parts-th group of eight rows.
 template <class T>
 DEVICE void column_sums(const T* x, float* partial, i64 rows, i64 width, i64 ld, i64 parts) {
     const int N = Packs<T>::SIZE;
@@ -20,15 +20,15 @@ DEVICE void column_sums(const T* x, float* partial, i64 rows, i64 width, i64 ld,
 #pragma unroll
     for (int j = 0; j < N; j++) room[line * (32 * N) + lane * N + j] = sums[j];
     __syncthreads();
-    int column = threadIdx.x;  // 256 threads, and never more columns
+    int column = threadIdx.x;  // there are 256 threads, and never more columns
     if (column >= 32 * N || first + column >= width) return;
     float total = room[column];
     for (int other = 1; other < LINES; other++) total += room[other * (32 * N) + column];
     partial[part * width + first + column] = total;
 }
 
-// out (width,) += the sum of partial (parts, width) over its lines; the second half of the blocks, if there are
-// twice as many as the width needs, do so for `others` and `theirs`.
+// Compute out (width,) += the sum of partial (parts, width) over its lines. If there are twice as many blocks
+// as the width needs, the second half computes the same for `others` and `theirs`.
 template <class G>
 DEVICE void add_partials(G* out, const float* partial, G* others, const float* theirs, i64 parts, i64 width) {
     __shared__ float room[LINES * 32];
@@ -37,7 +37,7 @@ DEVICE void add_partials(G* out, const float* partial, G* others, const float* t
     if (blockIdx.x >= tiles) column -= tiles * 32, out = others, partial = theirs;
     float total = 0.0f;
     if (column < width)
-#pragma unroll 8  // so that reads are under way together; the order of additions stays
+#pragma unroll 8  // to overlap the reads; the order of additions does not change
         for (i64 part = line; part < parts; part += LINES) total += partial[part * width + column];
     room[threadIdx.x] = total;
     __syncthreads();
