@@ -18,11 +18,11 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9448, "package": 50791, "tests": 43014}
+TOTAL = {"engine": 9447, "package": 50777, "tests": 43013}
 ROOMS = {
     "checkpoint": 4360,
     "cli": 320,
-    "comm": 4126,
+    "comm": 4119,
     "commands": 7961,
     "compat": 777,
     "config": 1371,
@@ -33,10 +33,10 @@ ROOMS = {
     "launch": 2013,
     "models": 1256,
     "nn": 2329,
-    "ops": 7538,
+    "ops": 7534,
     "optim": 679,
-    "plan": 2300,
-    "sharding": 2676,
+    "plan": 2298,
+    "sharding": 2675,
     "telemetry": 1326,
     "train": 3485,
 }
@@ -46,7 +46,7 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # limits on the lines of functions
-WORDS = {"pages": 25230, "README.md": 1000}  # number of words, as `wc -w` counts them
+WORDS = {"pages": 25227, "README.md": 1000}  # number of words, as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),

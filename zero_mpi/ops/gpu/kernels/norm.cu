@@ -1,5 +1,5 @@
-// RMSNorm and LayerNorm. `lanes` neighbouring threads compute a row. Each forward pass reads the row
-// again, after the first pass from the first-level cache. Backward also sums the gradients of w and b: a block sums over its
+// RMSNorm and LayerNorm. `lanes` neighbouring threads compute a row. Each forward pass reads the row again, after
+// the first pass from the first-level cache. Backward also sums the gradients of w and b: a block sums over its
 // rows, in order, and writes one line of partial sums; `add_partials` (sums.cu) adds the lines.
 
 const int HELD = 4,
