@@ -98,7 +98,7 @@ class Config:
     # fmt: off
     out: str = flag("runs/default", str, "run", "folder for checkpoints, metrics and settings of the run")
     steps: int = flag(None, int, "run", "optimizer steps (default: 440; conversations with --init: 3 epochs)")
-    epochs: int | None = flag(None, int, "run", "number of passes over the training data, instead of --steps")
+    epochs: int | None = flag(None, int, "run", "passes over the training data, instead of --steps")
     seed: int = flag(0, int, "run", "random seed for weight initialization and data order", fixed=True)
     resume: str = flag(
         "auto", str, "run", "checkpoint to resume from: auto (newest in OUT), never, or a folder")
