@@ -1,4 +1,4 @@
-"""Compares `zero-mpi plan` with measured steps, gathers and saves of 64 and 128 ranks over slow links.
+"""Compares `zero-mpi plan` with measured steps and gathers of 64 and 128 ranks over slow links.
 
     python benchmarks/plan_scale.py [--rate 20mbit] [--hosts 8 16] [--each 8] [--steps 2]
 
@@ -12,43 +12,34 @@ full-shard, gathers of all units, one after the other, and a save by rank 0.
 import argparse
 import json
 import os
-import shutil
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import checkpoint
 import numpy as np
 import plan_check
 import step
 from plan_check import Line, case_of, machine_of
 
-from zero_mpi import Comm
-from zero_mpi.checkpoint.state import Description
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
-from zero_mpi.models import ARCHITECTURES
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.machine import Disk, Machine
-from zero_mpi.plan.step_time import gather_seconds, save_seconds, step_time
+from zero_mpi.plan.machine import Machine
+from zero_mpi.plan.step_time import gather_seconds, step_time
 from zero_mpi.train.resolve import set_threads
 
 HERE = Path(__file__).resolve().parent
 STRATEGIES = ("full-shard", "hybrid-shard", "no-shard")
-GATHERS, SAVE = "gathers of full-shard", "save of full-shard"
-LARGE, REPEATS = 1 << 19, 6  # bytes of timed messages: the messages of a host's ranks fit in its queue
-PASS, PASSES = 1 << 19, 1.0  # elements of the arrays that are added, seconds of adding
-WIDTH = 192  # width of the model, with which the transfers of a step take seconds
-PATIENCE = 240  # seconds that a job may take
+GATHERS = "gathers of full-shard"
+LARGE, REPEATS = 1 << 19, 6  # bytes of the messages that are timed: all of a host have room in its queue
+PASS, PASSES = 1 << 19, 1.0  # elements of the arrays that are passed over, seconds
+WIDTH = 192  # of the model: a step takes the links some seconds
+PATIENCE = 240  # seconds for a job
 BOUND = 0.15
-BARRIERS = 20
 GATHERINGS = 5
 BURST = "32kb"  # bytes that an idle link may send at once: few, compared with a message
 
@@ -92,8 +83,6 @@ def job(world: World, arguments: Sequence[str]) -> int:
     took = {strategy: step.median_of_longest(variant.comm, variant.seconds[1:])}
     if strategy == STRATEGIES[0]:
         took[GATHERS] = gathers(variant)
-        found["alpha_patient"] = patient_alpha(variant.comm)
-        took[SAVE], found["write"] = save(variant, options.steps)
     if world.rank == 0:
         print(json.dumps({"found": found, "took": took}))
     return 0
@@ -115,17 +104,6 @@ def passes_per_second() -> float:
     return moved / (time.perf_counter() - begun)
 
 
-def patient_alpha(comm: Comm) -> float:
-    """Return the seconds of a message between ranks that sleep while they wait, as they do in a save."""
-    patient, seconds = comm.background(), []
-    for _ in range(BARRIERS):
-        begun = time.perf_counter()
-        patient.barrier()
-        seconds.append(time.perf_counter() - begun)
-    patient.close()
-    return step.median_of_longest(comm, seconds) / (comm.size - 1).bit_length()
-
-
 def gathers(variant: step.Run) -> float:
     """Return the seconds in which each unit is gathered once, one after the other."""
     seconds = []
@@ -138,25 +116,6 @@ def gathers(variant: step.Run) -> float:
             unit.parameters.release()
         seconds.append(time.perf_counter() - begun)
     return step.median_of_longest(variant.comm, seconds)
-
-
-def save(variant: step.Run, repeats: int) -> tuple[float, float]:
-    """Return the seconds of a checkpoint that rank 0 writes, and the bytes per second of a plain write."""
-    comm: Comm = variant.comm
-    model = ARCHITECTURES[variant.workload.arch].from_flags(variant.workload.flags)
-    description = Description(model.arch, model.metadata() | {"tokenizer.ggml.model": "none"}, {}, {})
-    name = comm.broadcast_object(tempfile.mkdtemp(dir=".") if comm.rank == 0 else None)
-    bench = checkpoint.Bench(comm, variant.optimizer, description, Path(name))
-    try:
-        bench.nbytes = 12 * sum(param.size for param in variant.module.params.values())
-        for _ in range(repeats):
-            bench.plain()
-            bench.save("gather", parallel=False)
-    finally:
-        if comm.rank == 0:
-            shutil.rmtree(name, ignore_errors=True)
-    times = {name: statistics.median(seconds) for name, seconds in bench.times.items()}
-    return times["save, gather"], bench.nbytes / times[checkpoint.PLAIN_WRITE]
 
 
 # -------------------------------------------------------------------------------------------------- outside
@@ -185,11 +144,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, float
 def planned(name: str, hosts: int, each: int, found: dict[str, float]) -> float:
     """Return the seconds that the plan predicts for a line."""
     machine = machine_of(found)
-    case = case_of(line_of(STRATEGIES[0] if name in (GATHERS, SAVE) else name, each), hosts)
-    if name == SAVE:
-        patient = replace(machine.between, alpha=found["alpha_patient"])
-        disk = Disk(found["write"], found["write"])
-        return save_seconds(case, replace(machine, between=patient, disk=disk))
+    case = case_of(line_of(STRATEGIES[0] if name == GATHERS else name, each), hosts)
     return planned_gathers(case, machine) if name == GATHERS else step_time(case, machine).seconds
 
 

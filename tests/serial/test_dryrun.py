@@ -15,8 +15,8 @@ from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.plan.machine import ASSUMED
 from zero_mpi.plan.plan import make_plan
+from zero_mpi.plan.rank_memory import checkpoint_bytes
 from zero_mpi.plan.report import memory_lines, traffic_lines
-from zero_mpi.plan.step_time import saved_bytes
 from zero_mpi.train import command
 from zero_mpi.train.command import check_disk
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_is_as_large_as_it_says(folder):
 def test_a_disk_that_is_nearly_full_is_told_or_refused(folder, monkeypatch):
     """The run needs disk space for the kept checkpoints and one more, minus the existing checkpoints."""
     monkeypatch.chdir(folder)
-    each = saved_bytes(flags.make_case(parse(FLAGS), flags.find_model(parse(FLAGS)), 1, 1))
+    each = checkpoint_bytes(flags.make_case(parse(FLAGS), flags.find_model(parse(FLAGS)), 1, 1))
     cases = [(4, 3, 0, False, False), (3.9, 3, 0, False, True), (3.9, 3, 1, False, False)]
     cases += [(1, 3, 9, False, False), (1.9, 1, 0, False, True), (0.9, 3, 9, True, False)]
     for checkpoints, keep, there, refused, warned in cases:

@@ -14,8 +14,9 @@ from zero_mpi.commands.plan.command import command, read
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.machine import ASSUMED, Disk, Level, Link, Machine, read_machine
-from zero_mpi.plan.step_time import save_seconds, saved_bytes, step_time, writers
+from zero_mpi.plan.machine import ASSUMED, Level, Link, Machine, read_machine
+from zero_mpi.plan.rank_memory import checkpoint_bytes
+from zero_mpi.plan.step_time import step_time
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"
 LARGE = tomllib.loads((EXAMPLES / "large.toml").read_text())
@@ -36,11 +37,9 @@ def test_what_the_file_says_reaches_the_plan(tmp_path, capsys):
     assert read_machine(EXAMPLES / "large.toml").numbers["memory"] == 15_625_000_000
     assert machine["node"] == {"alpha": 1e-6, "beta": 1e-10}
     assert [level["nodes"] for level in machine["levels"]] == [16, 128, None]
-    assert machine["disk"] == {"rate": 200e9, "writer_rate": 2e9}
     printed = capsys.readouterr().out
     assert "network: leaf, up to 16 node(s): 2.0 us, 25 GB/s; group" in printed
     assert "assumed" not in printed
-    assert "saving a checkpoint" in printed
 
 
 @pytest.mark.parametrize(
@@ -58,15 +57,11 @@ def test_products_have_the_rate_of_their_type(flags, flops):
 
 
 def test_a_sweep_goes_to_16384_ranks_on_nodes_of_the_file_s_size(tmp_path):
-    points = planned(tmp_path, "--sweep", "--checkpoint-io", "parallel")["sweep"]["full-shard"]["points"]
+    points = planned(tmp_path, "--sweep")["sweep"]["full-shard"]["points"]
     assert [(p["ranks"], p["nodes"]) for p in points[::2]] == [(4**n, max(1, 4**n // 64)) for n in range(8)]
-    meetings = 3 * 3 * 3 * 14 * 5e-6  # three arrays of three units each, down a tree over the outermost level
-    # 200e9 over a writer's 2e9
-    assert points[-1]["save"] == pytest.approx(points[0]["save"] / 100 + meetings)
 
 
 GIVEN = (ASSUMED.node, ASSUMED.between, ASSUMED.flops, ASSUMED.moves)
-FREE = (Link(0.0, 0.0), Link(0.0, 0.0))
 LEVELS = (
     Level("a", 2, Link(1e-6, 1e-9)),
     Level("b", 8, Link(1e-5, 2e-9)),
@@ -86,28 +81,10 @@ def model():
     return read(SIZES).cases[0].model
 
 
-def test_a_save_takes_its_bytes_over_the_slower_of_disk_and_writers(model):
+def test_a_checkpoint_has_weights_moments_and_averages(model):
     count = sum(param.size for param in model.params().values())
-    case = Case(model, ranks=8, nodes=4)
-    assert saved_bytes(case) == 12 * count  # float32: a weight and two moments
-    assert saved_bytes(Case(model, ema=0.9)) == 16 * count  # and its average
-    disk = Disk(rate=1000.0, writer_rate=300.0)
-    seconds = {}
-    for name, a_node in {"gather": None, "parallel": None, "both": 2}.items():
-        kind = "gather" if name == "gather" else "parallel"
-        wanted = Case(model, ranks=8, nodes=4, checkpoint_io=kind, writers_per_node=a_node)
-        seconds[name] = (writers(wanted), save_seconds(wanted, Machine(*FREE, *GIVEN[2:], disk=disk)))
-    assert seconds["gather"] == (1, 12 * count / 300)
-    assert seconds["parallel"] == (4, 12 * count / 1000)  # a writer per node: 4 x 300 exceeds the disk's rate
-    assert seconds["both"][0] == 8
-    assert save_seconds(case, ASSUMED) is None
-
-
-def test_a_file_without_a_disk_is_taken(tmp_path):
-    (tmp_path / "m.toml").write_text(tomli_w.dumps({k: v for k, v in LARGE.items() if k != "disk"}))
-    found = planned(tmp_path, "--sweep", "--most-ranks", "2", machine=tmp_path / "m.toml")
-    assert found["machine"]["disk"] is None
-    assert [point["save"] for point in found["sweep"]["full-shard"]["points"]] == [None, None]
+    assert checkpoint_bytes(Case(model, ranks=8, nodes=4)) == 12 * count  # float32: a weight and two moments
+    assert checkpoint_bytes(Case(model, ema=0.9)) == 16 * count  # and its average
 
 
 def changed(change):
@@ -148,4 +125,4 @@ def test_what_would_say_it_twice_is_refused(flags):
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_example_is_taken(path):
-    assert read_machine(path).disk is not None
+    assert read_machine(path).levels

@@ -27,7 +27,7 @@ from zero_mpi.sharding.unit import Unit
 
 SAME = (  # fields of a case that have the same names as flags of `train`
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
-    "offload", "optimizer", "qat", "ema", "checkpoint_io", "writers_per_node", "preference",
+    "offload", "optimizer", "qat", "ema", "preference",
 )  # fmt: skip
 OF_LAYOUT = (  # fields that affect the layout
     "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
@@ -78,8 +78,6 @@ class Case:
     optimizer: str = ADAMW
     qat: str | None = None
     ema: float | None = None
-    checkpoint_io: str = "gather"
-    writers_per_node: int | None = None
     packed: bool = False
     preference: Preference | None = None
     base_is_reference: bool = False

@@ -39,14 +39,6 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Disk:
-    """Rates of a disk in bytes per second: total, and per writer."""
-
-    rate: float
-    writer_rate: float
-
-
-@dataclass(frozen=True)
 class Machine:
     """Known or assumed speeds and sizes of a machine."""
 
@@ -56,8 +48,7 @@ class Machine:
     moves: float  # bytes per second of a rank in all other operations
     memory: int | None = None  # bytes available to a rank; None: not known
     host_link: float = 4e10  # bytes per second between a GPU and its host, in each direction
-    levels: tuple[Level, ...] = ()  # innermost level first; empty: `between` is the link of all nodes
-    disk: Disk | None = None
+    levels: tuple[Level, ...] = ()  # innermost first; empty: `between` joins all nodes
 
     def joining(self, nodes: int) -> Machine:
         """Return the machine for `nodes` nodes, with the link of the outermost level that they use."""
@@ -141,7 +132,6 @@ TABLES: dict[str, dict[str, type]] = {  # table -> key -> type of its number, al
     "rates": dict.fromkeys(
         ("fp32_flops_per_second", "bf16_flops_per_second", "memory_bytes_per_second"), float
     ),
-    "disk": {"bytes_per_second": float, "bytes_per_second_per_writer": float},
 }
 LEVEL: dict[str, type] = {"name": str, "nodes": int, **LINK}
 SAID: dict[type, str] = {int: "a whole number above 0", float: "a number above 0", str: "a text"}
@@ -176,7 +166,6 @@ class MachineFile(NamedTuple):
     ranks: int  # ranks of a node
     numbers: dict[str, float]
     levels: tuple[Level, ...]
-    disk: Disk | None
 
 
 def read_machine(path: Path) -> MachineFile:
@@ -184,10 +173,7 @@ def read_machine(path: Path) -> MachineFile:
     place = f"--machine {shown(path)}"
     found = read_tables("--machine", path)
     refuse_unknown(place, found, (*TABLES, "network"))
-    node, rates, disk = (
-        checked(f"{place}: [{name}]", found.get(name), keys) if name in found or name != "disk" else {}
-        for name, keys in TABLES.items()
-    )
+    node, rates = (checked(f"{place}: [{name}]", found.get(name), keys) for name, keys in TABLES.items())
     levels = read_levels(place, found.get("network"))
     numbers = {
         "alpha_node": node["alpha_seconds"],
@@ -199,7 +185,7 @@ def read_machine(path: Path) -> MachineFile:
         "memory_bandwidth": rates["memory_bytes_per_second"],
         "memory": node["memory_bytes"] / node["ranks"],
     }
-    return MachineFile(node["ranks"], numbers, tuple(levels), Disk(*disk.values()) if disk else None)
+    return MachineFile(node["ranks"], numbers, tuple(levels))
 
 
 def read_levels(place: str, found: Any) -> list[Level]:

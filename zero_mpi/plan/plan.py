@@ -13,7 +13,7 @@ from typing import Any
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.rank_memory import Memory, plan_memory
-from zero_mpi.plan.step_time import StepTime, save_seconds, step_time, tokens_per_second
+from zero_mpi.plan.step_time import StepTime, step_time, tokens_per_second
 from zero_mpi.plan.traffic import Traffic, plan_traffic
 
 
@@ -26,8 +26,7 @@ class Plan:
     traffic: Traffic
     time: StepTime
     tokens_per_second: float
-    largest: int | None  # largest micro-batch that fits; None: unknown memory limit
-    save: float | None  # seconds of a checkpoint; None: unknown disk
+    largest: int | None  # largest micro-batch that fits; None: the memory limit is not known
 
     def as_json(self) -> dict[str, Any]:
         """Return name -> number, in bytes and seconds; for traffic, the bytes that ranks send per step."""
@@ -48,7 +47,6 @@ class Plan:
             "memory": asdict(self.memory) | {"total": self.memory.total},
             "traffic": {name: int(count) for name, count in sums.items()},
             "time": asdict(self.time) | {"tokens_per_second": self.tokens_per_second},
-            "save_seconds": self.save,
             "largest": None if self.largest is None else {"micro_batch": self.largest},
         }
 
@@ -63,7 +61,6 @@ def make_plan(case: Case, machine: Machine) -> Plan:
         time,
         tokens_per_second(case, time),
         None if machine.memory is None else largest_micro_batch(case, machine.memory),
-        save_seconds(case, machine),
     )
 
 
@@ -83,7 +80,6 @@ class Point:
     exposed: float
     tokens_per_second: float
     efficiency: float
-    save: float | None = None  # seconds of a checkpoint
 
 
 def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]:
@@ -95,7 +91,7 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
         speed = tokens_per_second(here, time)
         alone = points[0].tokens_per_second if points else speed
         took = memory, time.seconds, time.exposed, speed, speed / alone / ranks
-        points.append(Point(ranks, here.nodes, *took, save_seconds(here, machine)))
+        points.append(Point(ranks, here.nodes, *took))
     return points
 
 

@@ -151,6 +151,12 @@ def saved_bytes(case: Case, unit: Unit, own: int) -> int:
     return own * (files + wide * (state_count(unit, case.qat) * trained + (wide > BYTES)))
 
 
+def checkpoint_bytes(case: Case) -> int:
+    """Return the bytes of a checkpoint's tensors: weights (or only adapters), averages, moments."""
+    sizes = ((unit, sum(p.size for p in unit.params.values())) for unit in case.layout.units)
+    return sum(saved_bytes(case, unit, elements) for unit, elements in sizes)
+
+
 def keeps_slices(case: Case) -> bool:
     """Return True if a rank counts only its slices of the parameters."""
     shared = case.shares_full and case.strategy.shards_moments

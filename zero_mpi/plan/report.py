@@ -49,8 +49,6 @@ def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Ite
     yield from introduction(plans[0].case, machine, known)
     yield from ("", *memory_lines(plans), "", *traffic_lines(plans))
     yield from ("", head("time per step", plans), *rows(plans, TIME))
-    if machine.disk is not None:
-        yield row("saving a checkpoint", [seconds(plan.save) for plan in plans if plan.save is not None])
     if machine.memory is not None:
         fitting = [counted(plan.largest) for plan in plans if plan.largest is not None]
         yield from (
@@ -135,12 +133,10 @@ def sweep_lines(case: Case, points: Sequence[Point], limits: Sequence[str]) -> I
     """Yield a strategy's points, and the limits of its scaling."""
     name = case.strategy_name
     yield f"{name}: {case.rounds.micro_batches} micro-batches per step at any number of ranks"
-    titles = ["memory a rank", "step", "waits", "tokens/s", "efficiency"]
-    yield row("ranks (nodes)", titles + ["a save"] * (points[0].save is not None))
+    yield row("ranks (nodes)", ["memory a rank", "step", "waits", "tokens/s", "efficiency"])
     for point in points:
         figures = [size(point.memory), seconds(point.seconds), seconds(point.exposed)]
         figures += [f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.0%}"]
-        figures += [seconds(point.save)] if point.save is not None else []
         yield row(f"{point.ranks} ({point.nodes})", figures)
     end = f"stops scaling: {'; '.join(limits)}" if limits else "scales up to the end of this table"
     yield f"  {name} {end}"

@@ -1,4 +1,4 @@
-"""Time of a step and of a checkpoint: computing, transfers that cannot be hidden, and latency.
+"""Time of a step: computing, transfers that cannot be hidden, and latency.
 
 The events of a simulated step are played against a clock. Computing advances the clock. A transfer begins
 when its link is free and completes some time later, while the rank computes; a wait moves the clock to that
@@ -14,10 +14,8 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
-from zero_mpi.checkpoint.parallel_write import assigned
 from zero_mpi.comm import kinds
 from zero_mpi.comm.kinds import EXACT_CHUNK, chain_chunk
-from zero_mpi.files.file_systems import OF_MANY
 from zero_mpi.plan import rank_memory
 from zero_mpi.plan import simulate as script
 from zero_mpi.plan.case import Case
@@ -25,10 +23,8 @@ from zero_mpi.plan.machine import Link, Machine
 from zero_mpi.plan.traffic import FLAGS
 from zero_mpi.sharding.unit import BYTES
 
-UPDATE_PASSES = 7  # AdamW reads parameter, gradient and two moments, and writes parameter and moments
-SHORT = 512 << 10  # bytes; up to this size MPICH gathers in a tree
-LEFT_IN_MEMORY = 30.0  # seconds before Linux writes data to the disk (default of dirty_expire_centisecs)
-MEETINGS = 3  # synchronizations of ranks per saved array of a unit: values, a barrier, digests
+UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
+SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
 
 
 class Cost(NamedTuple):
@@ -240,36 +236,3 @@ def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
         partition = case.partitions[unit]
         return chain_cost(case, machine, partition.length, partition.counts[0])
     return Cost(reduce_seconds(case, machine, unit))
-
-
-def saved_bytes(case: Case) -> int:
-    """Return the bytes of a checkpoint's tensors: weights (or only adapters), averages, moments."""
-    sizes = ((unit, sum(p.size for p in unit.params.values())) for unit in case.layout.units)
-    return sum(rank_memory.saved_bytes(case, unit, elements) for unit, elements in sizes)
-
-
-def writers(case: Case) -> int:
-    """Return the number of ranks that write; the file system is assumed to serve many nodes."""
-    if case.checkpoint_io == "gather":
-        return 1
-    nodes = [rank // case.per_node for rank in range(case.ranks)]
-    return len(set(assigned(nodes, OF_MANY, case.writers_per_node)))
-
-
-def save_seconds(case: Case, machine: Machine) -> float | None:
-    """Return the seconds to write a checkpoint: its bytes by the disk's rate; None for an unknown disk.
-
-    If rank 0 writes for several nodes, data of other nodes arrive over its node's link while it writes.
-    Written data are in memory at first: the disk starts when the system flushes old pages, or when the
-    complete file is synced.
-    """
-    if machine.disk is None:
-        return None
-    rate = min(machine.disk.rate, writers(case) * machine.disk.writer_rate)
-    machine, nbytes = machine.joining(case.nodes), saved_bytes(case)
-    arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
-    latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
-    # Bytes that reach rank 0's node: 0 if each node has writers, or if rank 0's node has all slices.
-    comes = not case.hybrid and case.checkpoint_io == "gather"
-    brought = comes * nbytes * (1 - case.per_node / case.ranks) * machine.between.beta
-    return max(brought, min(brought, LEFT_IN_MEMORY) + nbytes / rate) + MEETINGS * arrays * latency

@@ -35,9 +35,8 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import Case, check_sums, make_case
 from zero_mpi.plan.machine import ASSUMED, assumed
 from zero_mpi.plan.plan import make_plan
-from zero_mpi.plan.rank_memory import plan_memory, resident, text_of
+from zero_mpi.plan.rank_memory import checkpoint_bytes, plan_memory, resident, text_of
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
-from zero_mpi.plan.step_time import saved_bytes
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.log import Caution
 from zero_mpi.train import saving
@@ -118,7 +117,7 @@ def check_disk(config: Config, model: ModelConfig) -> list[str]:
 
     Existing checkpoints are counted. Raises UsageError if not even one checkpoint fits. Quotas are ignored.
     """
-    each = saved_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
+    each = checkpoint_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
     out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
     found = f"--out {shown(out)}: {size(free)} free, but a checkpoint takes {size(each)}"
     if free < each:
@@ -229,8 +228,8 @@ def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
         when, stays = f"{when} and at each new best", "and the best are kept"
     kept = f"the newest {config.keep} {stays}" if config.keep else "all stay"
     yield (
-        f"writes     to {config.out}: a checkpoint {when}, about {size(saved_bytes(case))} each, {kept}; "
-        f"{size(shutil.disk_usage(existing(Path(config.out))).free)} free"
+        f"writes     to {config.out}: a checkpoint {when}, about {size(checkpoint_bytes(case))} each, "
+        f"{kept}; {size(shutil.disk_usage(existing(Path(config.out))).free)} free"
     )
 
 

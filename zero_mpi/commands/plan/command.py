@@ -38,7 +38,7 @@ from zero_mpi.sharding.strategy import STRATEGIES
 SHOWN_GROUPS = ("model", "batch", "sharding")
 SHOWN = {  # flags of `train` that --help shows here
     *("--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"),
-    *("--offload", "--version", "--lora", "--lora-targets", "--checkpoint-io", "--writers-per-node"),
+    *("--offload", "--version", "--lora", "--lora-targets"),
     *("--loss", "--teacher"),
 }
 EXAMPLES = """\
@@ -203,7 +203,7 @@ def find_machine(
         numbers["memory"] = float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2].upper() or " "))
     machine = machine_of(numbers, base)
     if described is not None:
-        machine = replace(machine, levels=described.levels, disk=described.disk)
+        machine = replace(machine, levels=described.levels)
     return machine, tuple(numbers)
 
 
