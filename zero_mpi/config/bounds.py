@@ -195,10 +195,8 @@ CONTRADICTIONS = (
     Rule("patience", lambda c: not c.holds_out, "--val-fraction 0 leaves no validation data"),
     Rule("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates only at the end"),
 )
-NOT_OF_LOSS = "--loss {loss} does not use it"
-NO_TEXT = "the token files of --data have no tokenizer"
+NOT_OF_LOSS = "--loss {loss} has no such constant"
 IDS = "the token files of --data are used unchanged"
-NOTHING_HELD = "--val-fraction 0 leaves no validation data"
 IDLE = (
     Rule("preference_beta", lambda c, _: c.preference is None, NOT_OF_LOSS),
     Rule("label_smoothing", lambda c, _: c.loss != "dpo", NOT_OF_LOSS),
@@ -208,29 +206,10 @@ IDLE = (
     Rule("teacher_weight", lambda c, _: c.teacher is None, "it needs --teacher FILE"),
     Rule("loss_on", lambda c, _: c.preference is not None, "--loss {loss} counts answers only"),
     Rule("min_lr", lambda c, _: c.schedule == "constant", "--schedule constant has no decay"),
-    Rule(
-        "bucket_mb",
-        lambda c, _: c.strategy != "no-shard" and c.init is None and c.experts is None,
-        "only --strategy no-shard and mixtures of experts have buckets",
-    ),
-    Rule(
-        "prefetch",
-        lambda c, _: c.strategy in ("no-shard", "shard-grad-op"),
-        "--strategy {strategy} keeps parameters gathered",
-    ),
-    Rule("val_fraction", lambda c, _: bool(c.val_data), "--val-data is the validation data"),
-    Rule("eval_every", lambda c, _: not c.holds_out, NOTHING_HELD),
-    Rule("eval_windows", lambda c, _: not c.holds_out, NOTHING_HELD),
-    Rule(
-        "writers_per_node", lambda c, _: c.checkpoint_io == "gather", "--checkpoint-io gather: rank 0 writes"
-    ),
-    Rule("prompt", lambda c, data: not data.is_text, NO_TEXT),
-    Rule("prompt", lambda c, data: data.is_text and c.sample == 0, "--sample 0 prints no text"),
-    Rule("sample", lambda c, data: not data.is_text and c.sample > 0, NO_TEXT),
+    Rule("eval_every", lambda c, _: not c.holds_out, "--val-fraction 0 leaves no validation data"),
     Rule("tokenizer", lambda c, data: not data.is_text, IDS),
     Rule("bos", lambda c, data: c.bos == ALWAYS and (not data.is_text or data.are_ids), IDS),
     Rule("control_tokens", lambda c, data: not data.is_text or data.are_ids, IDS),
-    Rule("micro_batch", lambda c, _: c.micro_batch > c.batch_size, "--batch-size {batch_size} is smaller"),
 )
 
 
