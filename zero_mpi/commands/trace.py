@@ -9,7 +9,6 @@ import gzip
 import os
 import sys
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +42,6 @@ COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "check
 STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices of steps, and of transfers in progress
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(spans.STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
-UNITS = 5  # number of transfers shown, those with the longest waits
 MEANING = (
     "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
@@ -64,11 +62,9 @@ class Slice(NamedTuple):
     """Event of a rank, with times in microseconds of a common clock."""
 
     family: str  # track, or kind of transfer
-    name: str
     begun: float
     ended: float
     kind: str  # "forward", "allgather", ...
-    unit: str  # unit or stage; "" if there is none
     step: int  # from 1
     nbytes: int  # bytes of a transfer
 
@@ -139,13 +135,12 @@ def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
     if len(slices) >= MOST_OF_RANK:
         raise ValueError(f"more than {MOST_OF_RANK} events of one rank")
     about, begun = event["args"], float(within(event["ts"], -LATEST, LATEST))
-    family, name, kind, unit = (
-        sys.intern(shown(text, LONGEST_NAME))  # stores equal texts once
-        for text in (event["cat"], event["name"], about.get("kind", ""), about.get("unit", ""))
+    family, kind = (  # equal texts are stored once
+        sys.intern(shown(text, LONGEST_NAME)) for text in (event["cat"], about.get("kind", ""))
     )
     ended = begun + within(event["dur"], 0, LATEST)
     step, nbytes = within(about["step"], 0, MOST), within(about.get("bytes", 0), 0, MOST)
-    slices.append(Slice(family, name, begun, ended, kind, unit, step, nbytes))
+    slices.append(Slice(family, begun, ended, kind, step, nbytes))
 
 
 def within(value: Any, least: float, most: float) -> Any:
@@ -164,9 +159,8 @@ class Share:
 
     rank: int
     steps: dict[int, float] = field(default_factory=dict)  # length of each step
-    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum is `steps`
-    hidden: float = 0.0  # time of transfers that no rank waited for
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # transfer -> time waited
+    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: `steps`
+    hidden: float = 0.0  # time of transfers in progress without a wait
     sent: int = 0  # bytes sent to other ranks
 
 
@@ -177,8 +171,8 @@ def shares(recorded: Recorded) -> list[Share]:
 
 
 def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
-    """Return a rank's times, computed from the starts and ends of its events in order of time."""
-    share, marks = Share(rank), list[tuple[float, int, int, Slice]]()
+    """Return a rank's times, from the starts and ends of its events in order of time."""
+    share, marks = Share(rank), list[tuple[float, int, int]]()
     for each in slices:
         place = PLACES.get((each.family, each.kind), PLACES.get((each.family, "")))
         if place is None or (place == STEP and each.step not in steps):
@@ -188,31 +182,22 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
         elif place == FLIGHT and each.step in steps:
             share.sent += each.nbytes
         if each.ended > each.begun:
-            marks += [(each.begun, 1, place, each), (each.ended, 0, place, each)]
-    under_way: list[list[Slice]] = [[] for _ in range(FLIGHT + 1)]  # in progress, by index; newest last
+            marks += [(each.begun, 1, place), (each.ended, 0, place)]
+    under_way = [0] * (FLIGHT + 1)  # number of events in progress, by index
     before = 0.0
-    for now, begins, place, each in sorted(marks):  # at equal times, ends come before starts
+    for now, begins, place in sorted(marks):  # at equal times ends come first
         if under_way[STEP]:
             account(share, under_way, now - before)
         before = now
-        if begins:
-            under_way[place].append(each)
-        else:
-            under_way[place].remove(each)
+        under_way[place] += 1 if begins else -1
     return share
 
 
-def account(share: Share, under_way: list[list[Slice]], lasted: float) -> None:
-    """Add a span of time to the column of the first claim, and to the transfer that it exposes or hides."""
-    column, latest = next(
-        ((name, here[-1]) for (name, *_), here in zip(CLAIMS, under_way, strict=False) if here), (OTHER, None)
-    )
+def account(share: Share, under_way: Sequence[int], lasted: float) -> None:
+    """Add a segment of time to the column of the first claim, and to exposed or hidden transfers."""
+    column = next((name for (name, *_), count in zip(CLAIMS, under_way, strict=False) if count), OTHER)
     share.columns[column] += lasted
-    if column == EXPOSED and latest is not None:
-        around = under_way[PLACES[spans.BETWEEN, ""]]
-        stage = around[-1].unit if around and not latest.unit else ""  # the stage that needs the transfer
-        share.exposed[f"{latest.name} (for {stage})" if stage else latest.name] += lasted
-    elif under_way[FLIGHT]:
+    if column != EXPOSED and under_way[FLIGHT]:
         share.hidden += lasted
 
 
@@ -227,15 +212,7 @@ def table(recorded: Recorded) -> Iterator[str]:
     names = "".join(f" {name:>15}" for name in columns)
     yield from ("", f"{'rank':>4} {'step':>10}{names} {HIDDEN:>10} {'sent MB':>9}")
     yield from (row(share, columns) for share in found)
-    yield from ("", *MEANING, "")
-    waits: dict[str, float] = defaultdict(float)  # transfer -> mean wait of the ranks
-    for share in found:
-        for name, lasted in share.exposed.items():
-            waits[name] += lasted / len(share.steps) / len(found)
-    if waits:
-        yield "longest waits (mean of ranks, ms per step):"
-        longest = sorted(waits.items(), key=lambda each: -each[1])[:UNITS]
-        yield from (f"  {lasted / 1e3:>10.3f}  {name}" for name, lasted in longest)
+    yield from ("", *MEANING)
     wrong, ends_in = recorded.about.get("clock_error_us"), recorded.about.get("ends_in")
     if isinstance(wrong, int | float) and 0 < wrong <= LATEST:
         yield f"clocks of different hosts agree within {wrong:.0f} us"
