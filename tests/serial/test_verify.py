@@ -250,19 +250,6 @@ def test_yes_for_runs_of_other_kinds(kind, text, tmp_path):
     assert len(got) == (1 if kind == "keep" else 3)
 
 
-def test_a_run_without_a_chain_is_computed_and_says_so(run, verify):
-    (run / "proof.jsonl").unlink()
-    status, lines = compute(run)
-    assert status == 0
-    assert re.match("note: .*no proof.jsonl", lines[0])
-    assert lines[-1].startswith("yes: its files agree; steps 1-6 have the same bits")
-    change(run / "metrics.jsonl", 4, loss=4.25)
-    assert compute(run)[1][-1].startswith("no: step 5: loss is 4.25 in the records, ")
-    (run / "metrics.jsonl").unlink()
-    with pytest.raises(UsageError, match="nothing to verify"):
-        verify(run)
-
-
 def test_data_may_lie_elsewhere_now(run, text, tmp_path, verify):
     moved = [shutil.copy(path, tmp_path) for path in text]
     replace_in(run / "config.toml", str(Path(text[0]).parent), "/nowhere")
@@ -475,7 +462,6 @@ NOT_COMPUTED: dict[str, tuple[Callable[[Path], object], list[object]]] = {
     "invented": (invent, []),
     "no sample": (lambda run: None, ["--sample", 0]),
     "fast": (fast, []),
-    "fast, without a chain": (lambda run: (fast(run), (run / "proof.jsonl").unlink()), []),
     "no such steps": (invent, ["--from", 101, "--to", 104]),
 }
 

@@ -22,8 +22,14 @@ from zero_mpi.files.foreign import shown
 T = TypeVar("T")
 Facts = Mapping[str, object]
 NOTHING = "nothing"
-LONGEST = 80  # most characters of a value in a message
-REFUSALS = (UsageError, JobError)  # errors that a command reports in one line; all other errors are bugs
+LONGEST = 80  # characters of a value that are shown
+
+
+class Differs(Exception):
+    """A run differs from its records: the first difference, in a line. All ranks raise it together."""
+
+
+REFUSALS = (UsageError, JobError, Differs)  # errors that a command reports in one line; others are bugs
 KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
@@ -97,21 +103,16 @@ def exchange(
     kind = next((name for name, kind in KINDS.items() if isinstance(problem, kind)), "")
     answers = comm.allgather_object((kind, str(problem), word(result)))
     for rank, (kind, text, _) in enumerate(answers):
-        if kind and str(problem) == text and problem is not None:
-            raise problem
         if kind:
-            raise KINDS[kind](f"rank {rank}: {text}")
+            raise problem if problem and str(problem) == text else KINDS[kind](f"rank {rank}: {text}")
     return result, [theirs for _, _, theirs in answers]
 
 
 def odd_fact(all_facts: Sequence[Mapping[str, str]]) -> tuple[str, list[str], int, str]:
     """Return the first fact that differs: its name, all ranks' values, the odd rank, the usual value."""
-    for name in dict.fromkeys(name for facts in all_facts for name in facts):
-        values = [facts.get(name, NOTHING) for facts in all_facts]
-        odd = odd_one(values)
-        if odd is not None:
-            return name, values, *odd
-    raise AssertionError("digests differ, but facts do not")
+    names = dict.fromkeys(name for facts in all_facts for name in facts)
+    columns = ((name, [facts.get(name, NOTHING) for facts in all_facts]) for name in names)
+    return next((name, values, *odd) for name, values in columns if (odd := odd_one(values)))
 
 
 def odd_one(values: Sequence[str]) -> tuple[int, str] | None:

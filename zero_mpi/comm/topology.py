@@ -72,8 +72,7 @@ def node_communicator(world: Any) -> Any:
 
 def find_topology(world: Any, node: Any) -> Topology:
     """Return the topology of `world`, where `node` is the communicator of this rank's node. Collective."""
-    leader = node.bcast(world.Get_rank())
-    members = members_of(world.allgather(leader)).values()
+    members = members_of(world.allgather(node.bcast(world.Get_rank()))).values()
     return Topology(tuple(map(tuple, members)), world.Get_rank())
 
 

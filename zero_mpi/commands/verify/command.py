@@ -28,15 +28,13 @@ from zero_mpi.checkpoint.state import STATE, read_json, read_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import elapsed, few, plural, write
+from zero_mpi.comm.agree import Differs
 from zero_mpi.commands.verify.history import (
-    Differs,
     History,
     Segment,
-    agreed,
     check_tensors,
     differing,
     gaps,
-    of_root,
     other,
     read_history,
     records_of,
@@ -172,20 +170,18 @@ def command(world: World, arguments: Sequence[str]) -> int:
 def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str]:
     """Verify a run. Return status and last line, or raise Differs on all ranks. Collective."""
     watchdog.beat("reading the records")
-    history: History = of_root(world, lambda: read_history(request.run, request.expect))
-    say(world, *([f"chain: complete, proof {history.head}"] if history.head else []))
-    say(world, *(f"note: {note}" for note in history.notes))
+    history: History = world.run_on_root(lambda: read_history(request.run, request.expect))
+    say(world, f"chain: complete, proof {history.head}", *(f"note: {note}" for note in history.notes))
     for step in history.kept:
         watchdog.beat(f"reading the checkpoint of step {step}")
-        agreed(world, partial(check_tensors, request.run, step, world))
-    agreed(world, lambda: check_config(request.run, request.config, history))
+        world.run_on_all(partial(check_tensors, request.run, step, world))
+    world.run_on_all(lambda: check_config(request.run, request.config, history))
     if history.at != (request.config.steps or history.at):
         say(world, f"note: {history.at} of {request.config.steps} steps were run")
     say(world, f"files: valid, including the tensors of {plural(len(history.kept), 'checkpoint')}")
     bounds = request.first or 0, history.at if request.last is None else request.last
     asked = [one for one in history.segments if one.last > bounds[0] and one.start < bounds[1]]
-    said = [history.runs[one.run].get(SETTINGS, {}) for one in asked]
-    kinds = [each.get("reduction", request.config.reduction) for each in said]
+    kinds = [history.runs[one.run][SETTINGS].get("reduction", "exact") for one in asked]
     exact = [one for one, kind in zip(asked, kinds, strict=True) if kind == "exact"]
     chosen = choose(world, request, bounds, exact)
     for _, group in groupby(chosen, key=lambda segment: segment.run):
@@ -195,8 +191,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
         compute(world, request.run, spec, segments, watchdog)
     inexact = [(one.start, one.last) for one in asked if one not in exact]
     missing = gaps(asked, *bounds)
-    parts = ["its files are unchanged" if history.head else "its files agree"]
-    parts += [] if chosen else ["no step was recomputed"]
+    parts = ["its files are unchanged", *([] if chosen else ["no step was recomputed"])]
     for text, steps in (
         (f"have the same bits, recomputed on {plural(world.size, 'rank')}", steps_of(chosen)),
         ("cannot be recomputed from this folder", missing),
@@ -221,7 +216,7 @@ def choose(
     if request.sample is not None:
         seed = request.seed
         if seed is None:
-            seed = of_root(world, lambda: secrets.randbelow(MOST_SEED))
+            seed = world.run_on_root(lambda: secrets.randbelow(MOST_SEED))
         say(world, f"sample: {request.sample} of {len(chosen)} segments, --seed {seed}")
         places = random.Random(seed).sample(range(len(chosen)), min(request.sample, len(chosen)))
         chosen = [chosen[place] for place in sorted(places)]
@@ -246,9 +241,9 @@ def resolve_job(world: World, request: Request, history: History, segments: Sequ
         check(found)
         return found
 
-    config = world.run_on_all(config_then) if SETTINGS in said else request.config
-    spec = resolve(world, config, cached=False, begun=said.get(FACTS, {}).get("data.tokenizer"))
-    notes = of_root(world, lambda: check_facts(spec, said, request.run, segments))
+    config = world.run_on_all(config_then)
+    spec = resolve(world, config, cached=False, begun=said[FACTS].get("data.tokenizer"))
+    notes = world.run_on_root(lambda: check_facts(spec, said, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
     return spec
 
@@ -262,16 +257,16 @@ def say(world: World, *texts: str) -> None:
 
 
 def check_config(run: Path, config: Config, history: History) -> None:
-    """Raise Differs unless config.toml and checkpoints have the settings in the chain, if there is one."""
-    if SETTINGS in (said := history.runs[-1]):  # a setting that is newer than the run has its default
-        refuse(toml.CONFIG_FILE, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
-        stays = {*Config().fixed(), *said[FACTS]} - {*toml.PATHS}
-        kept = {key: value for key, value in (said[SETTINGS] | said[FACTS]).items() if key in stays}
-        for step in history.kept:
-            with differing():
-                state = open_checkpoint(folders.step_folder(run, step)).state
-                found = read_json(state, "training.settings")
-            refuse(f"the checkpoint of step {step}", {**SINCE, **found}, {**SINCE, **kept})
+    """Raise Differs unless config.toml and checkpoints have the settings of the chain."""
+    said = history.runs[-1]  # settings that are newer than the run have their defaults
+    refuse(toml.CONFIG_FILE, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
+    stays = {*Config().fixed(), *said[FACTS]} - {*toml.PATHS}
+    kept = {key: value for key, value in (said[SETTINGS] | said[FACTS]).items() if key in stays}
+    for step in history.kept:
+        with differing():
+            state = open_checkpoint(folders.step_folder(run, step)).state
+            found = read_json(state, "training.settings")
+        refuse(f"the checkpoint of step {step}", {**SINCE, **found}, {**SINCE, **kept})
 
 
 def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segment]) -> list[str]:
@@ -280,15 +275,12 @@ def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segm
     Return notes on other differences, in machine and package, that may change bits.
     """
     now: Facts = json.loads(json.dumps(identity(spec.config, spec.description, spec.weights)))
-    if FACTS in run:
-        refuse("here", now[FACTS], run[FACTS])
-    machine = run.get(MACHINE)
+    refuse("here", now[FACTS], run[FACTS])
     for step in sorted({step for one in segments for step in (one.start, one.last * one.ends) if step}):
         state = open_checkpoint(folders.step_folder(folder, step)).state
         said = {**SINCE, **read_json(state, "training.settings")}
         refuse("here", dict(spec.description.settings), said, f"the checkpoint of step {step}")
-        machine = machine or read_json(state, "training.machine")
-    notes = list(changes(machine or now[MACHINE], now[MACHINE], "the run"))
+    notes = list(changes(run[MACHINE], now[MACHINE], "the run"))
     if run.get(CODE, now[CODE]) != now[CODE]:
         found = f"{quoted(run[CODE])}, now {quoted(now[CODE])}"
         notes.append(f"the package differs from that of the run ({found}): bits may differ")
@@ -386,8 +378,8 @@ def compute(
 def compare_state(world: World, folder: Path, session: Session, step: int) -> None:
     """Raise Differs unless all tensors are equal to those in a step's checkpoint. Collective."""
     parts, place = parts_of(session.optimizer, session.description), folders.step_folder(folder, step)
-    found = agreed(world, lambda: min(others(place, parts, session.comm.rank), default=None))
-    first = min(filter(None, world.comm.allgather_object(found)), default=None)
+    found = world.results(lambda: min(others(place, parts, session.comm.rank), default=None))
+    first = min(filter(None, found), default=None)
     if first is not None:
         raise Differs(f"step {step}: {first[-1]}")
 

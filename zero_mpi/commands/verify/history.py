@@ -6,15 +6,16 @@ the next checkpoint that exists, so it may include steps whose checkpoints `--ke
 segment may end at the last record.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import ID, check_digests, open_checkpoint
 from zero_mpi.checkpoint.weights import keys_of
+from zero_mpi.comm.agree import Differs
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import exists, read_lines
@@ -24,14 +25,9 @@ from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
 from zero_mpi.telemetry.proof import ID as NAME
 from zero_mpi.train.description import FACTS, MACHINE, SETTINGS
 
-MOST_JOBS = 1 << 14  # most jobs of a run; their settings are held in memory
-T = TypeVar("T")
+MOST_JOBS = 1 << 14  # most jobs of a run, as the settings of each job are kept in memory
 Record = Mapping[str, Any]
 Steps = tuple[int, int]  # start, last step
-
-
-class Differs(Exception):
-    """Raised if a run differs from its records. The text, one line, names the first difference."""
 
 
 @contextmanager
@@ -41,33 +37,6 @@ def differing() -> Iterator[None]:
         yield
     except UsageError as error:
         raise Differs(str(error)) from error
-
-
-def agreed(world: World, action: Callable[[], T]) -> T:
-    """Return this rank's action(). If ranks raise Differs, raise the first of them on all ranks. Collective.
-
-    `action` must not communicate. Other errors are treated as in `World.run_on_all`.
-    """
-    found: list[T] = []
-
-    def attempt() -> str:
-        try:
-            found.append(action())
-        except Differs as difference:
-            return str(difference)
-        return ""
-
-    problem = next(filter(None, world.results(attempt)), "")
-    if problem:
-        raise Differs(problem)
-    return found[0]
-
-
-def of_root(world: World, action: Callable[[], T]) -> T:
-    """Return rank 0's action() on all ranks. Errors are raised as in `agreed`. Collective."""
-    found = agreed(world, lambda: action() if world.rank == 0 else None)
-    result: T = world.comm.broadcast_object(found)
-    return result
 
 
 @dataclass(frozen=True)
@@ -204,15 +173,11 @@ def read_history(run: Path, expect: str | None) -> History:
     """Return a run's history. Raise Differs if its files contradict each other; UsageError without files."""
     records, history = Records(run), History(dict(folders.steps(run)))
     ended = status.read_status(run / status.NAME).get("state") in (status.DONE, status.STOPPED)
-    if exists(run / proof.PROOF):
-        follow(run, records, history, ended)
-    elif not records.step:
-        raise UsageError(f"{shown(run)}: nothing to verify: neither {proof.PROOF} nor records in {METRICS}")
-    else:
-        history.notes.append(f"no {proof.PROOF}: without a chain, records are checked only by recomputation")
-        replay(records, history)
+    if not exists(run / proof.PROOF):
+        raise UsageError(f"{shown(run)}: nothing to verify: expected the run's {proof.PROOF}")
+    follow(run, records, history, ended)
     if expect is not None and history.head != expect:
-        raise Differs(f"{proof.PROOF} ends in {history.head or 'nothing'}, expected {shown(expect)}")
+        raise Differs(f"{proof.PROOF} ends in {history.head}, expected {shown(expect)}")
     history.close(history.at, ends=False)
     name = folders.named(run, folders.LATEST)
     latest = folders.STEP_FOLDER.fullmatch(name)
@@ -276,20 +241,6 @@ def note_line(line: proof.Line, records: Records, history: History) -> None:
         if difference := other(proof.bits_of(records.take()), line.value):
             name, found, said = difference
             raise Differs(f"step {line.step}: {METRICS} has {name} {found}, the chain {said}")
-
-
-def replay(records: Records, history: History) -> None:
-    """Add the records and checkpoints of a run without a chain. Raise Differs if they are inconsistent."""
-    first = records.step - 1
-    history.begin(first, {} if first == 0 else {"from": history.id_of(first) or ""})
-    while records.step:
-        step = int(records.take()["step"])
-        try:
-            history.record(step)
-        except Differs as difference:
-            raise Differs(f"{METRICS}: {difference}") from None
-        if step in history.folders:
-            history.save(step, history.id_of(step))
 
 
 def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
