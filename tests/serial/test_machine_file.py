@@ -30,10 +30,14 @@ def planned(folder, *flags, machine=EXAMPLES / "large.toml"):
 
 
 def test_what_the_file_says_reaches_the_plan(tmp_path, capsys):
-    found = planned(tmp_path, "--ranks", "128", "--flops", "7e10", "--memory", "4M")
+    found = planned(tmp_path, "--ranks", "128", "--memory", "4M")
     machine = found["machine"]
     assert found["nodes"] == 2
-    assert (machine["flops"], machine["moves"], machine["memory"]) == (7e10, 8e9, 4 << 20)  # flags win
+    assert (machine["flops"], machine["moves"], machine["memory"]) == (
+        100e9,
+        8e9,
+        4 << 20,
+    )  # the flag goes first
     assert read_machine(EXAMPLES / "large.toml").numbers["memory"] == 15_625_000_000
     assert machine["node"] == {"alpha": 1e-6, "beta": 1e-10}
     assert [level["nodes"] for level in machine["levels"]] == [16, 128, None]
@@ -117,10 +121,9 @@ def test_what_cannot_be_is_refused_in_one_line(name, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("flags", [["--doctor", "d.json"], ["--alpha", "1e-5"], ["--beta", "1e-9"]])
-def test_what_would_say_it_twice_is_refused(flags):
-    with pytest.raises(UsageError, match=f"{flags[0]} {flags[1][:3]}.*--machine"):
-        command(World(0, 1), [*flags, "--machine", str(EXAMPLES / "small.toml")])
+def test_what_would_say_it_twice_is_refused():
+    with pytest.raises(UsageError, match=r"--doctor d\.json.*--machine"):
+        command(World(0, 1), ["--doctor", "d.json", "--machine", str(EXAMPLES / "small.toml")])
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)

@@ -24,29 +24,10 @@ COLUMN = 26  # column at which the texts of --help begin
 NEAR = 0.6  # difflib cutoff: least share of letters that two similar names have in common
 PLACES = ("DIR", "PATH", "FILE")  # metavars of values that are paths
 KINDS: dict[Any, str] = {int: "N", float: "X"}  # metavars by type
-OTHERS = {  # flag -> names of this flag in other training programs
-    "--batch-size": "--global-batch-size",
-    "--context": "--max-length --seq-len --seq-length",
-    "--data": "--train-data",
-    "--dim": "--hidden-size",
-    "--epochs": "--num-epochs --num-train-epochs",
-    "--eval-every": "--eval-interval --eval-steps",
-    "--grad-clip": "--clip-grad --max-grad-norm",
-    "--heads": "--num-attention-heads",
-    "--init": "--model --model-name-or-path",
-    "--layers": "--num-layers",
-    "--log-every": "--logging-steps",
-    "--out": "--output --output-dir",
-    "--precision": "--bf16 --fp16",
-    "--recompute": "--checkpoint-activations --gradient-checkpointing",
-    "--resume": "--load --resume-from-checkpoint",
-    "--save-every": "--save-interval --save-steps",
-    "--steps": "--max-steps --train-iters",
-    "--tokens": "--max-tokens --num-tokens",
-    "--type": "--quantize",
-    "--warmup": "--warmup-steps",
-}
-REMOVED = {  # flags of version 0.1.0, and their replacements
+RATES = ("--flops", "--memory-bandwidth", "--host-bandwidth", "--alpha-node", "--beta-node")
+REMOVED = {  # flags that 0.1.0 had, and their replacements
+    **dict.fromkeys(RATES, "use --machine FILE.toml or --doctor FILE"),
+    "--max-mb": "leave it out",
     "--audit": "use zero-mpi verify RUN after the run",
     "--audit-action": "use zero-mpi verify RUN after the run",
     "--text": "use the page of zero-mpi report, or metrics.jsonl",
@@ -57,9 +38,8 @@ REMOVED = {  # flags of version 0.1.0, and their replacements
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """Return the end of an error message: "; did you mean X?", or "" if no known name is similar."""
     names = list(known)
-    meant = [name for name in names if wrong in OTHERS.get(name, "").split()]
     longer = sorted((name for name in names if wrong and name.startswith(wrong)), key=len)
-    near = meant or longer[:1] or difflib.get_close_matches(wrong, names, 1, NEAR)
+    near = longer[:1] or difflib.get_close_matches(wrong, names, 1, NEAR)
     return f"; did you mean {near[0]}?" if near else ""
 
 

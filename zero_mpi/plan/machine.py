@@ -6,7 +6,6 @@ assumed; a report says which numbers are assumed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,19 +76,14 @@ def bandwidth(beta: float) -> str:
     return f"{1e-9 / beta:.3g} GB/s" if beta else "no time per byte"
 
 
-RATES = {  # flag -> path of the field in `Machine`, help text, function for a report
-    "flops": ("flops", "matmul speed per rank, in FLOP/s", billions, "GFLOP/s per rank"),
-    "memory_bandwidth": ("moves", "memory bandwidth per rank, in bytes/s", billions, "GB/s per rank"),
-    "host_bandwidth": (
-        "host_link",
-        "bandwidth between GPU and host, in bytes/s each way",
-        billions,
-        "GB/s to the host",
-    ),
-    "alpha_node": ("node.alpha", "latency of a message inside a node, in seconds", seconds, "in a node"),
-    "beta_node": ("node.beta", "seconds per byte between ranks of a node", bandwidth, "in a node"),
-    "alpha": ("between.alpha", "latency of a message between nodes, in seconds", seconds, "between nodes"),
-    "beta": ("between.beta", "seconds per byte over a node's link", bandwidth, "between nodes"),
+RATES = {  # name -> path of the field in `Machine`, function and unit for a report
+    "flops": ("flops", billions, "GFLOP/s per rank"),
+    "memory_bandwidth": ("moves", billions, "GB/s per rank"),
+    "host_bandwidth": ("host_link", billions, "GB/s to the host"),
+    "alpha_node": ("node.alpha", seconds, "in a node"),
+    "beta_node": ("node.beta", bandwidth, "in a node"),
+    "alpha": ("between.alpha", seconds, "between nodes"),
+    "beta": ("between.beta", bandwidth, "between nodes"),
 }
 
 
@@ -104,9 +98,6 @@ def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine
     """Return machine `base` with the known numbers in it; raise UsageError for an impossible number."""
     for name, value in numbers.items():
         field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
-        if not 0 <= value < math.inf or (not of_link and value == 0):
-            least = "at least 0" if of_link else "more than 0"
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected {least}")
         changed: Any = replace(getattr(base, field), **{of_link: value}) if of_link else value
         changes: dict[str, Any] = {field: int(value) if field == "memory" else changed}
         base = replace(base, **changes)
@@ -138,7 +129,7 @@ SAID: dict[type, str] = {int: "a whole number above 0", float: "a number above 0
 
 
 def read_doctor(path: Path) -> dict[str, float]:
-    """Return the measured numbers of a doctor's JSON, by the names of flags."""
+    """Return the measured numbers of a doctor's JSON, by the names in `DOCTOR`; a speed of 0 is left out."""
     place = f"--doctor {shown(path)}"
     try:
         found: Any = parse_json(read_file(path, MOST_DOCTOR))
@@ -154,14 +145,15 @@ def read_doctor(path: Path) -> dict[str, float]:
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
                 raise UsageError(f"{place}: {keys} is {shown(value)}; expected a number of at least 0")
-            known[name] = float(value)
+            if value or "seconds" in keys:
+                known[name] = float(value)
     if not known:
         raise UsageError(f"{place}: no speed in it; expected keys such as links.node.alpha_seconds")
     return known
 
 
 class MachineFile(NamedTuple):
-    """Contents of a machine file; numbers: rates of a rank by the names of flags."""
+    """Contents of a machine file; numbers: rates of a rank, by the names in `DOCTOR`."""
 
     ranks: int  # ranks of a node
     numbers: dict[str, float]

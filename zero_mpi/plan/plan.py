@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 from zero_mpi.plan.case import Case
@@ -65,8 +62,6 @@ def make_plan(case: Case, machine: Machine) -> Plan:
 
 
 MOST_RANKS = 16384
-LEAST_EFFICIENCY = 0.5
-STAYS = 0.98  # if twice the ranks need at least this share of memory per rank, memory no longer falls
 
 
 @dataclass(frozen=True)
@@ -93,22 +88,6 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
         took = memory, time.seconds, time.exposed, speed, speed / alone / ranks
         points.append(Point(ranks, here.nodes, *took))
     return points
-
-
-def limits(case: Case, points: Sequence[Point]) -> list[str]:
-    """Return the limits of scaling, ordered by the number of ranks from which they apply."""
-    tests: dict[str, Callable[[Point, Point], bool]] = {
-        f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
-        "memory per rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
-        "there is less than one micro-batch per rank": lambda _, here: here.ranks > case.rounds.micro_batches,
-    }
-    first = dict[str, int]()
-    for reason, test in tests.items():
-        for before, here in reversed([*pairwise(points)]):
-            if not test(before, here):
-                break
-            first[reason] = here.ranks
-    return [f"from {ranks} ranks on {reason}" for reason, ranks in sorted(first.items(), key=itemgetter(1))]
 
 
 MOST = 256  # largest micro-batch that is tried

@@ -71,7 +71,7 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
     for title, wanted in (("given", True), ("assumed", False)):
         texts = [
             f"{figure(attrgetter(place)(between))} {unit}"
-            for name, (place, _, figure, unit) in RATES.items()
+            for name, (place, figure, unit) in RATES.items()
             if (name in known) == wanted and (name != "host_bandwidth" or case.offloaded)
         ]
         if texts:
@@ -129,14 +129,11 @@ def counted(count: int) -> str:
     return "none" if count == 0 else f"{count:,}{' or more' if count >= MOST else ''}"
 
 
-def sweep_lines(case: Case, points: Sequence[Point], limits: Sequence[str]) -> Iterator[str]:
-    """Yield a strategy's points, and the limits of its scaling."""
-    name = case.strategy_name
-    yield f"{name}: {case.rounds.micro_batches} micro-batches per step at any number of ranks"
+def sweep_lines(case: Case, points: Sequence[Point]) -> Iterator[str]:
+    """Yield the lines of a strategy's points."""
+    yield f"{case.strategy_name}: {case.rounds.micro_batches} micro-batches per step at any number of ranks"
     yield row("ranks (nodes)", ["memory a rank", "step", "waits", "tokens/s", "efficiency"])
     for point in points:
         figures = [size(point.memory), seconds(point.seconds), seconds(point.exposed)]
         figures += [f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.0%}"]
         yield row(f"{point.ranks} ({point.nodes})", figures)
-    end = f"stops scaling: {'; '.join(limits)}" if limits else "scales up to the end of this table"
-    yield f"  {name} {end}"

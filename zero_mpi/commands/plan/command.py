@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -29,8 +30,8 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan import machine as machines
 from zero_mpi.plan.case import Case, check_sums, make_case
-from zero_mpi.plan.machine import LOW, RATES, Machine, MachineFile, assumed, machine_of
-from zero_mpi.plan.plan import MOST_RANKS, limits, make_plan, sweep
+from zero_mpi.plan.machine import LOW, Machine, MachineFile, assumed, machine_of
+from zero_mpi.plan.plan import MOST_RANKS, make_plan, sweep
 from zero_mpi.plan.rank_memory import resident, text_bytes
 from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_lines
 from zero_mpi.sharding.strategy import STRATEGIES
@@ -86,11 +87,7 @@ def make_parser() -> Parser:
     added.add_argument("--memory", metavar="SIZE", help=fitting)
     added.add_argument("--doctor", metavar="FILE", help="speeds measured by zero-mpi doctor --json")
     added.add_argument("--machine", metavar="FILE", help="TOML description of another machine")
-    for name, (_, text, *_) in RATES.items():
-        added.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; overrides files")
-    added.add_argument(
-        "--sweep", action="store_true", help="plan 1, 2, 4, ... ranks, and find where scaling stops"
-    )
+    added.add_argument("--sweep", action="store_true", help="plan 1, 2, 4, ... ranks")
     added.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks per node in the sweep (default: as planned)"
     )
@@ -140,11 +137,8 @@ def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
     """Return the machine file, ranks and nodes. Of the nodes in the file, take as few as suffice."""
     described = None
     if "machine" in own:
-        for name in ("doctor", "alpha", "beta"):
-            if name in own:
-                raise UsageError(
-                    f"{spelled(name)} {shown(own[name])}: also set by --machine: use one of them"
-                )
+        if "doctor" in own:
+            raise UsageError(f"--doctor {shown(own['doctor'])}: also set by --machine: use one of them")
         described = machines.read_machine(Path(own["machine"]))
     ranks = within("ranks", own.get("ranks", 1), 1)
     nodes = within("nodes", own.get("nodes", -(-ranks // described.ranks) if described else 1), 1)
@@ -195,12 +189,12 @@ def find_machine(
         numbers["flops"] = of_bf16
     if case.on_gpu and described is None:  # the rates in the doctor's file are those of the host's CPU
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
-    numbers |= {name: float(own[name]) for name in RATES if name in own}
     if (text := own.get("memory")) is not None:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
-        if match is None:
+        size = float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2].upper() or " ")) if match else 0.0
+        if not 0 < size < math.inf:
             raise UsageError(f"--memory {text}: expected a size such as 64G, 512M or a number of bytes")
-        numbers["memory"] = float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2].upper() or " "))
+        numbers["memory"] = size
     machine = machine_of(numbers, base)
     if described is not None:
         machine = replace(machine, levels=described.levels)
@@ -240,9 +234,8 @@ def sweeps(question: Question) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for case in question.cases:
         points = sweep(case, question.machine, question.per_node, question.most_ranks)
-        reasons = limits(case, points)
-        write(["", *sweep_lines(case, points, reasons)])
-        numbers[case.strategy_name] = {"points": [asdict(point) for point in points], "limits": reasons}
+        write(["", *sweep_lines(case, points)])
+        numbers[case.strategy_name] = {"points": [asdict(point) for point in points]}
     return {"ranks_per_node": question.per_node, "sweep": numbers}
 
 
