@@ -120,7 +120,6 @@ def test_the_package_runs_as_the_console_script_does():
     ("flags", "expected"),
     [
         ("--lerning-rate 1", "--lerning-rate; did you mean --learning-rate?"),
-        ("--output-dir x", "--output-dir; did you mean --out?"),
         ("--xyzzy", "--xyzzy; see --help"),
         ("--audit", "--audit was removed: "),
     ],

@@ -88,18 +88,6 @@ def test_samples_as_json(chat, capfdbinary):
     assert facts == {name: found["samples"][1][name] for name in facts}
 
 
-def test_colours_on_a_terminal(chat, capfdbinary, monkeypatch):
-    """Colours are reset at the end of each line."""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    flags = (chat / "m.gguf", "--data", chat / "chat.jsonl", "--count", "1")
-    text = printed(capfdbinary, *flags)
-    assert "\x1b[32mOne.\x1b[0m\n\x1b[32m\x1b[0m\n\x1b[32mTwo é<|im_end|>\x1b[0m\n" in text
-    assert "hi\\x1b[31m<" in text
-    monkeypatch.setenv("NO_COLOR", "")
-    assert "«One.\n\nTwo é<|im_end|>»\n" in printed(capfdbinary, *flags)
-
-
 def test_all_counts_and_another_template(chat, capfdbinary):
     (chat / "z.jinja").write_text(ZEPHYR)
     flags = ("--data", chat / "chat.jsonl", "--count", "2", "--chat-template", chat / "z.jinja")

@@ -16,12 +16,9 @@ LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # seconds per u
 FEW = 8  # most hosts, files or ranks that a message names; further ones are only counted
 
 
-def write(lines: Iterable[str], *, keep: str = "") -> None:
-    """Print each text as a line, with control characters escaped. A closed pipe (`... | head`) is no error.
-
-    `keep`: unprintable characters that are not escaped, such as ESC for our own colours.
-    """
-    data = "".join(f"{printable(line, keep)}\n" for line in lines).encode("utf-8", "backslashreplace")
+def write(lines: Iterable[str]) -> None:
+    """Print each text as one line, with control characters escaped; ignore a closed pipe (`... | head`)."""
+    data = "".join(f"{printable(line)}\n" for line in lines).encode("utf-8", "backslashreplace")
     try:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()

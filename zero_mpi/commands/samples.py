@@ -4,8 +4,6 @@ Text that counts in the loss is coloured on a terminal. Without a terminal or wi
 """
 
 import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -30,8 +28,6 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import readable, shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.world import World, run
-
-MARKS, COLOURS = ("«", "»"), ("\x1b[32m", "\x1b[0m")
 
 
 def make_parser() -> Parser:
@@ -85,10 +81,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if options.json:
         figures = {"samples": samples, **totals.sums, "longest": totals.longest, "notes": notes}
         write(json.dumps(figures, indent=2).replace("\x7f", "\\u007f").split("\n"))
-    elif sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-        write(lines(samples, totals, notes, *COLOURS), keep="\x1b")
     else:
-        write(lines(samples, totals, notes, *MARKS))
+        write(lines(samples, totals, notes))
     return 0
 
 
@@ -101,18 +95,14 @@ def parts_of(found: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool
             yield raw[ends[first] : ends[last]].decode(errors="replace"), bool(found.counted[first])
 
 
-def lines(
-    samples: list[dict[str, Any]], totals: tokenized.Totals, notes: list[str], begin: str, end: str
-) -> Iterator[str]:
-    """Yield the lines for samples, totals and notes. Counted text is written between `begin` and `end`."""
+def lines(samples: list[dict[str, Any]], totals: tokenized.Totals, notes: list[str]) -> Iterator[str]:
+    """Yield the lines of samples, totals and notes; counted text is in « »."""
     for sample in samples:
         yield f"{shown(sample['name'])}: {tokenized.described(tokenized.Facts(sample))}"
         text = ""
         for part in sample["parts"]:
             inner = readable(part["text"])
-            if part["counted"] and begin in COLOURS:  # a colour ends with its line and starts again
-                inner = inner.replace("\n", f"{end}\n{begin}")
-            text += f"{begin}{inner}{end}" if part["counted"] else inner
+            text += f"«{inner}»" if part["counted"] else inner
         yield from (*text.split("\n"), "")
     of = totals.sums
     share = percent(of["counted"] / max(1, of["tokens"]))

@@ -27,7 +27,6 @@ from zero_mpi.launch.ending import FAILED
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 
-MOST_MB, QUICK_MB = 16.0, 1.0
 FIGURES = """\
 The --json file holds all rows and these values: ranks, nodes, ranks_per_node, memory_bytes_per_rank, \
 flops_per_second_per_rank (fp32, median of all ranks at once), bf16_flops_per_second_per_rank (0 if bf16 \
@@ -60,11 +59,9 @@ def make_parser() -> Parser:
         "may advise changes); 1: a job would fail, see lines marked bad; 2: wrong flags.",
         epilog=FIGURES,
     )
-    default, most = Config().out, f"{MOST_MB:g}, with --quick {QUICK_MB:g}"
+    default = Config().out
     add = parser.add_argument
     add("--out", default=default, metavar="DIR", help=f"run folder to check (default: {default})")
-    largest = f"largest message of the bandwidth test, in MiB (default: {most})"
-    add("--max-mb", type=float, metavar="N", help=largest)
     add("--bits", choices=portable.CHOICES, help="kernels of the job (default: native)")
     add("--json", metavar="FILE", help="write results to FILE, for zero-mpi plan --doctor")
     add("--quick", action="store_true", help="fewer repeats; takes a few seconds")
@@ -76,10 +73,6 @@ def make_parser() -> Parser:
 def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the flags. Raise UsageError if a value is out of range."""
     options = make_parser().parse_args(arguments)
-    if options.max_mb is None:
-        options.max_mb = QUICK_MB if options.quick else MOST_MB
-    if not 2**-10 <= options.max_mb < math.inf:
-        raise UsageError(f"--max-mb {options.max_mb:g}: expected at least 1 KiB, {2**-10:g}")
     if not 0 <= options.timeout < math.inf:
         raise UsageError(f"--timeout {options.timeout:g}: expected seconds, or 0 for no limit")
     return options

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ from zero_mpi.launch.dev_shm import PLACE, WITH_UCX
 from zero_mpi.ops.code_cache import installed
 from zero_mpi.plan.rank_memory import programs
 
-ASYNC_PROGRESS = ("MPIR_CVAR_ASYNC_PROGRESS", "MPICH_ASYNC_PROGRESS", "I_MPI_ASYNC_PROGRESS")
-OFF = ("", "0", "no", "false", "off")
 SAME_MPI = (
     "use the mpirun of the MPI that mpi4py loads (above); with srun, --mpi=pmi2 for MPICH and --mpi=pmix for "
     "Open MPI"
@@ -83,7 +81,6 @@ def library(where: Ranks) -> Iterator[Row]:
     """Check the launcher, the thread level of MPI, and the MPI library's progress threads. Collective."""
     yield launcher(where.world.size)
     yield thread_level(where.world.mpi)
-    yield progress(where.gather([name for name in ASYNC_PROGRESS if is_on(os.environ, name)]))
 
 
 def launcher(size: int, environ: Mapping[str, str] = os.environ) -> Row:
@@ -102,18 +99,6 @@ def thread_level(mpi: Any) -> Row:
         return Row("MPI threads", "multiple")
     value = "below multiple: transfers progress only between layers, because only one thread may call MPI"
     return Row("MPI threads", value, NOTE, "use an MPI built with MPI_THREAD_MULTIPLE")
-
-
-def progress(found: Iterable[Iterable[str]]) -> Row:
-    """Return the row on progress threads, which make blocking calls 20 times slower. `found`: names."""
-    name = next((name for names in found for name in names), "")
-    value = f"{name} is set: blocking calls take many times longer" if name else "the MPI library starts none"
-    return assessed("progress threads", value, not name, f"unset {name}")
-
-
-def is_on(environ: Mapping[str, str], name: str) -> bool:
-    """Return whether an environment variable has a value that means "on"."""
-    return environ.get(name, "").lower() not in OFF
 
 
 # ------------------------------------------------------------------------------------------------- cores

@@ -23,7 +23,6 @@ from zero_mpi import ops
 from zero_mpi.checkpoint import folders
 from zero_mpi.cli.text import duration, few, short_size
 from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
-from zero_mpi.errors import UsageError
 from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 from zero_mpi.launch.ending import say
 from zero_mpi.ops.low_precision import BFLOAT16
@@ -38,9 +37,9 @@ EDGE = 384  # rows and columns of the matrices: width of a small model, half a m
 BEHIND = 0.8  # a host is slow if its rate is below this fraction of the median
 PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, without and with --quick
 SMALL = 64  # bytes of the message that measures latency
-BUFFERS = 4  # a rank's memory must hold this number of the largest messages
-FEWEST, MOST = 3, 60  # least and largest number of repeats
-SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow with fewer bytes per second (1 Gbit/s) or more seconds
+LARGE = 16 << 20, 1 << 20  # bytes of the message that measures bandwidth, without and with --quick
+FEWEST, MOST = 3, 60  # numbers of repeats
+SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow below these bytes per second (1 Gbit/s) or above these seconds
 NAME_IT = (
     "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
     "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
@@ -219,12 +218,7 @@ def across(where: Ranks) -> tuple[list[int], int]:
 
 
 def links(where: Ranks) -> Iterator[Row]:
-    """Measure all links; store `links`. Raise UsageError if --max-mb exceeds a rank's memory. Collective."""
-    mebibytes, memory = where.options.max_mb, where.figures["memory_bytes_per_rank"]
-    if mebibytes * 2**20 * BUFFERS > memory:
-        most = memory // BUFFERS >> 20
-        has = f"a rank has {memory >> 20} MiB of memory"
-        raise UsageError(f"--max-mb {mebibytes:g}: expected at most {most}: {has}")
+    """Measure all links; store `links`. Collective."""
     found = where.figures["links"] = dict[str, Any](node=None, between=None)
     if len(where.nodes) < where.world.size:
         found["node"] = measure(where, where.nodes[where.node], 1)
@@ -241,7 +235,7 @@ def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]
 
     ring: ranks that pass messages on, this rank included; sharing: number of rings that use the link
     """
-    large = max(int(where.options.max_mb * 2**20) // sharing, SMALL + 1)
+    large = LARGE[where.options.quick] // sharing
     alpha = seconds_of(where, ring, SMALL)
     beta = max(seconds_of(where, ring, large) - alpha, 0.0) / (large * sharing)
     return {"alpha_seconds": alpha, "beta_seconds_per_byte": beta}
