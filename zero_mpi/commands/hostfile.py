@@ -16,16 +16,15 @@ from zero_mpi.cli.text import write
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.open import read_file
-from zero_mpi.launch.ending import say
 
 NUMBER = "0{0,99}[1-9][0-9]{0,8}"
 LINE = re.compile(  # matches a host's name or IPv4 address
     rf"(?P<name>(?!-)[A-Za-z0-9._-]+)(:(?P<count>{NUMBER})|(?P<rest>(\s+(max[-_])?slots\s*=\s*{NUMBER})*))",
     re.ASCII | re.IGNORECASE,
 )
-SETTING = re.compile(rf"(?P<most>max[-_])?slots\s*=\s*(?P<count>{NUMBER})", re.IGNORECASE)
+SLOTS = re.compile(rf"\sslots\s*=\s*({NUMBER})", re.IGNORECASE)
 MOST_BYTES = 16 << 20  # most bytes of a hostfile
-FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
+FORMS = "expected HOST, HOST:2 or HOST slots=2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,6 @@ class HostEntry:
 
     name: str
     slots: int = 1
-    most: int | None = None
 
 
 def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
@@ -44,9 +42,8 @@ def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
         text = re.sub(r"(^|\s)#.*", "", line).strip()
         if text:
             host = read_host(text, f"{where}:{number}")
-            if first := hosts.get(host.name):  # the sum has a limit only if both entries have a limit
-                most = None if first.most is None or host.most is None else first.most + host.most
-                host = HostEntry(host.name, first.slots + host.slots, most)
+            if first := hosts.get(host.name):
+                host = HostEntry(host.name, first.slots + host.slots)
             hosts[host.name] = host
     if not hosts:
         raise UsageError(f"{where}: names no host; {FORMS} on each line")
@@ -56,20 +53,16 @@ def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
 def read_host(text: str, place: str) -> HostEntry:
     """Return the host in a line that has no comment."""
     found = LINE.fullmatch(text)
-    given = list(SETTING.finditer(found["rest"] or "")) if found else []
-    values = {bool(each["most"]): int(each["count"]) for each in given}
-    if found is None or len(values) < len(given):
+    given = SLOTS.findall(found["rest"] or "") if found else []
+    if found is None or len(given) > 1:
         raise UsageError(f"{place}: {FORMS}, got {show(text)}")
-    slots, most = int(found["count"] or values.get(False, 1)), values.get(True)
-    if most is not None and most < slots:
-        raise UsageError(f"{place}: expected at least as many max-slots as slots, got {show(text)}")
-    return HostEntry(found["name"], slots, most)
+    return HostEntry(found["name"], int(found["count"] or [*given, "1"][0]))
 
 
 # Intel MPI reads ranks per host only from a file that -machinefile names.
 LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --hostfile and -machinefile
     "mpich": lambda host: f"{host.name}:{host.slots}",
-    "openmpi": lambda host: f"{host.name} slots={host.slots}" + f" max-slots={host.most}" * bool(host.most),
+    "openmpi": lambda host: f"{host.name} slots={host.slots}",
     "impi": lambda host: f"{host.name}:{host.slots}",
 }
 
@@ -103,11 +96,7 @@ def make_parser() -> Parser:
 def command(world: object, arguments: Sequence[str]) -> int:
     """Print the hosts. Return the exit status."""
     options = make_parser().parse_args(arguments)
-    hosts = hosts_in(options.file)
-    limited = [host.name for host in hosts if host.most is not None]
-    if limited and options.launcher != "openmpi":
-        say(f"zero_mpi hostfile: max-slots of {', '.join(limited)} left out: MPICH has no such limit")
-    write(map(LINES[options.launcher], hosts))
+    write(map(LINES[options.launcher], hosts_in(options.file)))
     return 0
 
 
