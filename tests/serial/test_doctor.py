@@ -100,7 +100,7 @@ ROWS = [
     (lambda: list(measures.rate_rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
     (lambda: list(measures.rate_rows([1e11, 9e10], TWO))[1], OK, "90 %"),
     (lambda: next(measures.rate_rows([1e11, 6e10], TWO)), OK, "160 in total"),
-    (lambda: limit(group_memory=1 << 30, group_free=1 << 29), NOTE, "128 MiB for each rank"),
+    (lambda: limit(group_memory=1 << 30, group_free=1 << 29), NOTE, "128.0 MiB for each rank"),
     (lambda: limit(address_space=1 << 32), NOTE, "ulimit -v"),
     (lambda: limit(locked=1 << 16), NOTE, "ulimit -l"),
     (lambda: limit(files=64), NOTE, "ulimit -n 4096"),
@@ -151,7 +151,7 @@ def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
     assert hosts.free_bytes() == 64 << 20  # a container's default
     first, second = hosts.shared_rows([hosts.free_bytes()], ["/dev/shm is full"], place((0, 1)))
-    assert "64 MiB free in /dev/shm of a" in first.value
+    assert "64.0 MiB free in /dev/shm of a" in first.value
     assert [(row.verdict, "--shm-size" in row.remedy) for row in (first, second)] == [(NOTE, True)] * 2
 
 

@@ -424,7 +424,7 @@ def test_a_run_that_has_not_heard_it_is_told_again(tmp_path, monkeypatch):
 def test_a_pause_ends_at_a_signal(tmp_path):
     trial = Trial(tmp_path, "says running; exit 9", DONE)
     with trial.running("--backoff", "1000") as process:
-        until(lambda: "in 300 s" in trial.errors.read_text(), "it pauses")
+        until(lambda: "in 300.0 s" in trial.errors.read_text(), "it pauses")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
     assert len(trial.starts) == 1

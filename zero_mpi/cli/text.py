@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 from zero_mpi.files.foreign import printable
 
 WIDTH = 110  # columns of the text
-UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # units per second
-LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # seconds per unit
-FEW = 8  # most hosts, files or ranks that a message names; further ones are only counted
+FEW = 8  # number of hosts, files or ranks that a message names; it gives the number of further ones
 
 
 def write(lines: Iterable[str]) -> None:
@@ -26,22 +24,10 @@ def write(lines: Iterable[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def in_unit(nbytes: float) -> tuple[float, str]:
-    """Return (number, unit) for bytes, in the largest unit that gives at least 1."""
-    power = min(max(int(abs(nbytes)).bit_length() - 1, 0) // 10, len(UNITS) - 1)
-    return nbytes / 1024**power, UNITS[power]
-
-
-def size(count: float, one: str = "B") -> str:
-    """Return bytes with one decimal, for columns: 512 B, 1.0 KiB; `one`: name of a byte."""
-    number, unit = in_unit(count)
-    return f"{number:.0f} {one}" if unit == UNITS[0] else f"{number:.1f} {unit}"
-
-
-def short_size(count: float) -> str:
-    """Return bytes with as few digits as needed, for sentences: 512 bytes, 1 KiB, 1.5 KiB."""
-    number, unit = in_unit(count)
-    return f"{short(number)} {unit}"
+def size(count: float) -> str:
+    """Return bytes with one decimal: 512 B, 1.0 KiB."""
+    power = min(max(int(abs(count)).bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return f"{count / 1024**power:.{min(power, 1)}f} {UNITS[power]}"
 
 
 def gibibytes(nbytes: int) -> str:
@@ -49,46 +35,17 @@ def gibibytes(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB"
 
 
-def short(number: float) -> str:
-    """Return a number with one decimal if it is below 100 and the decimal is not 0, else without decimals."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}".removesuffix(".0")
-
-
 def percent(value: float) -> str:
     """Return a fraction as text in percent."""
     return f"{100 * value:.3g} %" if abs(value) < 9.99 else f"{100 * value:,.0f} %"
 
 
-def in_time_unit(value: float) -> tuple[float, str]:
-    """Return (number, unit) for seconds, in the largest unit that gives at least 1."""
-    factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
-    return value * factor, unit
-
-
 def seconds(value: float) -> str:
-    """Return a time with one decimal, for columns: 3.0 ms, 2.1 h."""
+    """Return a time with one decimal: 3.0 ms, 2.1 h."""
     if value >= 7200:
         return f"{value / 3600:.1f} h"
-    number, unit = in_time_unit(value)
-    return f"{number:.1f} {unit}"
-
-
-def duration(value: float) -> str:
-    """Return a time with about two digits, for sentences: 3 ms, 1.5 s."""
-    number, unit = in_time_unit(value)
-    return f"{number:.0f} {unit}" if unit == "us" else f"{short(number)} {unit}"
-
-
-def elapsed(value: float) -> str:
-    """Return seconds in one or two units: 41 s, 3 min 20 s, 2 h 5 min."""
-    if value < 10:
-        return f"{value:.2g} s"
-    full = round(value)
-    for (large, name), (small, less) in pairwise(LONG_TIMES):
-        if full >= large:
-            rest = full % large // small
-            return f"{full // large} {name}" + (f" {rest} {less}" if rest else "")
-    return f"{full} s"
+    factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
+    return f"{value * factor:.1f} {unit}"
 
 
 def plural(count: int, name: str) -> str:

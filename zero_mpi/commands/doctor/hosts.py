@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import environment, ops
-from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, short_size, span
+from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, size, span
 from zero_mpi.comm.gpu.probe import PROBE, PROBE_SECONDS, run_probe
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, assessed
 from zero_mpi.environment.limits import Limits, read_limits
@@ -236,10 +236,10 @@ def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
     # Memory in bytes that each rank has if all ranks of its host use equal amounts.
     each = where.figures["memory_bytes_per_rank"] = min(host.memory // count for host, count in hosts)
     tight = next((host for host in found if host.memory != host.available), None)
-    limit = f"; a control group limits a host to {short_size(tight.group_memory or 0)}" if tight else ""
+    limit = f"; a control group limits a host to {size(tight.group_memory or 0)}" if tight else ""
     most = max(count for _, count in hosts)
-    own = short_size(programs(most) + most * WITH_UCX)
-    value = f"{short_size(each)} for each rank{limit}; Python, libraries and MPI need {own} per host"
+    own = size(programs(most) + most * WITH_UCX)
+    value = f"{size(each)} for each rank{limit}; Python, libraries and MPI need {own} per host"
     remedy = "request more from the batch system (Slurm: --mem), or start fewer ranks per host"
     memory = assessed("memory", value, each >= LEAST_MEMORY, remedy)
     return [
@@ -248,8 +248,8 @@ def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
     ]
 
 
-def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
-    """Yield a row for each limit of a host that is too low for a job with `size` ranks."""
+def harm(host: Limits, name: str, count: int) -> Iterator[Row]:
+    """Yield a row for each limit of a host that is too low for a job of `count` ranks."""
     for limit, least, letter, text in (
         (host.address_space, None, "v", "address space of {} on {}: shared memory needs more"),
         (host.data, None, "d", "private memory of {} for a rank on {}"),
@@ -258,10 +258,10 @@ def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
         if limit is not None and (least is None or limit < least):
             slurm = "; under Slurm, PropagateResourceLimits=NONE" if letter == "l" else ""
             remedy = f"ulimit -{letter} unlimited, in the job script{slurm}"
-            yield Row("limits", text.format(short_size(limit), name), NOTE, remedy)
-    if host.files is not None and host.files < size + SPARE_FILES:
-        value = f"{plural(host.files, 'open file')} on {name}, for {plural(size, 'rank')}"
-        yield Row("limits", value, NOTE, f"ulimit -n {max(4096, 2 * size)}")
+            yield Row("limits", text.format(size(limit), name), NOTE, remedy)
+    if host.files is not None and host.files < count + SPARE_FILES:
+        value = f"{plural(host.files, 'open file')} on {name}, for {plural(count, 'rank')}"
+        yield Row("limits", value, NOTE, f"ulimit -n {max(4096, 2 * count)}")
 
 
 # ------------------------------------------------------------------------------------------ shared memory
@@ -307,7 +307,7 @@ def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row
     """Return two rows. found: free bytes of each host; problems: for each host the result of `try_window`."""
     hosts = zip(found, map(len, where.nodes), where.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
-    value = f"{short_size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
+    value = f"{size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
     memory = assessed("shared memory", value, least >= SMALL, MORE_SHM)
     broken = [f"{name}: {text}" for text, name in where.named(problems) if text]
     value = "created, written and read by all ranks of each host"

@@ -21,7 +21,7 @@ import numpy as np
 
 from zero_mpi import ops
 from zero_mpi.checkpoint import folders
-from zero_mpi.cli.text import duration, few, short_size
+from zero_mpi.cli.text import few, seconds, size
 from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
 from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 from zero_mpi.launch.ending import say
@@ -125,14 +125,14 @@ def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
         remedy = f"{'free some space' if full else 'make it writable'}, or use another folder: --out DIR"
         yield Row("run folder", f"{out}: a run cannot save checkpoints there: {found.problem}", BAD, remedy)
         return
-    models, free = found.free / BYTES_A_PARAMETER / 1e6, short_size(found.free)
-    value = f"{out} on {found.system.kind}, {free} free: space for {models:,.0f} million parameters"
-    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 keeps three"
+    models, free = found.free / BYTES_A_PARAMETER / 1e6, size(found.free)
+    value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
+    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 are kept"
     if not found.system.lasting:
         remedy = "this folder is in the host's memory and ends with it: use a folder on disk, --out DIR"
     yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)
     rate = found.written / max(found.synced, 1e-9)
-    value = f"{short_size(found.written)} written to disk in {duration(found.synced)}, {short_size(rate)}/s"
+    value = f"{size(found.written)} written to disk in {seconds(found.synced)}, {size(rate)}/s"
     remedy = "train with --async-save, save less often, or use a faster file system"
     yield assessed("disk", value, rate >= SLOW, remedy)
     value = "each host sees a checkpoint of rank 0"
@@ -264,7 +264,7 @@ def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
 def text_of(link: dict[str, float]) -> str:
     """Return a link's latency and bandwidth as text."""
     beta = link["beta_seconds_per_byte"]
-    return f"latency {duration(link['alpha_seconds'])}, {short_size(1 / beta) + '/s' if beta else 'no limit'}"
+    return f"latency {seconds(link['alpha_seconds'])}, {size(1 / beta) + '/s' if beta else 'no limit'}"
 
 
 def network(link: dict[str, float]) -> Row:

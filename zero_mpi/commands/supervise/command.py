@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zero_mpi import environment
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import duration, few, plural
+from zero_mpi.cli.text import few, plural, seconds
 from zero_mpi.commands.hostfile import LINES, HostEntry
 from zero_mpi.commands.supervise import attempt
 from zero_mpi.commands.supervise.attempt import NO_CHECKPOINT, Attempt, Ending, RunFolder, StopRequest
@@ -169,7 +169,7 @@ class Restarts:
             number = f"restart {self._count} of {self._limits.restarts}"
             say(
                 f"zero_mpi supervise: the run ended after step {ending.step}: {ending.reason}; "
-                f"{number} {f'in {duration(pause)}' if pause else 'now'}"
+                f"{number} {f'in {seconds(pause)}' if pause else 'now'}"
             )
             self._folder.await_release(ORPHANS, lambda: bool(self.stop.signal_name))
             if not self._pause(pause):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zero_mpi import __version__, environment
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import elapsed, plural, short_size
+from zero_mpi.cli.text import plural, seconds, size
 from zero_mpi.commands.tokenize import encode_parts as work
 from zero_mpi.commands.tokenize.work_folder import Table, WorkFolder, read_record
 from zero_mpi.config.bounds import within
@@ -241,7 +241,7 @@ def begin(
 
 
 def finish(
-    folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], new: set[str], seconds: float
+    folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], new: set[str], took: float
 ) -> None:
     """Write the manifest and log the result. Raise UsageError if the inputs contain no text."""
     found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
@@ -264,10 +264,10 @@ def finish(
     ids = megatron_dtype(reader.tokenizer.vocab_size).name
     with writing():
         folder.end({"ids": ids, **counts, "files": files})
-    rate = short(sum(found[name]["tokens"] for name in new) / max(seconds, 1e-9))
+    rate = short(sum(found[name]["tokens"] for name in new) / max(took, 1e-9))
     made = f"{plural(counts['documents'], 'document')}, {counts['tokens']:,} tokens"
-    size = f"{short_size(counts['text_bytes'])} in {plural(len(files) // 2, 'token file')}"
-    log.info("%s", f"{out}: {made} of {size}, {rate} tokens/s in {elapsed(seconds)}; {train_on(encoding)}")
+    of = f"{size(counts['text_bytes'])} in {plural(len(files) // 2, 'token file')}"
+    log.info("%s", f"{out}: {made} of {of}, {rate} tokens/s in {seconds(took)}; {train_on(encoding)}")
 
 
 def warn(notes: Iterable[str]) -> None:

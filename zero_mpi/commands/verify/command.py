@@ -27,7 +27,7 @@ from zero_mpi.checkpoint.sound import open_checkpoint
 from zero_mpi.checkpoint.state import STATE, read_json, read_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import elapsed, few, plural, write
+from zero_mpi.cli.text import few, plural, seconds, write
 from zero_mpi.comm.agree import Differs
 from zero_mpi.commands.verify.history import (
     History,
@@ -368,7 +368,7 @@ def compute(
         if segment.ends:
             watchdog.beat(f"comparing the state of step {segment.last}")
             compare_state(world, folder, session, segment.last)
-        say(world, f"{segment.text}: the same bits, {elapsed(time.monotonic() - begun)}")
+        say(world, f"{segment.text}: the same bits, {seconds(time.monotonic() - begun)}")
     if session is not None:
         comm = session.comm
         del session, steps  # free them before their memory
