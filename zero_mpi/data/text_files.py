@@ -105,28 +105,19 @@ class Kind(NamedTuple):
     name: str
     remedy: str
     data: bytes = b""
-    at: int = 0
-    inside: bytes = b""
 
 
 TOKENIZE = "convert it to token files with zero-mpi tokenize"
 TABLES = "conversations need a column such as messages, and pip install 'zero-mpi[arrow]'"
 MODEL = "use --init for a model"
 ICONV = "convert it first: iconv -f {} -t UTF-8 FILE > NEW.txt"
-ZIP = b"PK\x03\x04"
 BEGINNINGS = (
     Kind("a Parquet file", f"{TOKENIZE} (as .parquet); {TABLES}", b"PAR1"),
     Kind("an Arrow file", f"extract its texts first, for example with pyarrow; {TABLES}", b"ARROW1\0"),
     Kind("an Arrow stream", f"extract its texts first; {TABLES}", b"\xff\xff\xff\xff\x10"),
     Kind("gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (as .gz)", b"\x1f\x8b"),
     Kind("zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (as .zst)", b"\x28\xb5\x2f\xfd"),
-    Kind("xz", "unpack it first: unxz -k FILE", b"\xfd7zXZ\0"),
-    Kind("bzip2", "unpack it first: bunzip2 -k FILE", b"BZh"),
-    Kind("lz4", "unpack it first: lz4 -d FILE", b"\x04\x22\x4d\x18"),
-    Kind("a tar archive", "unpack it first: tar -xf FILE", b"ustar", 257),
-    Kind("NumPy arrays (.npz)", "save the ids as a 1-D .npy of uint16 or uint32", ZIP, inside=b".npy"),
-    Kind("a PyTorch file", "use --init for a model (GGUF or safetensors)", ZIP, inside=b"data.pkl"),
-    Kind("a zip archive", "unpack it first: unzip FILE", ZIP),
+    Kind("a zip archive", "unpack it first: unzip FILE", b"PK\x03\x04"),
     Kind("a GGUF model", MODEL, b"GGUF"),
     Kind("a NumPy array", "rename a token file to .npy", b"\x93NUMPY"),
     Kind("a PDF document", "convert it to text first: pdftotext FILE", b"%PDF-"),
@@ -157,9 +148,8 @@ def kind_of(head: bytes, name: str) -> Kind | None:
     """Return the kind of a file, recognised by its first `HEAD` bytes and its name; None for text."""
     is_wrong = not _is_utf8(head, whole=False)
     for begin in BEGINNINGS:
-        surely = len(begin.data) > 4 and not begin.at
-        is_so = head[begin.at :].startswith(begin.data) and begin.inside in head
-        if is_so and (surely or is_wrong or b"\0" in head):
+        surely = len(begin.data) > 4
+        if head.startswith(begin.data) and (surely or is_wrong or b"\0" in head):
             return begin
     if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":  # a JSON header's length
         return Kind("a safetensors model", MODEL)
