@@ -15,7 +15,8 @@ from zero_mpi.models import Llama
 
 pytestmark = needs_mpiexec
 SIZES = {"layers": 1, "dim": 24, "heads": 3, "kv_heads": 1, "ffn": 17, "context": 96, "vocab_size": 260}
-FLAGS = ["--init", "m.gguf", "--data", "pairs.jsonl", "--context", "90", "--batch-size", "5"]
+OF_ROWS = ["--chat-template", "t.jinja", "--skip-bad"]
+FLAGS = ["--init", "m.gguf", "--data", "pairs.jsonl", "--context", "90", "--batch-size", "5", *OF_ROWS]
 FLAGS += ["--micro-batch", "2", "--val-fraction", "0.2", "--eval-every", "1", "--sample", "0", "--steps", "3"]
 FIELDS = ("loss", "grad_norm", "val_loss", "rewards/margins", "val_rewards/margins", "logps/chosen")
 RUNS = {"dpo": ["--lora", "2"], "ipo": [], "orpo": ["--lora", "2"], "kto": ["--lora", "2"]}
@@ -24,12 +25,12 @@ RUNS = {"dpo": ["--lora", "2"], "ipo": [], "orpo": ["--lora", "2"], "kto": ["--l
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place, rng, config = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0), Llama.from_flags(SIZES)
-    keys = ByteTokenizer().metadata() | {"tokenizer.chat_template": TEMPLATE}
+    (place / "t.jinja").write_text(TEMPLATE)
     weights = {
         name: (rng.normal(0, 0.1, param.shape) + ("norm" in name)).astype(np.float32)
         for name, param in config.params().items()
     }
-    write_tensors(place / "m.gguf", config.arch, config.metadata() | keys, weights)
+    write_tensors(place / "m.gguf", config.arch, config.metadata() | ByteTokenizer().metadata(), weights)
     words = ["".join(rng.choice(list("abcd"), n)) for n in rng.integers(1, 9, 90)]
     rows = [
         dict(zip(("prompt", "chosen", "rejected"), words[i : i + 3], strict=True)) for i in range(0, 90, 3)
@@ -72,19 +73,18 @@ def test_the_first_step_compares_a_model_with_itself(folder):
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(flags, name, folder):
-    command = ["-m", "zero_mpi.train", "--init", "m.gguf", "--out", "no", *flags]
+    command = ["-m", "zero_mpi.train", "--init", "m.gguf", "--out", "no", *OF_ROWS, *flags]
     status, _, errors = run_job(1, command, env=COMPILED, cwd=folder)
     assert (status, len(errors.strip().splitlines())) == (2, 1)
     assert name in errors
 
 
 def test_samples_shows_both_sides_of_a_pair(folder):
-    flags = ["samples", "m.gguf", "--data", "pairs.jsonl", "--json", "--count", "1"]
+    flags = ["samples", *FLAGS[1:4], "--json", "--count", "1", "--chat-template", "t.jinja"]
     _, printed, _ = run_job(1, ["-m", "zero_mpi", *flags], env=COMPILED, cwd=folder)
     found = json.loads(printed)
     row = json.loads((folder / "pairs.jsonl").read_text().splitlines()[0])
-    assert [each["name"] for each in found["samples"]] == [
-        f"pairs.jsonl:1 {side}" for side in row if side != "prompt"
-    ]
+    names = [f"pairs.jsonl:1 {side}" for side in row if side != "prompt"]
+    assert [each["name"] for each in found["samples"]] == names
     counted = [part["text"] for each in found["samples"] for part in each["parts"] if part["counted"]]
     assert counted == [f"{row['chosen']};", f"{row['rejected']};"]

@@ -123,11 +123,11 @@ def test_the_last_whole_record_is_found_from_the_end(text, step, tmp_path):
     assert last_step(path) == step, "of a large file only the end is read"
 
 
-def test_log_lines_come_first_now_and_then_at_evaluations_and_at_the_end(tmp_path, capsys):
-    steps = [1, 2, record(3, val_loss=5.25), 4, 5, 6, 7]
-    write(tmp_path, steps, total=7, log_every=4)
+def test_log_lines_come_first_now_and_then_at_evaluations_each_minute_and_last(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress_bar.time, "perf_counter", iter(range(0, 999, 25)).__next__)  # seconds
+    write(tmp_path, [1, 2, record(3, val_loss=5.25), 4, 5, 6, 7], total=7, log_every=4)
     printed = capsys.readouterr().out.splitlines()
-    assert [int(re.match(r"step (\d)/7 ", text)[1]) for text in printed] == [1, 3, 3, 4, 7]
+    assert [int(re.match(r"step (\d)/7 ", text)[1]) for text in printed] == [1, 3, 3, 4, 6, 7]
     assert printed[2] == "step 3/7  val loss 5.2500"
     assert sum("val loss" in text for text in printed) == 1
 

@@ -228,9 +228,8 @@ def check_kind_of_data(config: Config) -> None:
     """Raise UsageError for a flag that only makes sense for conversations, or only for other data."""
     chats = kinds_of_data(config)
     nothing = "--data has no conversations (.jsonl files)"
-    why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), nothing) | {
-        "control_tokens": "--data has conversations, whose chat template writes special tokens: leave it out",
-    }
+    why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), nothing)
+    why["control_tokens"] = "--data has conversations, whose template writes special tokens: leave it out"
     for name, reason in why.items():
         idle = all(chats) if name == "control_tokens" else not any(chats)
         value = getattr(config, name)
@@ -239,8 +238,9 @@ def check_kind_of_data(config: Config) -> None:
 
 
 def kinds_of_data(config: Config) -> list[bool]:
-    """Return for each source of data whether it holds conversations."""
-    return [are_conversations(collect_files(source.paths)) for source in sources_of(config.data)]
+    """Return, for each source of data, True if it contains conversations, or pairs for a preference loss."""
+    pairs = config.preference is not None
+    return [pairs or are_conversations(collect_files(source.paths)) for source in sources_of(config.data)]
 
 
 def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer | None) -> TemplateInputs:

@@ -26,7 +26,7 @@ class Display:
 
     def __init__(self, done: int, steps: int) -> None:
         self._done, self._steps, self._memory = done, steps, 0
-        self._begun = time.perf_counter()
+        self._begun = self._shown = time.perf_counter()
         self._bar: Any = None
         if watched() and log.says(log.INFO):
             seen = sys.stderr.isatty()
@@ -36,18 +36,18 @@ class Display:
             log.write_through(lambda text: tqdm.write(text, file=sys.stderr))
 
     def step(self, record: Mapping[str, Any], logged: bool) -> None:
-        """Show that a step is done; `logged`: print a line if there is no bar."""
+        """Show that a step is done. Without a bar, print a line if `logged`, and at least each minute."""
         self._memory = max(record.get("memory_bytes", [self._memory]))
         number = record["step"]
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._facts(record)), refresh=False)
             self._bar.update()
-        elif logged:
+        elif logged or time.perf_counter() - self._shown > 60:
+            self._shown = time.perf_counter()
             log.info("%s", "  ".join([f"step {self._of(number)}", *self._facts(record)]))
         if "val_loss" in record:
             each = (f"{name} {loss:.4f}" for name, loss in record.get("val_losses", {}).items())
-            losses = "  ".join([f"val loss {record['val_loss']:.4f}", *each])
-            log.info("%s", f"step {self._of(number)}  {losses}")
+            log.info("%s", "  ".join([f"step {self._of(number)}  val loss {record['val_loss']:.4f}", *each]))
 
     def close(self) -> None:
         if self._bar is not None:
