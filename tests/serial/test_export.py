@@ -24,7 +24,6 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface import names as tables
 from zero_mpi.checkpoint.mixes import FILE_TYPES
 from zero_mpi.checkpoint.weights import open_weights
-from zero_mpi.commands.export import huggingface
 from zero_mpi.commands.export.command import command
 from zero_mpi.data import BPETokenizer, ByteTokenizer
 from zero_mpi.errors import JobError, UsageError
@@ -140,18 +139,17 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, format: str, wanted
     assert peak < 12 << 20
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 def test_a_folder_becomes_a_gguf_and_a_folder_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, in_parts: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shard: str
 ) -> None:
-    if in_parts:
+    if shard == "20KB":
         monkeypatch.setattr(tables, "CHUNK", 40)
-        monkeypatch.setattr(huggingface, "MOST_BYTES", 20_000)
     config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
     hf_models.write_folder(tmp_path / "hf", config, tensors)
     export(tmp_path / "hf", tmp_path / "m.gguf")
-    export(tmp_path / "m.gguf", tmp_path / "back")
+    export(tmp_path / "m.gguf", tmp_path / "back", "--shard-size", shard)
     source, back = open_weights(tmp_path / "hf"), open_weights(tmp_path / "back")
     assert list(source.tensors) == list(back.tensors)
     for key in source.tensors:
@@ -159,9 +157,9 @@ def test_a_folder_becomes_a_gguf_and_a_folder_again(
             assert source.tensor(key).tobytes() == back.tensor(key).tobytes()
     assert source.metadata == back.metadata
     files = sorted(tmp_path.glob("back/*.safetensors"))
-    assert len(files) > 1 if in_parts else [file.name for file in files] == ["model.safetensors"]
+    assert len(files) > 1 if shard == "20KB" else [file.name for file in files] == ["model.safetensors"]
     largest = max(np.prod(shape) for shape in hf_models.shapes(config).values())
-    assert max(file.stat().st_size for file in files) < max(20_000, 4 * largest) + 4000 or not in_parts
+    assert max(file.stat().st_size for file in files) < max(20_000, 4 * largest) + 4000 or shard == "5GB"
 
 
 @pytest.mark.parametrize(("wanted", "dtype"), [("f16", np.float16), ("bf16", None), ("f32", np.float32)])
@@ -322,7 +320,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_what_is_there_stays_unless_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_stays_unless_forced(tmp_path: Path) -> None:
     source = write_model(tmp_path / "m.gguf", LLAMA)
     (tmp_path / "x.gguf").write_bytes(b"mine")
     export(source, tmp_path / "hf")
@@ -332,8 +330,7 @@ def test_what_is_there_stays_unless_forced(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "x.gguf").read_bytes() == b"mine"
     export(source, tmp_path / "x.gguf", "--force")
     assert stored(tmp_path / "x.gguf") == stored(source)
-    monkeypatch.setattr(huggingface, "MOST_BYTES", 100_000)
-    export(source, tmp_path / "hf", "--force", "--type", "f16")
+    export(source, tmp_path / "hf", "--force", "--type", "f16", "--shard-size", "100KB")
     assert open_weights(tmp_path / "hf").tensors["output.weight"].type is Kind.F16
     assert not (tmp_path / "hf" / "model.safetensors").exists()
     (tmp_path / "empty").mkdir()
@@ -358,6 +355,7 @@ def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:
     [
         (["m.gguf", "x", "--type", "q4_0"], "--type q4_0: "),
         (["m.gguf", "none/x.gguf"], "none"),
+        (["m.gguf", "x", "--shard-size", "5 bananas"], "--shard-size 5 bananas: "),
         (["m.gguf", "x.gguf", "--type", "q7_k"], "'q7_k'"),
         (["m.gguf", "x", "--split-size", "1GB"], "--split-size 1GB: "),
         (["m.gguf", "x.gguf", "--imatrix", "m.gguf"], "m.gguf: "),

@@ -27,7 +27,7 @@ KINDS: dict[Any, str] = {int: "N", float: "X"}  # metavars by type
 RATES = ("--flops", "--memory-bandwidth", "--host-bandwidth", "--alpha-node", "--beta-node")
 REMOVED = {  # flags that 0.1.0 had, and their replacements
     **dict.fromkeys(RATES, "use --machine FILE.toml or --doctor FILE"),
-    **dict.fromkeys(("--max-mb", "--shard-size"), "leave it out"),
+    "--max-mb": "leave it out",
     "--audit": "use zero-mpi verify RUN after the run",
     "--audit-action": "use zero-mpi verify RUN after the run",
     "--text": "use the page of zero-mpi report, or metrics.jsonl",

@@ -50,6 +50,8 @@ from zero_mpi.ops import ggml
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest", mixes.QAT)
+SHARD_SIZE = "5GB"
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def make_parser() -> Parser:
@@ -77,6 +79,8 @@ def make_parser() -> Parser:
     add("--imatrix", metavar="FILE", help="importance matrix, from evaluate or llama.cpp")
     add("--pure", action="store_true", help="one type for all matrices, embedding and head included")
     add("--format", choices=("gguf", "safetensors"), help="format (default: from the name of the target)")
+    add("--shard-size", default=SHARD_SIZE, help="maximum size of a safetensors file")
+    add("--split-size", help="maximum size of a GGUF file, e.g. 2GB (default: one file)")
     add("--force", action="store_true", help="overwrite an existing target")
     return parser
 
@@ -174,17 +178,20 @@ def command(world: World, arguments: Sequence[str]) -> int:
 def prepare(options: Namespace, tells: bool) -> Export:
     """Return the requested export. Raise UsageError if it is not possible. `tells`: print warnings."""
     options.type = mixes.known_type(options.type)
-    target = Path(options.target)
+    target, shard = Path(options.target), size_of("--shard-size", options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
-    if options.imatrix is not None and not as_gguf:
-        raise UsageError(f"--imatrix {options.imatrix}: only a GGUF can have it: name the target NAME.gguf")
+    if as_gguf and options.shard_size != SHARD_SIZE:
+        raise UsageError(f"--shard-size {options.shard_size}: for safetensors only: a GGUF has --split-size")
+    for name, given in (("--split-size", options.split_size), ("--imatrix", options.imatrix)):
+        if given is not None and not as_gguf:
+            raise UsageError(f"{name} {given}: only a GGUF can have it: name the target NAME.gguf")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
     found = Export(target, options.type, options.pure)
     only = options.base is not None
     source = only_adapter(options, as_gguf) if only else open_source(options.source, as_gguf, options.merge)
     if not as_gguf:
-        found.write = partial(huggingface.write_folder, source, options.type)
+        found.write = partial(huggingface.write_folder, source, options.type, shard)
         if only:
             found.write = partial(huggingface.write_peft, source, open_weights(options.base), options.type)
         return found
@@ -197,6 +204,14 @@ def prepare(options: Namespace, tells: bool) -> Export:
     if taken is not None and not options.force:
         raise UsageError(f"{taken}: already exists: use another name, or --force to replace it")
     return found
+
+
+def size_of(flag: str, text: str) -> int:
+    """Return a number of bytes such as 5GB or 200MiB. Raise UsageError, naming the flag, for other text."""
+    found = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", text)
+    if not found or found[2].upper() not in UNITS or int(found[1]) < 1:
+        raise UsageError(f"{flag} {text}: expected a size such as 5GB or 200MiB")
+    return int(found[1]) * UNITS[found[2].upper()]
 
 
 def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:

@@ -38,7 +38,6 @@ from zero_mpi.files.open import read_file
 
 ANSWER = "the 17th answer"
 MESSAGES = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": ANSWER}]
-MOST_BYTES = 5 * 10**9  # bytes of the tensors in a safetensors file
 EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 
@@ -327,14 +326,14 @@ COPIED = (  # files copied from one Hugging Face folder to the next
 Kinds = dict[str, str]  # type of each tensor, by name
 
 
-def write_folder(source: WeightSource, wanted: str, folder: Path) -> Kinds:
-    """Write configuration, tensors and tokenizer into a new folder. Return the type of each tensor."""
+def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> Kinds:
+    """Write config.json, tensors and tokenizer into a new folder. Return the type of each tensor."""
     config, tensors = config_json(source, DTYPES[wanted]), outgoing(source)
     folder.mkdir()
     write_json(folder / hf_folder.CONFIG, config)
     kind = GGMLQuantizationType[wanted.upper()]
     width = 4 if wanted == "f32" else 2
-    parts = in_parts(tensors, MOST_BYTES // width)
+    parts = in_parts(tensors, most // width)
     names = [SINGLE]
     if len(parts) > 1:
         names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
