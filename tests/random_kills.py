@@ -20,7 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
-from jobs import RANK_VARIABLES, clean_environment, launcher
+from jobs import RANK_VARIABLES, clean_environment, launcher, until
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
@@ -34,13 +34,6 @@ BY_ALL = ["--checkpoint-io", "parallel"]
 WAYS = (["--async-save"], BY_ALL, ["--async-save", *BY_ALL], [*BY_ALL, "--strategy", "no-shard"], [])
 MARK = "ZERO_MPI_TRIAL"  # variable that identifies all processes of a trial
 PATIENCE = 120.0  # seconds for an expected event on a busy machine
-
-
-def until(condition, what):
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"waited {PATIENCE:g} s for {what}"
-        time.sleep(0.002)
 
 
 def processes(mark):

@@ -1,11 +1,11 @@
 """Tests of --epochs, which becomes a number of steps once the size of the data is known."""
 
-import json
 import re
 import tomllib
 
 import numpy as np
 import pytest
+from jobs import status_of
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 
 from zero_mpi.commands.plan.command import read
@@ -106,5 +106,5 @@ def test_it_is_the_run_of_so_many_steps(ranks, flags, by_steps, tmp_path):
     settings = tomllib.loads((tmp_path / "out" / "config.toml").read_text())
     assert settings["steps"] == 15
     assert "epochs" not in settings
-    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    status = status_of(tmp_path / "out")
     assert (status["step"], status["steps"]) == (15, 15)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import TIMED_OUT, launcher_kind, run_job
+from jobs import TIMED_OUT, launcher_kind, run_job, status_of
 from patched import patched_training, train_with
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 
@@ -59,7 +59,7 @@ def tracebacks(errors: str) -> int:
 
 
 def outcome(out: Path) -> tuple[str, str]:
-    said = json.loads((out / "status.json").read_text())
+    said = status_of(out)
     return said["state"], said["reason"]
 
 
@@ -182,7 +182,7 @@ def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> 
     assert said, errors
     assert limit <= float(said[1]) < limit + 2
     assert reason in said[2]
-    status = json.loads((out / "status.json").read_text())
+    status = status_of(out)
     assert (status["state"], status["step"]) == ("failed", 2)
     assert status["reason"] == f"no progress for {said[1]} s: {said[2]}"
     assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # the lock of a killed job is taken over
