@@ -114,7 +114,7 @@ def trial(out, flags, draw):
         if draw.random() < 0.3:  # at any moment of the start
             time.sleep(draw.random())
         else:
-            until(lambda: newest(out) > before or job.poll() is not None, "a checkpoint")
+            until(lambda: newest(out) > before or job.poll() is not None, "a checkpoint", PATIENCE)
             time.sleep(draw.random() * 0.2)
         assert job.poll() is None, log.read_text()
         complete, found = newest(out), processes(mark)
@@ -127,9 +127,9 @@ def trial(out, flags, draw):
                 kill(pid)
         if victim == "launcher" or not ranks:
             kill(job.pid)
-        until(lambda: job.poll() is not None, f"the launcher's end after a kill of a {victim}")
+        until(lambda: job.poll() is not None, f"the launcher's end after a kill of a {victim}", PATIENCE)
         assert job.returncode not in (0, 2, 75), log.read_text()
-        until(lambda: not processes(mark), f"the ranks' end after a kill of a {victim}")
+        until(lambda: not processes(mark), f"the ranks' end after a kill of a {victim}", PATIENCE)
     finally:
         for pid in [job.pid, *processes(mark)]:
             kill(pid)
