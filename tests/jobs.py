@@ -7,7 +7,9 @@ module also handles differences between launchers: `ranks_said`, `launcher_kind`
 """
 
 import atexit
+import contextlib
 import functools
+import json
 import os
 import re
 import shlex
@@ -16,10 +18,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 TIMED_OUT = 124  # status of timeout(1)
 
@@ -248,6 +251,27 @@ def run_command(
         return status, read(out), read(err)
 
 
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], output: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command in a session of its own that writes to a file; end it with the block."""
+    with output.open("ab") as file:  # ranks may write around their launcher
+        process = subprocess.Popen(
+            command,
+            env=clean_environment() | dict(env or {}),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        end(process)
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
@@ -257,6 +281,19 @@ def end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     _running.discard(process.pid)
+
+
+def until(holds: Callable[[], object], what: str, seconds: float = 60, process: Any = None) -> None:
+    """Wait until a condition holds; fail after `seconds`, or when `process` ends earlier."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert process is None or process.poll() is None, f"the process has ended, without {what}"
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        time.sleep(0.002)
+
+
+def status_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / "status.json").read_text())
 
 
 def kill_running() -> None:

@@ -20,7 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
-from jobs import RANK_VARIABLES, clean_environment, launcher
+from jobs import RANK_VARIABLES, clean_environment, launcher, until
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
@@ -34,13 +34,6 @@ BY_ALL = ["--checkpoint-io", "parallel"]
 WAYS = (["--async-save"], BY_ALL, ["--async-save", *BY_ALL], [*BY_ALL, "--strategy", "no-shard"], [])
 MARK = "ZERO_MPI_TRIAL"  # variable that identifies all processes of a trial
 PATIENCE = 120.0  # seconds for an expected event on a busy machine
-
-
-def until(condition, what):
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"waited {PATIENCE:g} s for {what}"
-        time.sleep(0.002)
 
 
 def processes(mark):
@@ -121,7 +114,7 @@ def trial(out, flags, draw):
         if draw.random() < 0.3:  # kill at any moment of the start
             time.sleep(draw.random())
         else:
-            until(lambda: newest(out) > before or job.poll() is not None, "a checkpoint")
+            until(lambda: newest(out) > before or job.poll() is not None, "a checkpoint", PATIENCE)
             time.sleep(draw.random() * 0.2)
         assert job.poll() is None, log.read_text()
         complete, found = newest(out), processes(mark)
@@ -134,9 +127,9 @@ def trial(out, flags, draw):
                 kill(pid)
         if victim == "launcher" or not ranks:
             kill(job.pid)
-        until(lambda: job.poll() is not None, f"the launcher's end after a kill of a {victim}")
+        until(lambda: job.poll() is not None, f"the launcher's end after a kill of a {victim}", PATIENCE)
         assert job.returncode not in (0, 2, 75), log.read_text()
-        until(lambda: not processes(mark), f"the ranks' end after a kill of a {victim}")
+        until(lambda: not processes(mark), f"the ranks' end after a kill of a {victim}", PATIENCE)
     finally:
         for pid in [job.pid, *processes(mark)]:
             kill(pid)

@@ -9,6 +9,7 @@ import numpy as np
 
 from zero_mpi import FULL_SHARD, GradAccum, SerialComm, ShardedAdamW, ShardedModule, cross_entropy, device
 from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
+from zero_mpi.models.lora import LoRA
 
 LLAMA = {"layers": 2, "dim": 30, "heads": 3, "kv_heads": 1, "ffn": 97, "context": 11, "vocab_size": 61}
 GPT = {"layers": 2, "dim": 36, "heads": 3, "ffn": 97, "context": 11, "vocab_size": 61}
@@ -26,6 +27,11 @@ SIZES |= {"head_count": 3, "head_count_kv": 1, "key_length": 10, "value_length":
 OTHERS = {arch: architectures.build(arch, SIZES) for arch in architectures.ROWS if arch not in MODELS}
 OTHERS["llama, partial"] = replace(MODELS["llama"], rope_dimension_count=4)
 OTHERS["phi3, partial"] = replace(OTHERS["phi3"], rope_dimension_count=6)
+ADAPTED = {
+    "llama, head": replace(MODELS["llama"], lora=LoRA(3, 6.0, ("output.weight", "blk.0.attn_q.weight"))),
+    "llama": replace(MODELS["llama"], lora=LoRA(3, 6.0)),
+    "gpt2 tied": replace(MODELS["gpt2 tied"], lora=LoRA(2, 1.0, ("blk.*.attn_qkv.weight", "blk.1.ffn*"))),
+}
 
 
 def micro_batch(step, number, config, rows=2):

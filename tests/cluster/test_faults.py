@@ -6,7 +6,6 @@ Every row of `faults.ROWS` runs for real and is compared with docs/reliability.m
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ import numpy as np
 import pytest
 from faults import CLOCK, INSIDE, PATIENT, RANKS, ROWS, SAVE_EVERY, STEPS, Fault, Trial, memory_group
 from hosts import OPENMPI_FLAGS, Hosts, hosts, installed, why_no_hosts
-from jobs import run_command
+from jobs import run_command, status_of
 from test_command_bits import assert_same_run, needs_mpiexec
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout_seconds(150)]
@@ -157,7 +156,7 @@ def loose_clock(trial: Trial) -> Iterator[Stage]:
         set_off(-HOUR)
 
     def check(trial: Trial) -> None:
-        said = read_status(trial.out)
+        said = status_of(trial.out)
         begun, last = (datetime.fromisoformat(said[key]) for key in ("started", "updated"))
         assert -HOUR < (last - begun).total_seconds() < -HOUR + 60, "its clock did not jump"
 
@@ -199,10 +198,6 @@ ALIVE = ["--prtemca", "plm_ssh_args", "-o ServerAliveInterval=3 -o ServerAliveCo
 REFUSED = "token file cut short before the start"
 
 
-def read_status(out: Path) -> dict[str, str]:
-    return json.loads((out / "status.json").read_text())
-
-
 def is_sound(checkpoint: Path) -> bool:
     command = [sys.executable, "-m", "zero_mpi", "inspect", checkpoint]
     status, printed, errors = run_command(command, timeout=60)
@@ -222,7 +217,7 @@ def check_end(fault: Fault, trial: Trial) -> None:
     assert trial.job.returncode in fault.statuses, f"status {trial.job.returncode}\n{trial.errors}"
     pattern = fault.said.replace("<process>", str(trial.victim))
     assert re.search(pattern, trial.words) if pattern else not trial.errors, trial.words
-    said = read_status(trial.out)
+    said = status_of(trial.out)
     assert re.fullmatch(fault.state, said["state"]), said
     if said["state"] == "failed":
         assert fault.reason, said
@@ -239,14 +234,14 @@ def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
     assert ("warning: " in printed and "unusable checkpoint" in printed) == (
         fault.event == "newest checkpoint cut short"
     )
-    assert read_status(trial.out)["state"] == "done"
+    assert status_of(trial.out)["state"] == "done"
     assert_same_run(trial.out, unbroken)
 
 
 def note_down(fault: Fault, trial: Trial, seconds: float, lost: int) -> None:
     """Write a row for the docs if it is requested."""
     if path := os.environ.get("ZERO_MPI_FAULT_TABLE"):
-        said, words = read_status(trial.out), "nothing"
+        said, words = status_of(trial.out), "nothing"
         if found := fault.said and re.search(fault.said.replace("<process>", r"\d+"), trial.words):
             begin, end = trial.words.rfind("\n", 0, found.start()) + 1, trial.words.find("\n", found.end())
             words = " ".join(trial.words[begin:end].split())

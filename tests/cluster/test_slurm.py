@@ -14,6 +14,7 @@ import pytest
 from hosts import installed
 from slurm import ROOT, Slurm, slurm, why_no_slurm
 from test_command_bits import assert_same_run, fields, tensors, train, write_text
+from test_stopping import assert_saved
 
 REQUEUE, BAD_USAGE = 75, 2
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
@@ -81,12 +82,6 @@ def steps_done(out: Path) -> int:
 
 def until_steps(here: Slurm, job: str, out: Path, count: int) -> None:
     here.until(lambda: steps_done(out) >= count, job, f"no {count} steps")
-
-
-def assert_saved(out: Path) -> int:
-    done = len(fields(out))
-    assert os.readlink(out / "latest") == f"step-{done:08d}"
-    return done
 
 
 def assert_same_state(out: Path, reference: Path) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from faults import Trial
 from hosts import Hosts, hosts, installed, why_no_hosts
-from jobs import run_command
+from jobs import run_command, status_of
 from test_command_bits import assert_same_run, needs_mpiexec
-from test_faults import flags, read_status, write_tokens
+from test_faults import flags, write_tokens
 
 from zero_mpi.commands.report.runs import read_events
 
@@ -82,7 +82,7 @@ def restarted(trial: Trial) -> int:
 
 def assert_done(trial: Trial, unbroken: Path) -> None:
     assert trial.job.wait(2 * SECONDS) == 0, trial.errors
-    assert read_status(trial.out)["state"] == "done"
+    assert status_of(trial.out)["state"] == "done"
     assert_same_run(trial.out, unbroken)
 
 

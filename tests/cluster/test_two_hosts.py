@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from hosts import installed, why_no_hosts
-from jobs import clean_environment, end
+from jobs import clean_environment, end, status_of, until
 from patched import train_with
 from test_command_bits import fields, write_text
-from test_two_jobs import SMALL, WAITING, assert_refused, status_of
+from test_resume import wait_for_lines
+from test_two_jobs import SMALL, WAITING, assert_refused
 
 pytestmark = [
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
@@ -65,9 +66,7 @@ def test_of_two_jobs_on_two_hosts_one_runs(number, start, common_path):
     out, jobs = common_path / "out", [start("h1")]
     time.sleep(DELAYS[number])
     jobs.append(start("h2"))
-    until = time.monotonic() + 60
-    while all(job.poll() is None for job in jobs) and time.monotonic() < until:
-        time.sleep(0.05)
+    until(lambda: any(job.poll() is not None for job in jobs), "the refusal of a job")
     (common_path / "go").touch()
     done = {host: outcome(job) for host, job in zip(("h1", "h2"), jobs, strict=True)}
     loser, winner = sorted(done, key=lambda host: -done[host][0])
@@ -82,11 +81,7 @@ def test_of_two_jobs_on_two_hosts_one_runs(number, start, common_path):
 
 def test_a_job_takes_over_from_a_killed_one_on_another_host(start, common_path):
     out, first = common_path / "out", start("h1")
-    until = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists() or len(fields(out)) < 3:
-        assert first.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for_lines(out / "metrics.jsonl", 3, first, seconds=60)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     kill_ranks(common_path / "job.py")

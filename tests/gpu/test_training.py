@@ -26,10 +26,9 @@ PRECISIONS = {
     "fp16": FP16,
 }
 MODELS = tiny.MODELS | tiny.OTHERS
-TRAINED = [(name, precision) for name in tiny.MODELS for precision in PRECISIONS]
-TRAINED += [(arch, "fp32") for arch in tiny.OTHERS]
+TRAINED = [("llama", precision) for precision in PRECISIONS]
+TRAINED += [(name, precision) for name in MODELS if name != "llama" for precision in ("fp32", "bf16")]
 NEAR = {"fp32": 1e-5}  # tolerance of losses against the host; other figures 1e-2
-ROUNDED = [(arch, "bf16") for arch in tiny.OTHERS]
 
 
 @functools.cache
@@ -48,7 +47,7 @@ def alone(name, precision):
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize(("name", "precision"), TRAINED + ROUNDED)
+@pytest.mark.parametrize(("name", "precision"), TRAINED)
 def test_losses_are_near_those_of_the_host(gpu, name, precision):
     found, expected = alone(name, precision)[0], on_the_host(name, precision)[0]
     near = NEAR.get(precision, 1e-2)

@@ -10,6 +10,7 @@ import tiny
 from test_shared import spoil_what_is_given_back
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
+from zero_mpi.models.lora import FROZEN
 from zero_mpi.sharding.precision import BF16, FP32
 
 # strategy, prefetch, recompute, bucket MiB, micro-batches a step: every pair of choices occurs
@@ -76,6 +77,15 @@ def test_frozen_parameters_change_nothing_else(exact, strategy):
     options = {"frozen": ["token_embd*", "blk.0.*"], "micro_batches": 3}
     config = tiny.MODELS["llama"]
     assert tiny.train(exact, config, strategy, **options) == tiny.train(SerialComm(), config, **options)
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda one: one.name)
+@pytest.mark.parametrize("name", tiny.ADAPTED)
+def test_adapters_of_a_frozen_model(exact, name, strategy):
+    options = {"frozen": FROZEN, "micro_batches": 5, "bucket_mb": 0.01}
+    expected = tiny.train(SerialComm(), tiny.ADAPTED[name], **options, prefetch=0)
+    assert tiny.train(exact, tiny.ADAPTED[name], strategy, **options) == expected
+    assert len(set(expected[0])) == 3, "it learns"
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda one: one.name)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tiny
+from test_module_files import refused
 
 from zero_mpi import (
     FULL_SHARD,
@@ -57,12 +58,6 @@ def test_added_gradients_have_the_bits_of_a_backward(exact, strategy, options):
     cut = {k: v for k, v in options.items() if k != "by_rows" or strategy.shards_moments}
     expected = accumulated(SerialComm(), FULL_SHARD, **cut)  # without sharding, the norm is summed by chunks
     assert accumulated(exact, strategy, own=True, **options) == expected
-
-
-def refused(comm, call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-    assert comm.allgather_object("on") == ["on"] * comm.size
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -143,9 +138,11 @@ def test_a_partial_state_fills_what_it_names(exact, strategy):
     assert tiny.digest(module.state_dict()) == tiny.digest(expected)
     assert module.load_state_dict(before) == ([], [])
     assert tiny.digest(module.state_dict()) == tiny.digest(before)
-    refused(exact, lambda: module.load_state_dict(given), "surplus other")
+    refused(exact, lambda: module.load_state_dict(given), "surplus other", ValueError)
     wrong = {names[0]: np.zeros(2)}
-    refused(exact, lambda: module.load_state_dict(wrong, strict=False), r"expected shape .*got \(2,\)")
+    refused(
+        exact, lambda: module.load_state_dict(wrong, strict=False), r"expected shape .*got \(2,\)", ValueError
+    )
 
 
 def test_eval_keeps_nothing_for_a_backward_and_training_goes_on(exact):
@@ -156,9 +153,9 @@ def test_eval_keeps_nothing_for_a_backward_and_training_goes_on(exact):
     assert module.eval() is module
     assert not module.is_training
     y = module.forward(x)
-    refused(exact, lambda: module.backward(y), "backward needs a forward")
+    refused(exact, lambda: module.backward(y), "backward needs a forward", ValueError)
     GradAccum(module, exact.size).accumulate(x, lambda y: (0.0, y))
     assert module.train().is_training
     assert (module.forward(x) == y).all()
     module.backward(y)
-    refused(exact, lambda: module.train("yes"), "train: mode: expected True or False, got 'yes'")
+    refused(exact, lambda: module.train("yes"), "train: mode: expected True or False, got 'yes'", ValueError)

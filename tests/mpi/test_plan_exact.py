@@ -18,6 +18,7 @@ from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.config.optimizer import rules_of
 from zero_mpi.models import GPT2, Llama, Qwen3MoE
+from zero_mpi.models.lora import FROZEN
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.traffic import plan_traffic
@@ -89,6 +90,13 @@ def check_traffic(comm, case):
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_traffic_of_every_model(mpi, name, strategy):
     check_traffic(mpi, case_of(mpi, tiny.MODELS[name], strategy, mpi.size + 1, bucket_mb=0.03))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", tiny.ADAPTED)
+def test_traffic_of_adapters(mpi, name, strategy):
+    options = {"bucket_mb": 0.03, "frozen": FROZEN}
+    check_traffic(mpi, case_of(mpi, tiny.ADAPTED[name], strategy, mpi.size + 1, **options))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

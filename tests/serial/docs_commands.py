@@ -202,7 +202,7 @@ ROWS: dict[str, How] = {
         "--layers 1 --dim 256 --most-ranks 32", "32"
     ),
     "zero-mpi plan --layers 32 --dim 2048 --heads 16 --vocab-size": Run(says=r"16384 \(2048\).* 99%"),
-    "zero-mpi plan --strategy full-shard": of("serial/test_plan_stored", "the_table_of_the_page_is_planned"),
+    "zero-mpi plan --strategy full-shard": of("serial/test_plan", "the_table_of_the_page_is_planned"),
     "zero-mpi plan --machine examples/machines/small.toml": Run("--strategy full-shard"),
     "zero-mpi plan --machine examples/machines/large.toml": Run(
         "--layers 1 --dim 256 --heads 8 --kv-heads 8", "16384 "

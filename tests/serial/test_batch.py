@@ -11,7 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import clean_environment, end, hands_sigterm_on, launcher, launcher_kind, run_command
+from jobs import (
+    clean_environment,
+    hands_sigterm_on,
+    launcher,
+    launcher_kind,
+    run_command,
+    running,
+    until,
+)
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 
@@ -130,29 +138,22 @@ def test_the_earlier_end_counts(own, at_start, left, name, monkeypatch):
     assert limit.name == name
 
 
-def wait_until(holds) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_limit_that_is_extended_is_learnt_and_silence_changes_nothing(programs):
     answer = programs / "answer"
     program(programs, "squeue", f"cat {answer}; echo >> {programs}/asked")
     answer.write_text("10:00\n")
     limit = TimeLimit(None, job_that_asks("squeue"), interval=0.05)
-    wait_until(lambda: limit.left() < math.inf)
+    until(lambda: limit.left() < math.inf, "another limit")
     assert 560 < limit.left() <= 600 - NOTICE
     answer.write_text("1:00:00\n")
-    wait_until(lambda: 3500 < limit.left() <= 3600 - NOTICE)
+    until(lambda: 3500 < limit.left() <= 3600 - NOTICE, "another limit")
     answer.write_text("slurm_load_jobs error\n")
     asked = programs / "asked"
     before = asked.stat().st_size
-    wait_until(lambda: asked.stat().st_size > before + 3)
+    until(lambda: asked.stat().st_size > before + 3, "three more questions")
     assert 3500 < limit.left() <= 3600 - NOTICE
     answer.write_text("UNLIMITED\n")
-    wait_until(lambda: limit.left() == math.inf)
+    until(lambda: limit.left() == math.inf, "another limit")
 
 
 JOBS = {
@@ -212,21 +213,17 @@ def pbs_job(programs, tmp_path) -> dict[str, str]:
     ],
 )
 def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, submitted, pbs_job, tmp_path):
-    flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "300"]
+    flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "150"]
     out, noted = tmp_path / "out", tmp_path / "submitted"
     noted.touch()
     # The signal comes after the ranks have started, so the script need not delay it.
     said = {"FLAGS": " ".join(["--out", str(out), *flags]), "SETTLE": "0"}
     environ = clean_environment() | pbs_job | said
     script = ["bash", str(EXAMPLES / "pbs" / f"{name}.pbs")]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(script, env=environ, stdout=log, stderr=log, start_new_session=True)
-        try:
-            wait_for_lines(out / "metrics.jsonl", 5, process)
-            process.send_signal(number)
-            assert process.wait(20) == REQUEUE, (tmp_path / "log").read_text()
-        finally:
-            end(process)
+    with running(script, tmp_path / "log", environ) as process:
+        wait_for_lines(out / "metrics.jsonl", 5, process)
+        process.send_signal(number)
+        assert process.wait(20) == REQUEUE, (tmp_path / "log").read_text()
     assert noted.read_text() == submitted
     assert "over 2 ranks" in (tmp_path / "log").read_text()
     if not submitted:
@@ -267,14 +264,10 @@ def test_a_job_that_is_told_to_stop_while_its_ranks_start_hears_it(pbs_job, prog
     program(programs, "python", slow)
     late = f'if [[ $1 = -c ]] && ! mkdir {tmp_path}/first 2> /dev/null; then sleep 2; fi; exec /bin/bash "$@"'
     program(programs, "bash", late)
-    environ = clean_environment() | pbs_job | {"FLAGS": " ".join(["--out", str(tmp_path / "out"), *flags])}
-    with (tmp_path / "log").open("wb") as log:
-        script = ["bash", str(EXAMPLES / "pbs" / "one_node.pbs")]
-        process = subprocess.Popen(script, env=environ, stdout=log, stderr=log, start_new_session=True)
-        try:
-            wait_until(started.exists)
-            process.send_signal(signal.SIGUSR1)
-            assert process.wait(30) == REQUEUE, (tmp_path / "log").read_text()
-        finally:
-            end(process)
+    environ = pbs_job | {"FLAGS": " ".join(["--out", str(tmp_path / "out"), *flags])}
+    script = ["bash", str(EXAMPLES / "pbs" / "one_node.pbs")]
+    with running(script, tmp_path / "log", environ) as process:
+        until(started.exists, "a start")
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(30) == REQUEUE, (tmp_path / "log").read_text()
     assert (tmp_path / "submitted").exists(), "the job was submitted again"

@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 from chat_templates import CHATML, chat_tokenizer
 from corpora import load_corpus
+from test_tokenize import zstd
 
 from zero_mpi.commands.evaluate.choices import read_choices
 from zero_mpi.commands.tokenize.command import command
@@ -51,14 +52,6 @@ def arrow(rows, make="new_stream", **more):
         given = given.append_column(name, [column])
     with getattr(pa.ipc, make)(sink, given.schema) as writer:
         writer.write_table(given, max_chunksize=2)
-    return sink.getvalue().to_pybytes()
-
-
-def zstd(data):
-    pa = pytest.importorskip("pyarrow")
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
     return sink.getvalue().to_pybytes()
 
 

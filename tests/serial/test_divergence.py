@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from jobs import run_job
 from test_command_bits import fields, needs_mpiexec, write_text
-from test_failures import SMALL, outcome
+from test_failures import SMALL
+from test_stopping import told
 
 from zero_mpi.errors import JobError
 from zero_mpi.optim.optimizer import StepResult
@@ -69,6 +70,6 @@ def test_a_run_whose_loss_is_nan_has_failed(total, reason, tmp_path):
         (line,) = (said for said in errors.splitlines() if said.startswith("zero_mpi"))  # NumPy warns too
         assert "Traceback" not in errors
         assert reason in line
-        assert outcome(tmp_path / "out") == ("failed", line.removeprefix("zero_mpi train: error: "))
+        assert told(tmp_path / "out") == ("failed", line.removeprefix("zero_mpi train: error: "))
     assert fields(tmp_path / "out")[-1][1] is None
     assert not list((tmp_path / "out").glob("*step-*")), "a checkpoint of weights that are not sound"

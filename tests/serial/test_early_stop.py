@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from jobs import run_job
+from jobs import run_job, status_of
 from patched import train_with
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import refused
@@ -79,7 +79,7 @@ def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     (early,) = [event for event in happened if event["event"] == "early-stop"]
     assert (early["step"], early["best_step"], early["val_loss"]) == (last, best, endless[best])
     assert early["evaluations"] == 3
-    status = json.loads((out / "status.json").read_text())
+    status = status_of(out)
     assert (status["state"], status["step"], status["steps"]) == ("done", last, 40)
     assert status["reason"] == happened[-1]["reason"]
     assert WHY in status["reason"]

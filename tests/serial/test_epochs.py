@@ -1,11 +1,11 @@
-"""Tests of --epochs, which becomes a number of steps once the size of the data is known."""
+"""Tests of the number of steps: --epochs sets it once the data are known, and a run may be made longer."""
 
-import json
 import re
 import tomllib
 
 import numpy as np
 import pytest
+from jobs import status_of
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 
 from zero_mpi.commands.plan.command import read
@@ -106,5 +106,16 @@ def test_it_is_the_run_of_so_many_steps(ranks, flags, by_steps, tmp_path):
     settings = tomllib.loads((tmp_path / "out" / "config.toml").read_text())
     assert settings["steps"] == 15
     assert "epochs" not in settings
-    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    status = status_of(tmp_path / "out")
     assert (status["step"], status["steps"]) == (15, 15)
+
+
+@needs_mpiexec
+def test_a_run_made_longer_before_it_decays_is_the_longer_run(flags, tmp_path):
+    flags = [*flags, "--lr", "0.01", "--min-lr", "0.002", "--schedule", "wsd", "--decay-steps", "4"]
+    train(1, tmp_path / "whole", *flags, "--steps", "9")
+    train(2, tmp_path / "out", *flags, "--steps", "7", "--save-every", "3", "--keep", "0")
+    folder = str(tmp_path / "out" / "step-00000003")
+    said = train(1, tmp_path / "more", *flags, "--steps", "9", "--resume", folder)
+    assert "--steps was 7, now 9" in said
+    assert fields(tmp_path / "more") == fields(tmp_path / "whole")[3:]

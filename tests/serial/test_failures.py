@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import TIMED_OUT, launcher_kind, run_job
+from jobs import TIMED_OUT, launcher_kind, run_job, status_of
 from patched import patched_training, train_with
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+from test_stopping import told
 
 from zero_mpi.launch import watchdog
 
@@ -58,11 +59,6 @@ def tracebacks(errors: str) -> int:
     return errors.count("Traceback (most recent call last)")
 
 
-def outcome(out: Path) -> tuple[str, str]:
-    said = json.loads((out / "status.json").read_text())
-    return said["state"], said["reason"]
-
-
 def assert_one_line(errors: str) -> None:
     assert tracebacks(errors) == 0, errors
     assert len(re.findall("^zero_mpi", errors, re.MULTILINE)) == 1, errors
@@ -99,7 +95,7 @@ def test_an_exception_in_the_middle_of_training_ends_the_job(flags, tmp_path):
     assert "RuntimeError: the fault" in errors
     assert f"zero_mpi: rank {rank} of 3 failed" in errors
     assert len(fields(tmp_path / "out")) == 2
-    assert outcome(tmp_path / "out") == ("failed", f"rank {rank}: RuntimeError: the fault")
+    assert told(tmp_path / "out") == ("failed", f"rank {rank}: RuntimeError: the fault")
     noted = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
     assert [(event["event"], event["step"]) for event in noted] == [("started", 0), ("failed", 2)]
     assert noted[-1]["reason"] == f"rank {rank}: RuntimeError: the fault"
@@ -128,7 +124,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
     status, _ = run_script(4, tmp_path, script, *flags, "--steps", "6", "--save-every", "3")
     assert status != 0
     assert len(fields(tmp_path / "out")) == 5
-    assert outcome(tmp_path / "out") == ("running", ""), "no rank was left to write another state"
+    assert told(tmp_path / "out") == ("running", ""), "no rank was left to write another state"
     printed = train(3, tmp_path / "out", *flags[:-2], "--steps", "6")
     assert "at step 3" in printed
     assert_same_run(tmp_path / "out", tmp_path / "whole")
@@ -182,7 +178,7 @@ def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> 
     assert said, errors
     assert limit <= float(said[1]) < limit + 2
     assert reason in said[2]
-    status = json.loads((out / "status.json").read_text())
+    status = status_of(out)
     assert (status["state"], status["step"]) == ("failed", 2)
     assert status["reason"] == f"no progress for {said[1]} s: {said[2]}"
     assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # a killed job leaves its lock
@@ -232,7 +228,7 @@ def test_a_rank_in_another_collective_is_named_long_before_the_limit(transport, 
     assert re.search(r"zero_mpi: rank 1 \(process \d+ on \S+\): step 3, waiting in barrier, for", errors)
     assert re.search(r"zero_mpi: rank.* [02]\b.*: step 3, waiting in \w+ of (gradients|parameters) ", errors)
     assert "meet_alone" in errors.partition("stacks of rank 1")[2]
-    state, reason = outcome(tmp_path / "out")
+    state, reason = told(tmp_path / "out")
     assert (state, reason in errors) == ("failed", True)
     assert [path.name for path in (tmp_path / "out").glob(".*")] in ([], [".lock"])
 
@@ -246,7 +242,7 @@ def test_checked_collectives_name_the_first_difference(transport, flags, tmp_pat
     assert status == 1, errors
     assert_one_line(errors)
     assert "is barrier on rank 1, where 2 of 3 ranks start" in errors
-    state, reason = outcome(tmp_path / "out")
+    state, reason = told(tmp_path / "out")
     assert state == "failed"
     assert reason in errors
 

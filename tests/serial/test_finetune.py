@@ -11,11 +11,10 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 from bpe_files import smollm2_keys, write_model
-from jobs import COMPILED, end, hands_sigterm_on, launcher, run_job
+from jobs import COMPILED, hands_sigterm_on, launcher, run_job, running
 from oracles import greedy, open_server, smollm2
 from test_command_bits import fields, needs_mpiexec
 from test_resume import REQUEUE, wait_for_lines
-from test_stopping import start
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
@@ -168,15 +167,11 @@ def test_the_example_ends_with_75_while_it_asks_and_while_it_trains(number, toke
         pytest.skip("this launcher ends its ranks at these signals")
     small = ["--steps", "100000", "--context", "64", "--batch-size", "2", "--eval-windows", "1"]
     log, runs = tmp_path / "log", tmp_path / "runs"
-    with log.open("wb") as output:
-        command = [*launcher(), "-n", "2", sys.executable, str(of_answers(tokens, tmp_path)), *small]
-        job = start(command, output, tmp_path, {"PYTHONPATH": str(stand_in)})
-        try:
-            wait_for_lines(runs / when, 1, job, seconds=60)
-            job.send_signal(number)
-            assert job.wait(30) == REQUEUE, log.read_text()
-        finally:
-            end(job)
+    command = [*launcher(), "-n", "2", sys.executable, str(of_answers(tokens, tmp_path)), *small]
+    with running(command, log, {"PYTHONPATH": str(stand_in)}, tmp_path) as job:
+        wait_for_lines(runs / when, 1, job, seconds=60)
+        job.send_signal(number)
+        assert job.wait(30) == REQUEUE, log.read_text()
     assert "Traceback" not in log.read_text()
     assert "loss on held-out" not in log.read_text()
     assert os.path.lexists(runs / "docstrings" / "latest") == (number == signal.SIGTERM)

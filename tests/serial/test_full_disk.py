@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import run_command, run_job
+from jobs import run_command, run_job, status_of
 from patched import train_with
 from test_command_bits import fields, files, needs_mpiexec, train, write_text
 from test_failures import SMALL
@@ -97,7 +97,7 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk,
     assert_one_line(errors, "No space left on device")
     done = len(fields(out))
     assert done == 4 if "--async-save" not in SAVES[how] else 4 <= done <= 6, "step 6 waits for the save"
-    state = json.loads((out / "status.json").read_text())
+    state = status_of(out)
     assert (state["state"], state["reason"] in errors) == ("failed", True)
     assert_goes_on(out, flags, whole, tmp_path / "on")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import clean_environment
+from jobs import clean_environment, until
 
 from zero_mpi.launch.folder_lock import SIZE, unpacked
 
@@ -179,9 +179,7 @@ def test_a_file_removed_under_a_living_holder_is_made_again(children, tmp_path):
     first, second = children("locks", 2)
     assert first.ask("take", tmp_path, 0) == "took"
     (tmp_path / ".lock").unlink()
-    until = time.monotonic() + 20
-    while not (tmp_path / ".lock").exists() and time.monotonic() < until:
-        time.sleep(0.01)
+    until((tmp_path / ".lock").exists, "another file")
     assert f"process {first.pid} on " in second.ask("take", tmp_path, 0)
 
 

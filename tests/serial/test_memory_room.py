@@ -4,13 +4,12 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from jobs import COMPILED, clean_environment, end, launcher, launcher_kind, ranks_said, run_command, run_job
+from jobs import COMPILED, launcher, launcher_kind, ranks_said, run_command, run_job, running
 from random_kills import descendants
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
@@ -114,19 +113,12 @@ def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
 
 def resident_pages(job, folder):
     command = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *job]
-    environment = clean_environment() | COMPILED
     most, found = 0, []
-    with open(folder / "said", "wb") as said:
-        process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=said, stderr=said, start_new_session=True
-        )
-        try:
-            while process.poll() is None:
-                found = found if len(found) == 2 else [*ranks_of(process.pid)]
-                most = max(most, sum(map(proportional, found)))
-                time.sleep(0.1)  # not in a tight loop, since reading many page counts is slow
-        finally:
-            end(process)
+    with running(command, folder / "said", COMPILED, folder) as process:
+        while process.poll() is None:
+            found = found if len(found) == 2 else [*ranks_of(process.pid)]
+            most = max(most, sum(map(proportional, found)))
+            time.sleep(0.1)  # reading the page counts takes longer if there are many
     assert process.returncode == 0, (folder / "said").read_text()
     return most, (folder / "said").read_text()
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import clean_environment, end, launcher, ranks_said, run_job, warm_python
+from jobs import clean_environment, end, launcher, ranks_said, run_job, until, warm_python
 from patched import train_with
 from random_kills import MODEL, ranks_of
 from test_command_bits import needs_mpiexec, write_text
@@ -48,14 +48,6 @@ def remove(out: Path) -> None:
 WAYS = [move, remove, replace, move_parent, remove]
 
 
-def wait_for(path: Path, job: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not (path.exists() and path.stat().st_size):
-        assert job.poll() is None, "the job ended by itself"
-        assert time.monotonic() < until, f"no {path.name}"
-        time.sleep(0.001)
-
-
 def lines_of(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if not line.startswith("Abort(")]
 
@@ -68,7 +60,7 @@ def seconds_to_end(command: list[str], out: Path, sign: str, delay: float, way, 
             env=environ, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )  # fmt: skip
         try:
-            wait_for(out / sign, job)
+            until(lambda: (out / sign).exists() and (out / sign).stat().st_size, sign, PATIENCE, job)
             time.sleep(delay)
             running = ranks_of(job)
             way(out)

@@ -7,14 +7,13 @@ import hf_models
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from test_export import export
 from test_llamacpp import BIASES, GPT, LLAMA, PROMPT, QWEN3, training_forward
 from test_lora_files import written
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.weights import open_adapter, open_merged
-from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
-from zero_mpi.launch.world import World
 from zero_mpi.models.lora import LoRA
 
 ALL, SOME = LoRA(3, 4.5), LoRA(2, 8.0, ("blk.1.ffn_*.weight", "blk.0.attn_[kq]*.weight"))
@@ -24,10 +23,6 @@ CASES = {
     "qwen3": (QWEN3, SOME),
     "gpt2": (GPT, ALL),
 }
-
-
-def export(*arguments):
-    assert command(World(0, 1), [str(argument) for argument in arguments]) == 0
 
 
 @pytest.fixture(params=CASES)

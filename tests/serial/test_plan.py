@@ -1,7 +1,9 @@
 """Tests of `zero-mpi plan` against real processes and jobs: memory, sent bytes and flags."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import architectures
 import ml_dtypes
@@ -11,7 +13,8 @@ from jobs import run_job
 from planned_losses import LOSSES, make_step, objective_of
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, ops
-from zero_mpi.commands.plan.command import command
+from zero_mpi.cli.text import size
+from zero_mpi.commands.plan.command import command, read
 from zero_mpi.device import arrays
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -224,6 +227,8 @@ def test_a_doctor_s_rates_are_taken(tmp_path):
         ("--precision fp16 --reduce-dtype bf16", "--reduce-dtype bf16"),
         ("--json /nowhere/plan.json", "--json /nowhere/plan.json"),
         ("--dim 4194304 --heads 1", "memory"),
+        ("--base q4_0", "--lora RANK"),
+        ("--base q4_0 --lora 2 --device cuda", "GPU"),
     ],
 )
 def test_bad_input_is_one_line(flags, named):
@@ -238,3 +243,19 @@ def test_a_file_that_is_no_doctor_s(text, tmp_path):
     (tmp_path / "doctor.json").write_text(text)
     with pytest.raises(UsageError, match=r"--doctor .*doctor\.json"):
         command(World(0, 1), ["--doctor", str(tmp_path / "doctor.json")])
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
+
+
+def test_the_table_of_the_page_is_planned():
+    """Each command of the page gives one row; its last flags belong to the last column."""
+    text = PAGE.read_text(encoding="utf-8")
+    commands = re.findall(r"^zero-mpi plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
+    rows = re.findall(r"^\| [0-9]+[MB] \| [0-9]+ \| (.*iB) \|$", text, re.MULTILINE)
+    assert len(rows) == len(commands) == 4
+    columns = ("", "--lora 16", "--lora 16 --base q8_0", "--lora 16 --base q4_0")
+    for number, (row, sizes) in enumerate(zip(rows, commands, strict=True)):
+        for column in range(4) if number == 0 else (0, 3):  # large models take seconds a column
+            (case,) = read([*sizes.split(), *columns[column].split()]).cases
+            assert size(plan_memory(case).total) == row.split(" | ")[column]

@@ -13,14 +13,13 @@ from gguf_files import write_tensors
 from jobs import run_job
 from oracles import llama_cpp, open_server
 from test_command_bits import needs_mpiexec
+from test_export import export
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.mixes import MIXES, is_matrix, needs_weights, types_of
 from zero_mpi.commands.export import command as module
-from zero_mpi.commands.export.command import command
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
-from zero_mpi.launch.world import World
 from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.ops import ggml
 from zero_mpi.train.text_model import TextModel
@@ -98,10 +97,6 @@ def write_matrix(path: Path, weights: dict[str, np.ndarray], **own: Any) -> dict
     keys = {"general.type": "imatrix", "imatrix.datasets": ["x"], "imatrix.chunk_count": np.uint32(1)}
     write_tensors(path, "imatrix", keys | own, tensors)
     return means
-
-
-def export(*arguments: Any) -> None:
-    assert command(World(0, 1), [str(argument) for argument in arguments]) == 0
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from jobs import run_job
+from jobs import run_job, status_of
 from test_command_bits import SIZES, needs_mpiexec, write_text
 
 from zero_mpi.telemetry import energy
@@ -82,7 +82,7 @@ def test_a_slow_rank_is_named_in_the_log_the_events_and_the_status(tmp_path):
     assert (warned["rank"], warned["step"]) == (1, 3)
     assert warned["text"].startswith(f"rank 1 on {warned['host']} is slow")
     assert 0.9 < warned["behind"] < 1.1
-    said = json.loads((out / "status.json").read_text())
+    said = status_of(out)
     assert said["slow"].startswith(f"rank 1 on {warned['host']}, ")
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for record in records:

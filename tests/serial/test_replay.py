@@ -1,10 +1,9 @@
 """OUT/config.toml continues a run from any folder; a finished run is not changed."""
 
-import json
 import tomllib
 from pathlib import Path
 
-from jobs import run_job
+from jobs import run_job, status_of
 from test_command_bits import fields, needs_mpiexec, train, write_text
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16"]
@@ -46,5 +45,5 @@ def test_a_run_that_is_done_says_so_and_stays_as_it_is(tmp_path):
         assert f"nothing to do: {tmp_path}/run/step-00000003 is at step 3, and --steps is {steps}; " in line
         assert "--out" in line
         assert snapshot(tmp_path / "run") == before
-        said = json.loads((tmp_path / "run" / "status.json").read_text())
+        said = status_of(tmp_path / "run")
         assert (said["state"], said["step"]) == ("done", 3)

@@ -4,14 +4,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corpora import load_corpus
-from jobs import clean_environment, end, hands_sigterm_on, launcher, run_job
+from jobs import hands_sigterm_on, launcher, run_job, running, until
 from patched import train_with
 from test_command_bits import assert_same_run, fields, files, needs_mpiexec, tensors, train, write_text
 
@@ -116,12 +116,11 @@ def go_on_to_the_end(ranks: int, out: Path, flags: list[str], reference: Path) -
     assert_same_run(out, reference)
 
 
-def wait_for_lines(path: Path, count: int, process: subprocess.Popen[bytes], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert process.poll() is None, "the run ended before it could be signalled"
-        assert time.monotonic() < deadline, f"no {count} lines in {path.name}"
-        time.sleep(0.005)
+def wait_for_lines(path: Path, count: int, process: Any, seconds: float = 30) -> None:
+    def has_lines() -> bool:
+        return path.exists() and path.read_bytes().count(b"\n") >= count
+
+    until(has_lines, f"{count} lines in {path.name}", seconds, process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -131,16 +130,10 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(number, fla
     out = tmp_path / "out"
     command = [*launcher(), "-n", "3", sys.executable, "-m", "zero_mpi.train"]
     command += ["--out", str(out), *flags, *ENDLESS]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, env=clean_environment(), stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            wait_for_lines(out / "metrics.jsonl", 5, process)
-            process.send_signal(number)
-            assert process.wait(20) == REQUEUE, (tmp_path / "log").read_text()
-        finally:
-            end(process)
+    with running(command, tmp_path / "log") as process:
+        wait_for_lines(out / "metrics.jsonl", 5, process)
+        process.send_signal(number)
+        assert process.wait(20) == REQUEUE, (tmp_path / "log").read_text()
     assert "stopped after step " in (tmp_path / "log").read_text()
     go_on_to_the_end(2, out, flags, endless)
 

@@ -1,11 +1,10 @@
 """`status.json` says whether a run is running, done, stopped or failed."""
 
-import json
 import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from jobs import run_job
+from jobs import run_job, status_of, until
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi import __version__
@@ -15,35 +14,24 @@ from zero_mpi.telemetry.status import DONE, FAILED, RUNNING, STOPPED, Status
 FIELDS = ["state", "reason", "step", "steps", "ranks", "host", "pid", "started", "updated", "version"]
 
 
-def read(out):
-    return json.loads((out / "status.json").read_text())
-
-
 @pytest.fixture
 def often(monkeypatch):
     monkeypatch.setattr(status, "RENEWAL_SECONDS", 0.05)
 
 
-def until(holds):
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_run_is_running_and_renewed_then_done(tmp_path, often):
     own = Status(tmp_path, 0, 4, 20)
     own.begin()
-    said = read(tmp_path)
+    said = status_of(tmp_path)
     assert list(said) == FIELDS
     assert (said["state"], said["step"], said["steps"], said["ranks"]) == (RUNNING, 0, 20, 4)
     assert said["version"] == __version__
     own.at(7)
-    until(lambda: read(tmp_path)["step"] == 7)
-    until(lambda: read(tmp_path)["updated"] > said["updated"])
+    until(lambda: status_of(tmp_path)["step"] == 7, "step 7")
+    until(lambda: status_of(tmp_path)["updated"] > said["updated"], "another time")
     own.end(DONE)
     time.sleep(0.2)  # an update after the end would say "running"
-    assert read(tmp_path)["state"] == DONE
+    assert status_of(tmp_path)["state"] == DONE
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
@@ -51,14 +39,14 @@ def test_another_rank_that_ends_the_job_has_the_last_word(tmp_path, often):
     root, other = Status(tmp_path, 0, 2, 5), Status(tmp_path, 1, 2, 5)
     root.begin()
     other.at(3)
-    before = read(tmp_path)
+    before = status_of(tmp_path)
     other.end(FAILED, "rank 1: RuntimeError: the fault")
-    time.sleep(0.3)  # rank 0 lives slightly longer than rank 1 and must not report success
-    said = read(tmp_path)
+    time.sleep(0.3)  # rank 0 lives a little longer and must not report success
+    said = status_of(tmp_path)
     assert (said["state"], said["reason"], said["step"]) == (FAILED, "rank 1: RuntimeError: the fault", 3)
     assert {key: said[key] for key in ("pid", "host", "started")}.items() <= before.items()
     root.end(FAILED, "rank 0 was ended")
-    assert read(tmp_path)["reason"] == "rank 1: RuntimeError: the fault", "the first reason stays"
+    assert status_of(tmp_path)["reason"] == "rank 1: RuntimeError: the fault", "the first reason stays"
 
 
 def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkeypatch):
@@ -70,7 +58,7 @@ def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkey
 
     monkeypatch.setattr("os.replace", no_room)
     own.end(FAILED, "No space left on device")
-    assert read(tmp_path)["reason"] == "No space left on device"
+    assert status_of(tmp_path)["reason"] == "No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
@@ -81,7 +69,7 @@ FLAGS = [*SIZES, "--steps", "3", "--sample", "0", "--batch-size", "4", "--eval-e
 def test_a_job_that_is_done_says_so(tmp_path):
     begun = datetime.now(UTC) - timedelta(seconds=1)
     train(2, tmp_path / "out", *FLAGS, "--data", *write_text(tmp_path))
-    said = read(tmp_path / "out")
+    said = status_of(tmp_path / "out")
     assert (said["state"], said["reason"], said["step"], said["steps"]) == (DONE, "", 3, 3)
     assert said["ranks"] == 2
     assert begun < datetime.fromisoformat(said["started"]) < datetime.fromisoformat(said["updated"])
@@ -97,7 +85,7 @@ def test_a_job_that_is_stopped_or_refused_says_so(flags, code, state, tmp_path):
     flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", "out", *flags]
     status, _, errors = run_job(2, ["-m", "zero_mpi.train", *flags], cwd=tmp_path)
     assert status == code, errors
-    said = read(tmp_path / "out")
+    said = status_of(tmp_path / "out")
     assert said["state"] == state
     assert said["reason"] in errors or state == STOPPED
     assert (said["step"] > 0) == (state == STOPPED)
@@ -110,7 +98,7 @@ def test_a_run_that_is_not_begun_leaves_the_word_of_the_one_before(tmp_path):
     text = (tmp_path / "status.json").read_text()
     now = Status(tmp_path, 0, 2, 5)
     now.begin()
-    assert read(tmp_path)["state"] == RUNNING
+    assert status_of(tmp_path)["state"] == RUNNING
     now.refused("another corpus")
     assert (tmp_path / "status.json").read_text() == text
 
@@ -140,6 +128,6 @@ def test_a_job_is_not_done_before_all_ranks_have_come_to_the_end(tmp_path):
     flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
     code, _, _ = run_job(2, [str(script), *flags])
     assert code != 0
-    said = read(tmp_path / "out")
+    said = status_of(tmp_path / "out")
     assert (said["state"], said["step"]) != (DONE, 3)
     assert said["state"] == RUNNING

@@ -6,7 +6,6 @@ every signal but SIGUSR1, and is stopped (`zero_mpi.launch.ending`) until they h
 """
 
 import contextlib
-import json
 import os
 import pty
 import re
@@ -15,12 +14,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from jobs import clean_environment, end, hands_sigterm_on, launcher, run_command, run_job
+from jobs import (
+    clean_environment,
+    hands_sigterm_on,
+    launcher,
+    run_command,
+    run_job,
+    running,
+    status_of,
+    until,
+)
 from patched import train_with
 from test_batch import program
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
@@ -94,7 +101,7 @@ def terminal(*command: str) -> Iterator[Terminal]:
 
 
 def told(out: Path) -> tuple[str, str]:
-    said = json.loads((out / "status.json").read_text())
+    said = status_of(out)
     return said["state"], said["reason"]
 
 
@@ -105,16 +112,7 @@ def assert_saved(out: Path) -> int:
     return done
 
 
-def start(
-    command: Sequence[str], output: Any, cwd: Path | None = None, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    variables = clean_environment() | dict(env or {})
-    return subprocess.Popen(
-        command, env=variables, cwd=cwd, stdout=output, stderr=output, start_new_session=True
-    )
-
-
-# tests on a terminal
+# on a terminal
 
 
 @needs_mpiexec
@@ -148,18 +146,11 @@ def long_step(folder: Path, seconds: float) -> str:
     return train_with(folder / "long_step.py", body)
 
 
-def wait_for_file(path: Path, seconds: float = 40) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path.name}"
-        time.sleep(0.01)
-
-
 def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
     out = tmp_path / "out"
     command = [PYTHON, long_step(tmp_path, 300), "--out", str(out), *flags, *ENDLESS, "--save-every", "2"]
     with terminal(*command) as shown:
-        wait_for_file(tmp_path / "at-0")
+        until((tmp_path / "at-0").exists, "step 4")
         shown.press(CTRL_C)
         shown.until(lambda: STOPPING in shown.text, 40)
         time.sleep(0.5)  # two signals in less time would count as one
@@ -218,14 +209,10 @@ print(os.waitstatus_to_exitcode(status), flush=True)
 def test_a_run_under_nohup_goes_on(flags, tmp_path):
     out = tmp_path / "out"
     command = ["nohup", PYTHON, long_step(tmp_path, 0.5), "--out", str(out), *flags, "--steps", "6"]
-    job = start(command, subprocess.DEVNULL)
-    try:
-        wait_for_file(tmp_path / "at-0")
+    with running(command, tmp_path / "log") as job:
+        until((tmp_path / "at-0").exists, "step 4")
         job.send_signal(signal.SIGHUP)
         assert job.wait(30) == 0
-    finally:
-        job.kill()
-        job.wait()
 
 
 # a script that calls the command's function
@@ -251,14 +238,11 @@ run("script", command, sys.argv[1:])
 def test_a_script_that_trains_saves_and_ends_with_75(number, whom, flags, tmp_path):
     out, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(PIDS.format(folder=tmp_path) + CALLS)
-    with (tmp_path / "log").open("ab") as log:  # ranks may write without their launcher
-        job = start([*launcher(), "-n", "2", PYTHON, str(script), "--out", str(out), *flags, *ENDLESS], log)
-        try:
-            wait_for_lines(out / "metrics.jsonl", 5, job)
-            os.kill(job.pid if whom == "launcher" else int((tmp_path / whom).read_text()), number)
-            status = job.wait(40)
-        finally:
-            end(job)
+    command = [*launcher(), "-n", "2", PYTHON, str(script), "--out", str(out), *flags, *ENDLESS]
+    with running(command, tmp_path / "log") as job:
+        wait_for_lines(out / "metrics.jsonl", 5, job)
+        os.kill(job.pid if whom == "launcher" else int((tmp_path / whom).read_text()), number)
+        status = job.wait(40)
     said = (tmp_path / "log").read_text()
     assert "Traceback" not in said
     assert assert_saved(out) >= 5

@@ -14,11 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import clean_environment, end, launcher, run_command, warm_python
+from jobs import clean_environment, launcher, run_command, running, status_of, until, warm_python
 from patched import train_with
 from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
 from test_resume import SMALL
@@ -71,22 +70,10 @@ class Trial:
         command = [*self.words(*of_launcher), *of_run]
         return prepare(["--backoff", "0", *flags, "--", *command]).run()
 
-    @contextlib.contextmanager
-    def running(self, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    def running(self, *flags: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
         """Supervise the run in a process that can receive signals and that ends with the body."""
         start = [sys.executable, "-m", "zero_mpi", "supervise", "--backoff", "0", *flags, "--", *self.words()]
-        with self.errors.open("wb") as errors:
-            process = subprocess.Popen(
-                start,
-                env=clean_environment(),
-                stdin=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
-            )
-        try:
-            yield process
-        finally:
-            end(process)
+        return running(start, self.errors)
 
     @property
     def starts(self) -> list[str]:
@@ -100,13 +87,6 @@ class Trial:
     @property
     def events(self) -> list[tuple[str, str]]:
         return [(event["event"], event["reason"]) for event in read_events(self.out / "events.jsonl")]
-
-
-def until(holds, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 # ------------------------------------------------------------------------------------- what an end means
@@ -500,7 +480,7 @@ def test_a_job_whose_rank_is_killed_ends_done_with_the_bytes_of_one_that_nothing
     start = [sys.executable, "-m", "zero_mpi", "supervise", "--backoff", "0.1", "--", *job]
     status, printed, errors = run_command(start, timeout=120)
     assert status == 0, f"killed before steps {steps}\n{printed}{errors}"
-    assert json.loads((out / "status.json").read_text())["state"] == "done"
+    assert status_of(out)["state"] == "done"
     events = [event["event"] for event in read_events(out / "events.jsonl")]
     assert [events.count(name) for name in ("restarted", "lost", "resumed", "done")] == [2, 2, 2, 1]
     assert_same_run(out, tmp_path / "unbroken")

@@ -6,12 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import clean_environment, launcher, run_job
+from jobs import clean_environment, launcher, run_job, status_of, until
 from patched import train_with
 from test_command_bits import fields, needs_mpiexec, train, write_text
 
@@ -45,23 +44,12 @@ def job(tmp_path) -> list[str]:
 def first(job, tmp_path) -> Iterator[subprocess.Popen[bytes]]:
     command = [*launcher(), "-n", "2", sys.executable, *job]
     process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), start_new_session=True)
-    wait_for(tmp_path / "waits")
+    until((tmp_path / "waits").exists, "step 3")
     yield process
     (tmp_path / "go").touch()
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def wait_for(path: Path) -> None:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until, f"no {path.name}"
-        time.sleep(0.02)
-
-
-def status_of(out: Path) -> dict[str, object]:
-    return json.loads((out / "status.json").read_text())
 
 
 def snapshot(out: Path) -> dict[str, object]:
