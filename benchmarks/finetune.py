@@ -96,8 +96,8 @@ def theirs(
 def variants(options: Namespace, precision: str) -> dict[str, Run]:
     """Return name -> function that runs this variant once."""
     long = options.context > LONG
-    found: dict[str, Run] = {"ours": partial(ours, options, precision, long)}
-    if options.recompute and not long:
+    found: dict[str, Run] = {"ours": partial(ours, options, precision, False)}
+    if options.recompute:
         found["ours, recompute"] = partial(ours, options, precision, True)
     for kind in CASTS[precision]:
         whole = options.ranks * options.batch

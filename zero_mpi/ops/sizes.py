@@ -15,7 +15,9 @@ from zero_mpi.device.types import Array
 Take = Callable[[tuple[int, ...], Any], Array]  # makes an array of a shape and a type
 
 # Attention on the CPU.
-BLOCK = 64  # rows: smaller blocks need more calls, larger blocks more scores above the diagonal
+BLOCK = 64  # rows: smaller blocks need more calls, larger ones compute more scores above the diagonal
+KEYS = 512  # keys of a tile: its scores stay in cache
+LONG = 1024  # a sequence of at least this many rows is divided into early and late rows
 KEPT_WEIGHTS = 64 << 10  # a head with at most this many weights keeps them for backward
 LOW_BLOCK = 128  # rows in bfloat16: a product by oneDNN takes ten microseconds to begin
 LOW_TILE = 256 << 10  # scores that bfloat16 attention computes at a time: they fit in cache
@@ -55,6 +57,19 @@ def head_weights(length: int, total: int, block: int = BLOCK) -> int:
     blocks, before = -(-length // block), total - length
     whole = block * ((blocks - 1) * before + block * ((blocks - 1) * blocks // 2))
     return whole + (length - (blocks - 1) * block) * total
+
+
+def attention_tile(q: Array, k: Array, v: Array, keep: bool) -> tuple[int, int, int, int]:
+    """Return the rows per head, the keys and the scores of a tile in float32, and its other scratch size."""
+    (_, length, heads, width), (total, of_keys, tall) = q.shape, v.shape[1:]
+    shared, keys = heads // of_keys, total if keep else min(total, KEYS)
+    rows = min(length, BLOCK * max(1, min(4 // shared, length // LONG)))  # products need many rows
+    return rows, keys, shared * rows * keys, shared * rows * (2 * width + tall + 1)
+
+
+def early_keys(length: int, total: int) -> int:
+    """Return how many keys the early rows of a long sequence see, which are half of the work; 0 if short."""
+    return total - length + int(length * 0.5**0.5) // BLOCK * BLOCK if length >= LONG else 0
 
 
 def unseen_weights(begins: Array, block: int = BLOCK) -> int:

@@ -30,21 +30,24 @@ class Compiled(FakeMemory):
         block = sizes.LOW_BLOCK if tile else sizes.BLOCK
         size = sizes.head_weights(length, k.shape[1], block)
         keep = size <= sizes.KEPT_WEIGHTS
+        scores, more = (tile, 0) if tile else sizes.attention_tile(q, k, v, keep)[2:]
         y = self.take((batch, length, heads, v.shape[3]), q.dtype)
-        p = self.take((batch * heads * size if keep else tile or block * k.shape[1],), q.dtype)
-        sums, scores = self.take((batch * heads * length,)), self.take((tile,))
-        del scores
-        return y, (p if keep else None, sums)
+        p = self.take((batch * heads * size if keep else scores,), q.dtype)
+        sums = self.take((batch, length, heads, 1 if tile else 2))
+        self.take((scores + more,))
+        return y, (p if keep else None, sums, y)
 
     def attention_backward(
         self, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[Gradients, bool]:
         """Return dq, dk and dv, and True if the weights are computed again."""
         again, tile = kept[0] is None, low_tile(q, k)
-        size = tile or sizes.BLOCK * k.shape[1]
-        buffers = [self.take((size,))]
-        buffers += [self.take((size,), q.dtype) for _ in range(again + bool(tile))]
+        scores, more = (tile, 0) if tile else sizes.attention_tile(q, k, v, not again)[2:]
+        buffers = [self.take((scores + more,))]
+        buffers += [self.take((scores,), q.dtype) for _ in range(again + bool(tile))]
         gradients = sizes.gradients_like(q, k, v, self.take)
+        early = 0 if tile else sizes.early_keys(q.shape[1], k.shape[1])
+        buffers += [self.take((len(x), early, *x.shape[2:])) for x in (k, v)]
         if tile and (q.shape[1] > sizes.LOW_BLOCK or q.shape[2] > k.shape[2]):
             sequences, heads = sizes.tile_heads(q.shape[0], k.shape[2], q.shape[1], k.shape[1])
             for x in (k, v):

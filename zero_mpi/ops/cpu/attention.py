@@ -1,13 +1,14 @@
-"""Causal attention on CPUs. Heads are computed one by one, in blocks of rows; BLAS multiplies.
+"""Causal attention on CPUs in tiles, a block of rows times a block of keys; BLAS computes every product.
 
-A block of n queries that ends at position m needs the scores of only the first m keys. Scores above the
-diagonal, half of a full mask, are neither computed nor stored. Short sequences keep their weights for
-backward. Long sequences keep only the logarithm of each row's sum and compute each block again, so memory
-grows with T (Dao et al., "FlashAttention", 2022). `attention_bf16` does the same in bfloat16.
+A tile has rows of all query heads that share a key head, so that one product computes all of them. Short
+sequences keep the exponentials of their tiles for backward. Long ones keep two numbers per row and compute
+the tiles again, so that memory grows with T (Dao et al., "FlashAttention", 2022). bfloat16 is computed by
+`attention_bf16`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,29 +18,21 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference, threads
 from zero_mpi.ops.cpu import attention_bf16
-from zero_mpi.ops.cpu.attention_parts import HeadShare, shares
+from zero_mpi.ops.cpu.attention_parts import HeadShare, rowwise, units
 from zero_mpi.ops.cpu.blas import NN, NT, TN, gemm
-from zero_mpi.ops.cpu.jit import (
-    ONE,
-    UNSEEN,
-    ZERO,
-    exponential,
-    f4,
-    helper,
-    kernel,
-    log_single,
-    row_most,
-    single,
-)
+from zero_mpi.ops.cpu.jit import ONE, UNSEEN, ZERO, exponential, f4, floats, helper, kernel, row_most, single
 from zero_mpi.ops.cpu.products import otherwise, product_of
 from zero_mpi.ops.registry import implements
-from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, LOW_BLOCK, check_kept, gradients_like, head_weights
-
-
-@helper
-def weights_before(number: int, block: int, before: int) -> int:
-    """Return the number of a head's weights in earlier blocks; `before`: positions ahead of query 0."""
-    return block * (number * before + block * (number * (number + 1) // 2))
+from zero_mpi.ops.sizes import (
+    BLOCK,
+    KEPT_WEIGHTS,
+    LOW_BLOCK,
+    attention_tile,
+    check_kept,
+    early_keys,
+    gradients_like,
+    head_weights,
+)
 
 
 @helper
@@ -50,180 +43,208 @@ def at(x: Array, b: int, t: int, h: int) -> tuple[int, int]:
 
 
 @helper
-def first_seen(begins: Array, row: int) -> int:
-    """Return the first key that a block sees: the first key of its first row, as `begins` never falls."""
-    return begins[row] if begins.size else 0
+def stacked(x: Array) -> tuple[int, int]:
+    """Return all rows of x (heads, n, width), contiguous, as one matrix for `gemm`."""
+    return x.ctypes.data, x.shape[2]
 
 
 @helper
-def hide(row: Array, begins: Array, i: int, value: float) -> None:
-    """Set row i to `value` at all keys that row i does not see but the first row of its block sees."""
-    if begins.size:
-        row[: begins[i] - begins[0]] = value
+def part(buffer: Array, start: int, heads: int, n: int, width: int) -> Array:
+    """Return the array (heads, n, width) that begins at an element of a flat buffer."""
+    return buffer[start : start + heads * n * width].reshape(heads, n, width)
 
 
 @helper
-def soften(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
-    """Turn n rows of m scores into weights in place; sums[i]: the logarithm of row i's sum of exponentials.
+def line(x: Array, b: int, t: int, h: int) -> Array:
+    """Return the row x[b, t, h] as a contiguous array, so that loops over it become vector code."""
+    return floats(at(x, b, t, h)[0], x.shape[3])
 
-    The rows are the last n of m positions. Row i sees the keys from begins[i] up to its own position, where
-    begins[0] is the first of the m keys; a row sees all earlier keys if `begins` is empty.
+
+@helper
+def collect(x: Array, b: int, r: int, h: int, out: Array) -> None:
+    """Copy rows of x (B, T, heads, width), from x[b, r, h] on, to `out` (heads, n, width)."""
+    for s, i in np.ndindex(out.shape[:2]):
+        row = line(x, b, r + i, h + s)
+        for j in range(row.size):
+            out[s, i, j] = row[j]
+
+
+@helper
+def soften(p: Array, y: Array, sums: Array, begins: Array, c: int, ahead: int) -> None:
+    """Turn scores p (heads, n, m) into exponentials, relative to the largest score of the row so far.
+
+    Row i sees the keys from begins[i] to its own position. The tile begins at key c, and row 0 is `ahead`
+    positions later. sums[i, s]: the largest score, and the sum of exponentials, which with y shrinks if the
+    tile has a larger score; before the first tile both are undefined.
     """
-    for i in range(n):
-        row = p[i * m : (i + 1) * m]
-        seen = m - n + i + 1
-        row[seen:] = UNSEEN
-        hide(row, begins, i, UNSEEN)
+    starts = c == begins[0]
+    for s, i in np.ndindex(p.shape[:2]):
+        row = p[s, i]
+        row[: max(begins[i] - c, 0)] = UNSEEN
+        row[max(ahead + i + 1, 0) :] = UNSEEN
         most = row_most(row)
+        if not starts:
+            most = max(most, sums[i, s, 0])
         weight = ZERO
-        for j in range(m):
+        for j in range(row.size):
             e = exponential(row[j] - most)
             row[j] = e
             weight += e
-        share = ONE / weight
-        for j in range(m):
-            row[j] *= share
-        sums[i] = most + log_single(weight)
+        if not starts:
+            less = exponential(sums[i, s, 0] - most)
+            weight += sums[i, s, 1] * less
+            for j in range(y.shape[2]):
+                y[s, i, j] *= less
+        sums[i, s, 0], sums[i, s, 1] = most, weight
 
 
 @helper
-def soften_again(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
-    """Turn scores into the same weights as `soften`, given the sums that it returned."""
-    for i in range(n):
-        row = p[i * m : (i + 1) * m]
-        less = sums[i]
-        for j in range(m):
-            row[j] = exponential(row[j] - less)
-        row[m - n + i + 1 :] = ZERO
-        hide(row, begins, i, ZERO)
+def settle(z: Array, sums: Array, y: Array, b: int, r: int, h: int) -> None:
+    """Write z (heads, n, width) / sum to rows of y (B, T, heads, width); replace each sum by 1 / sum."""
+    for s, i in np.ndindex(z.shape[:2]):
+        share, row = ONE / sums[i, s, 1], line(y, b, r + i, h + s)
+        sums[i, s, 1] = share
+        for j in range(row.size):
+            row[j] = z[s, i, j] * share
 
 
-@helper
-def slopes(p: Array, d: Array, n: int, m: int) -> None:
-    """Turn the gradient d of n rows of weights p into the gradient of their scores: p (d - sum(p d))."""
-    for i in range(n):
-        row = p[i * m : (i + 1) * m]
-        slope = d[i * m : (i + 1) * m]
-        along = ZERO
-        for j in range(m):
-            along += row[j] * slope[j]
-        for j in range(m):
-            slope[j] = row[j] * (slope[j] - along)
-
-
-@kernel("f4~ f4~ f4~ i1 f i b f4~+ f1+ f1+")
+@kernel("f4~ f4~+ f4~+ f4~ f4~ i2~ f i1 f1+ f1+")
 def forward(
     q: Array,
-    k: Array,
-    v: Array,
-    begins: Array,
-    scale: float,
-    block: int,
-    keep: bool,
     y: Array,
-    p: Array,
     sums: Array,
-) -> None:
-    """Fill y of `causal_attention` and row sums (B H T,). p holds all weights if `keep`, else one block's."""
-    batch, length, heads, width = q.shape
-    before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
-    end = 0
-    for b in range(batch):
-        for h in range(heads):
-            g = h // shared
-            for r in range(0, length, block):
-                n, first = min(block, length - r), first_seen(begins, b * length + r)
-                m = before + r + n - first
-                start = end if keep else 0
-                end = start + n * (m + first)
-                weights = p[start : start + n * m]
-                matrix = (weights.ctypes.data, m)
-                row, seen = (b * heads + h) * length + r, begins[b * length + r :]
-                gemm(NT, (n, m, width), scale, at(q, b, r, h), at(k, b, first, g), ZERO, matrix)
-                soften(weights, n, m, sums[row : row + n], seen)
-                gemm(NN, (n, tall, m), ONE, matrix, at(v, b, first, g), ZERO, at(y, b, r, h))
-
-
-@kernel("f4~ f4~ f4~ f4~ i1 f i b f1+ f1 f1+ f4~+ f4~+ f4~+")
-def backward(
-    dy: Array,
-    q: Array,
     k: Array,
     v: Array,
     begins: Array,
     scale: float,
-    block: int,
-    keep: bool,
+    form: Array,
     p: Array,
-    sums: Array,
-    d: Array,
-    dq: Array,
-    dk: Array,
-    dv: Array,
+    scratch: Array,
 ) -> None:
-    """Fill the gradients dq, dk and dv of `forward`; d is scratch space for a block.
+    """Fill y of `causal_attention`, and sums (B, T, H, 2): the largest score of a row, and 1 / its sum.
 
-    A head's last block comes first: it sees all keys, so it writes the gradients to which the other blocks
-    add. With `begins` it adds to zeros. Heads that share keys add their gradients in head order.
+    form: most rows of a head and most keys in a tile, and 1 if p gets the exponentials of all tiles, else 0
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
-    last = (length - 1) // block * block
-    of_head = weights_before(last // block, block, before) + (length - last) * k.shape[1]
-    for b in range(batch):
-        for h in range(heads):
-            g = h // shared
-            for r in range(last, -1, -block):
-                n, first = min(block, length - r), first_seen(begins, b * length + r)
-                m = before + r + n - first
-                row, seen = (b * heads + h) * length + r, begins[b * length + r :]
-                start = (b * heads + h) * of_head + weights_before(r // block, block, before) if keep else 0
-                weights = p[start : start + n * m]
-                matrix, slope = (weights.ctypes.data, m), (d.ctypes.data, m)
-                beta = ZERO if r == last and h % shared == 0 and begins.size == 0 else ONE
+    (block, keys, keep), start = (form[0], form[1], form[2]), 0
+    for b, g in np.ndindex((batch, k.shape[2])):
+        for r in range(0, length, block):
+            n, h, first = min(block, length - r), g * shared, begins[b, r]
+            lines, rows = shared * n, sums[b, r : r + n, h : h + shared]
+            x, z = part(scratch, 0, shared, n, width), part(scratch, lines * width, shared, n, tall)
+            collect(q, b, r, h, x)
+            for c in range(first, before + r + n, keys):
+                m, beta = min(keys, before + r + n - c), ZERO if c == first else ONE
+                tile = part(p, start, shared, n, m)
+                gemm(NT, (lines, m, width), scale, stacked(x), at(k, b, c, g), ZERO, stacked(tile))
+                soften(tile, z, rows, begins[b, r:], c, before + r - c)
+                gemm(NN, (lines, tall, m), ONE, stacked(tile), at(v, b, c, g), beta, stacked(z))
+                start += keep * tile.size
+            settle(z, rows, y, b, r, h)
+
+
+@helper
+def scaled(dy: Array, y: Array, b: int, r: int, h: int, sums: Array, out: Array, along: Array) -> None:
+    """Copy rows of dy / sum to `out`, as `collect` does; along (heads, n, 1): their products with y."""
+    for s, i in np.ndindex(out.shape[:2]):
+        total, share = ZERO, sums[i, s, 1]
+        slope, row = line(dy, b, r + i, h + s), line(y, b, r + i, h + s)
+        for j in range(row.size):
+            d = slope[j] * share
+            out[s, i, j] = d
+            total += d * row[j]
+        along[s, i, 0] = total
+
+
+@helper
+def slopes(
+    p: Array, d: Array, along: Array, sums: Array, begins: Array, c: int, ahead: int, keep: int
+) -> None:
+    """Turn the gradient d of the weights into the gradient of their scores: p (d - along).
+
+    If not `keep`, p has scores, which become exponentials again, relative to the largest score of the row.
+    """
+    for s, i in np.ndindex(p.shape[:2]):
+        row, slope, most, less = p[s, i], d[s, i], sums[i, s, 0], along[s, i, 0]
+        if not keep:
+            for j in range(row.size):
+                row[j] = exponential(row[j] - most)
+            row[: max(begins[i] - c, 0)] = ZERO
+            row[max(ahead + i + 1, 0) :] = ZERO
+        for j in range(row.size):
+            slope[j] = row[j] * (slope[j] - less)
+
+
+@kernel("f4~ f4~ f4~ f4~ f4~+ f4~ f4~ f4~+ f4~+ i2~ f i1 f1+ f1+")
+def backward(
+    q: Array,
+    y: Array,
+    sums: Array,
+    dy: Array,
+    dq: Array,
+    k: Array,
+    v: Array,
+    dk: Array,
+    dv: Array,
+    begins: Array,
+    scale: float,
+    form: Array,
+    p: Array,
+    scratch: Array,
+) -> None:
+    """Fill dq of `forward`, and add to dk and dv."""
+    (batch, length, heads, width), tall = q.shape, v.shape[3]
+    before, shared = k.shape[1] - length, heads // k.shape[2]
+    (block, keys, keep), start = (form[0], form[1], form[2]), 0
+    for b, g in np.ndindex((batch, k.shape[2])):
+        for r in range(0, length, block):
+            n, h, first = min(block, length - r), g * shared, begins[b, r]
+            lines, rows = shared * n, sums[b, r : r + n, h : h + shared]
+            x, dx, dz, along, free = buffers(scratch, shared, n, width, tall)
+            collect(q, b, r, h, x)
+            scaled(dy, y, b, r, h, rows, dz, along)
+            for c in range(first, before + r + n, keys):
+                m, beta = min(keys, before + r + n - c), ZERO if c == first else ONE
+                tile, d = part(p, start, shared, n, m), part(free, 0, shared, n, m)
                 if not keep:
-                    gemm(NT, (n, m, width), scale, at(q, b, r, h), at(k, b, first, g), ZERO, matrix)
-                    soften_again(weights, n, m, sums[row : row + n], seen)
-                gemm(TN, (m, tall, n), ONE, matrix, at(dy, b, r, h), beta, at(dv, b, first, g))
-                gemm(NT, (n, m, tall), ONE, at(dy, b, r, h), at(v, b, first, g), ZERO, slope)
-                slopes(weights, d, n, m)
-                gemm(NN, (n, width, m), scale, slope, at(k, b, first, g), ZERO, at(dq, b, r, h))
-                gemm(TN, (m, width, n), scale, slope, at(q, b, r, h), beta, at(dk, b, first, g))
+                    gemm(NT, (lines, m, width), scale, stacked(x), at(k, b, c, g), ZERO, stacked(tile))
+                gemm(NT, (lines, m, tall), ONE, stacked(dz), at(v, b, c, g), ZERO, stacked(d))
+                slopes(tile, d, along, rows, begins[b, r:], c, before + r - c, keep)
+                gemm(TN, (m, tall, lines), ONE, stacked(tile), stacked(dz), ONE, at(dv, b, c, g))
+                gemm(NN, (lines, width, m), scale, stacked(d), at(k, b, c, g), beta, stacked(dx))
+                gemm(TN, (m, width, lines), scale, stacked(d), stacked(x), ONE, at(dk, b, c, g))
+                start += keep * tile.size
+            for s, i in np.ndindex((shared, n)):
+                line(dq, b, r + i, h + s)[:] = dx[s, i]
 
 
-def rowwise(x: Array) -> Array:
-    """Return x (B, T, heads, width), or a copy of it, with contiguous rows that do not overlap."""
-    down, right = x.strides[1], x.strides[3]
-    return x if right == 4 and down % 4 == 0 and down >= 4 * x.shape[3] else np.ascontiguousarray(x)
+@helper
+def buffers(scratch: Array, heads: int, n: int, width: int, tall: int) -> tuple[Array, ...]:
+    """Return arrays for rows of q, dq and dy and for one column, and the rest of a flat buffer."""
+    dx, dz, column = heads * n * width, 2 * heads * n * width, heads * n * (2 * width + tall)
+    first = part(scratch, 0, heads, n, width), part(scratch, dx, heads, n, width)
+    more = part(scratch, dz, heads, n, tall), part(scratch, column, heads, n, 1)
+    return *first, *more, scratch[column + heads * n :]
 
 
 @implements(reference.causal_attention)
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """Compute `reference.causal_attention`, and keep (weights or None, logarithms of sums, begins)."""
+    """Compute `reference.causal_attention`, and keep (exponentials or None, sums, y, begins)."""
     multiplies = product_of(q, k, v)
     if multiplies is None or not q.size or not v.size:
         found: tuple[Array, Any] = otherwise(causal_attention, q, k, v, scale, begins)
         return found
     if not single(q):
         return attention_bf16.forward(multiplies, q, k, v, scale, begins)
-    (batch, length, heads, _), total = q.shape, k.shape[1]
-    size, parts = head_weights(length, total), shares(q, k)
-    keep = size <= KEPT_WEIGHTS
-    y = recycled((batch, length, heads, v.shape[3]))
-    p = recycled((batch * heads * size if keep else len(parts) * BLOCK * total,))
-    sums = recycled((batch * heads * length,))
-    views, step = (rowwise(q), rowwise(k), rowwise(v)), f4(scale)
-
-    def work(share: HeadShare) -> None:
-        buffer = p[share.before * size if keep else share.number * BLOCK * total :]
-        of_rows = sums[share.before * length :]
-        (qs, ks, vs), (ys,) = share.cut(*views), share.cut(y)
-        forward(qs, ks, vs, share.begins(begins), step, BLOCK, keep, ys, buffer, of_rows)
-
-    threads.run([partial(work, share) for share in parts])
-    return y, (p if keep else None, sums, begins)
+    (batch, length, heads, _), size = q.shape, head_weights(q.shape[1], k.shape[1])
+    y, sums = recycled((batch, length, heads, v.shape[3])), recycled((batch, length, heads, 2))
+    p = recycled((batch * heads * size,)) if size <= KEPT_WEIGHTS else None
+    of_keys = rowwise(k), rowwise(v)
+    in_tiles(forward, (rowwise(q), y, sums), of_keys, of_keys, begins, scale, p)
+    return y, (p, sums, y, begins)
 
 
 @implements(reference.causal_attention_backward)
@@ -234,25 +255,45 @@ def causal_attention_backward(
     if multiplies is None or not isinstance(kept, tuple):
         found: tuple[Array, Array, Array] = otherwise(causal_attention_backward, dy, q, k, v, kept, scale)
         return found
-    (weights, sums, begins), (batch, length, heads, _), total = kept, q.shape, k.shape[1]
-    size = head_weights(length, total, BLOCK if single(q) else LOW_BLOCK)
-    check_kept((weights, batch * heads * size), (sums, batch * heads * length), (begins, batch * length))
+    (p, sums, *y, begins), (batch, length, heads, _), total = kept, q.shape, k.shape[1]
+    size, count = head_weights(length, total, BLOCK if y else LOW_BLOCK), batch * heads * length
+    check_kept((p, batch * heads * size), (begins, batch * length), (sums, count * (2 if y else 1)))
     if not single(q):
         return attention_bf16.backward(multiplies, dy, q, k, v, kept, scale)
-    parts, block, keep = shares(q, k), BLOCK * total, weights is not None
-    d = recycled((len(parts) * block,))
-    p = weights if keep else recycled((len(parts) * block,))
-    results = gradients_like(q, k, v, recycled)
-    for result in results[1:] if begins is not None else ():
-        result.fill(0)
-    views, step = (rowwise(dy), rowwise(q), rowwise(k), rowwise(v)), f4(scale)
+    check_kept((y[0], dy.size))
+    dq, dk, dv = gradients_like(q, k, v, recycled)
+    early = [recycled((batch, n, *x.shape[2:])) for x in (k, v) if (n := early_keys(length, total))]
+    for x in (dk, dv, *early):
+        x.fill(0)
+    of_rows, of_keys = (rowwise(q), *y, sums, rowwise(dy), dq), (rowwise(k), rowwise(v))
+    in_tiles(backward, of_rows, (*of_keys, dk, dv), (*of_keys, *early), begins, scale, p)
+    for x, more in zip((dk, dv), early, strict=False):
+        x[:, : more.shape[1]] += more
+    return dq, dk, dv
 
-    def work(share: HeadShare) -> None:
-        buffer = p[share.before * size if keep else share.number * block :]
-        of_rows, slope = sums[share.before * length :], d[share.number * block :]
-        dys, qs, ks, vs = share.cut(*views)
-        found = share.begins(begins)
-        backward(dys, qs, ks, vs, found, step, BLOCK, keep, buffer, of_rows, slope, *share.cut(*results))
 
-    threads.run([partial(work, share) for share in parts])
-    return results
+def in_tiles(
+    run: Callable[..., None],
+    of_rows: Sequence[Array],
+    of_keys: Sequence[Array],
+    early: Sequence[Array],
+    begins: Array | None,
+    scale: float,
+    p: Array | None,
+) -> None:
+    """Run a kernel on all shares; early rows use `early` for `of_keys`. p: the kept exponentials, or None."""
+    (batch, length, *_), total = of_rows[0].shape, of_keys[0].shape[1]
+    parts, size, keep = units(of_rows[0], of_keys[0]), head_weights(length, total), p is not None
+    block, keys, scores, more = attention_tile(of_rows[0], of_keys[0], of_keys[1], keep)
+    buffer = recycled((len(parts) * scores,)) if p is None else p
+    scratch, form = recycled((len(parts), scores + more)), np.array((block, keys, keep))
+    first = np.zeros((batch, length), np.int64) if begins is None else begins
+
+    def work(number: int, shares: list[HeadShare]) -> None:
+        for share in shares:
+            given = share.seen(total - length, *(early if share.rows.stop < length else of_keys))
+            views = *share.queries(*of_rows), *given, first[share.sequences, share.rows]
+            tiles = buffer[share.before * size if keep else number * scores :]
+            run(*views, f4(scale), form, tiles, scratch[number])
+
+    threads.run([partial(work, number, shares) for number, shares in enumerate(parts)])

@@ -17,7 +17,7 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import threads
-from zero_mpi.ops.cpu.attention_parts import HeadShare, Tile, shares, tiles_for
+from zero_mpi.ops.cpu.attention_parts import HeadShare, Tile, rowwise, shares, tiles_for
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
     ONE,
@@ -99,17 +99,12 @@ def lower(x: Array, out: Array) -> None:
         out[i] = narrow(out, x[i])
 
 
-def by_heads(x: Array) -> Array:
-    """Return x (B, T, heads, width), or a copy, with contiguous rows of each head."""
-    return x if x.strides[3] == x.itemsize else np.ascontiguousarray(x)
-
-
 def forward(
     multiplies: Multiply, q: Array, k: Array, v: Array, scale: float, begins: Array | None
 ) -> tuple[Array, Any]:
     """Return y of `reference.causal_attention`, and (weights or None, logarithms of sums, begins)."""
     batch, length, heads, _ = q.shape
-    parts, views = shares(q, k), (by_heads(q), by_heads(k), by_heads(v))
+    parts, views = shares(q, k), (rowwise(q), rowwise(k), rowwise(v))
     most = largest(parts, q, k)
     y = recycled((batch, length, heads, v.shape[3]), q.dtype)
     size = head_weights(length, k.shape[1], LOW_BLOCK)
@@ -147,7 +142,7 @@ def backward(
     s, slope = recycled((len(parts) * most,)), recycled((len(parts) * most,), BFLOAT16)
     again = None if p is not None else recycled((len(parts) * most,), BFLOAT16)
     results = gradients_like(q, k, v, recycled)
-    views = by_heads(dy), by_heads(q), by_heads(k), by_heads(v)
+    views = rowwise(dy), rowwise(q), rowwise(k), rowwise(v)
 
     def work(share: HeadShare) -> None:
         start = share.number * most

@@ -14,9 +14,9 @@ import numpy as np
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import threads
-from zero_mpi.ops.sizes import LOW_BLOCK, low_tile, tile_heads
+from zero_mpi.ops.sizes import LONG, LOW_BLOCK, early_keys, low_tile, tile_heads
 
-ALL, NONE = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+NONE = np.zeros((0, 0), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,30 @@ class HeadShare:
     heads: slice  # range of key heads
     shared: int  # query heads per key head
     keys: int  # total number of key heads
+    rows: slice  # range of query positions
 
     def cut(self, *arrays: Array) -> list[Array]:
         """Return views of this share's part of arrays (B, T, query or key heads, width)."""
         return [x[self.sequences, :, self.of(x.shape[2] // self.keys)] for x in arrays]
 
-    def begins(self, begins: Array | None) -> Array:
-        """Return the rows of `begins` of this share's sequences; empty if `begins` is None (all seen)."""
-        return ALL if begins is None else np.ascontiguousarray(begins[self.sequences]).reshape(-1)
+    def queries(self, *arrays: Array) -> list[Array]:
+        """Return this share's rows of q or of arrays like it, as views."""
+        return [x[self.sequences, self.rows, self.of(self.shared)] for x in arrays]
+
+    def seen(self, before: int, *arrays: Array) -> list[Array]:
+        """Return the rows of k, or of arrays like it, that this share sees; query 0 is at key `before`."""
+        return [x[self.sequences, : before + self.rows.stop, self.heads] for x in arrays]
 
     def of(self, times: int) -> slice:
         """Return the slice of this share's heads in an array with `times` heads per key head."""
         return slice(self.heads.start * times, self.heads.stop * times)
+
+
+def rowwise(x: Array) -> Array:
+    """Return x (B, T, heads, width), or a copy, with contiguous rows of each head that do not overlap."""
+    (_, down, _, right), size = x.strides, x.itemsize
+    fits = right == size and down % size == 0 and down >= size * x.shape[3]
+    return x if fits else np.ascontiguousarray(x)
 
 
 def shares(q: Array, k: Array) -> list[HeadShare]:
@@ -55,7 +67,20 @@ def shares(q: Array, k: Array) -> list[HeadShare]:
     else:
         before = [part.start * shared * batch for part in by_heads]
         both = [(slice(0, batch), part) for part in by_heads]
-    return [HeadShare(number, before[number], *part, shared, keys) for number, part in enumerate(both)]
+    rows = slice(0, length)
+    return [HeadShare(number, before[number], *part, shared, keys, rows) for number, part in enumerate(both)]
+
+
+def units(q: Array, k: Array) -> list[list[HeadShare]]:
+    """Return the shares of each thread. A share of a long sequence has one key head, and half of its work."""
+    (batch, length, heads, _), (total, keys) = q.shape, k.shape[1:3]
+    early = early_keys(length, total) + length - total
+    if length < LONG:
+        return [[share] for share in shares(q, k)]
+    places = [(slice(b, b + 1), slice(g, g + 1)) for b in range(batch) for g in range(keys)]
+    halves = slice(0, early), slice(early, length)
+    found = [HeadShare(0, 0, *place, heads // keys, keys, rows) for rows in halves for place in places]
+    return [found[part] for part in threads.cut((len(found), length * total))]
 
 
 def busy(parts: list[slice]) -> float:

@@ -36,12 +36,12 @@ from zero_mpi.ops.cpu.jit import (
     ONE,
     PLACE,
     PLACES,
-    SINGLE,
     ZERO,
     emitted,
     exponential,
     f4,
     fixed_helper,
+    floats,
     kernel,
 )
 
@@ -74,13 +74,6 @@ def instructions(*steps: list[list[int]]) -> Array:
     return np.array([line + [0] * (COLUMNS - len(line)) for line in lines], np.int64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def to_floats(context: Any, place: Any) -> Any:
-    """Return an address as a pointer to float32."""
-    result = types.CPointer(types.float32)(PLACES)
-    return emitted(result, lambda builder, place: builder.inttoptr(place, SINGLE.as_pointer()))
-
-
 def word_at(builder: Any, place: Any) -> Any:
     """Return an address as a pointer to a word."""
     return builder.inttoptr(place, PLACE.as_pointer())
@@ -90,12 +83,6 @@ def word_at(builder: Any, place: Any) -> Any:
 def to_words(context: Any, place: Any) -> Any:
     """Return an address as a pointer to words."""
     return emitted(types.CPointer(PLACES)(PLACES), word_at)
-
-
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def floats(place: int, size: int) -> Any:
-    """Return the float32 array (size,) at an address."""
-    return numba.carray(to_floats(place), size)
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]

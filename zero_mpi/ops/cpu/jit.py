@@ -253,6 +253,19 @@ def narrow(context: Any, out: Any, x: Any) -> Any:
     return out.dtype(out, FLOAT), codegen
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def to_floats(context: Any, place: Any) -> Any:
+    """Return an address as a pointer to float32."""
+    result = types.CPointer(types.float32)(PLACES)
+    return emitted(result, lambda builder, place: builder.inttoptr(place, SINGLE.as_pointer()))
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def floats(place: int, size: int) -> Any:
+    """Return the float32 array (size,) at an address."""
+    return numba.carray(to_floats(place), size)
+
+
 @helper
 def exponential(x: Any) -> Any:
     """Return e^x in float32, to about 2 ulp: a power of two by its bits, times a polynomial (Cephes' expf).
