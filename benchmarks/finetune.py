@@ -7,7 +7,7 @@ Ours is the command `zero_mpi.train` on the model file in the package llm-smollm
 core per rank; a single rank uses all cores. PEFT (`torch_lora.py`) is one process on all cores, or DDP with
 the same number of ranks. Its bf16 is autocast, or weights in bf16. A round runs each variant once, in a new
 order. Ratios are relative to the faster variant of PEFT; memory is the peak RSS of the largest rank.
-`--recompute` adds a variant of ours. Beyond 1024 tokens, every variant recomputes activations.
+`--recompute` adds a variant of ours. Beyond 1024 tokens PEFT uses gradient checkpointing to save memory.
 """
 
 import json

@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9447, "package": 50441, "tests": 42763}
+TOTAL = {"engine": 9447, "package": 50520, "tests": 42771}
 ROOMS = {
     "checkpoint": 4360,
     "cli": 254,
@@ -33,9 +33,9 @@ ROOMS = {
     "launch": 2013,
     "models": 1256,
     "nn": 2329,
-    "ops": 7534,
+    "ops": 7610,
     "optim": 679,
-    "plan": 2211,
+    "plan": 2214,
     "sharding": 2675,
     "telemetry": 1326,
     "train": 3484,
