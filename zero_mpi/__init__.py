@@ -17,7 +17,7 @@ sys.meta_path.append(OldForms)
 environment.prepare()  # before numpy is imported and MPI starts
 portable.prepare()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from zero_mpi.checkpoint.saver import load, save

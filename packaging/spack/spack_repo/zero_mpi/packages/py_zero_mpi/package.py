@@ -13,11 +13,11 @@ class PyZeroMpi(PythonPackage):
     # The archive of `make dist`, in the folder where spack is called. It has no digest before it is
     # published, so --no-checksum is needed.
     manual_download = True
-    url = f"file://{os.getcwd()}/zero_mpi-0.1.0.tar.gz"
+    url = f"file://{os.getcwd()}/zero_mpi-0.2.0.tar.gz"
 
     license("MIT")
 
-    version("0.1.0")
+    version("0.2.0")
 
     variant("fast", default=True, description="Compiled operations (numba)")
     variant("tokenizers", default=False, description="Byte-level BPE tokenizers")
