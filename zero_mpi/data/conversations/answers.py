@@ -8,7 +8,7 @@ turn, and the answer is the part in which the two texts differ.
 
 Rendering a text for each turn would take quadratic time. So the position of each message comes from the
 template's loop over messages, and the generation prompt is rendered once for each role that precedes an
-answer. A template without such a loop must mark the answers.
+answer. Only a template without such a loop is rendered for each turn, for at most `MOST_TURNS` turns.
 """
 
 import re
@@ -23,6 +23,7 @@ from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, c
 Span = tuple[int, int]  # start and stop, in characters
 Spans = dict[int, Span | None]  # keyed by message number
 Messages = Sequence[Message]
+MOST_TURNS = 64
 BLANKS = re.compile(r"\s*")
 
 
@@ -51,12 +52,7 @@ class AnswerFinder:
             return whole.text, []
         if self.template.marks:
             return whole.text, self._marked(whole, messages, turns)
-        spans = self._by_loop(whole, messages, by_speaker)
-        if not spans:
-            raise ValueError(
-                "the chat template: expected a loop over the messages that writes each answer, or a "
-                "{% generation %} block around each answer"
-            )
+        spans = self._by_loop(whole, messages, by_speaker) or self._by_renders(whole, messages, turns)
         return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
 
     def reads_tools(self, conversation: Conversation, text: str) -> bool:
@@ -109,6 +105,25 @@ class AnswerFinder:
                 return {}
             for turn in rest:
                 spans[turn] = self._differing(whole.text, places[turn], other.text, others[turn])
+        return spans
+
+    def _by_renders(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
+        """Return each turn's answer, found by rendering the conversation for each turn."""
+        if len(turns) > MOST_TURNS:
+            raise ValueError(
+                f"expected at most {MOST_TURNS} answers, found {len(turns)}: the chat template has no loop "
+                "over messages; mark its answers with {% generation %}"
+            )
+        text, spans = whole.text, Spans()
+        for turn in turns:
+            before, known = self._text(messages[:turn], True), self._text(messages[: turn + 1])
+            if before is not None and known is not None and known.startswith(before):
+                stop = self._end_of_turn(known, len(before), len(known))
+                if text.startswith(known[:stop]):
+                    spans[turn] = len(before), stop
+                    continue
+            other = self._instead(whole, messages, {turn}).text
+            spans[turn] = self._differing(text, (0, len(text)), other, (0, len(other)))
         return spans
 
     def _text(self, messages: Messages, generation_prompt: bool = False) -> str | None:
