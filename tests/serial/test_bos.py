@@ -44,7 +44,7 @@ def test_each_window_begins_with_it_and_every_token_is_predicted_once(context, s
     np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
     spans = WindowSet(windows, 3)
     micro = map(spans.micro, range(spans.micro_batches))
-    seen = np.concatenate([each.targets[part] for each in micro for part in each.parts])
+    seen = np.concatenate([loss.targets[part] for _, loss, _ in micro for part in loss.parts])
     np.testing.assert_array_equal(seen, ids[: len(seen)])
     assert len(ids) - len(seen) < (stride or context)
 

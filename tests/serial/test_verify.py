@@ -379,7 +379,7 @@ DOCTORED: dict[str, tuple[Callable[[Path], object], str]] = {
     "held-out loss": (third(val_loss=1.5), "line 5: step 3: metrics.jsonl has val_loss 1.5, the chain "),
     "record removed": (lines(M, lambda rows: [*rows[:3], *rows[4:]]), "line 6: expected a record of step 4"),
     "records cut off": (lines(M, lambda rows: rows[:5]), "proof.jsonl, line 9: expected a record of step 6"),
-    "record appended": (SEVENTH, "metrics.jsonl has a record of step 7 after the last of proof.jsonl"),
+    "record appended": (SEVENTH, "metrics.jsonl has a record of step 7 after the last step in proof.jsonl"),
     "chain cut off": (lines(P, lambda rows: rows[:6]), "metrics.jsonl has a record of step 5 after the last"),
     "last line cut off": (lines(P, lambda rows: rows[:-1]), "latest names step-00000006"),
     "half a line": (lines(P, lambda rows: [*rows[:-1], rows[-1][:50]]), "line 10: "),
