@@ -156,7 +156,7 @@ class Case:
 
     @property
     def shares_gathers(self) -> bool:
-        """True if a node gathers units into buffers of all its ranks."""
+        """True if a node gathers units into buffers that all its ranks share."""
         return self.transport == kinds.NODES and not self.hybrid
 
     @property

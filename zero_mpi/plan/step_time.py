@@ -24,7 +24,7 @@ from zero_mpi.plan.traffic import FLAGS
 from zero_mpi.sharding.unit import BYTES
 
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
-SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
+SHORT = 512 << 10  # bytes; shorter data are gathered in a tree by MPICH
 
 
 class Cost(NamedTuple):
@@ -51,7 +51,7 @@ def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
 
 
 class Player:
-    """Player of events; `time` is the clock, in seconds."""
+    """Simulated clock that events advance. `now` is the clock in seconds; `time` is the StepTime so far."""
 
     def __init__(self, case: Case, machine: Machine) -> None:
         self.case, self.machine = case, machine

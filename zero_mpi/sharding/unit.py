@@ -214,7 +214,7 @@ class BlockUnit(Unit):
 
     The bytes are only copied, so they may be cut anywhere: transports see them as float32 words, in a
     separate unit (`words`). Layers read arrays unpacked from them; for stacked matrices (`stacks`) layers
-    read the bytes, and unpack the matrices that have rows.
+    read the bytes, and unpack only the matrices that they use.
     """
 
     kinds: Stored = field(default_factory=dict)
@@ -222,7 +222,7 @@ class BlockUnit(Unit):
 
     @cached_property
     def words(self) -> Unit:
-        """Unit of the stored bytes, in which each tensor's bytes are words."""
+        """Unit of the stored bytes, in which each tensor's bytes are seen as float32 words."""
         runs = {name: Param((-(-self.nbytes(name) // BYTES),), "zeros") for name in self.params}
         return Unit(self.name, runs, WORDS, False)
 

@@ -36,7 +36,7 @@ PROBE_SECONDS = 20.0  # seconds for the child, because the first use of a device
 
 
 def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[list[str], str]:
-    """Return the lines that the child printed, and a text on how it ended."""
+    """Return the lines of JSON that the child printed, and a text that says how it ended."""
     try:
         done = subprocess.run(
             command,

@@ -7,9 +7,9 @@ reached its own (`wait_written`). Before slices are written again, all ranks mus
 
 *Reductions.* A rank announces the address of its complete gradient. When all ranks have done so, each owner
 adds its slice in rank order and announces the sum. A reduction is complete when all owners have added. Then
-the buffers may be used again, and the sums may be read. The additions, and so the bits, are those of the
-exact reduction over MPI. No rank works for another rank, and there is no thread: a rank adds when the runtime
-tests between layers, or when it waits.
+the buffers may be used again, and the sums may be read. The additions are those of the exact reduction
+over MPI, so sums are bit-identical. No rank works for another rank, and there is no thread: a rank adds when
+the runtime tests between layers, or when it waits.
 
 All ranks start these operations in the same order, so each has a number. Other communication uses MPI.
 """
