@@ -64,7 +64,7 @@ def reader(kind: str) -> Any:
 def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
     """Unpack full blocks into out (n,). Return False if no library supports the type.
 
-    Float32 elements have the same bits as in the package gguf; lower types are rounded from float32.
+    Float32 elements are bit-identical to those of the package gguf; other types are rounded from float32.
     """
     call, (block, nbytes) = reader(kind), GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if call is None:

@@ -123,7 +123,7 @@ def forward(
 ) -> None:
     """Fill y of `causal_attention`, and sums (B, T, H, 2): the largest score of a row, and 1 / its sum.
 
-    form: most rows of a head and most keys in a tile, and 1 if p gets the exponentials of all tiles, else 0
+    form: maximum numbers of rows of a head and of keys in a tile; 1 if p stores all exponentials, else 0
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]

@@ -178,7 +178,7 @@ def matrix(x: Array) -> Array:
     return bits(y.reshape(math.prod(y.shape[:-1]), y.shape[-1]))
 
 
-# ------------------------------------------------------------------- code that kernels emit as LLVM's own
+# ------------------------------------------------------------------- LLVM code that kernels emit directly
 
 BYTE, HALF, PLACE, SINGLE = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.FloatType()
 ELEMENTS = 16  # elements of a vector
@@ -353,7 +353,7 @@ def settle(lanes: Array, i: int, n: int) -> None:
     lanes[:LANES] = ZERO
 
 
-# ------------------------------------------------------------------- targets of sums over rows, outside
+# ------------------------------------------------------------------- outside of kernels: arrays for sums
 
 
 def sums_for(dw: Array | None, w: Array) -> Array:

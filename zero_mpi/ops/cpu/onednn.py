@@ -141,7 +141,7 @@ class OneDNN:
 
         Without `adds`, c is not read. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all are
         float32. a or a^T, and b or b^T, have contiguous rows that do not overlap. bias is for single matrices
-        only. Products that the library lacks are computed on float32 copies.
+        only. Products that the library does not support are computed on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:

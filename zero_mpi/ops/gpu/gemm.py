@@ -2,13 +2,13 @@
 
 Our arrays are row-major and cuBLASLt is column-major, so cuBLASLt computes the transposed product: our second
 factor is its A, our first factor its B, and our rows are its columns. A plan holds the descriptors and the
-algorithm; a call passes plain addresses and allocates nothing. Sums are float32 for all inputs, and float32
+algorithm; a call passes addresses and allocates nothing. Sums are float32 for all inputs, and float32
 inputs are multiplied in full precision, not as TF32.
 
 The algorithm is the first that cuBLASLt's heuristics propose. This algorithm may split the inner dimension
 and add float32 parts from a workspace in a fixed order: weight gradients have few tiles and long sums, which
 would leave most of a GPU idle. ZERO_MPI_GPU_SPLIT_K=0 forbids that. ZERO_MPI_GPU_TUNE=1 times the first eight
-algorithms; then another run may choose another algorithm and compute other bits.
+algorithms; then another run may choose another algorithm, with slightly different results.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def products() -> Products:
 
 
 def about() -> str:
-    """Return the version of cuBLASLt, for messages and records; the bits depend on it."""
+    """Return the version of cuBLASLt, for messages and records; results depend on it."""
     made = products()
     way = "timed" if made.tunes else "in float32 parts" if made.reductions else "whole sums"
     return f"products by cuBLASLt {made.lt.get_version()}, {way}"
