@@ -55,7 +55,7 @@ class ShardedModule(engine.ShardedModule):
     `LayoutConfig` and the engine's class describe the other arguments. Before the first micro-batch, all
     parameters need values: by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
     constructor is collective. All ranks raise ValueError for invalid arguments, and UsageError if the
-    transport cannot reduce the precision or ranks differ.
+    transport cannot reduce the precision or arguments differ between ranks.
     """
 
     rounds_open = NOTHING  # state of the step's gradients: NOTHING, SOME or ALL

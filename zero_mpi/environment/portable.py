@@ -1,4 +1,4 @@
-"""`--bits portable`: one instruction set for all computation, for the same bits on different processors.
+"""`--bits portable`: one instruction set for all computation, so that all processors give identical results.
 
 Libraries choose their code by the processor: OpenBLAS its kernels and blocks, numba its target, NumPy its
 loops. Libraries read this choice from environment variables when they are loaded, so a process that starts
@@ -84,7 +84,7 @@ def flag_of(arguments: Sequence[str]) -> str:
 
 
 def unfit(machine: str, flags: str) -> str:
-    """Return why a processor with Linux's `flags` cannot compute the portable bits; empty if it can."""
+    """Return why a processor with Linux's `flags` cannot give portable results; empty if it can."""
     if machine not in ("x86_64", "AMD64"):
         return f"it needs {LEVEL}, but this processor is {machine}, which is untested"
     missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []
@@ -92,7 +92,7 @@ def unfit(machine: str, flags: str) -> str:
 
 
 def fault(blas: str, target: str) -> str:
-    """Return why this BLAS and compile `target` do not compute the portable bits; empty if they do."""
+    """Return why this BLAS and compile `target` do not give portable results; empty if they do."""
     if not active:
         return f"NumPy was imported before zero_mpi: set {VARIABLE}=portable before the program starts"
     found = unfit(os.uname().machine, environment.of_processor("flags"))

@@ -230,7 +230,7 @@ class RotaryModel(ModelConfig):
         if not cls.needs_experts and not keys.keys.integer(f"{cls.arch}.expert_count", 0, MOST_SIZE):
             return {"feed_forward_length": width}
         if "blk.0.ffn_gate.0.weight" in tensors:
-            raise UsageError("blk.0.ffn_gate.0.weight: a tensor for each expert; convert the model again")
+            raise UsageError("blk.0.ffn_gate.0.weight: expected stacked experts; convert the model again")
         count, used = keys.size("expert_count"), keys.size("expert_used_count")
         if used > count:
             raise UsageError(

@@ -49,7 +49,7 @@ class ShardedOptimizer:
     """Optimizer of a ShardedModule; `zero_mpi.compat.optimizer.ShardedOptimizer` describes its arguments.
 
     `steps` counts updates; `skipped` counts steps without an update because the norm was not finite. The
-    constructor is collective; it raises UsageError if ranks differ, and for `offload` without a GPU.
+    constructor is collective; it raises UsageError if arguments differ by rank, or for `offload` without GPU.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class ShardedOptimizer:
         return {of: {name: zeros(size, kind) for name in names} for of, (size, _, names) in sizes.items()}
 
     def _direct(self, lr: float, scale: float) -> Handle:
-        """Turn gradients into directions on the owners of full matrices; send these to the updating ranks."""
+        """Turn gradients into directions on the owners of full matrices; send them to the updating ranks."""
         handles = []
         for unit in filter(self._is_directed, self.units):
             gradient, states = unit.gradient.sum, self.states[unit.name]
