@@ -18,7 +18,7 @@ from zero_mpi import environment
 VARIABLE = "ZERO_MPI_BITS"
 NATIVE, PORTABLE = CHOICES = ("native", "portable")
 LEVEL, KERNELS, TARGET = "x86-64-v3", "Haswell", "haswell"  # the common name, OpenBLAS's name and LLVM's name
-MUST_HAVE = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm")  # by Linux's names
+MUST_HAVE = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm")  # required CPU flags, by Linux's names
 FEATURES = (
     "avx", "avx2", "bmi", "bmi2", "cmov", "cx16", "f16c", "fma", "fxsr", "lzcnt", "mmx", "movbe", "popcnt",
     "sse", "sse2", "sse3", "sse4.1", "sse4.2", "ssse3", "xsave",

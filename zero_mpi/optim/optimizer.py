@@ -121,7 +121,7 @@ class ShardedOptimizer:
     def _rates_of(self, unit: ShardedUnit, scales: Mapping[str, float]) -> tuple[Array, list[Segment]]:
         """Return each updated chunk's decay factor, (chunks,) float64, and segments of equal rate and rule.
 
-        Rates rarely differ, so a unit has few segments. They do not change the update of an element.
+        Rates rarely differ, so a unit has few segments. Segments do not change an element's update.
         """
         part, full = unit.updated[2], unit.unit
         here = slice(part.start // full.quantum, -(-part.stop // full.quantum))

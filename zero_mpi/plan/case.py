@@ -166,7 +166,7 @@ class Case:
 
     @property
     def measured(self) -> tuple[bool, ...]:
-        """Extra passes, before a step's forward, that compute log-probabilities. False: without adapters."""
+        """Passes before a step's forward that compute log-probabilities; False: without adapters."""
         if self.preference is None or not self.preference.has_reference:
             return ()
         unpaired = self.preference.is_unpaired  # such a loss also reads answers to other prompts

@@ -123,7 +123,7 @@ def plan_memory(case: Case) -> Memory:
 
 
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
-    """Return the bytes of a unit that are kept between rounds and steps; of shared arrays, only slices."""
+    """Return the bytes of a unit that are kept between rounds; of arrays that ranks share, only a slice."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
@@ -306,7 +306,7 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
 def node_problem(node: NodeInfo, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
     """Return why this node lacks memory, or an empty text.
 
-    arrays and text: bytes that each rank will allocate; shared: further bytes of its node
+    arrays and text: bytes that each rank will allocate; shared: further bytes of the node
     """
     needed = node.ranks * (arrays + text) + shared
     if needed > node.limits.memory:

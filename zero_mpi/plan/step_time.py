@@ -3,7 +3,7 @@
 The events of a simulated step are played against a clock. Computing advances the clock. A transfer begins
 when its link is free and completes some time later, while the rank computes; a wait moves the clock to that
 time. The waiting time is exposed communication. Inside one node a transfer is a copy by the ranks' own cores,
-so nothing is hidden there, unless GPUs compute. All ranks are assumed to be as fast as rank 0.
+so no transfer is hidden there, unless GPUs compute. All ranks are assumed to be as fast as rank 0.
 
 Collectives follow the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005. Sums that pass from node to node are a pipeline: a unit crosses

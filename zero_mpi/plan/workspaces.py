@@ -20,7 +20,7 @@ Gradients = tuple[Array, Array, Array]
 class Compiled(FakeMemory):
     """Counter of the memory of the CPU's compiled operations."""
 
-    workspace = 0  # bytes
+    workspace = 0  # bytes of scratch memory of the matmul library
     skips_unseen = True  # True if attention leaves out keys that no row of a block sees
 
     def attention(self, q: Array, k: Array, v: Array, begins: Array | None) -> tuple[Array, tuple[Any, ...]]:

@@ -145,13 +145,13 @@ def alone() -> bool:
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
-    """Return whether MPI is said to support device memory: the first positive answer, else the first."""
+    """Return the claim on device memory: FORCED if it is set, else the first positive, else the first."""
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")
     said = [*memory_kinds(world), *library_says(), *site_says(environ)]
     return next(
-        (answer for answer in said if answer.yes), said[0] if said else Answer(False, "nobody says so")
+        (answer for answer in said if answer.yes), said[0] if said else Answer(False, "support not reported")
     )
 
 
