@@ -120,5 +120,5 @@ def odd_one(values: Sequence[str]) -> tuple[int, str] | None:
 
     If two values are equally frequent, rank 0 counts as right.
     """
-    usual = Counter(values).most_common(1)[0][0]  # of equally frequent values, the first seen
+    usual = Counter(values).most_common(1)[0][0]  # the first of several equally frequent values
     return next(((rank, usual) for rank, value in enumerate(values) if value != usual), None)

@@ -24,7 +24,7 @@ EXACT_DEPTH = 2  # chunks in flight
 
 # Counters of a rank in shared memory (`comm.shared`): each has its own cache line; words have 8 bytes.
 POSTED, SUMMED, WRITTEN, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
-ENTRIES = 64  # counters in a rank's table
+ENTRIES = 64  # numbers in a rank's table
 WORDS = TABLE + ENTRIES
 RANK_BYTES = 8 * WORDS
 

@@ -45,7 +45,7 @@ class Cuda:
 
     name = "cuda"
     chunk = 0  # CuPy divides its own chunks into blocks
-    activations: Any = None  # as `Host.activations`
+    activations: Any = None  # see `Host.activations`
 
     def __init__(self, number: int) -> None:
         self.cupy = import_cupy()

@@ -65,7 +65,7 @@ def process_age(process: int | str = "self") -> float:
 
 def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
     """Return the tightest (memory limit, memory left, CPU quota in cores) of our control groups."""
-    memory: list[tuple[int, int]] = []  # (left, limit)
+    memory: list[tuple[int, int]] = []  # (bytes left, limit)
     cores: list[float] = []
     for folder in folders(groups, own):
         limit = first_number(folder, "memory.max", "memory.limit_in_bytes")

@@ -19,7 +19,7 @@ from zero_mpi.ops.rounding import round_to
 
 FIRST, SECOND = ".lora_a", ".lora_b"
 ADDED = ".added"  # suffix of the parameter's name, after the name of the matrix
-AT_ONCE = 1 << 16  # elements of a product computed at once, which fit into a cache
+AT_ONCE = 1 << 16  # elements of a product computed at once, so that they fit in cache
 
 
 class LowRank:

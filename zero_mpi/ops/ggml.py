@@ -89,7 +89,7 @@ def quantize(
     ggml, (count, width) = library(kind.name), rows.shape
     block, nbytes = GGML_QUANT_SIZES[kind]
     expected = width // block * nbytes
-    if width % block or ggml.ggml_row_size(int(kind), width) != expected:  # the library would end the process
+    if width % block or ggml.ggml_row_size(int(kind), width) != expected:  # else the library ends the process
         raise ValueError(f"rows of {width}: expected a multiple of the {block} elements of {kind.name}")
     if importance is None and ggml.ggml_quantize_requires_imatrix(int(kind)):
         raise ValueError(f"{kind.name}: expected an importance matrix")

@@ -19,7 +19,7 @@ from zero_mpi.ops.flat_reference import column_sums
 from zero_mpi.ops.registry import operation
 from zero_mpi.ops.sizes import check_kept
 
-LOGITS_BYTES = 64 << 20  # bytes of logits per chunk; a head reads its weights and adds to dw once per chunk
+LOGITS_BYTES = 64 << 20  # maximum bytes of logits per chunk; each chunk reads a head's weights once
 WITH_MEAN = "dy ... C, x ... C, w C, mean ... 1 wide, r ... 1 wide, "
 GROUPED = "; S >= T and K > 0 and H % K == 0"  # several heads of q share a head of k and v
 

@@ -34,10 +34,10 @@ NORM_LINES = 512  # maximum number of partial sums of a norm's gradient
 SCORES = 256 << 20  # maximum bytes of float32 scores at a time, unless one query per head already needs more
 EVEN = 16  # a block has a multiple of this many queries, unless there are fewer queries
 SLOPES = 4 << 30  # maximum bytes of cuDNN's backward buffers that grow with the square of T
-LOGITS_BYTES = 2 << 30  # bytes of logits per chunk; a head reads its weights and adds to dw once per chunk
+LOGITS_BYTES = 2 << 30  # maximum bytes of logits per chunk; each chunk reads a head's weights once
 LARGE_GPU = 40e9  # bytes of memory; smaller GPUs use SLOPES / 4 and LOGITS_BYTES / 8
 LINE = 8  # a row of logits is padded to a multiple of LINE elements: products of other lengths are slow
-WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
+WORKSPACE = 32 << 20  # bytes of cuBLASLt's workspace on Hopper and later GPUs
 
 
 def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Array, Array]:

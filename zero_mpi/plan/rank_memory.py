@@ -65,7 +65,7 @@ class Memory:
     gradient_buffers: int = called("gradient buffers")  # gradients of a micro-batch, before they are reduced
     activations: int = called("activations")  # arrays that layers keep or allocate, without the logits
     logits: int = called("logits")
-    transport: int = called("received shards")  # buffers of a reduction
+    transport: int = called("received shards")  # receive buffers of reductions
     tables: int = called("tables")  # weight decay and sums of squares of each chunk
     workspace: int = called("workspace of products")  # scratch memory of the GPU's library
     snapshot: int = called("copies for --async-save")  # only while a checkpoint is written
@@ -270,7 +270,7 @@ class NodeInfo:
     ranks: int
     limits: Limits
     mapped: int  # bytes of address space that a rank uses now
-    written: int  # bytes of data that a rank can write to now
+    written: int  # bytes of private writable memory that a rank has now
 
 
 def nodes_of(world: World) -> list[NodeInfo]:

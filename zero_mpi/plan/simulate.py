@@ -31,7 +31,7 @@ from zero_mpi.sharding.parameters import NONE
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, SUMS, NORM, UPDATE = "gather sums", "sums", "norm", "update"
 TRANSFERS = (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE)
-MOST_ROUNDS = 4  # maximum number of simulated rounds; all between the second and the last are equal
+MOST_ROUNDS = 4  # maximum number of simulated rounds; rounds between the second and the last are equal
 KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # counters of the operations' memory, by device
 RECORD = np.dtype([("ids", "<u4", (1,)), ("logp", "<f4", (1,)), ("rest", "<f4")])  # a teacher's record
 STEPS = 2  # the first step lacks the previous step's buffers and transfers

@@ -162,8 +162,8 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
             for kind, count in kinds.items():
                 gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
     sums = case.summed * (1 + len(case.measured))
-    losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
-    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares, among the slices' owners
+    losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # summed over all ranks
+    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares are summed over the owners
     (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
 

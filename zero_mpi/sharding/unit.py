@@ -22,7 +22,7 @@ QUANTUM = 1024  # elements
 # Kinds of units. All parameters of a unit have the same kind; stored parameters are frozen.
 TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
 BYTES = 4  # bytes of an element
-WORDS = 16  # words in a cache line of 64 bytes; stored tensors and their slices have a multiple of them
+WORDS = 16  # words in a cache line of 64 bytes; lengths of stored tensors and slices are multiples
 
 Stored = Mapping[str, BlockKind]
 

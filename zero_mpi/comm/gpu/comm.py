@@ -186,7 +186,7 @@ class DeviceComm(ProgressingWrapper):
         """Run exchanges that send a chunk of each slice to its owner, which adds all ranks' chunks."""
         full, partition = asked.full, asked.partition
 
-        def new() -> list[Array]:  # for an exchange in flight: a chunk from each other rank
+        def new() -> list[Array]:  # buffers of exchanges in flight, for a chunk from each other rank
             length = (self.size - 1) * starts.step
             return [self.streams.empty(length, full.dtype) for _ in range(self.backend.depth)]
 

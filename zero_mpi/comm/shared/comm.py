@@ -134,7 +134,7 @@ class SharedComm(SharingWrapper):
             raise NodesApart(f"the ranks are on {nodes} nodes, but shared memory needs one node")
         self._memory = NodeMemory(node, full, buffers)
         super().__init__(MPIComm(world, threaded=threaded), self._memory.size, self._memory)
-        self.kind, self.exact = SHARED, True  # also for `fast`, because the library's sum is not faster
+        self.kind, self.exact = SHARED, True  # also with --reduction fast, as the library's sum is not faster
         self.counters = self._memory.counters
         self._started = 0  # number of started reductions
         self.due: deque[Reduction] = deque()  # reductions that this rank has not added yet

@@ -82,7 +82,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
     arguments, _, result = text.partition(" -> ")
     words, returns = arguments.split(), TYPES[result] if result else types.void
     full, low = (returns(*(type_of(word, kind) for word in words)) for kind in (FLOAT, LOW))
-    place = next((i for i, word in enumerate(words) if word[0] == "e"), None)  # the first of either type
+    place = next((i for i, word in enumerate(words) if word[0] == "e"), None)  # index of the first `e`
 
     def make(function: F) -> F:
         compiled: Any = numba.njit(fastmath=liberties, nogil=True, error_model="numpy")(function)
@@ -130,7 +130,7 @@ class QuickCache(FunctionCache):  # type: ignore[misc]
 def compile_all(kind: str) -> None:
     """Compile all kernels for a type, "float32" or "bfloat16", unless the cache has them."""
     for compiled, full, low in _kernels:
-        for signature in (full,) if kind == "float32" else (full, low):  # amx also writes float32
+        for signature in (full,) if kind == "float32" else (full, low):  # `amx` also writes float32
             load(compiled, signature)
 
 

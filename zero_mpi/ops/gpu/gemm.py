@@ -128,7 +128,7 @@ class LtGemm:
     def __init__(self, products: Products, spec: GemmSpec) -> None:
         lt = self._lt = products.lt
         self._products = products
-        self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # read in each call
+        self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # each product reads them
         self._scale, self._beta = (self._numbers.ctypes.data + 4 * place for place in (0, 1))
         self._bias = ctypes.c_uint64(spec.bias)
         self._at_bias = ctypes.addressof(self._bias)

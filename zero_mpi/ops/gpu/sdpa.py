@@ -31,7 +31,7 @@ from zero_mpi.ops.gpu.launch import BF16, F16, memory_of
 from zero_mpi.ops.sizes import cudnn_group, most_slopes
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # ids of the tensors in a graph
-INPUTS = {"q": Q, "k": K, "v": V, "o": O, "dO": DY}  # by argument name
+INPUTS = {"q": Q, "k": K, "v": V, "o": O, "dO": DY}  # ids of inputs by argument name
 TURNED = Q, K, V, O, DY, DQ, DK, DV  # order of a backward's arrays
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
