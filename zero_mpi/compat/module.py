@@ -96,7 +96,7 @@ class ShardedModule(engine.ShardedModule):
         frozen = list_of_patterns("frozen", config.frozen, params)
         undivided = list_of_patterns("whole", config.whole, params)
         if undivided and config.by_rows:
-            raise ValueError("ShardedModule: whole: by_rows splits parameters between rows; use one of them")
+            raise ValueError("ShardedModule: whole: by_rows splits parameters by rows; use one of the two")
         numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb}
         config = replace(config, frozen=frozen, whole=undivided, by_rows=bool(config.by_rows), **numbers)
         check_stored(config, params)
@@ -190,7 +190,7 @@ class ShardedModule(engine.ShardedModule):
         if self.rounds_open != ALL:
             raise ValueError(
                 f"{what}: {self.rounds_open}; call GradAccum.accumulate, or forward and backward, for every "
-                "round of the step before it"
+                "round of the step first"
             )
 
     def gradients(self) -> Iterator[tuple[str, Array]]:

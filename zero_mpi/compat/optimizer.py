@@ -112,7 +112,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
         shapes = {key: p.shape for key, p in params.items()}
         if shapes != {key: g.shape for key, g in grads.items()}:
-            raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")
+            raise ValueError(f"step_on_params: parameters have shapes {shapes}, but gradients have others")
         if not all(p.flags.c_contiguous for p in params.values()):
             raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
         listed = [key for key in self._plain if isinstance(key, int)]

@@ -224,7 +224,7 @@ class ModelKeys:
         value = self.number(name, only, least=-math.inf)
         if value != only:
             raise UsageError(
-                f"the GGUF key {self.arch}.{name} = {value:g} is not supported, only {only:g} is"
+                f"the GGUF key {self.arch}.{name} = {value:g} is not supported; expected {only:g}"
             )
 
     def refuse(self, names: Iterable[str]) -> None:

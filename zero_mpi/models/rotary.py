@@ -83,7 +83,7 @@ class RopeScaling:
         base = keys.number("rope.freq_base", 10000.0)
         if factor < 1 or base <= 1:
             raise UsageError(
-                f"the GGUF keys {keys.arch}.rope.*: yarn takes a factor of at least 1 and a base above 1, "
+                f"the GGUF keys {keys.arch}.rope.*: yarn needs a factor of at least 1 and a base above 1, "
                 f"found {factor:g} and {base:g}"
             )
         return cls(kind, factor, keys.size(ORIGINAL, keys.size("context_length")))
@@ -234,7 +234,7 @@ class RotaryModel(ModelConfig):
         count, used = keys.size("expert_count"), keys.size("expert_used_count")
         if used > count:
             raise UsageError(
-                f"the GGUF key {cls.arch}.expert_used_count = {used}: expected at most {count}, the experts"
+                f"the GGUF key {cls.arch}.expert_used_count = {used}: expected at most {count} (experts)"
             )
         width = keys.size(cls.expert_width, width // used)
         return {"feed_forward_length": width, "expert_count": count, "expert_used_count": used}
@@ -246,7 +246,7 @@ class RotaryModel(ModelConfig):
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
             raise UsageError(
-                f"the GGUF keys say {query} heads over {kv} key/value heads, which do not divide them"
+                f"the GGUF keys say {query} heads, expected a multiple of the number of key/value heads, {kv}"
             )
         key_width = keys.size("attention.key_length", width // query)
         turned = keys.size("rope.dimension_count", key_width)

@@ -106,7 +106,7 @@ class ShardedOptimizer:
         """Return the rule of a parameter; raise ValueError if none matches."""
         rule = self._chosen.get(name) or matched(self.rules, name, None)
         if rule is None:
-            raise ValueError(f"rules: none matches {name}: add one for the pattern *")
+            raise ValueError(f"rules: no pattern matches {name}: add a rule for the pattern *")
         self._chosen[name] = rule
         return rule
 

@@ -193,8 +193,8 @@ def read_levels(place: str, found: Any) -> list[Level]:
         nodes, inside = level.get("nodes"), levels[-1].nodes if levels else 0
         if nodes is not None and inside is not None and nodes <= inside:
             raise UsageError(
-                f"{where}: nodes is {nodes}: expected more than the {inside} of the level before; levels go "
-                "from the inside out"
+                f"{where}: nodes is {nodes}: expected more than the {inside} of the previous level; list "
+                "levels from the innermost to the outermost"
             )
         link = Link(level["alpha_seconds"], 1 / level["bytes_per_second"])
         levels.append(Level(level["name"], nodes, link))

@@ -175,7 +175,7 @@ class OneDNN:
     def checked(self, status: int, what: str) -> None:
         """Raise OneDNNError if a library function returned an error status."""
         if status:
-            raise OneDNNError(f"dnnl_{what} gives status {status}")
+            raise OneDNNError(f"dnnl_{what} returned status {status}")
 
     def made(self, what: str, *arguments: Any) -> Handle:
         """Return the object that a library function creates and returns through its first argument."""
@@ -228,7 +228,7 @@ class OneDNN:
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():
-                    raise OneDNNError("the library has no products of these types")
+                    raise OneDNNError("the library does not support products of these types")
             except OneDNNError as error:
                 problem = error
             else:

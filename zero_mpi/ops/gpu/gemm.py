@@ -83,7 +83,7 @@ def kind_of(dtype: Any) -> int:
     kind = KINDS.get(dtype)
     if kind is None:
         known = ", ".join(dtype.name for dtype in KINDS)
-        raise ValueError(f"products on the GPU are of {known}, not {dtype}: convert it first")
+        raise ValueError(f"products on the GPU support {known}, not {dtype}: convert the array first")
     return kind
 
 
@@ -91,7 +91,7 @@ def matrix(x: Array) -> Matrix:
     """Return x (..., C) as (N, C). Raise ValueError if the distance between rows varies."""
     step = row_step(x.shape, x.strides, x.itemsize)
     if not step:
-        raise ValueError(f"expected contiguous rows at one distance, not {x.shape} by {x.strides} bytes")
+        raise ValueError(f"expected contiguous rows with one stride, not {x.shape} by {x.strides} bytes")
     return Matrix(x.data.ptr, math.prod(x.shape[:-1]), x.shape[-1], step, kind_of(x.dtype))
 
 
