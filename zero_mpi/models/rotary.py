@@ -246,7 +246,7 @@ class RotaryModel(ModelConfig):
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
             raise UsageError(
-                f"the GGUF keys say {query} heads over {kv} key/value heads; expected a multiple of the latter"
+                f"the GGUF keys say {query} heads over {kv} key/value heads, expected a multiple of these"
             )
         key_width = keys.size("attention.key_length", width // query)
         turned = keys.size("rope.dimension_count", key_width)
