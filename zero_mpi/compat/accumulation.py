@@ -88,7 +88,7 @@ class GradAccum(Accumulator):
         self.begin()
 
     def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
-        """Run one round; see the engine's method. Collective.
+        """Run one round; see `Accumulator.accumulate`. Collective.
 
         Raises ValueError if a rank without a micro-batch passes x, or a rank with a micro-batch passes None.
         """

@@ -52,7 +52,7 @@ class Unmatched(NamedTuple):
 class ShardedModule(engine.ShardedModule):
     """A model, given as a list of Stage(scope, layer), that is sharded over the ranks of `comm`.
 
-    `LayoutConfig` and the engine's class describe the other arguments. Before the first micro-batch, all
+    `LayoutConfig` and `engine.ShardedModule` describe the other arguments. Before the first micro-batch, all
     parameters need values: by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
     constructor is collective. All ranks raise ValueError for invalid arguments, and UsageError if the
     transport cannot reduce the precision or arguments differ between ranks.
@@ -119,7 +119,7 @@ class ShardedModule(engine.ShardedModule):
         return super().forward(x, self.is_training if training is None else training)
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
-        """Compute gradients and return dx of the first trained stage; see the engine's method."""
+        """Compute gradients and return dx of the first trained stage; see `engine.ShardedModule`."""
         if self._forward is None:
             raise ValueError("backward needs a forward(x, training=True) before it")
         idle = self._forward.is_idle
@@ -208,12 +208,12 @@ class ShardedModule(engine.ShardedModule):
     # ------------------------------------------------------------------------------------- parameters
 
     def load_slices(self, read: engine.Read, names: Collection[str] | None = None) -> None:
-        """Fill parameters by read(name, start, stop); see the engine's method."""
+        """Fill parameters by read(name, start, stop); see `engine.ShardedModule.load_slices`."""
         super().load_slices(read, names)
         self.unfilled.difference_update(self.params if names is None else names)
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill the parameters that are kept in a file's quantized blocks; see the engine's method."""
+        """Fill the parameters that are kept in quantized blocks; see `engine.ShardedModule.load_stored`."""
         super().load_stored(read)
         self.unfilled.difference_update(self.config.stored)
 

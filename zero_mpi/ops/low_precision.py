@@ -54,7 +54,7 @@ def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] =
 
 
 def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, given: dict[str, Any]) -> Any:
-    """Run the operation on widened arguments; round its results of the arguments' type to the type `kind`."""
+    """Run the operation on widened arguments; round results of the arguments' type to `kind`."""
     wide = {name: widened(value) for name, value in given.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow to infinity
         result = operation(**wide)

@@ -24,7 +24,7 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(O, C)."""
+        """Numbers of rows and columns."""
         block = BLOCK_KINDS[self.kind]
         return len(self.raw), self.raw.shape[1] // block.nbytes * block.elements
 

@@ -56,7 +56,7 @@ def count() -> int:
 
 
 def start(work: Callable[..., T], *given: Any) -> Future[T]:
-    """Start a call on another thread; this process must have more than one thread."""
+    """Start a call on another compute thread; this process must have more than one."""
     assert _pool is not None
     return _pool.submit(work, *given)
 

@@ -121,7 +121,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """True if reductions add in rank order, also for `fast` on transports whose library cannot sum."""
+        """True if reductions add in rank order, also with `fast` on transports whose library cannot sum."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
@@ -135,7 +135,7 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """True if each node has all shards: by its strategy, or for replicated moments over NODES."""
+        """True if each node has all shards: by its strategy, or with replicated moments on NODES."""
         by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 

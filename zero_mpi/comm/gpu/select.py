@@ -115,7 +115,7 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer that device memory may be passed to MPI, or not (`yes`), and the answer's source (`why`)."""
+    """Answer whether device memory may be passed to MPI (`yes`), and the source of the answer (`why`)."""
 
     yes: bool
     why: str
