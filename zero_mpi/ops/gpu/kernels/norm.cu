@@ -1,6 +1,6 @@
-// RMSNorm and LayerNorm. `lanes` neighbouring threads compute a row. Forward reads a row in several
-// passes, which hit the first-level cache after the first pass. Backward also sums the gradients of w and b: a block sums over its
-// rows, in order, and writes one line of partial sums; `add_partials` (sums.cu) adds the lines.
+// RMSNorm and LayerNorm. `lanes` neighbouring threads compute a row. Forward reads a row in several passes, which
+// hit the first-level cache after the first pass. Backward also sums the gradients of w and b: a block sums over
+// its rows, in order, and writes one line of partial sums; `add_partials` (sums.cu) adds the lines.
 
 const int HELD = 4,
           HELD_TWICE = 3;  // packs of sums per thread in backward: for dw alone, for dw and db
