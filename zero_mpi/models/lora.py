@@ -79,7 +79,7 @@ def projections(stages: Sequence[Stage]) -> dict[str, Linear]:
 
 
 def parts_of(layer: Layer) -> Iterator[Layer]:
-    """Yield a layer itself, or the layers of which it consists."""
+    """Yield the layer, or the innermost layers of which it consists."""
     if isinstance(layer, Composite):
         for part in layer.parts():
             yield from parts_of(part)

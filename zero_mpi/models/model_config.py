@@ -288,7 +288,7 @@ def elements(model: ModelConfig) -> int:
 def check_blocks(model: ModelConfig) -> ModelConfig:
     """Return the model; raise UsageError if it has more than MOST_BLOCKS blocks."""
     if model.block_count > MOST_BLOCKS:
-        one, two = (elements(replace(model, block_count=count)) for count in (1, 2))  # all blocks are equal
+        one, two = (elements(replace(model, block_count=count)) for count in (1, 2))  # blocks are equal
         raise UsageError(
             f"--layers {model.block_count}: expected at most {MOST_BLOCKS:,}; this model would have "
             f"{one + (model.block_count - 1) * (two - one):,} parameters"

@@ -55,7 +55,7 @@ class Preference:
     def score(
         self, numbers: Sequence[int], sums: Sequence[float], counts: Sequence[int], kl: float = 0.0
     ) -> Scored:
-        """Return the loss of sequences. Better answers have even `numbers`; the worse answer follows."""
+        """Return the loss terms and derivatives of sequences. Better answers have even `numbers`; the worse answer follows."""
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
         if self.is_unpaired:
@@ -74,27 +74,27 @@ class Preference:
 
 
 def dpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return DPO's loss, with label smoothing if it is set."""
+    """Return DPO's loss and derivatives, with label smoothing if it is set."""
     d, smooth = self.beta * (C - R), self.label_smoothing
     slope = -self.beta * (sigmoid(-d) - smooth)
     return -(1 - smooth) * log_sigmoid(d) - smooth * log_sigmoid(-d), slope, -slope
 
 
 def ipo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return IPO's loss."""
+    """Return IPO's loss and derivatives."""
     over = C / nc - R / nr - 1 / (2 * self.beta)
     return over * over, 2 * over / nc, -2 * over / nr
 
 
 def simpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return SimPO's loss."""
+    """Return SimPO's loss and derivatives."""
     z = self.beta * (C / nc - R / nr) - self.simpo_gamma
     slope = -self.beta * sigmoid(-z)
     return -log_sigmoid(z), slope / nc, -slope / nr
 
 
 def orpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return ORPO's loss without its cross-entropy: the comparison of odds."""
+    """Return ORPO's comparison of odds and its derivatives, without the cross-entropy."""
     c, r = min(C / nc, MOST_AVERAGE), min(R / nr, MOST_AVERAGE)
     odds = log_odds(c, r)
     slope = -self.beta * sigmoid(-odds)
