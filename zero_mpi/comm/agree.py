@@ -22,14 +22,14 @@ from zero_mpi.files.foreign import shown
 T = TypeVar("T")
 Facts = Mapping[str, object]
 NOTHING = "nothing"
-LONGEST = 80  # characters of a value that are shown
+LONGEST = 80  # maximum number of characters of a value in a message
 
 
 class Differs(Exception):
-    """A run differs from its records: the first difference, in a line. All ranks raise it together."""
+    """Error on all ranks: a run differs from its records. The text, one line, names the first difference."""
 
 
-REFUSALS = (UsageError, JobError, Differs)  # errors that a command reports in one line; others are bugs
+REFUSALS = (UsageError, JobError, Differs)  # errors that a command reports in one line; other errors are bugs
 KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
@@ -65,7 +65,7 @@ def alike(
     """Return the first item of prepare() if no rank has a `caught` error and all have the same facts.
 
     If facts differ, raise a UsageError on all ranks that names the first differing fact, the first rank with
-    another value, and its host. `what` and `remedy` become parts of the text. Collective.
+    another value, and its host. `what` and `remedy` become parts of the message. Collective.
     """
 
     def spelled(prepared: tuple[T, Facts] | None) -> dict[str, str]:
@@ -120,5 +120,5 @@ def odd_one(values: Sequence[str]) -> tuple[int, str] | None:
 
     If two values are equally frequent, rank 0 counts as right.
     """
-    usual = Counter(values).most_common(1)[0][0]  # of equally frequent values, the first seen
+    usual = Counter(values).most_common(1)[0][0]  # the first of several equally frequent values
     return next(((rank, usual) for rank, value in enumerate(values) if value != usual), None)

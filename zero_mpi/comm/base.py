@@ -91,9 +91,9 @@ class Comm(ABC):
 
     rank: int
     size: int
-    kind: Transport = MPI  # kind of this transport, by default messages
+    kind: Transport = MPI  # kind of this transport; default: MPI messages
     exact: bool  # whether reductions add in rank order, not in the library's order
-    sums_in_place = False  # whether `full` may be `out` in the first addition (a single rank)
+    sums_in_place = False  # whether `full` and `out` may be the same array in a first addition
     replicates_by_node = False  # whether replicated state should be divided among the ranks of each node
 
     @property
@@ -110,7 +110,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        """Fill `full` on all ranks from every rank's `shard`; None if the slice is in `full` already."""
+        """Fill `full` on all ranks from every rank's `shard`, or None if the slice is in `full` already."""
 
     def reduce_scatter(
         self,
@@ -136,7 +136,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allreduce(self, array: Array, label: str = "") -> Handle:
-        """Sum `array` over ranks, in place on all ranks, in the library's order."""
+        """Sum `array` over ranks, in place on all ranks; the library may choose the order."""
 
     @abstractmethod
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
@@ -184,14 +184,14 @@ class Comm(ABC):
 
     @abstractmethod
     def split(self, group: int) -> Comm:
-        """Return a transport of the ranks that pass the same number, in rank order."""
+        """Return a transport of the ranks that pass the same `group`, in rank order."""
 
     def nodes(self) -> list[int]:
         """Return the number of each rank's node."""
         return [0] * self.size
 
     def shard_group(self) -> Comm:
-        """Return a transport in which the ranks of this node own the slices, as on every node (HYBRID_SHARD).
+        """Return a transport of this node's ranks, which together own all slices (HYBRID_SHARD).
 
         Collectives stay inside the node, but a reduction sums over the ranks of all nodes, and its
         `contributors` counts all these ranks. On a single node, return this transport. May raise UsageError.
@@ -234,9 +234,9 @@ def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
 def wait_until(ready: Callable[[], bool], crowded: bool) -> None:
     """Return when `ready()` is true; another rank will soon make it true.
 
-    If ranks share a core (`crowded`), a waiting rank delays the other, so it sleeps at once. Yielding the
-    core is not enough, because the scheduler may give it back. Otherwise a wait usually takes microseconds,
-    and only a long wait sleeps, so that other threads can run.
+    If ranks share a core (`crowded`), a waiting rank delays the other rank, so it sleeps at once. Yielding
+    the core is not enough, because the scheduler may give it back. Otherwise a wait usually takes
+    microseconds, and only a long wait sleeps, so that other threads can run.
     """
     spins, pause = 0 if crowded else SPINS, SHORTEST
     while not ready():

@@ -19,7 +19,7 @@ TRIES = 10
 
 
 class Offset(NamedTuple):
-    """Offset from rank 0's clock: a clock that shows `at` is `ahead` seconds ahead; error at most `wrong`."""
+    """Seconds by which a clock that shows `at` is `ahead` of rank 0's clock; the error is at most `wrong`."""
 
     ahead: float
     wrong: float

@@ -5,7 +5,7 @@ learn whether they wait for different collectives or for a rank that has ended (
 `GuardedComm`, for scripts, also belongs to one thread: collectives of two threads have no order, so ranks
 could mix them up. `CheckedComm` (`--check-collectives`) compares the collectives that ranks are about to
 start: digests are gathered over separate communicators, and if one differs, all ranks learn which rank starts
-which collective. The wrapped transport runs the collectives, with the same bits.
+which collective. The wrapped transport runs the collectives, so results do not change.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, UsageError
 
-MOST_KEPT = 128  # most collectives in a communicator's record
-DIGEST = 16  # bytes
+MOST_KEPT = 128  # maximum number of collectives in a communicator's record
+DIGEST = 16  # bytes of a digest
 
 
 class Started(NamedTuple):

@@ -24,26 +24,26 @@ EXACT_DEPTH = 2  # chunks in flight
 
 # Counters of a rank in shared memory (`comm.shared`): each has its own cache line; words have 8 bytes.
 POSTED, SUMMED, WRITTEN, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
-ENTRIES = 64  # counters in a rank's table
+ENTRIES = 64  # numbers in a rank's table
 WORDS = TABLE + ENTRIES
 RANK_BYTES = 8 * WORDS
 
 # Sums that travel from node to node (`comm.nodes`).
 CHAIN_CHUNK = 1 << 17  # elements: 512 KiB, so that a few chunks fit in cache and polls are rare
-FULL_CHUNKS = 8  # most nodes with chunks of this length; with more nodes, chunks are shorter
+FULL_CHUNKS = 8  # maximum number of nodes with chunks of CHAIN_CHUNK; more nodes have shorter chunks
 LEAST_CHAIN_CHUNK = 1 << 13  # elements: for shorter chunks, polling takes longer than sending
 CHAIN_DEPTH = 4  # chunks in flight
 
 # Arrays of a GPU (`comm.gpu`).
-TRANSFERS = 4  # most transfers in progress: gathers of prefetched stages, and reductions
+TRANSFERS = 4  # maximum number of transfers in progress: gathers of prefetched stages, and reductions
 AWARE_CHUNK = 1 << 20  # elements of a slice per round: enough for a fast link, with small buffers
 AWARE_DEPTH = 2  # rounds in progress
 NCCL_CHUNK = 1 << 20  # elements of a slice per round of an exact reduction
 NCCL_DEPTH = 1  # one stream orders everything, so buffers can be reused at once
-STAGE_BYTES = 8 << 20  # bytes of a stage in each direction, shared by the other ranks' chunks
-LEAST_STAGE = 64 << 10  # least bytes of a chunk, if there are many ranks
+STAGE_BYTES = 8 << 20  # bytes of a stage (pinned memory) per direction, divided among the other ranks
+LEAST_STAGE = 64 << 10  # minimum bytes of a staged chunk; it applies if there are many ranks
 STAGED_DEPTH = 3  # stages of a transfer: one on its way to the host, one in MPI, one on its way back
-STAGED_ALIGNED = 1024  # elements: longer chunks have a multiple of this length
+STAGED_ALIGNED = 1024  # longer chunks are multiples of this number of elements
 
 
 # ----------------------------------------------------------------------------------------------- memory
@@ -55,7 +55,7 @@ class Reductions:
 
     slices          elements of rank 0's slice of each trained unit
     itemsize        bytes of an element of a gradient that is sent
-    in_flight       most reductions in progress at once
+    in_flight       maximum number of reductions in progress
     contributors    the different numbers of ranks that contribute to a round
     exact           whether sums are in rank order
     accumulates     whether sums are added to the sums of earlier rounds
@@ -101,7 +101,7 @@ def chain_chunk(nodes: int) -> int:
 
 
 def by_chain(asked: Reductions, posted: int = 0) -> int:
-    """Return the bytes of chunks from the previous node and of `posted` gradients from this node's ranks.
+    """Return the bytes of buffers for chunks from the previous node and from `posted` ranks of this node.
 
     A lane sums one slice per node, or only the rank's own slice if each node has all slices.
     """
@@ -123,7 +123,7 @@ def on_gpus(depth: int, place: int, asked: Reductions) -> int:
 
 
 def staged_chunk(others: int) -> int:
-    """Return the bytes of pinned memory for a chunk of one of the `others`."""
+    """Return the bytes of pinned memory for a chunk of one of `others` other ranks."""
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 
@@ -222,7 +222,7 @@ def expected(flag: str, *, on_gpu: bool, ranks: int, nodes: int) -> Transport:
     """Return the transport that a --transport value selects, assuming that it works.
 
     On the host, `auto` is shared memory if a node has several ranks. On GPUs, `auto` is assumed to be
-    `staged`, which works everywhere. `asked_for` checks whether a value fits the device.
+    `staged`, which works everywhere. `check_flag` checks whether a value fits the device.
     """
     if ranks == 1 and (on_gpu or flag == AUTO):
         return SERIAL

@@ -1,7 +1,7 @@
 """Meters of a rank's communication: bytes sent to other ranks, seconds spent waiting, and the current wait.
 
 A wait is written `with meter.waiting("allgather", label):`. A wait records the collective and the start time
-in two plain attributes. So a thread that watches the process can read them at any time, even while the main
+in two attributes. So a thread that watches the process can read them at any time, even while the main
 thread is inside the MPI library. `meters()` lists all meters of the process.
 """
 
@@ -22,7 +22,7 @@ class Meter:
     wait_seconds   seconds in waits for transfers and other ranks, including work that completes a transfer
                    (adding chunks of a reduction), but not transfers that proceed while layers compute
     sent_bytes     bytes of parameters, gradients and vectors that other ranks receive as messages or read in
-                   shared memory (where gathers count nothing)
+                   shared memory; gathers in shared memory count as 0 bytes
     what           collective of the last wait: its kind, and the label of the data
     changed        `time.perf_counter` at the start of that wait, or at its end if it has ended
     """
@@ -68,7 +68,7 @@ class Meter:
             self.changed = now
 
     def account(self) -> int:
-        """Return the bytes counted since the last call."""
+        """Return the bytes that this rank has sent since the last call."""
         nbytes, self._accounted = self.sent_bytes - self._accounted, self.sent_bytes
         return nbytes
 

@@ -1,4 +1,4 @@
-"""MPI transport: allgather by the library, and reductions by it or exact (pairwise exchange, ordered sum).
+"""MPI transport: the library gathers, and reduces unless sums are exact (pairwise exchange, ordered sum).
 
 The exact reduction is at least as fast as Reduce_scatter, because its receive buffers stay in cache.
 Each purpose has its own communicator, so that parameters, gradients and control messages cannot be mixed up.
@@ -38,7 +38,7 @@ class MPIComm(Comm):
     patient   whether waits sleep instead of spinning, for calls by a background thread
     """
 
-    most = 1 << 30  # most elements in one message, because counts are C ints in older interfaces
+    most = 1 << 30  # maximum number of elements in a message, because counts are C ints in older interfaces
     exact_chunk = EXACT_CHUNK
     fast_chunk = 1 << 20  # elements per library reduction: longer calls are several times slower
 
@@ -61,7 +61,7 @@ class MPIComm(Comm):
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
-        """Return whether a progress thread helps: the library allows it; cores are free or hosts several."""
+        """Return whether a progress thread helps: MPI allows it, and cores are free or hosts several."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here, alone = node.Get_size(), node.Get_size() == self.size
         node.Free()
@@ -70,7 +70,7 @@ class MPIComm(Comm):
         return all(self.allgather_object(pays))
 
     def start(self, running: Running, kind: str, label: str, record: Record | None = None) -> Handle:
-        """Start a transfer and have it advanced until it is complete; `record`: record of its collective."""
+        """Start a transfer, advanced by the progress engine; `record`: its collective's timeline record."""
         transfer = Transfer(running, self.meter, kind, label, record)
         if transfer.test():
             transfer.wait()  # the transfer is complete; this raises its error, if any

@@ -63,7 +63,7 @@ class Transfer(Handle):
         self._advance(lambda needed: True)  # start the first requests now, in program order
 
     def _advance(self, may_go_on: Callable[[Needed], bool]) -> bool:
-        """Continue if possible; return whether there is more to do.
+        """Run the generator to its next yield if it may go on; return whether it then has more steps.
 
         Any error, of MPI or of a device, is raised in the owner's wait, whichever thread advances it.
         """

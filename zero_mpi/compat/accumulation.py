@@ -16,7 +16,7 @@ from zero_mpi.sharding.rounds import Accumulator, Criterion, Rounds
 
 
 class GradAccum(Accumulator):
-    """Accumulator of `steps` micro-batches per step, over all ranks; see the engine's class.
+    """Accumulator of `steps` micro-batches per step, over all ranks; see `sharding.rounds.Accumulator`.
 
     After all rounds of a step, `complete` is True and the optimizer may step. After an error that all ranks
     caught, `reset` restarts the step. The constructor is collective. It raises ValueError for fewer than one
@@ -81,14 +81,14 @@ class GradAccum(Accumulator):
     def reset(self) -> None:
         """Drop the accumulated gradients and an unfinished round; the next round is the first of a step.
 
-        Use it after an error, such as of reading, that all ranks raised and caught at one point. Collective.
+        Use it after an error, such as a failed read, that all ranks caught at the same point. Collective.
         """
         self.module.drop_gathered()
         self.module.zero_gradients()
         self.begin()
 
     def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
-        """Run one round; see the engine's method. Collective.
+        """Run one round; see `Accumulator.accumulate`. Collective.
 
         Raises ValueError if a rank without a micro-batch passes x, or a rank with a micro-batch passes None.
         """
@@ -105,7 +105,7 @@ class GradAccum(Accumulator):
         """Run one round with gradients that the script has computed, instead of `accumulate`. Collective.
 
         `gradients`: name -> full gradient of each trained parameter, scaled as in `accumulate`; None on a
-        rank without a micro-batch. `loss` is the micro-batch's summand of `total_loss`. Raises ValueError for
+        rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError for
         wrong names or shapes, or if gradients and micro-batch are not both present.
         """
         self._check_turn(gradients, "its gradients")
@@ -155,10 +155,10 @@ class GradAccum(Accumulator):
         if self.complete:
             raise ValueError(
                 f"accumulate: all {len(self.rounds)} rounds of this step are done; call ShardedAdamW.step "
-                "(or GradAccum.reset, to forget them) before the next step's first"
+                "(or GradAccum.reset, to discard them) before the next step"
             )
         if self._inside:
             raise ValueError(
                 f"accumulate: round {self.round} of {len(self.rounds)} ended in an error; call "
-                "GradAccum.reset on all ranks, which forgets the step, before its first round"
+                "GradAccum.reset on all ranks to discard this step, then repeat it from its first round"
             )

@@ -52,10 +52,10 @@ class Unmatched(NamedTuple):
 class ShardedModule(engine.ShardedModule):
     """A model, given as a list of Stage(scope, layer), that is sharded over the ranks of `comm`.
 
-    `LayoutConfig` and the engine's class describe the other arguments. Before the first micro-batch, all
+    `LayoutConfig` and `engine.ShardedModule` describe the other arguments. Before the first micro-batch, all
     parameters need values: by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
     constructor is collective. All ranks raise ValueError for invalid arguments, and UsageError if the
-    transport cannot reduce the precision or ranks differ.
+    transport cannot reduce the precision or arguments differ between ranks.
     """
 
     rounds_open = NOTHING  # state of the step's gradients: NOTHING, SOME or ALL
@@ -96,7 +96,7 @@ class ShardedModule(engine.ShardedModule):
         frozen = list_of_patterns("frozen", config.frozen, params)
         undivided = list_of_patterns("whole", config.whole, params)
         if undivided and config.by_rows:
-            raise ValueError("ShardedModule: whole: by_rows splits parameters between rows; use one of them")
+            raise ValueError("ShardedModule: whole: by_rows splits parameters by rows; use one of the two")
         numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb}
         config = replace(config, frozen=frozen, whole=undivided, by_rows=bool(config.by_rows), **numbers)
         check_stored(config, params)
@@ -119,7 +119,7 @@ class ShardedModule(engine.ShardedModule):
         return super().forward(x, self.is_training if training is None else training)
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
-        """Compute gradients and return dx of the first trained stage; see the engine's method."""
+        """Compute gradients and return dx of the first trained stage; see `engine.ShardedModule`."""
         if self._forward is None:
             raise ValueError("backward needs a forward(x, training=True) before it")
         idle = self._forward.is_idle
@@ -190,7 +190,7 @@ class ShardedModule(engine.ShardedModule):
         if self.rounds_open != ALL:
             raise ValueError(
                 f"{what}: {self.rounds_open}; call GradAccum.accumulate, or forward and backward, for every "
-                "round of the step before it"
+                "round of the step first"
             )
 
     def gradients(self) -> Iterator[tuple[str, Array]]:
@@ -208,12 +208,12 @@ class ShardedModule(engine.ShardedModule):
     # ------------------------------------------------------------------------------------- parameters
 
     def load_slices(self, read: engine.Read, names: Collection[str] | None = None) -> None:
-        """Fill parameters by read(name, start, stop); see the engine's method."""
+        """Fill parameters by read(name, start, stop); see `engine.ShardedModule.load_slices`."""
         super().load_slices(read, names)
         self.unfilled.difference_update(self.params if names is None else names)
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill the parameters that are kept in a file's quantized blocks; see the engine's method."""
+        """Fill the parameters that are kept in quantized blocks; see `engine.ShardedModule.load_stored`."""
         super().load_stored(read)
         self.unfilled.difference_update(self.config.stored)
 

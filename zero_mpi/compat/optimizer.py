@@ -1,4 +1,4 @@
-"""Optimizers for scripts: the engine's class with checks and updates of plain arrays, and `ShardedAdamW`."""
+"""Optimizers for scripts: the engine's class with checks and updates of any arrays, and `ShardedAdamW`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                   with `offload_masters`; raises UsageError without a GPU
 
     `steps` counts updates; `skipped` counts steps without an update because the norm was not finite. The
-    constructor is collective; it raises ValueError for invalid settings, UsageError if ranks differ.
+    constructor is collective; it raises ValueError for invalid settings, UsageError if they differ by rank.
     """
 
     module: ShardedModule
@@ -70,7 +70,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                 if takes[name] and (not unit.unit.whole or len(param.shape) < 2):
                     raise ValueError(
                         f"rules: {self.rule_of(name).type} needs full matrices, {name} is not one: create "
-                        "the module with whole=[patterns of the matrices], and use another rule for others"
+                        "the module with whole=[patterns of the matrices], and use another rule for the rest"
                     )
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
@@ -112,7 +112,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
         shapes = {key: p.shape for key, p in params.items()}
         if shapes != {key: g.shape for key, g in grads.items()}:
-            raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")
+            raise ValueError(f"step_on_params: parameters have shapes {shapes}, but gradients have others")
         if not all(p.flags.c_contiguous for p in params.values()):
             raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
         listed = [key for key in self._plain if isinstance(key, int)]

@@ -45,7 +45,7 @@ class Cuda:
 
     name = "cuda"
     chunk = 0  # CuPy divides its own chunks into blocks
-    activations: Any = None  # as `Host.activations`
+    activations: Any = None  # see `Host.activations`
 
     def __init__(self, number: int) -> None:
         self.cupy = import_cupy()
@@ -175,8 +175,8 @@ class CudaStopwatch:
     """Clock of the computing stream. A stamp is an event, whose time is read after the work.
 
     Two events with known host times, the first event and an event at the time of reading, relate the GPU's
-    clock to the host's; between them, both are assumed to run evenly. CUDA returns times in float32: ten
-    seconds after the first event they are exact to a microsecond, an hour after it to a quarter of a
+    clock to the host's; between them, both clocks are assumed to run evenly. CUDA returns times in float32:
+    ten seconds after the first event they are exact to a microsecond, an hour after it to a quarter of a
     millisecond. The order of times is always right.
     """
 

@@ -2,8 +2,8 @@
 //
 //     out[i] = (((out[i] or nothing) + parts[0][i]) + parts[1][i]) + ...
 //
-// One thread computes each element, so the bits do not depend on how the work is cut. A launch adds up to
-// MAX_PARTS parts; for more parts, further launches add to the earlier result. Low types are converted by
+// One thread computes each element, so results do not depend on how the work is cut. A launch adds up to
+// MAX_PARTS parts; for more parts, further launches add to the earlier result. bf16 and fp16 are converted by
 // their bits, so that no header is needed. Memory is read 4 elements at a time if all addresses are aligned.
 
 constexpr int MAX_PARTS = 8;

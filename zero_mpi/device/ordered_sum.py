@@ -1,4 +1,4 @@
-"""Sums in a fixed order, with the same bits on the host and on a GPU, where small kernels compute them.
+"""Sums in a fixed order, bit-identical on the host and on a GPU, where small kernels compute them.
 
 Transports use this module and not `ops`, because they add arriving chunks on another stream than computation,
 and because `comm` does not import `ops`.
@@ -22,7 +22,7 @@ OPTIONS = ("-std=c++17",)
 KINDS, PAIRWISE = ("float32", "bfloat16", "float16"), "pairwise_sums"
 LEAF = 128  # NumPy halves longer vectors to sum them
 MAX_PARTS = 8  # parts that one launch adds, as in the CUDA source
-THREADS, BLOCKS = 256, 1024  # threads per block; most blocks: they fill any GPU and still share it
+THREADS, BLOCKS = 256, 1024  # threads per block; maximum number of blocks, enough to fill any GPU
 PER_THREAD = 4  # elements that a thread adds at a time
 
 
@@ -55,7 +55,7 @@ def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, str
 def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
     """Set out = parts[0] + ..., or out + parts[0] + ... if `accumulate`, from left to right, in place.
 
-    Parts of a lower type are widened before they are added.
+    Parts in low precision are widened before they are added.
     """
     if is_cupy(out):
         ordered_sum_on_gpu(out, parts, accumulate, in_use().stream)
@@ -71,7 +71,7 @@ def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
 
 
 def pairwise_sums(x: Array, segments: Array) -> Array:
-    """Return NumPy's float64 sums of x[start : start + length], with the same bits on a GPU.
+    """Return NumPy's float64 sums of x[start : start + length], bit-identical on a GPU.
 
     segments (2, N): the starts, and the lengths, which are at most LEAF.
     """

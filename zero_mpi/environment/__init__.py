@@ -36,7 +36,7 @@ BINDING = {  # the first variable that is set decides; Slurm's are set in every 
 }
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: pipelines switch ranks often
+    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message, as pipelines switch ranks often
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 

@@ -64,8 +64,8 @@ def process_age(process: int | str = "self") -> float:
 
 
 def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
-    """Return the lowest (memory limit, memory left, cores) of our control groups and their parents."""
-    memory: list[tuple[int, int]] = []  # (left, limit)
+    """Return the tightest (memory limit, memory left, CPU quota in cores) of our control groups."""
+    memory: list[tuple[int, int]] = []  # (bytes left, limit)
     cores: list[float] = []
     for folder in folders(groups, own):
         limit = first_number(folder, "memory.max", "memory.limit_in_bytes")
@@ -102,7 +102,7 @@ def folders(groups: Path, own: Path) -> Iterator[Path]:
 
 
 def first_number(folder: Path, *names: str) -> int | None:
-    """Return the number in the first existing file, or None if that file says there is no limit."""
+    """Return the number in the first file that exists; None if it has no number, or no file exists."""
     for name in names:
         try:
             text = (folder / name).read_text().strip()
@@ -113,7 +113,7 @@ def first_number(folder: Path, *names: str) -> int | None:
 
 
 def used(folder: Path) -> int:
-    """Return the bytes that a group uses, without reclaimable file caches."""
+    """Return the bytes that a control group uses, without reclaimable file caches."""
     total = first_number(folder, "memory.current", "memory.usage_in_bytes") or 0
     try:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -123,7 +123,7 @@ def used(folder: Path) -> int:
 
 
 def processor_time(folder: Path) -> float | None:
-    """Return the CPU quota of a group in cores; None: no limit."""
+    """Return the CPU quota of a control group in cores; None: no limit."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):

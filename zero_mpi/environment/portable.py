@@ -1,4 +1,4 @@
-"""`--bits portable`: one instruction set for all computation, for the same bits on different processors.
+"""`--bits portable`: one instruction set for all computation, so that all processors give identical results.
 
 Libraries choose their code by the processor: OpenBLAS its kernels and blocks, numba its target, NumPy its
 loops. Libraries read this choice from environment variables when they are loaded, so a process that starts
@@ -18,7 +18,7 @@ from zero_mpi import environment
 VARIABLE = "ZERO_MPI_BITS"
 NATIVE, PORTABLE = CHOICES = ("native", "portable")
 LEVEL, KERNELS, TARGET = "x86-64-v3", "Haswell", "haswell"  # the common name, OpenBLAS's name and LLVM's name
-MUST_HAVE = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm")  # by Linux's names
+MUST_HAVE = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm")  # required CPU flags, by Linux's names
 FEATURES = (
     "avx", "avx2", "bmi", "bmi2", "cmov", "cx16", "f16c", "fma", "fxsr", "lzcnt", "mmx", "movbe", "popcnt",
     "sse", "sse2", "sse3", "sse4.1", "sse4.2", "ssse3", "xsave",
@@ -84,7 +84,7 @@ def flag_of(arguments: Sequence[str]) -> str:
 
 
 def unfit(machine: str, flags: str) -> str:
-    """Return why a processor with Linux's `flags` cannot compute the portable bits; empty if it can."""
+    """Return why a processor with Linux's `flags` cannot give portable results; empty if it can."""
     if machine not in ("x86_64", "AMD64"):
         return f"it needs {LEVEL}, but this processor is {machine}, which is untested"
     missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []
@@ -92,7 +92,7 @@ def unfit(machine: str, flags: str) -> str:
 
 
 def fault(blas: str, target: str) -> str:
-    """Return why this BLAS and compile `target` do not compute the portable bits; empty if they do."""
+    """Return why this BLAS and compile `target` do not give portable results; empty if they do."""
     if not active:
         return f"NumPy was imported before zero_mpi: set {VARIABLE}=portable before the program starts"
     found = unfit(os.uname().machine, environment.of_processor("flags"))

@@ -7,7 +7,7 @@ other's writes. Locks: Lustre and GPFS lock ranges of a file for a host, so host
 ranges wait for each other, and more processes on a host do not write faster.
 
 Properties that the code can test when it needs them are not listed here: whether two names can be exchanged
-in one step (`checkpoint.folders`), whether there are locks (`launch.folder_lock`).
+in one step (`checkpoint.folders`), whether file locks work (`launch.folder_lock`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import os
 import re
 import unicodedata
 
-LONGEST = 200  # most displayed characters of a foreign text
-LONGEST_LINE = 1800  # most characters of a message of one line, without the command's name
+LONGEST = 200  # maximum number of displayed characters of a foreign text
+LONGEST_LINE = 1800  # maximum number of characters of a one-line message, without the command's name
 LONG_WORD = re.compile(rf"\S{{{LONGEST + 1},}}")
 LAYOUT = "\n\t\u200c\u200d"  # kept unprintable characters; the joiners form words and emoji
 

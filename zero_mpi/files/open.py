@@ -157,7 +157,7 @@ def read_lines(
 ) -> Iterator[bytes]:
     """Yield the lines of a regular file that contain `holding`, without line ends, in bounded memory.
 
-    Longer lines than MOST_LINE bytes are skipped, because a crash may leave a run of zeros. Raise FileError
+    Lines longer than MOST_LINE bytes are skipped, because a crash may leave a run of zeros. Raise FileError
     if too many bytes are skipped or the file cannot be read. Lines without `holding` are skipped fast.
     """
     with open_file(path, expected) as file, refusing("", path, "cannot be read"):

@@ -14,7 +14,7 @@ from typing import Any
 from zero_mpi.files.foreign import show, shown
 
 MOST_NESTED = 100  # limit on nesting, so that recursive code does not exhaust the stack
-MOST_VALUES = 1 << 21  # most values of a JSON text: a value of one byte takes about 100 bytes of memory
+MOST_VALUES = 1 << 21  # maximum number of values in a JSON text; a one-byte value takes about 100 bytes
 PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
 LONG_KEY = re.compile(
     rf"""(?<![\w"'-]){PART}(?:\.[ \t]*+{PART}){{32}}""", re.ASCII
@@ -79,7 +79,7 @@ def _is_nested(value: Any, levels: int) -> bool:
 
 
 def _signs(raw: bytes | str) -> tuple[int, int]:
-    """Return upper bounds on the containers and on the values in a JSON text; signs in strings count too."""
+    """Return upper bounds on the numbers of containers and values in a JSON text, from its punctuation."""
     if isinstance(raw, str):
         lists, commas = raw.count("[") + raw.count("{"), raw.count(",")
     else:

@@ -1,4 +1,4 @@
-"""LoRA configuration of a model: which projections get adapters (`nn.low_rank`), and of which rank."""
+"""LoRA configuration of a model: which projections get adapters (`nn.adapters`), and of which rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LoRA:
 
 
 def is_meant(name: str, pattern: str) -> bool:
-    """Return whether a pattern selects a projection; see TARGETS for head, router and experts."""
+    """Return whether a pattern selects a projection; see NAMED for head, router and experts."""
     named = name != HEAD or pattern.startswith("output")
     return fnmatchcase(name, pattern) and named and all(part in pattern for part in NAMED if part in name)
 
@@ -79,7 +79,7 @@ def projections(stages: Sequence[Stage]) -> dict[str, Linear]:
 
 
 def parts_of(layer: Layer) -> Iterator[Layer]:
-    """Yield a layer itself, or the layers of which it consists."""
+    """Yield the layer, or the innermost layers of which it consists."""
     if isinstance(layer, Composite):
         for part in layer.parts():
             yield from parts_of(part)

@@ -182,7 +182,7 @@ def name_some(names: Iterable[str], most: int = 3) -> str:
     return (", ".join(shown(name) for name in ordered[:most]) or "none") + more
 
 
-NEUTRAL = (None, "none", 0, 1)  # values that mean the same as a missing key; False does too, True does not
+NEUTRAL = (None, "none", 0, 1)  # values that mean the same as a missing key, like False but not True
 
 
 class ModelKeys:
@@ -224,7 +224,7 @@ class ModelKeys:
         value = self.number(name, only, least=-math.inf)
         if value != only:
             raise UsageError(
-                f"the GGUF key {self.arch}.{name} = {value:g} is not supported, only {only:g} is"
+                f"the GGUF key {self.arch}.{name} = {value:g} is not supported; expected {only:g}"
             )
 
     def refuse(self, names: Iterable[str]) -> None:

@@ -96,7 +96,7 @@ class Granite(Llama):
 
 @dataclass(frozen=True)
 class GraniteMoE(Granite):
-    """Sizes of a granitemoe model, which may have a feed-forward of its own width for all tokens."""
+    """Sizes of a granitemoe model, which may have a shared feed-forward for all tokens."""
 
     arch: ClassVar[str] = "granitemoe"
     may_have_experts: ClassVar[bool] = True

@@ -83,7 +83,7 @@ class RopeScaling:
         base = keys.number("rope.freq_base", 10000.0)
         if factor < 1 or base <= 1:
             raise UsageError(
-                f"the GGUF keys {keys.arch}.rope.*: yarn takes a factor of at least 1 and a base above 1, "
+                f"the GGUF keys {keys.arch}.rope.*: yarn needs a factor of at least 1 and a base above 1, "
                 f"found {factor:g} and {base:g}"
             )
         return cls(kind, factor, keys.size(ORIGINAL, keys.size("context_length")))
@@ -230,11 +230,11 @@ class RotaryModel(ModelConfig):
         if not cls.needs_experts and not keys.keys.integer(f"{cls.arch}.expert_count", 0, MOST_SIZE):
             return {"feed_forward_length": width}
         if "blk.0.ffn_gate.0.weight" in tensors:
-            raise UsageError("blk.0.ffn_gate.0.weight: a tensor for each expert; convert the model again")
+            raise UsageError("blk.0.ffn_gate.0.weight: expected stacked experts; convert the model again")
         count, used = keys.size("expert_count"), keys.size("expert_used_count")
         if used > count:
             raise UsageError(
-                f"the GGUF key {cls.arch}.expert_used_count = {used}: expected at most {count}, the experts"
+                f"the GGUF key {cls.arch}.expert_used_count = {used}: expected at most {count} (experts)"
             )
         width = keys.size(cls.expert_width, width // used)
         return {"feed_forward_length": width, "expert_count": count, "expert_used_count": used}
@@ -246,7 +246,7 @@ class RotaryModel(ModelConfig):
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
             raise UsageError(
-                f"the GGUF keys say {query} heads over {kv} key/value heads, which do not divide them"
+                f"the GGUF keys say {query} heads over {kv} key/value heads, expected a multiple of these"
             )
         key_width = keys.size("attention.key_length", width // query)
         turned = keys.size("rope.dimension_count", key_width)

@@ -19,7 +19,7 @@ from zero_mpi.ops.rounding import round_to
 
 FIRST, SECOND = ".lora_a", ".lora_b"
 ADDED = ".added"  # suffix of the parameter's name, after the name of the matrix
-AT_ONCE = 1 << 16  # elements of a product computed at once, which fit into a cache
+AT_ONCE = 1 << 16  # elements of a product computed at once, so that they fit in cache
 
 
 class LowRank:
@@ -85,7 +85,7 @@ class LowRank:
 
 
 def product(b: Any, a: Any) -> Any:
-    """Return b (O, R) @ a (R, C) in float32, with the same bits on all machines and for any part of b.
+    """Return b (O, R) @ a (R, C) in float32, bit-identical on all machines and for any part of b.
 
     The terms of an element are added in order and each sum is rounded; BLAS would choose its own order.
     """
@@ -108,7 +108,7 @@ def merged(w: Any, a: Any, b: Any, scale: float, kind: str) -> Any:
 
 
 class AddedRows:
-    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C); it is used like an adapter."""
+    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C); layers use it like an adapter."""
 
     kind = None
 
@@ -121,7 +121,7 @@ class AddedRows:
         return self._params
 
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
-        """Return x, by which `add_to` multiplies."""
+        """Return x, which `add_to` multiplies by the added rows."""
         return x
 
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
@@ -156,7 +156,7 @@ def copied(x: Any) -> Any:
 
 @singledispatch
 def parted(tokens: Any, first: int) -> tuple[Any, Any, Any]:
-    """Return tokens with 0 for ids from `first` on; the flat positions of these ids; their added rows."""
+    """Return tokens with 0 for ids from `first` on; their flat positions; these ids minus `first`."""
     flat = tokens.reshape(-1)
     places = namespace(tokens).flatnonzero(flat >= first)
     return tokens * (tokens < first), places, flat[places] - first

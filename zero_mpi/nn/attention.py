@@ -236,7 +236,7 @@ class RoPE(Layer):
 class CausalAttention(Layer):
     """Layer (q, k, v) -> (B, T, H, E): positions attend to themselves and earlier positions.
 
-    `window`: most positions that a position attends to, with itself (Beltagy et al., "Longformer", 2020).
+    `window`: maximum number of these positions, itself included (Beltagy et al., "Longformer", 2020).
     """
 
     keeps_results = False

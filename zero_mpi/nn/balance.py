@@ -3,8 +3,8 @@
 `balance_loss` is defined as in transformers (`load_balancing_loss_func`): N sum_e f_e P_e with f_e = C_e / R
 and P_e = S_e / R. C_e counts how often expert e was chosen and S_e sums its probabilities, over all routed
 layers of a micro-batch together, and R = layers * tokens. If the load is balanced, the loss is U, the number
-of experts that a token uses. C is a count, so the derivative by each probability is N C_e / R^2. `z_loss` is
-the mean over tokens of log(sum(exp(logits)))^2, summed over layers (Zoph et al., "ST-MoE", 2022).
+of experts that a token uses. C is a count, so the derivative with respect to a probability is N C_e / R^2.
+`z_loss` is the mean over tokens of log(sum(exp(logits)))^2, summed over layers (Zoph et al., "ST-MoE", 2022).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RouterLosses:
             return
         by_balance, by_z = (batch.factors.get(name, 0.0) for name in (BALANCE, Z))
         counts, rows = batch.sums["routed_counts"], max(1, batch.sums["routed_rows"])
-        slope = (counts * (by_balance * self.experts / rows**2)).astype(p.dtype)  # derivative by p, (N,)
+        slope = (counts * (by_balance * self.experts / rows**2)).astype(p.dtype)  # dloss / dp, (N,)
         counted = None if batch.documents is None else batch.documents.counted
         tokens = len(p) if counted is None else max(1, int(counted.sum()))
         for start in range(0, len(p), ROWS):
@@ -78,4 +78,4 @@ class RouterLosses:
             added = p[part] * (slope - mean[:, None])
             if counted is not None:
                 added[~counted[part]] = 0
-            dlogits[part] = dlogits[part] + added  # dlogits may have a low type
+            dlogits[part] = dlogits[part] + added  # dlogits may be in low precision (bf16 or fp16)

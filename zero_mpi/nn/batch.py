@@ -44,7 +44,7 @@ class Packed:
         falls = b.ndim != 2 or b.dtype != xp.int64 or (b[:, 1:] < b[:, :-1]).any()
         if falls or (b < 0).any() or (b > xp.arange(b.shape[1])).any():
             raise ValueError(
-                "Packed: begins: expected int64 positions (B, T), none after its own, in rising rows"
+                "Packed: begins: expected int64 (B, T), each at most its position, not decreasing in a row"
             )
 
 
@@ -103,7 +103,7 @@ class BatchContext:
     _reported: set[tuple[str, str, int]] = field(default_factory=set)
 
     def report(self, layer: str, **values: Any) -> None:
-        """Add values of the layer named `layer` to the sums. Recomputation adds nothing again."""
+        """Add values of the layer named `layer` to the sums. Recomputation does not add them again."""
         for name, value in values.items():
             if (key := (name, layer, self.stage)) not in self._reported:
                 self._reported.add(key)

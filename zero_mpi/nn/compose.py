@@ -101,7 +101,7 @@ class Residual(Wrapper):
 class Recompute(Wrapper):
     """Layer inner(x) that saves only x; backward recomputes other values (activation checkpointing).
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Results keep their bits.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Results are bit-identical.
     """
 
     def __init__(self, inner: Layer) -> None:

@@ -39,7 +39,7 @@ def some(x: Any, part: slice) -> Any:
 class Linear(AddsInForward):
     """Layer y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
-    If the layer has an adapter (`low_rank`), the adapter's product is added. `fused`: the number of rows of
+    If the layer has an adapter (`adapters`), the adapter's product is added. `fused`: the number of rows of
     each matrix, if W consists of several matrices. `stack`: the number N of matrices W (N, O, C), one of
     which applies to each row of x; then `forward` and `backward` use operations on stacks, `via`.
     """
@@ -162,7 +162,7 @@ class Rows:
 
 
 def without_adapters(p: Weights) -> dict[str, Any]:
-    """Return weights without adapters, by which layers compute the outputs of the frozen model."""
+    """Return weights without adapters, with which layers compute the outputs of the frozen model."""
     return {name: each for name, each in p.items() if not name.endswith((FIRST, SECOND))}
 
 

@@ -113,9 +113,9 @@ class CrossEntropy(HeadLoss):
 class Distilled(CrossEntropy):
     """(1 - weight) times the cross-entropy, plus weight times the divergence from records (B T,).
 
-    A record has the teacher's `ids` (K,), the logarithms of their probabilities T (`logp`), and that of the
-    remaining probability Tr (`rest`); zeros if there is no prediction. With the student's softmax S at the
-    same temperature, the divergence of a token is sum T (log T - log S) + Tr (log Tr - log Sr).
+    A record has the teacher's `ids` (K,), the logarithms of their probabilities T (`logp`), and the logarithm
+    of the remaining probability Tr (`rest`); zeros if there is no prediction. With the student's softmax S at
+    the same temperature, the divergence of a token is sum T (log T - log S) + Tr (log Tr - log Sr).
     """
 
     records: Array
@@ -206,8 +206,8 @@ class Segment:
 class SequenceLoss(HeadLoss):
     """A loss that is a function of the sums of log-probabilities of segments.
 
-    `criterion` maps the sums, in nats, to (loss, its derivative by each sum). `train` sets the attribute
-    `sums`. Logits are computed twice: for the sums, and for the gradient, which has one factor per segment.
+    `criterion` maps the sums, in nats, to (loss, its derivatives with respect to the sums). `train` sets the
+    attribute `sums`. Logits are computed twice: for the sums, and for the gradient.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Losses for preferred answers: functions of the summed log-probabilities of sequences.
 
-C and R are the sums of a better and a worse answer, minus the reference model's sums if the loss uses one; nc
-and nr are the numbers of their tokens. All computation is in float64 on the host, one pair after the other.
+C and R are the summed log-probabilities of a better and a worse answer, minus those under the reference model
+if the loss uses one; nc and nr are the numbers of their tokens. All computation is in float64 on the host.
 TRL uses the same names. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
 SimPO: Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
 """
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from zero_mpi.ops.elementary import log, power
 
-MOST_AVERAGE = -1e-7  # bound for ORPO, which divides by 1 - e^c: that is 0 for a certain answer
-Pair = tuple[float, float, float]  # the loss, its derivative by C, its derivative by R
+MOST_AVERAGE = -1e-7  # upper bound of averages in ORPO, which divides by 1 - e^c (0 at probability 1)
+Pair = tuple[float, float, float]  # the loss, and its derivatives with respect to C and R
 
 
 class Scored(NamedTuple):
-    """Terms of a loss, and the loss's derivative by the sum of each sequence."""
+    """Terms of a loss, and its derivatives with respect to the sum of each sequence."""
 
     terms: list[float]
     slopes: list[float]
@@ -44,7 +44,7 @@ class Preference:
 
     @property
     def learns_prompts(self) -> bool:
-        """True if the loss includes the cross-entropy of the better side with its prompt."""
+        """True if the loss includes the cross-entropy of the better answer with its prompt."""
         return self.name == "orpo"
 
     @property
@@ -55,7 +55,7 @@ class Preference:
     def score(
         self, numbers: Sequence[int], sums: Sequence[float], counts: Sequence[int], kl: float = 0.0
     ) -> Scored:
-        """Return the loss of sequences. Better sides have even `numbers`, and their worse sides follow."""
+        """Return the loss of sequences. Better answers have even `numbers`; the worse answer follows."""
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
         if self.is_unpaired:
@@ -74,27 +74,27 @@ class Preference:
 
 
 def dpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return DPO's loss, with label smoothing if it is set."""
+    """Return DPO's loss and derivatives, with label smoothing if it is set."""
     d, smooth = self.beta * (C - R), self.label_smoothing
     slope = -self.beta * (sigmoid(-d) - smooth)
     return -(1 - smooth) * log_sigmoid(d) - smooth * log_sigmoid(-d), slope, -slope
 
 
 def ipo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return IPO's loss."""
+    """Return IPO's loss and derivatives."""
     over = C / nc - R / nr - 1 / (2 * self.beta)
     return over * over, 2 * over / nc, -2 * over / nr
 
 
 def simpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return SimPO's loss."""
+    """Return SimPO's loss and derivatives."""
     z = self.beta * (C / nc - R / nr) - self.simpo_gamma
     slope = -self.beta * sigmoid(-z)
     return -log_sigmoid(z), slope / nc, -slope / nr
 
 
 def orpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return ORPO's loss without its cross-entropy: the comparison of odds."""
+    """Return ORPO's comparison of odds and its derivatives, without the cross-entropy."""
     c, r = min(C / nc, MOST_AVERAGE), min(R / nr, MOST_AVERAGE)
     odds = log_odds(c, r)
     slope = -self.beta * sigmoid(-odds)

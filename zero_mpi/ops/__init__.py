@@ -53,7 +53,7 @@ def products(kind: Any) -> tuple[str, str]:
     if device.in_use() is not device.HOST or kind == np.float64:  # the reference multiplies float64 by NumPy
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
-        return "", "kernels of a specific CPU are disabled"
+        return "", "no CPU kernel multiplies float16"
     library, reason = None, next((why for why, is_so in _INSTEAD.items() if is_so), "")
     if _compiles:
         from zero_mpi.ops.cpu import onednn

@@ -1,4 +1,4 @@
-"""Elementwise activations and gated activations in plain array code, defined as in `reference`."""
+"""Elementwise activations and gated activations in reference array code, defined as in `reference`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ BLOCK_KINDS = {
 }
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
 SCALES |= {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-"""Byte offsets of the float16 scales in a block of each `PACKED` kind. If scales are finite, elements are."""
+"""Byte offsets of the float16 scales in a block of each `PACKED` kind. Finite scales give finite elements."""
 
 EXPONENT = np.uint16(0x7C00)  # exponent bits of a float16; all are set in infinity and NaN
 

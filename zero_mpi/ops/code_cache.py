@@ -34,7 +34,7 @@ def installed(package: str) -> str:
 
 
 def processor() -> str:
-    """Return the CPU that code is compiled for: the pinned CPU, or the system's name of this machine's."""
+    """Return the CPU that code is compiled for: the pinned CPU, or this CPU as /proc/cpuinfo describes it."""
     if portable.active:
         return f"{portable.TARGET} {portable.FEATURES}"
     try:

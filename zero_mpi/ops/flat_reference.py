@@ -47,7 +47,7 @@ def adamw(
     - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps). decay (n,), float64: weight
     decay of each of the n equally long runs of p. Loshchilov and Hutter, "Decoupled Weight Decay
     Regularization", 2019. Temporary arrays are blocks that fit in cache. Each element is computed by itself,
-    so the bits do not depend on how an array is cut.
+    so results are bit-identical however an array is cut.
     """
     xp = namespace(p)
     root_c2 = math.sqrt(1.0 - power(beta2, step))
@@ -78,7 +78,7 @@ def adamw(
 def moving_average(e: Array, p: Array, keep: float) -> None:
     """Compute e = keep e + (1 - keep) p, in place in e; e and p are flat and of equal size.
 
-    As in `adamw`, the bits do not depend on how an array is cut.
+    As in `adamw`, results are bit-identical however an array is cut.
     """
     for start in range(0, p.size, ADAMW_BLOCK):
         part = slice(start, start + ADAMW_BLOCK)
@@ -90,7 +90,7 @@ def moving_average(e: Array, p: Array, keep: float) -> None:
 def chunk_squares(g: Array, chunk: int) -> Array:
     """Return float64 sums of squares (n,) of g (n * chunk,), one sum for each run of `chunk` elements.
 
-    Each sum depends only on its own run, so its bits do not depend on the rank that computes it.
+    Each sum depends only on its own run, so it is bit-identical on whichever rank computes it.
     """
     xp = namespace(g)
     sums = xp.empty(g.size // chunk, xp.float64)
@@ -105,7 +105,7 @@ def chunk_squares(g: Array, chunk: int) -> Array:
 
 @operation("raw N uint8, kind, out M real; N == bytes_of(kind, M)", widens=False)
 def dequantize(raw: Array, kind: str, out: Array) -> None:
-    """Unpack full blocks raw (bytes,) into out (n,); round each element once if `out` has a lower type.
+    """Unpack full blocks raw (bytes,) into out (n,); round each element once if `out` has low precision.
 
     kind: a name in `BLOCK_KINDS`.
     """

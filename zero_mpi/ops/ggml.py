@@ -64,7 +64,7 @@ def reader(kind: str) -> Any:
 def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
     """Unpack full blocks into out (n,). Return False if no library supports the type.
 
-    Float32 elements have the same bits as in the package gguf; lower types are rounded from float32.
+    Float32 elements are bit-identical to those of the package gguf; other types are rounded from float32.
     """
     call, (block, nbytes) = reader(kind), GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if call is None:
@@ -89,7 +89,7 @@ def quantize(
     ggml, (count, width) = library(kind.name), rows.shape
     block, nbytes = GGML_QUANT_SIZES[kind]
     expected = width // block * nbytes
-    if width % block or ggml.ggml_row_size(int(kind), width) != expected:  # the library would end the process
+    if width % block or ggml.ggml_row_size(int(kind), width) != expected:  # else the library ends the process
         raise ValueError(f"rows of {width}: expected a multiple of the {block} elements of {kind.name}")
     if importance is None and ggml.ggml_quantize_requires_imatrix(int(kind)):
         raise ValueError(f"{kind.name}: expected an importance matrix")

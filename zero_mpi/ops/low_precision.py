@@ -1,9 +1,9 @@
 """The operations in bfloat16 and float16 on the host, computed in float32 with each result rounded once.
 
-This module defines low precision: sums and products are computed in float32, and results have the low type.
-The module is a slow reference for tests of the GPU's kernels and of the host's bfloat16 kernels. Statistics
-that forward keeps for backward, losses and tables of rotary positions never have a low type. A gradient to
-which an operation adds keeps its own type.
+This module defines low precision: sums and products are computed in float32, and results are rounded to bf16
+or fp16. The module is a slow reference for tests of the GPU's kernels and of the host's bfloat16 kernels.
+Statistics that forward keeps for backward, losses and tables of rotary positions are never in low precision.
+A gradient to which an operation adds keeps its own type.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def widened(x: Any) -> Any:
 
 
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
-    """Return `operation` extended to low-precision arrays; return it unchanged if it has no `ROLES`.
+    """Return `operation` extended to low-precision arrays; return it unchanged if it is not in `WIDENED`.
 
-    `native`: the low types that `operation` computes without float32 copies.
+    `native`: the low-precision types that `operation` computes without float32 copies.
     """
     if name not in WIDENED:
         return operation
@@ -54,7 +54,7 @@ def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] =
 
 
 def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, given: dict[str, Any]) -> Any:
-    """Run the operation on widened arguments; round its results of the arguments' type to the type `kind`."""
+    """Run the operation on widened arguments; round results of the arguments' type to `kind`."""
     wide = {name: widened(value) for name, value in given.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow to infinity
         result = operation(**wide)
@@ -70,6 +70,6 @@ def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, given
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity, as norms show."""
+    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity, visible in the norm."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)

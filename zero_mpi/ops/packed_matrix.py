@@ -12,7 +12,7 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
 
-FEW = 8  # most input rows that multiply blocks directly; with more rows, the matrix is unpacked first
+FEW = 8  # maximum number of input rows that multiply blocks directly; for more, the matrix is unpacked
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(O, C)."""
+        """Numbers of rows and columns."""
         block = BLOCK_KINDS[self.kind]
         return len(self.raw), self.raw.shape[1] // block.nbytes * block.elements
 

@@ -1,4 +1,4 @@
-"""Definitions of all operations and backwards in plain array code, with which tests compare fast versions.
+"""Definitions of all operations and backwards in array code; tests compare faster versions with them.
 
 Axes: N rows (tokens), B sequences, T positions, C model width, O output width, H query heads, K key/value
 heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* to the array passed for
@@ -19,7 +19,7 @@ from zero_mpi.ops.flat_reference import column_sums
 from zero_mpi.ops.registry import operation
 from zero_mpi.ops.sizes import check_kept
 
-LOGITS_BYTES = 64 << 20  # bytes of logits per chunk; a head reads its weights and adds to dw once per chunk
+LOGITS_BYTES = 64 << 20  # maximum bytes of logits per chunk; each chunk reads a head's weights once
 WITH_MEAN = "dy ... C, x ... C, w C, mean ... 1 wide, r ... 1 wide, "
 GROUPED = "; S >= T and K > 0 and H % K == 0"  # several heads of q share a head of k and v
 

@@ -49,7 +49,7 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
 
         @wraps(definition)
         def quietly(*given: Any, **named: Any) -> Any:
-            with np.errstate(over="ignore", invalid="ignore"):  # the norm shows overflow, as with kernels
+            with np.errstate(over="ignore", invalid="ignore"):  # the gradient norm shows overflow
                 return definition(*given, **named)
 
         setattr(defined, name, accept_low(name, definition))
@@ -73,7 +73,7 @@ def implements(
 ) -> Callable[[F], F]:
     """Return a decorator that makes a function the version of an operation for an array type.
 
-    low: low types that the function supports. On the host, arrays of other low types become float32 copies.
+    low: supported low-precision types; on the host, other low-precision arrays become float32 copies.
     """
 
     def add(version: F) -> F:

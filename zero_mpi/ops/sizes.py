@@ -25,19 +25,19 @@ LOW_TILE = 256 << 10  # scores that bfloat16 attention computes at a time: they 
 # Kernels of the GPU.
 PACK = 16  # bytes that a thread loads at once
 THREADS = 256  # threads of a block, by default
-COLUMN_ROWS, COLUMN_LINES = 32, 128  # of a sum over rows: rows per line of partial sums, most lines
+COLUMN_ROWS, COLUMN_LINES = 32, 128  # sums over rows: rows per partial sum; maximum number of partial sums
 RUN = 32  # sorted positions that a thread handles in an embedding's gradient, as in embedding.cu
 HELD = 4  # packs of a norm's sums that a thread holds, as in norm.cu
-NORM_LINES = 512  # most lines of a norm's partial sums
+NORM_LINES = 512  # maximum number of partial sums of a norm's gradient
 
 # Attention, heads and products on the GPU.
-SCORES = 256 << 20  # most bytes of float32 scores at a time, unless one query per head already needs more
+SCORES = 256 << 20  # maximum bytes of float32 scores at a time, unless one query per head already needs more
 EVEN = 16  # a block has a multiple of this many queries, unless there are fewer queries
-SLOPES = 4 << 30  # most bytes of cuDNN's backward buffers that grow with the square of T
-LOGITS_BYTES = 2 << 30  # bytes of logits per chunk; a head reads its weights and adds to dw once per chunk
-LARGE_GPU = 40e9  # bytes of memory; smaller GPUs use a quarter of the slopes and an eighth of the logits
+SLOPES = 4 << 30  # maximum bytes of cuDNN's backward buffers that grow with the square of T
+LOGITS_BYTES = 2 << 30  # maximum bytes of logits per chunk; each chunk reads a head's weights once
+LARGE_GPU = 40e9  # bytes of memory; smaller GPUs use SLOPES / 4 and LOGITS_BYTES / 8
 LINE = 8  # a row of logits is padded to a multiple of LINE elements: products of other lengths are slow
-WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
+WORKSPACE = 32 << 20  # bytes of cuBLASLt's workspace on Hopper and later GPUs
 
 
 def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Array, Array]:
@@ -68,7 +68,7 @@ def attention_tile(q: Array, k: Array, v: Array, keep: bool) -> tuple[int, int, 
 
 
 def early_keys(length: int, total: int) -> int:
-    """Return how many keys the early rows of a long sequence see, which are half of the work; 0 if short."""
+    """Return how many keys the early rows (half of the work) of a long sequence see; 0 if it is short."""
     return total - length + int(length * 0.5**0.5) // BLOCK * BLOCK if length >= LONG else 0
 
 
@@ -88,7 +88,7 @@ def tile_heads(batch: int, heads: int, length: int, total: int) -> tuple[int, in
 
 
 def low_tile(batch: int, heads: int, length: int, total: int) -> int:
-    """Return the most scores that attention in bfloat16 computes at a time; `heads`: number of key heads."""
+    """Return the maximum number of scores in a tile of bfloat16 attention; `heads`: number of key heads."""
     sequences, together = tile_heads(batch, heads, length, total)
     last = (length - 1) % LOW_BLOCK + 1
     return sequences * together * max(last * total, LOW_BLOCK * (total - last) if last < length else 0)
@@ -122,13 +122,13 @@ def scores_across(total: int) -> int:
 
 
 def score_rows(heads: int, total: int) -> int:
-    """Return the most queries in a block of attention; `heads`: the number of heads of all sequences."""
+    """Return the maximum number of queries in a block; `heads`: the number of heads of all sequences."""
     most = max(1, SCORES // (4 * heads * scores_across(total)))
     return most // EVEN * EVEN if most > EVEN else most
 
 
 def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]:
-    """Return (sequences, key/value heads) per cuDNN backward call of `most` bytes; shape: q (B, T, H, D).
+    """Return (sequences, key/value heads) per cuDNN backward of up to `most` bytes; shape: q (B, T, H, D).
 
     One call computes all if a single head needs more bytes, or if a part of the logarithms is unaligned.
     """
@@ -141,7 +141,7 @@ def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]
 
 
 def most_slopes(memory: float = LARGE_GPU) -> int:
-    """Return the most bytes of scores that cuDNN's backward may use on a GPU with `memory` bytes."""
+    """Return the maximum bytes of scores that cuDNN's backward may use on a GPU with `memory` bytes."""
     return SLOPES if memory >= LARGE_GPU else SLOPES // 4
 
 

@@ -3,7 +3,7 @@
 A kernel or a product runs on one thread and releases the interpreter's lock, so Python's own threads are
 enough. Matmul libraries are limited to one thread: more threads would spin on the cores that our threads
 need. Parts are equal runs of rows, one for each thread; the calling thread computes the last part. Results
-that depend on one row have the same bits on any number of threads. Sums over rows are added part by part, in
+that depend on one row are bit-identical for any number of threads. Sums over rows are added part by part, in
 the order of the rows.
 """
 
@@ -22,8 +22,8 @@ from zero_mpi.device.types import Array
 
 T = TypeVar("T")
 
-LEAST = 1 << 16  # least elements per part: waking a thread and waiting for it takes fifty microseconds
-LEAST_PRODUCT = 1 << 22  # least multiplications per part of a product, which take as long
+LEAST = 1 << 16  # minimum elements per part: waking a thread and waiting for it takes fifty microseconds
+LEAST_PRODUCT = 1 << 22  # minimum multiplications per part of a product, for the same reason
 EVEN_ROWS = 16  # parts of a matrix have a multiple of this many rows, as the libraries' kernels do
 EVEN = 256  # parts of flat arrays have a multiple of this length: full vectors, as in one loop over the array
 
@@ -56,7 +56,7 @@ def count() -> int:
 
 
 def start(work: Callable[..., T], *given: Any) -> Future[T]:
-    """Start a call on another thread; this process must have more than one thread."""
+    """Start a call on another compute thread; this process must have more than one."""
     assert _pool is not None
     return _pool.submit(work, *given)
 

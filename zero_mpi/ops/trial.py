@@ -1,11 +1,11 @@
-"""A short trial that shows whether two machines compute the same bits, by all operations on fixed numbers.
+"""A short trial that shows whether two machines give bit-identical results for all operations.
 
 Comparing names is not enough: OpenBLAS has one name for Zen 5 and Intel's AVX-512 cores, compiled code
 depends on the processor, and products depend on the number of threads. So each operation runs once, by the
 same code as in training, on numbers made by integer arithmetic, and the results are hashed. Products have
 shapes for which libraries have special kernels: forward and both backwards, odd edges, a single row, sums
 longer than a block, and sizes that are divided among threads. Nothing depends on the rank, the job or the
-model. Unpacking quantized blocks is not tried: it adds nothing up, and the format defines its bits.
+model. Unpacking quantized blocks is not tried: it adds nothing up, and the format defines its results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero_mpi.ops.registry import OPERATIONS
 PRODUCTS = (
     (1, 96, 65), (7, 33, 130), (64, 64, 64), (96, 192, 576), (64, 1040, 200), (520, 96, 72), (160, 264, 700)
 )  # fmt: skip
-# (sequences, positions, heads, key/value heads, width of a head): first weights kept, then recomputed.
+# (sequences, positions, heads, key/value heads, width of a head). Only the first keeps its weights.
 ATTENTIONS = ((2, 70, 4, 2, 32), (1, 1100, 1, 1, 24))
 STREAM = 1 << 18  # slightly more numbers than the largest array has
 ROWS, WIDTH = 67, 193  # sizes for operations on rows: not multiples of a vector or an unrolled loop
@@ -162,7 +162,7 @@ PARTS = (products, attention, head, experts, others)
 
 
 def results(kind: Any) -> Iterator[Array]:
-    """Yield the results of all operations in float32, and in the low type of a run if it has one."""
+    """Yield the results of all operations in float32, and in a run's low-precision type, if it has one."""
     for part in PARTS:
         yield from part(numbers)
     yield from updates()

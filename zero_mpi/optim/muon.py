@@ -2,7 +2,7 @@
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024. A few steps of an odd
 polynomial (Newton-Schulz) bring all singular values near 1. Every matrix is unsharded, on one rank, so
-products have the same shapes and updates have the same bits for any number of ranks. By default an update is
+products have the same shapes and updates are bit-identical for any number of ranks. By default an update is
 as large as AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so both rules use the same
 learning rate and weight decay.
 """
@@ -32,7 +32,7 @@ JIACHENG = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-SCALES = {  # name -> factor of the update of a matrix of (rows, columns)
+SCALES = {  # name -> factor of a matrix's update, by its numbers of rows and columns
     "adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
@@ -118,7 +118,7 @@ class Muon(MatrixRule):
 def norm(x: Array) -> Scalar:
     """Return the Euclidean norm of a matrix; its squares are summed in float64 in one fixed order.
 
-    A GPU's result stays there, so that nobody waits for it.
+    A GPU's result stays there, so that the host does not wait for it.
     """
     flat = x.reshape(-1)
     full = flat.size // QUANTUM * QUANTUM

@@ -2,8 +2,8 @@
 
 Moments, and float32 parameters if layers read low precision, are used once per step and are kept in pinned
 memory. One stream copies a chunk to the GPU, the compute stream updates it and a third stream copies it back;
-events order the three, so transfers overlap. The bits are those of an update without offload. (ZeRO-Offload,
-Ren et al., 2021, updates on the host; with today's links to a GPU, that is slower.)
+events order the three, so transfers overlap. Results are bit-identical to updates without offload.
+(ZeRO-Offload, Ren et al., 2021, updates on the host; with today's links to a GPU, that is slower.)
 """
 
 from __future__ import annotations

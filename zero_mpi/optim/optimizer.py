@@ -49,7 +49,7 @@ class ShardedOptimizer:
     """Optimizer of a ShardedModule; `zero_mpi.compat.optimizer.ShardedOptimizer` describes its arguments.
 
     `steps` counts updates; `skipped` counts steps without an update because the norm was not finite. The
-    constructor is collective; it raises UsageError if ranks differ, and for `offload` without a GPU.
+    constructor is collective; it raises UsageError if arguments differ by rank, or for `offload` without GPU.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ShardedOptimizer:
         """Return the rule of a parameter; raise ValueError if none matches."""
         rule = self._chosen.get(name) or matched(self.rules, name, None)
         if rule is None:
-            raise ValueError(f"rules: none matches {name}: add one for the pattern *")
+            raise ValueError(f"rules: no pattern matches {name}: add a rule for the pattern *")
         self._chosen[name] = rule
         return rule
 
@@ -121,7 +121,7 @@ class ShardedOptimizer:
     def _rates_of(self, unit: ShardedUnit, scales: Mapping[str, float]) -> tuple[Array, list[Segment]]:
         """Return each updated chunk's decay factor, (chunks,) float64, and segments of equal rate and rule.
 
-        Rates rarely differ, so a unit has few segments. They do not change the update of an element.
+        Rates rarely differ, so a unit has few segments. Segments do not change an element's update.
         """
         part, full = unit.updated[2], unit.unit
         here = slice(part.start // full.quantum, -(-part.stop // full.quantum))
@@ -215,7 +215,7 @@ class ShardedOptimizer:
         return {of: {name: zeros(size, kind) for name in names} for of, (size, _, names) in sizes.items()}
 
     def _direct(self, lr: float, scale: float) -> Handle:
-        """Turn gradients into directions on the owners of full matrices; send these to the updating ranks."""
+        """Turn gradients into directions on the owners of full matrices; send them to the updating ranks."""
         handles = []
         for unit in filter(self._is_directed, self.units):
             gradient, states = unit.gradient.sum, self.states[unit.name]

@@ -121,7 +121,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """True if reductions add in rank order, also for `fast` on transports whose library cannot sum."""
+        """True if reductions add in rank order, also with `fast` on transports whose library cannot sum."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
@@ -135,7 +135,7 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """True if each node has all shards: by its strategy, or for replicated moments over NODES."""
+        """True if each node has all shards: by its strategy, or with replicated moments on NODES."""
         by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 
@@ -156,7 +156,7 @@ class Case:
 
     @property
     def shares_gathers(self) -> bool:
-        """True if a node gathers units into buffers of all its ranks."""
+        """True if a node gathers units into buffers that all its ranks share."""
         return self.transport == kinds.NODES and not self.hybrid
 
     @property
@@ -166,7 +166,7 @@ class Case:
 
     @property
     def measured(self) -> tuple[bool, ...]:
-        """Extra passes, before a step's forward, that compute log-probabilities. False: without adapters."""
+        """Passes before a step's forward that compute log-probabilities; False: without adapters."""
         if self.preference is None or not self.preference.has_reference:
             return ()
         unpaired = self.preference.is_unpaired  # such a loss also reads answers to other prompts

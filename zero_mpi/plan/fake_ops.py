@@ -33,7 +33,7 @@ from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.sizes import head_weights, unseen_weights
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space without memory; not in `mmap` yet
-LEAST_ARENA = 1 << 30  # bytes
+LEAST_ARENA = 1 << 30  # minimum bytes of address space for fake arrays
 
 
 class FakeArray(np.ndarray[Any, Any]):
@@ -62,9 +62,9 @@ class FakeArray(np.ndarray[Any, Any]):
 class FakeMemory:
     """Counter of the memory and the work of fake arrays, with subclasses in `plan.workspaces`.
 
-    held, small   bytes of recycled blocks; peak bytes of arrays that are too small for recycling
-    logits        bytes of the largest chunk of logits, a recycled block
-    flop, moved   floating-point operations of products; bytes that all other operations read and write
+    held: bytes of recycled blocks; small: peak bytes of arrays that are too small for recycling
+    logits: bytes of the largest chunk of logits, a recycled block
+    flop: floating-point operations of products; moved: bytes that all other operations read and write
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class FakeMemory:
             self._small_now -= nbytes
 
     def outside(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Return a fake array that is not counted here; raise MemoryError if addresses run out."""
+        """Return a fake array whose memory is not counted; raise MemoryError if addresses run out."""
         nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         if nbytes > len(self._arena):  # all fake arrays may have the same addresses
             size = max(LEAST_ARENA, 1 << nbytes.bit_length())
@@ -223,7 +223,7 @@ def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, a
 
 
 def column_sums(dy: Array, rows: int, width: int) -> None:
-    """Count the gradient of a vector, a sum over rows."""
+    """Count the work and memory of a vector's gradient, a sum over rows."""
     dy.memory.passes(dy)
     dy.memory.column_sums(rows, width)
 

@@ -22,7 +22,7 @@ from zero_mpi.files.parse import parse_json
 
 @dataclass(frozen=True)
 class Link:
-    """Link: a message of n bytes takes alpha + beta n seconds."""
+    """Link on which a message of n bytes takes alpha + beta n seconds."""
 
     alpha: float
     beta: float
@@ -30,7 +30,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """Level of a network: `link` is between nodes in groups of up to `nodes` nodes (None: all nodes)."""
+    """Level of a network: `link` joins nodes in groups of up to `nodes` nodes (None: all nodes)."""
 
     name: str
     nodes: int | None
@@ -88,7 +88,7 @@ RATES = {  # name -> path of the field in `Machine`, function and unit for a rep
 
 
 def assumed(on_gpu: bool, precision: str) -> Machine:
-    """Return the assumed machine; for bf16, its processor has bfloat16 units."""
+    """Return the assumed machine; for bf16 on CPUs, one with bfloat16 units."""
     if on_gpu:
         return ASSUMED_GPU_FP32 if precision == "fp32" else ASSUMED_GPU
     return ASSUMED_BF16 if precision == "bf16" else ASSUMED
@@ -115,7 +115,7 @@ DOCTOR = {  # name -> path in the doctor's JSON
     "bf16_flops": "bf16_flops_per_second_per_rank",
     "memory": "memory_bytes_per_rank",
 }
-MOST_DOCTOR = 16 << 20  # most bytes of a doctor's JSON
+MOST_DOCTOR = 16 << 20  # maximum bytes of a doctor's JSON
 LARGEST = 1e30  # upper bound of any rate
 LINK: dict[str, type] = {"alpha_seconds": float, "bytes_per_second": float}
 TABLES: dict[str, dict[str, type]] = {  # table -> key -> type of its number, all above 0
@@ -148,7 +148,7 @@ def read_doctor(path: Path) -> dict[str, float]:
             if value or "seconds" in keys:
                 known[name] = float(value)
     if not known:
-        raise UsageError(f"{place}: no speed in it; expected keys such as links.node.alpha_seconds")
+        raise UsageError(f"{place}: it contains no speed; expected keys such as links.node.alpha_seconds")
     return known
 
 
@@ -193,8 +193,8 @@ def read_levels(place: str, found: Any) -> list[Level]:
         nodes, inside = level.get("nodes"), levels[-1].nodes if levels else 0
         if nodes is not None and inside is not None and nodes <= inside:
             raise UsageError(
-                f"{where}: nodes is {nodes}: expected more than the {inside} of the level before; levels go "
-                "from the inside out"
+                f"{where}: nodes is {nodes}: expected more than the {inside} of the previous level; list "
+                "levels from the innermost to the outermost"
             )
         link = Link(level["alpha_seconds"], 1 / level["bytes_per_second"])
         levels.append(Level(level["name"], nodes, link))

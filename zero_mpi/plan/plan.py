@@ -94,7 +94,7 @@ MOST = 256  # largest micro-batch that is tried
 
 
 def largest_micro_batch(case: Case, limit: int) -> int:
-    """Return the largest micro-batch that fits into `limit` bytes per rank; 0: none; MOST: or more."""
+    """Return the largest micro-batch that fits into `limit` bytes per rank; 0: none; MOST: this or more."""
 
     def total(rows: int) -> int:  # bytes per rank for micro-batches of `rows` sequences
         try:

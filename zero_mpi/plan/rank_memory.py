@@ -52,7 +52,7 @@ def titles(kind: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on rank 0. Of memory that the ranks of a node share, this rank's part is counted."""
+    """Bytes on rank 0. Of memory that the ranks of a node share, only this rank's part counts."""
 
     # Kept between rounds and steps: slices, or full parameters if replicated.
     parameters: int = called("parameters")
@@ -65,7 +65,7 @@ class Memory:
     gradient_buffers: int = called("gradient buffers")  # gradients of a micro-batch, before they are reduced
     activations: int = called("activations")  # arrays that layers keep or allocate, without the logits
     logits: int = called("logits")
-    transport: int = called("received shards")  # buffers of a reduction
+    transport: int = called("received shards")  # receive buffers of reductions
     tables: int = called("tables")  # weight decay and sums of squares of each chunk
     workspace: int = called("workspace of products")  # scratch memory of the GPU's library
     snapshot: int = called("copies for --async-save")  # only while a checkpoint is written
@@ -123,12 +123,12 @@ def plan_memory(case: Case) -> Memory:
 
 
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
-    """Return the bytes of a unit that are kept between rounds and steps; of shared arrays, only slices."""
+    """Return the bytes of a unit that are kept between rounds; of arrays that ranks share, only a slice."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
     states = state_count(unit, case.qat) * (own if unit.whole else updated)
-    # A slice is a separate buffer, gathered into the full array, unless an allreduce sums in place.
+    # The summed gradient shard is a separate buffer, gathered into the full array, except for an allreduce.
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_full:
         summed = own
@@ -164,7 +164,7 @@ def keeps_slices(case: Case) -> bool:
 
 
 def node_shared(case: Case) -> int:
-    """Return a node's bytes in shared windows: parameters, or gathers, once; gradients per rank; counters."""
+    """Return a node's bytes in shared windows: full or gathered parameters, gradients, counters."""
     if not case.transport.shares_memory:
         return 0
     layout, full = case.layout, list[int]()
@@ -180,7 +180,7 @@ PLAIN_RANK, PLAIN_FILES = 44 << 20, 22 << 20
 RANK, FILES, COMPILER = 88 << 20, 96 << 20, 64 << 20
 STEP = 1 << 24  # a request is a multiple of this number of bytes
 BYTES_OF_TOKEN = 3  # bytes of text per token, unless a token is a byte
-READING = 2  # extra memory while rank 0 reads text, as a multiple of the tokens
+READING = 2  # extra memory while rank 0 reads text, as a multiple of the tokens' bytes
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def private(case: Case, memory: Memory) -> int:
 def text_bytes(config: Config, model: ModelConfig) -> int:
     """Return the bytes of tokens that each rank holds, by the data's file sizes; the data are not read.
 
-    Token files and cached encoded text are mapped from disk and need none.
+    Large token files and large cached texts are mapped from disk and count as 0 bytes.
     """
     held = 0
     lists = [files_of(config.data) if config.data else library_files()]
@@ -270,7 +270,7 @@ class NodeInfo:
     ranks: int
     limits: Limits
     mapped: int  # bytes of address space that a rank uses now
-    written: int  # bytes of data that a rank can write to now
+    written: int  # bytes of private writable memory that a rank has now
 
 
 def nodes_of(world: World) -> list[NodeInfo]:
@@ -286,7 +286,7 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
     """Return why some node lacks memory for the run, or an empty text."""
     if device.in_use().name != "cpu":
         return ""  # the arrays are on the GPU, whose library reports if memory is short
-    least = 4 * BYTES * elements(model) // len(nodes)  # least bytes on a node under any strategy
+    least = 4 * BYTES * elements(model) // len(nodes)  # minimum bytes on a node under any strategy
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments", least)
@@ -306,7 +306,7 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
 def node_problem(node: NodeInfo, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
     """Return why this node lacks memory, or an empty text.
 
-    arrays and text: bytes that each rank will allocate; shared: further bytes of its node
+    arrays and text: bytes that each rank will allocate; shared: further bytes of the node
     """
     needed = node.ranks * (arrays + text) + shared
     if needed > node.limits.memory:

@@ -59,7 +59,7 @@ def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Ite
 
 
 def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator[str]:
-    """Yield lines with the planned case and the assumed speeds."""
+    """Yield lines with the planned case and the known and assumed speeds."""
     yield (
         f"{case.model.arch}, {elements(case.model):,} parameters; {case.ranks} rank(s) on {case.nodes} "
         f"node(s); {case.tokens:,} tokens per step in {case.rounds.micro_batches} micro-batch(es) of "
@@ -86,7 +86,7 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
 
 
 def base(case: Case) -> str:
-    """Return a text with the size of a base in GGUF blocks and the number of ranks that share it."""
+    """Return the size of the frozen base model in GGUF blocks and the ranks that share it, as text."""
     by = "over" if keeps_slices(case) else "on each of"
     return f"{size(case.model.stored_bytes)} in the file's blocks {by} {case.owners} rank(s)"
 
@@ -130,7 +130,7 @@ def counted(count: int) -> str:
 
 
 def sweep_lines(case: Case, points: Sequence[Point]) -> Iterator[str]:
-    """Yield the lines of a strategy's points."""
+    """Yield the lines of a sweep over numbers of ranks for one strategy."""
     yield f"{case.strategy_name}: {case.rounds.micro_batches} micro-batches per step at any number of ranks"
     yield row("ranks (nodes)", ["memory a rank", "step", "waits", "tokens/s", "efficiency"])
     for point in points:

@@ -31,14 +31,14 @@ from zero_mpi.sharding.parameters import NONE
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, SUMS, NORM, UPDATE = "gather sums", "sums", "norm", "update"
 TRANSFERS = (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE)
-MOST_ROUNDS = 4  # simulated rounds; all between the second and the last are equal
-KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # memory by device
-RECORD = np.dtype([("ids", "<u4", (1,)), ("logp", "<f4", (1,)), ("rest", "<f4")])  # of a teacher
+MOST_ROUNDS = 4  # maximum number of simulated rounds; rounds between the second and the last are equal
+KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # counters of the operations' memory, by device
+RECORD = np.dtype([("ids", "<u4", (1,)), ("logp", "<f4", (1,)), ("rest", "<f4")])  # a teacher's record
 STEPS = 2  # the first step lacks the previous step's buffers and transfers
 
 
 class StepEvent(NamedTuple):
-    """Event on a rank: its kind, transfer and unit, and the computing before it."""
+    """Event on a rank: its kind and unit; for a wait, the transfer; for computing, FLOP and moved bytes."""
 
     kind: str
     unit: int = -1
@@ -68,7 +68,7 @@ class Simulation:
 
 
 class StepScript:
-    """Collector of events; an event includes the computing since the last event."""
+    """Collector of events; `note` first adds an event for the computing since the previous event."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self.memory = memory
@@ -146,7 +146,7 @@ class Simulator:
             self.module = ShardedModule(stages, comm, case.layout_config)
 
     def step(self) -> tuple[StepEvent, ...]:
-        """Make a step as `train` does: passes that measure, rounds of micro-batches, `optimizer.step`."""
+        """Make a step as `train` does: measuring passes, rounds of micro-batches, `optimizer.step`."""
         module, script, rounds = self.module, self.script, len(self.case.rounds)
         with without_memory(self.memory):
             for adapted in self.case.measured:

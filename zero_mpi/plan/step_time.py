@@ -3,7 +3,7 @@
 The events of a simulated step are played against a clock. Computing advances the clock. A transfer begins
 when its link is free and completes some time later, while the rank computes; a wait moves the clock to that
 time. The waiting time is exposed communication. Inside one node a transfer is a copy by the ranks' own cores,
-so nothing is hidden there, unless GPUs compute. All ranks are assumed to be as fast as rank 0.
+so no transfer is hidden there, unless GPUs compute. All ranks are assumed to be as fast as rank 0.
 
 Collectives follow the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005. Sums that pass from node to node are a pipeline: a unit crosses
@@ -24,7 +24,7 @@ from zero_mpi.plan.traffic import FLAGS
 from zero_mpi.sharding.unit import BYTES
 
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
-SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
+SHORT = 512 << 10  # bytes; shorter data are gathered in a tree by MPICH
 
 
 class Cost(NamedTuple):
@@ -51,7 +51,7 @@ def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
 
 
 class Player:
-    """Player of events; `time` is the clock, in seconds."""
+    """Simulated clock that events advance. `now` is the clock in seconds; `time` is the StepTime so far."""
 
     def __init__(self, case: Case, machine: Machine) -> None:
         self.case, self.machine = case, machine

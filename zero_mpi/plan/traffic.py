@@ -20,7 +20,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.sharding.actions import Gather
 
-Sent = tuple[Array, Array]  # (inside, between), int64 elements of each rank
+Sent = tuple[Array, Array]  # (inside, between): int64 elements that each rank sends
 FLAGS = 3  # numbers that `train` sends with the losses: stop requests, failures of saves, requests to save
 
 
@@ -49,7 +49,7 @@ class Route:
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
-        """Return the bytes sent in a reduction by `contributors` ranks; `first`: it is the step's first."""
+        """Return the elements sent in a reduction of `contributors` ranks; `first`: the step's first one."""
         own = self.owned(partition)
         on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
         gives = (self.rank < contributors) | self.all_give
@@ -60,7 +60,7 @@ class Lanes(Route):
     """Route of lanes: ranks with the same position on their nodes send slices between nodes (comm.nodes).
 
     A sum passes from node to node up to the last active node, then to its owner. If it adds to an earlier
-    round's sum, its owner first sends that to the first node.
+    round's sum, its owner first sends the earlier sum to the first node.
     """
 
     passes_sums = True
@@ -81,7 +81,7 @@ class Lanes(Route):
 class ByNode(Route):
     """Route if every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid).
 
-    A sum passes from node to node to the last active node, then to all. shared: one full array per node
+    A sum passes from node to node to the last active node, then to all nodes. shared: one full array per node
     """
 
     passes_sums = True
@@ -162,8 +162,8 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
             for kind, count in kinds.items():
                 gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
     sums = case.summed * (1 + len(case.measured))
-    losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
-    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares, among the slices' owners
+    losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # summed over all ranks
+    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares are summed over the owners
     (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
 
@@ -178,4 +178,4 @@ def gathers_of(case: Case) -> Sequence[int]:
     schedule = case.layout.schedule
     passes = [schedule.training, *[schedule.evaluation] * len(case.measured)]
     started = Counter(action.unit for actions in passes for action in actions if isinstance(action, Gather))
-    return [started[number] * len(case.rounds) for number in range(len(units))]  # g_u per round
+    return [started[number] * len(case.rounds) for number in range(len(units))]

@@ -20,7 +20,7 @@ Gradients = tuple[Array, Array, Array]
 class Compiled(FakeMemory):
     """Counter of the memory of the CPU's compiled operations."""
 
-    workspace = 0  # bytes
+    workspace = 0  # bytes of scratch memory of the matmul library
     skips_unseen = True  # True if attention leaves out keys that no row of a block sees
 
     def attention(self, q: Array, k: Array, v: Array, begins: Array | None) -> tuple[Array, tuple[Any, ...]]:
@@ -75,7 +75,7 @@ class Compiled(FakeMemory):
 
 
 class OnGPU(Compiled):
-    """Counter of a GPU's memory. Attention in low types is by cuDNN unless ZERO_MPI_GPU_ATTENTION is own."""
+    """Counter of a GPU's memory. cuDNN computes bf16 and fp16 attention unless ZERO_MPI_GPU_ATTENTION=own."""
 
     workspace = sizes.WORKSPACE
     skips_unseen = False
@@ -105,7 +105,7 @@ class OnGPU(Compiled):
         return gradients, True
 
     def scores(self, q: Array, k: Array) -> list[Array]:
-        """Allocate the float32 scores of a block, and in a low type its weights; return both."""
+        """Allocate the float32 scores of a block, and in low precision its weights; return both."""
         (batch, length, heads, _), total = q.shape, k.shape[1]
         most = min(length, sizes.score_rows(batch * heads, total))
         size = batch * heads * most * sizes.scores_across(total)
@@ -145,5 +145,5 @@ def low_tile(q: Array, k: Array) -> int:
 
 
 def by_cudnn(q: Array, begins: Array | None) -> bool:
-    """Return True if cuDNN computes attention: in a low type, without packed documents or a window."""
+    """Return True if cuDNN computes attention: in low precision, without packed documents or a window."""
     return q.itemsize == 2 and begins is None and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"

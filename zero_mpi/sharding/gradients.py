@@ -141,7 +141,7 @@ class ReplicatedGradients(SlicedGradients):
 
 
 class AllreducedGradients(ReplicatedGradients):
-    """Gradients that a rank sums over rounds and the library sums over ranks once a step. `sum`: a slice."""
+    """Gradients that a rank sums over rounds and the library sums over ranks once per step."""
 
     def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
         if accumulate:
@@ -160,7 +160,7 @@ class AllreducedGradients(ReplicatedGradients):
 
 
 class SharedGradients(SlicedGradients, Handle):
-    """Gradients whose full sum is stored once per node; it is complete when the reduction is."""
+    """Gradients whose full sum is stored once per node. It is complete when the reduction has ended."""
 
     def start_publish(self) -> Handle:
         self.context.comm.signal_written()

@@ -22,7 +22,7 @@ from zero_mpi.sharding.actions import Actions
 from zero_mpi.telemetry import spans
 
 WARM_UP = 2  # micro-batches before the first recording, which create plans, kernels and buffers
-MOST, SEEN = 8, 64  # most kinds of micro-batches that are recorded; most kinds that are counted
+MOST, SEEN = 8, 64  # maximum number of recorded graphs, and of kinds of micro-batches that are counted
 
 Work = Callable[..., Any]  # runs a micro-batch (x, its loss, actions) and returns the loss
 

@@ -39,7 +39,7 @@ from zero_mpi.sharding.unit import (
     units_by_scope,
 )
 
-BUCKET_MB = 25.0  # large enough to hide the latency of a message, small enough to start early
+BUCKET_MB = 25.0  # MiB; large enough to hide the latency of a message, small enough to start early
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Layout:
     """The units of a model, the units that each stage uses, the schedule, and the sizes of buffers.
 
     parts     stage -> its stacked parameters, if they are split over several units
-    buffers   of gradients, gathers   of parameters that are gathered: lengths of float32 arrays, which hold
-              twice as many elements in low precision
+    buffers   lengths of gradient buffers in float32 elements; in low precision, twice as many elements fit
+    gathers   lengths of buffers for gathered parameters, in the same unit
     """
 
     config: LayoutConfig
@@ -125,7 +125,7 @@ class Layout:
 
 
 def products_of(shape: tuple[int, ...]) -> int:
-    """Return the operations of five orthogonalizing steps, 20 m^2 n + 10 m^3, to balance between owners."""
+    """Return Muon's FLOP for an m x n matrix with m <= n, 20 m^2 n + 10 m^3, to balance the owners' work."""
     m, n = sorted(shape[-2:])
     return prod(shape[:-2]) * (20 * m * m * n + 10 * m**3)
 
@@ -173,7 +173,7 @@ def cut_stacks(
 ) -> Iterator[tuple[int, Stack, list[tuple[slice, list[Unit]]]]]:
     """Yield stages whose stacked parameters are split over several units, and these units by parts.
 
-    Parameters of several stages or of the last stage, which runs both ways at once, are not split.
+    Parameters of several stages or of the last stage, whose forward and backward are one, are not split.
     """
     if config.strategy.buckets or config.by_rows:
         return
@@ -190,7 +190,7 @@ def cut_stacks(
 
 
 def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[Unit]) -> dict[str, object]:
-    """Return the facts that must be equal on all ranks; otherwise they would start different collectives."""
+    """Return the facts that must be equal on all ranks; otherwise ranks would start different collectives."""
     names = ("prefetch", "bucket_mb", "by_rows", "whole")
     facts = {"the strategy": config.strategy, "the precision": config.precision}
     facts |= {name: getattr(config, name) for name in names}

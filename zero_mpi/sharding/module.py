@@ -155,7 +155,7 @@ class ShardedModule:
         """Add this micro-batch's gradients, start their reduction, and return dx of the first trained stage.
 
         `contributors`: ranks from this number on have no micro-batch in this round and pass dy = None.
-        `last`: whether this is the step's last round. Only NO_SHARD with fast reduction waits for it.
+        `last`: whether this is the step's last round. Only then NO_SHARD with fast reduces.
         """
         assert self._forward is not None, "call forward(x, training=True) before backward"
         micro_batch, self._forward = self._forward, None
@@ -184,7 +184,7 @@ class ShardedModule:
         return work(x, loss, actions) if self._graphs is None else self._graphs.run(x, loss, actions, work)
 
     def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
-        """Return the losses of a micro-batch's parts, without a backward; an empty list for None and None.
+        """Return the losses of a micro-batch's parts, without a backward; [] if x and loss_of are None.
 
         If `adapted` is false, the updates of LoRA adapters are left out.
         """
@@ -245,7 +245,7 @@ class ShardedModule:
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
 
-        The bits do not depend on ranks, units or strategy (`norm`). Tied parameters count once.
+        The result is bit-identical for any ranks, units and strategy (`norm`). Tied parameters count once.
         """
         squares = []
         for unit in self.units:
@@ -281,7 +281,7 @@ class ShardedModule:
             self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
 
     def _values_of(self, params: Mapping[str, Param]) -> dict[str, Array]:
-        """Return full parameters on the host, by a sum to which their owners add the elements. Collective."""
+        """Return full parameters on the host, by a sum over ranks of their owners' elements. Collective."""
         together = Unit("values", params, 1, False)
         total = np.zeros(together.length)
         for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):
@@ -301,7 +301,7 @@ class ShardedModule:
     # ------------------------------------------------------------------------------------------- values
 
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
-        """Fill parameters, all or `names`, by (seed, name), with the same values on any ranks. Collective.
+        """Fill parameters, all or `names`, by (seed, name), with the same values for any ranks. Collective.
 
         Ranks need equal seeds, unless each keeps all parameters; `DDP.broadcast_parameters` may follow.
         """
@@ -344,7 +344,7 @@ class ShardedModule:
 def fill(
     unit: ShardedUnit, target: Array, part: slice, read: Read, names: Collection[str] | None = None
 ) -> None:
-    """Write read(name, start, stop) into `target`, which is `part` of the unit. `names`: only these."""
+    """Write read(name, start, stop) into `target`, `part` of a unit; only of parameters `names`, if given."""
     for segment in unit.unit.segments(part):
         if names is None or segment.name in names:
             size = segment.where.stop - segment.where.start
@@ -355,7 +355,7 @@ def fill(
 def check_reduction(comm: Comm, precision: Precision, stored: bool = False) -> None:
     """Raise UsageError for float64 on GPUs or with quantized blocks, and for dtypes that MPI cannot add."""
     if precision is FP64 and (device.in_use().name != "cpu" or stored):
-        raise UsageError("--precision fp64 is for CPUs, without parameters in blocks: take fp32")
+        raise UsageError("--precision fp64 needs the CPU and no parameters in quantized blocks; use fp32")
     if not comm.exact and precision.reduce.itemsize < FLOAT32.itemsize:
         raise UsageError(
             f"--precision {precision.name} with --reduction fast: the MPI library does not add "

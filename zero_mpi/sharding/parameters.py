@@ -47,7 +47,7 @@ class Context:
     """Objects that the units of a module share: transports, and pools of float32 buffers.
 
     unpacked   pool of arrays for parameters that are unpacked from gathered bytes
-    masters    function that allocates float32 parameters in low precision; None: the device does
+    masters    function that allocates the float32 parameters of low-precision runs; None: on the device
     read       units whose shared parameters some rank may have read since the last barrier
     """
 
@@ -66,7 +66,7 @@ class Parameters:
 
     shard    this rank's `part` of the unit in the compute dtype, which gathers send
     full     the full unit in the compute dtype, while it is gathered
-    master   float32 of `master_part`, which this rank updates; if layers compute in float32, a
+    master   float32 array of `master_part`, which this rank updates; if layers compute in float32, a
              view of `shard` or `full`
     low      array to which `master` is rounded after an update; None if layers read the updated array
     """
@@ -246,8 +246,8 @@ class BlockParameters(Parameters):
     """Frozen parameters that are kept, sharded and gathered as bytes of quantized blocks.
 
     The bytes form separate parameters of float32 words, which are sent like other parameters (`stored`). At
-    its end a gather unpacks them to arrays for layers, which a release frees. A rank thus has unpacked
-    parameters of one or two units at a time. For stacks, layers unpack the gathered bytes matrix by matrix.
+    the end of a gather, they are unpacked to arrays for layers, which a release frees. A rank thus has
+    unpacked parameters of one or two units at a time. Layers unpack stacked matrices one at a time.
     """
 
     unit: BlockUnit

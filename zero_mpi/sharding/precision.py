@@ -2,8 +2,8 @@
 
 Slices of the parameters, their moments and summed gradients are float32 ("master weights", Micikevicius et
 al., "Mixed Precision Training", 2018), or float64 in FP64, which is for checks and small models on CPUs. In
-low precision, a copy of each slice in the low type is gathered and used for computation, and gradients may be
-sent in that type too; they are converted to the wider type before they are added.
+low precision (bf16 or fp16), a rounded copy of each slice is gathered and used for computation. Gradients may
+be sent in low precision too; they are converted to float32 before they are added.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LossScale:
     """Factor of the loss in float16, whose small gradients would otherwise vanish: 1 unless `dynamic`.
 
     The factor is a power of two, so multiplying and dividing by it are exact. A step whose gradient norm is
-    not finite is skipped and halves the factor; many good steps in a row (`good_steps`) double it. All ranks
+    not finite is skipped and halves the factor; GROWTH_STEPS other steps in a row double it. All ranks
     have the same norm, so they agree without communication.
     """
 

@@ -2,9 +2,9 @@
 
 All ranks execute the same lists, even without a micro-batch in a round, so collectives match. The gather of a
 unit starts `prefetch` stages before its first use, and the unit is released after its last use in that
-direction. Units of the last stage are kept between forward and backward. So are units that distant stages
-share (a tied embedding, the root), which are gathered once per micro-batch, other units at most twice. A unit
-is reduced after the last backward that adds to it, while earlier stages compute; two may be in flight.
+direction. Units of the last stage are kept between forward and backward. Units that distant stages share
+(a tied embedding, the root) are also kept, and gathered once per micro-batch; other units at most twice. A
+unit is reduced after the last backward that adds to it; two reductions may be in flight.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zero_mpi.sharding.actions import (
 
 Indices = tuple[int, ...]
 
-REDUCTIONS_IN_FLIGHT = 2  # most units whose gradients are sent while the next unit computes
+REDUCTIONS_IN_FLIGHT = 2  # maximum number of units whose gradients are sent while the next unit computes
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Sharding strategies: which of parameters and moments are sharded.
+"""Sharding strategies: whether parameters and optimizer moments are sharded.
 
 FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
 training with replicated state (DDP). HYBRID_SHARD is FULL_SHARD within each node, replicated between nodes
-(Zhao et al., "PyTorch FSDP", 2023): parameters are gathered only inside nodes, whose memory is the limit.
+(Zhao et al., "PyTorch FSDP", 2023): parameters are gathered only inside a node, which must hold them all.
 """
 
 from __future__ import annotations

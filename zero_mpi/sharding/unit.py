@@ -22,7 +22,7 @@ QUANTUM = 1024  # elements
 # Kinds of units. All parameters of a unit have the same kind; stored parameters are frozen.
 TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
 BYTES = 4  # bytes of an element
-WORDS = 16  # words in a cache line of 64 bytes; stored tensors and their slices have a multiple of them
+WORDS = 16  # words in a cache line of 64 bytes; lengths of stored tensors and slices are multiples
 
 Stored = Mapping[str, BlockKind]
 
@@ -214,7 +214,7 @@ class BlockUnit(Unit):
 
     The bytes are only copied, so they may be cut anywhere: transports see them as float32 words, in a
     separate unit (`words`). Layers read arrays unpacked from them; for stacked matrices (`stacks`) layers
-    read the bytes, and unpack the matrices that have rows.
+    read the bytes, and unpack only the matrices that they use.
     """
 
     kinds: Stored = field(default_factory=dict)
@@ -222,7 +222,7 @@ class BlockUnit(Unit):
 
     @cached_property
     def words(self) -> Unit:
-        """Unit of the stored bytes, in which each tensor's bytes are words."""
+        """Unit of the stored bytes, in which each tensor's bytes are seen as float32 words."""
         runs = {name: Param((-(-self.nbytes(name) // BYTES),), "zeros") for name in self.params}
         return Unit(self.name, runs, WORDS, False)
 

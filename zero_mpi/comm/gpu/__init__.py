@@ -4,7 +4,7 @@ The `backends` are a CUDA-aware MPI (`--transport mpi`, which reads device memor
 host memory) and `nccl` (only on request). `select` chooses. By default it chooses CUDA-aware MPI only if the
 library claims support, a test in a child process succeeds (`probe`) and a test between the ranks succeeds;
 otherwise it chooses `staged`. In exact mode backends only move data. Our own kernel adds in rank order, so
-every backend gives the bits of the host.
+the results of every backend are bit-identical to those of the host.
 
 A transfer begins when the computing stream has passed an event, recorded when the transfer was started. By
 then the data to send are complete, and no earlier work reads the memory to overwrite. The computing stream

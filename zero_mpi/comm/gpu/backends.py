@@ -11,7 +11,7 @@ Exchanges overlap: while MPI sends one, the next is copied to the host and the p
 chunk for several ranks is copied to the host once. The pinned memory is divided once and reused. Sums are
 always in rank order.
 
-*NCCL*, on request: all work is in the order of one stream, without the host. In exact mode NCCL only moves
+*NCCL*, on request: one stream orders all work, and the host does not wait. In exact mode NCCL only moves
 data, by groups of sends and receives, and our kernel adds. With `fast`, NCCL adds in its own order; slices of
 unequal lengths are then reduced to one owner after the other, in a group. Ranks connect through MPI, which
 also transfers all data that is not on a GPU.
@@ -44,13 +44,13 @@ from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-MOST_BYTES = 1 << 30  # most bytes in one message, because counts are C ints in older interfaces
+MOST_BYTES = 1 << 30  # maximum bytes of a message, because counts are C ints in older interfaces
 
 
 class Backend:
     """Base class of backends, which send messages over a duplicate of the world communicator.
 
-    depth       most exchanges in progress; a buffer is used again `depth` exchanges later
+    depth       maximum number of exchanges in progress; a buffer is reused `depth` exchanges later
     in_order    whether all work is launched at once in the side stream, without MPI requests or the host
     kind        transport that uses this backend
     """
@@ -64,7 +64,7 @@ class Backend:
         self._comm: Any = MPI.COMM_WORLD.Dup()
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        """Return the most elements in a chunk of an exchange; `summed`: whether chunks are added up."""
+        """Return the maximum number of elements in a chunk; `summed`: whether chunks are added."""
         raise NotImplementedError
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
@@ -158,7 +158,7 @@ class StagedBackend(Backend):
 
     @property
     def about(self) -> str:
-        """Pinned memory of a transfer, as text for messages."""
+        """Size of the pinned memory of a transfer, as text for messages."""
         nbytes = self._chunk_bytes * self._others * 2 * self.depth
         return f"{nbytes / 2**20:.0f} MiB of pinned memory per transfer"
 
@@ -220,7 +220,7 @@ def load_nccl() -> Any:
 
 
 class NcclBackend(Backend):
-    """Backend that uses NCCL among all ranks. Collective; raises UsageError on all ranks."""
+    """Backend that uses NCCL. Collective; raises UsageError on all ranks if NCCL does not start."""
 
     in_order, kind, depth = True, NCCL, NCCL_DEPTH
 

@@ -1,7 +1,7 @@
 """Collectives on device memory. This module decides which chunks go to which rank; backends send them.
 
 The exact reduction is the same as on the host (`comm.mpi`): every rank sends each owner its slice, and the
-owner adds the slices in rank order, in float32, chunk by chunk. So the bits do not depend on the backend. A
+owner adds the slices in rank order, in float32, chunk by chunk. So all backends give bit-identical sums. A
 backend only moves data, because not every library can reduce device memory, or bfloat16. Host data (vectors,
 objects, checkpoints, the corpus) uses the host's transport.
 """
@@ -30,7 +30,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.telemetry import spans
 
 TaggedTransfer = Callable[[Iterator[int]], Running]  # returns a transfer, given one tag per exchange
-ALIGNED = 1024  # elements: slices begin at multiples, so that the kernel can read four at a time
+ALIGNED = 1024  # slices begin at multiples of this many elements, so that the kernel can read four at once
 
 
 def on_host(array: Any) -> bool:
@@ -41,7 +41,7 @@ def on_host(array: Any) -> bool:
 class Result:
     """Result of a transfer: an event after its last copy or sum, and the arrays that copies and sums read.
 
-    The result keeps these arrays alive, because the device may read them later than the host returns.
+    The result keeps these arrays alive, because the device may read them after the host has returned.
     """
 
     mark: Any = None
@@ -122,7 +122,7 @@ class DeviceComm(ProgressingWrapper):
         return StreamHandle(self, inner, result, kind, label)
 
     def _ordered(self, tickets: Tickets, running: Running, result: Result) -> Running:
-        """Run `running` after all work computed so far, and record the result's event at its end."""
+        """Run `running` after all computation launched so far, and record the result's event at its end."""
         begin, turn = self.streams.begin(), tickets.take()
         try:
             if self.backend.in_order:
@@ -186,7 +186,7 @@ class DeviceComm(ProgressingWrapper):
         """Run exchanges that send a chunk of each slice to its owner, which adds all ranks' chunks."""
         full, partition = asked.full, asked.partition
 
-        def new() -> list[Array]:  # for an exchange in flight: a chunk from each other rank
+        def new() -> list[Array]:  # buffers of exchanges in flight, for a chunk from each other rank
             length = (self.size - 1) * starts.step
             return [self.streams.empty(length, full.dtype) for _ in range(self.backend.depth)]
 

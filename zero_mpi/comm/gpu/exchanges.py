@@ -33,8 +33,8 @@ class GpuStreams:
     that still reads memory to be overwritten. At its end the computing stream waits for the side stream
     (`join`), on the GPU and not on the host, so the host can launch further work.
 
-    MPI and CUDA have a current device per thread, and any thread may advance a transfer, so each adopts the
-    GPU first. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
+    MPI and CUDA have a current device per thread, and any thread may advance a transfer. So each thread
+    adopts the GPU first. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
     `view(uint8)` of an array, and `__cuda_array_interface__` (or DLPack), by which mpi4py finds its memory.
     """
 
@@ -106,7 +106,7 @@ class GpuStreams:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Chunks to send (`sends`, with ranks) and buffers that ranks fill (`receives`, with ranks).
+    """Chunks to send (`sends`, with targets) and buffers to fill (`receives`, with the source rank).
 
     `then` launches work on the buffers when they are filled.
     """
@@ -127,7 +127,7 @@ def passed(mark: Any) -> Callable[[], bool]:
 
 
 def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
-    """Return a function that returns whether requests are complete; in it, MPI may copy device memory."""
+    """Return a function that returns whether requests are complete; its call may copy device memory."""
 
     def are_complete() -> bool:
         adopt()

@@ -25,7 +25,7 @@ import numpy as np
 
 # CUDA_ERROR_DEVICE_UNAVAILABLE
 MEANING = {46: ": another process uses it, and its compute mode allows only one"}
-BYTES = 1 << 20  # more than libraries send together with a message's header
+BYTES = 1 << 20  # too many for libraries to send them together with the message's header
 # Variables of a launcher that make a process act as a rank. Users' settings are kept.
 JOB = re.compile(
     r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"
@@ -36,7 +36,7 @@ PROBE_SECONDS = 20.0  # seconds for the child, because the first use of a device
 
 
 def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[list[str], str]:
-    """Return the lines that the child printed, and a text on how it ended."""
+    """Return the lines of JSON that the child printed, and a text that says how it ended."""
     try:
         done = subprocess.run(
             command,

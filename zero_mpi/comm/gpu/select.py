@@ -6,7 +6,7 @@
 A library that does not support device memory crashes the process when it reads such a pointer. So the user,
 the library or a setting of the site must first state support. Some libraries claim support wrongly, so
 `probe_says` then runs a test on one rank of each node. If a GPU admits only one process, only `try_out` tests
-it. All ranks have the same answer.
+it. All ranks get the same answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zero_mpi.errors import UsageError
 if TYPE_CHECKING:
     from zero_mpi.comm.gpu.comm import DeviceComm
 
-POLL_SECONDS = 5e-4  # seconds; each poll takes the interpreter's lock from the thread that launches kernels
+POLL_SECONDS = 5e-4  # seconds between polls; a poll takes the GIL from the thread that launches kernels
 TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: large enough for libraries' protocol for large messages
 FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library supports device memory, whatever it reports; 0: it does not
 KINDS = "mpi_memory_alloc_kinds"  # key of a communicator's info object since MPI 4.1
@@ -115,7 +115,7 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer that device memory may be passed to MPI, or not (`yes`), and the answer's source (`why`)."""
+    """Answer whether device memory may be passed to MPI (`yes`), and the source of the answer (`why`)."""
 
     yes: bool
     why: str
@@ -145,13 +145,13 @@ def alone() -> bool:
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
-    """Return the first yes of all sources, or else their first answer, without a test."""
+    """Return the claim on device memory: FORCED if it is set, else the first positive, else the first."""
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")
     said = [*memory_kinds(world), *library_says(), *site_says(environ)]
     return next(
-        (answer for answer in said if answer.yes), said[0] if said else Answer(False, "nobody says so")
+        (answer for answer in said if answer.yes), said[0] if said else Answer(False, "support not reported")
     )
 
 
@@ -193,7 +193,7 @@ def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
 
 
 def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
-    """Yield the answers of the variables by which sites enable device memory in a library."""
+    """Yield an answer for each environment variable by which sites enable device memory in MPI."""
     for name in SITE:
         if name in environ:
             yield Answer(environ[name] == "1", f"{name}={environ[name]}")

@@ -6,7 +6,7 @@ gathers (`comm`) and sums (`sums`) between nodes, so each element crosses a link
 With `hybrid-shard` (`hybrid`) each node holds a full replica, sharded over its ranks. All-gathers, norms and
 shared parameters stay inside the node. Reductions sum over all ranks. Each sum is sent back along the lane,
 because every node has an owner for it. Only node 0 writes checkpoints. `no-shard` uses the same owners and
-sums if a node shares memory. `shard-grad-op` keeps full parameters on every rank and gathers them over MPI.
+sums if ranks share memory. `shard-grad-op` keeps full parameters on every rank and gathers them over MPI.
 
 Elements that a node sends to other nodes for a unit of L_u elements, of which the node owns o_n:
 

@@ -63,8 +63,8 @@ class NodesComm(ProgressingWrapper):
         self._memory = NodeMemory(node, full, wanted.buffers)
         self._flat = MPIComm(world, threaded=threaded)
         super().__init__(self._flat, self.topology.ranks_per_node)
-        self.kind, self.exact = NODES, True  # also for `fast`
-        self.replicates_by_node = True  # each node stores such state once and receives each sum once
+        self.kind, self.exact = NODES, True  # also with --reduction fast
+        self.replicates_by_node = True  # each node stores replicated state once and receives each sum once
         self._lane = world.Split(self.topology.local, self.topology.node)
         self._sums = NodeSums(self._flat, self.topology, self._lane, node, self._memory)
         self._owners: ShardGroup | None = None

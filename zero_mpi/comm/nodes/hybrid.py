@@ -22,7 +22,7 @@ class ShardGroup(SharingWrapper):
         super().__init__(Messages(sums.node, threaded=False), sums.topology.ranks_per_node, sums.memory)
         self.meter = self._inner.meter = flat.meter
         self.kind = MPI if sums.memory is None else NODES
-        self.exact = True  # also for `fast`
+        self.exact = True  # also with --reduction fast
         self._flat, self._sums = flat, sums
 
     def progress(self) -> None:

@@ -67,9 +67,9 @@ class Sum:
     items: list[Item]  # items that this rank's lane sums, in order
     last: int  # last node with a rank that contributes
     added: int = 0  # number of chunks that this rank has added
-    lends: bool = False  # whether the old sums in `out` are being sent
+    lends: bool = False  # whether this rank has started to send the old sums in `out`, if node 0 needs them
     lent: dict[int, Any] = field(default_factory=dict)  # by chunk: request that sends `out` to node 0
-    done: list[str] = field(default_factory=list)  # parts of this rank's work that are done; there are two
+    done: list[str] = field(default_factory=list)  # finished work of this rank: carried, collected
 
     def tag(self, kind: int) -> int:
         """Return the tag of this reduction's messages of a kind."""

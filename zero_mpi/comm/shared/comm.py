@@ -7,9 +7,9 @@ reached its own (`wait_written`). Before slices are written again, all ranks mus
 
 *Reductions.* A rank announces the address of its complete gradient. When all ranks have done so, each owner
 adds its slice in rank order and announces the sum. A reduction is complete when all owners have added. Then
-the buffers may be used again, and the sums may be read. The additions, and so the bits, are those of the
-exact reduction over MPI. No rank works for another rank, and there is no thread: a rank adds when the runtime
-tests between layers, or when it waits.
+the buffers may be used again, and the sums may be read. The additions are those of the exact reduction
+over MPI, so sums are bit-identical. No rank works for another rank, and there is no thread: a rank adds when
+the runtime tests between layers, or when it waits.
 
 All ranks start these operations in the same order, so each has a number. Other communication uses MPI.
 """
@@ -134,7 +134,7 @@ class SharedComm(SharingWrapper):
             raise NodesApart(f"the ranks are on {nodes} nodes, but shared memory needs one node")
         self._memory = NodeMemory(node, full, buffers)
         super().__init__(MPIComm(world, threaded=threaded), self._memory.size, self._memory)
-        self.kind, self.exact = SHARED, True  # also for `fast`, because the library's sum is not faster
+        self.kind, self.exact = SHARED, True  # also with --reduction fast, as the library's sum is not faster
         self.counters = self._memory.counters
         self._started = 0  # number of started reductions
         self.due: deque[Reduction] = deque()  # reductions that this rank has not added yet

@@ -72,7 +72,7 @@ class Window:
         shared: Any = self._window.Shared_query(0)[0]
         memory = np.frombuffer(shared, np.uint8)
         skip = -memory.ctypes.data % ALIGNMENT
-        problem = "" if node.allgather(skip) == [skip] * node.Get_size() else "it is aligned differently"
+        problem = "" if node.allgather(skip) == [skip] * node.Get_size() else "ranks align it differently"
         problem = problem or populate(memory[skip:], own)
         self._kept: Array | None = memory[skip : skip + nbytes]
         self._root = weakref.ref(memory)  # every array made from the window keeps this object alive
@@ -232,7 +232,7 @@ class SharedGradientPool(BufferPool):
         return first - self.start if self.start <= first < self.stop else None
 
     def of_rank(self, rank: int, offset: int, array: Array, part: slice) -> Array:
-        """Return elements `part` of the array of `rank` at byte `offset`, which is like `array`."""
+        """Return elements `part` of `rank`'s array at byte `offset`, which has the type of `array`."""
         first, last = (offset + index * array.itemsize for index in (part.start, part.stop))
         return self.blocks[rank][first:last].view(array.dtype)
 
@@ -325,7 +325,7 @@ class NodeMemory:
         return self.counters.all_reached(WRITTEN, self._writes)
 
     def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:
-        """Return the pool that contains an array, and the array's offset in this rank's block."""
+        """Return the pool that contains an array and the byte offset in this rank's block, or None and 0."""
         for pool in self._pools:
             offset = pool.offset(array)
             if offset is not None:

@@ -7,8 +7,8 @@ before the other ranks read it.
 
 Results use recycled memory (`device.arrays`), so a step allocates no large array after the first two steps.
 Matmuls call the OpenBLAS that NumPy has loaded, and they add gradients directly to the flat buffer. Kernels
-propagate NaN and infinity, so that training notices them. AdamW is compiled without fast-math, so its bits do
-not depend on where a buffer is cut into slices.
+propagate NaN and infinity, so that training notices them. AdamW is compiled without fast-math, so its
+results are bit-identical wherever a buffer is cut into slices.
 """
 
 from zero_mpi.ops.cpu import (  # noqa: F401

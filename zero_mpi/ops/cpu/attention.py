@@ -74,8 +74,8 @@ def soften(p: Array, y: Array, sums: Array, begins: Array, c: int, ahead: int) -
     """Turn scores p (heads, n, m) into exponentials, relative to the largest score of the row so far.
 
     Row i sees the keys from begins[i] to its own position. The tile begins at key c, and row 0 is `ahead`
-    positions later. sums[i, s]: the largest score, and the sum of exponentials, which with y shrinks if the
-    tile has a larger score; before the first tile both are undefined.
+    positions later. sums[i, s]: the row's largest score and sum of exponentials; a larger score in the
+    tile scales down this sum and y. Before the first tile, both are undefined.
     """
     starts = c == begins[0]
     for s, i in np.ndindex(p.shape[:2]):
@@ -123,7 +123,7 @@ def forward(
 ) -> None:
     """Fill y of `causal_attention`, and sums (B, T, H, 2): the largest score of a row, and 1 / its sum.
 
-    form: most rows of a head and most keys in a tile, and 1 if p gets the exponentials of all tiles, else 0
+    form: maximum numbers of rows of a head and of keys in a tile; 1 if p stores all exponentials, else 0
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
@@ -146,7 +146,7 @@ def forward(
 
 @helper
 def scaled(dy: Array, y: Array, b: int, r: int, h: int, sums: Array, out: Array, along: Array) -> None:
-    """Copy rows of dy / sum to `out`, as `collect` does; along (heads, n, 1): their products with y."""
+    """Copy rows of dy / sum to `out`, as `collect` does; along (heads, n, 1): their dot products with y."""
     for s, i in np.ndindex(out.shape[:2]):
         total, share = ZERO, sums[i, s, 1]
         slope, row = line(dy, b, r + i, h + s), line(y, b, r + i, h + s)

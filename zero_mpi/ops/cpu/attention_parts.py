@@ -1,4 +1,4 @@
-"""Division of attention into shares of heads, one per thread, and in bfloat16 of a share into tiles.
+"""Division of attention into shares of heads, one per thread, and in bfloat16 of each share into tiles.
 
 A tile is a block of rows of some heads, with the keys that these rows see. Each tile is computed at once.
 """
@@ -56,7 +56,7 @@ def rowwise(x: Array) -> Array:
 
 
 def shares(q: Array, k: Array) -> list[HeadShare]:
-    """Return one share per thread: full sequences, or if that makes more shares, heads of all sequences."""
+    """Return one share per thread: sequences, or heads of all sequences if this keeps more threads busy."""
     (batch, length, heads, _), keys = q.shape, k.shape[2]
     size, shared = length * k.shape[1], heads // keys
     by_sequences = threads.cut((batch, heads, size))
@@ -72,7 +72,7 @@ def shares(q: Array, k: Array) -> list[HeadShare]:
 
 
 def units(q: Array, k: Array) -> list[list[HeadShare]]:
-    """Return the shares of each thread. A share of a long sequence has one key head, and half of its work."""
+    """Return the shares of each thread. A share of a long sequence has half of the work of one key head."""
     (batch, length, heads, _), (total, keys) = q.shape, k.shape[1:3]
     early = early_keys(length, total) + length - total
     if length < LONG:
@@ -134,7 +134,7 @@ class Tile:
 
 
 def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices (sequences, key heads) that are computed at a time."""
+    """Yield the slices (sequences, key heads) that are computed together."""
     sequences, together = tile_heads(batch, heads, length, total)
     for b in range(0, batch, sequences):
         for g in range(0, heads, together):

@@ -134,7 +134,7 @@ def normalize(line: Array, sequences: int) -> None:
 
 @compiled
 def turn(line: Array, sequences: int, positions: Array) -> None:
-    """Rotate C heads of width D in place. A, B: cosines and sines, E: rotated elements, F: adjacent pairs."""
+    """Rotate C heads of width D in place. A: cosines, B: sines, E: rotated elements, F: adjacent pairs."""
     half, heads, neighbours = line[E] // 2, line[C], line[F] != 0
     for n in range(sequences):
         cos = floats(line[A] + 4 * positions[n] * half, half)
@@ -160,7 +160,7 @@ def keep(line: Array, sequences: int, positions: Array) -> None:
 
 @compiled
 def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
-    """Compute a head. A, B: cached keys, values; C: capacity, D: window, E: factor, F, G: width, H: heads."""
+    """Compute a head. A: keys, B: values, C: capacity, D: window, E: scale, F, G: widths, H: kv heads."""
     heads, key_width, width = line[PARTS], line[F], line[G]
     group = head * line[H] // heads
     for n in range(sequences):
@@ -342,7 +342,7 @@ def run_steps(words: Array, program: Array, positions: Array) -> None:
 
 
 class Crew:
-    """The waiting threads of this process. They occupy the thread pool until other work needs it."""
+    """Threads that wait for instructions. They occupy the thread pool until other work needs it."""
 
     def __init__(self) -> None:
         self._words, self._servants = np.zeros(WORDS, np.int64), list[Future[None]]()

@@ -1,8 +1,8 @@
 """Kernels that unpack blocks of GGUF (`ops.block_kinds`) in one pass, or multiply them by a vector.
 
 Each kind has one function, which emits code for the elements of a block in vectors of sixteen float32. One
-kernel stores these vectors, with the bits of `reference.dequantize`. Another multiplies a row of them by an
-input and adds up. llama.cpp's ggml-common.h defines the byte layout of each kind.
+kernel stores these vectors, bit-identical to `reference.dequantize`. Another kernel returns the dot product
+of a row of blocks and an input. llama.cpp's ggml-common.h defines the byte layout of each kind.
 """
 
 from __future__ import annotations

@@ -136,9 +136,9 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
     return dgate, dup, dw
 
 
-# oneDNN prepares a product for each number of rows. That takes 200 to 300 KiB and as long as many products
-# of an expert, and numbers vary between calls. So an expert's rows are padded to one of a few numbers.
-LEAST_ROWS, STEPS = 16, 8  # the smallest number of rows; how many numbers lie between two powers of two
+# oneDNN prepares a product for each number of rows. That takes 200 to 300 KiB and as much time as many
+# products of an expert, and row counts vary between calls. So they are padded to one of a few row counts.
+LEAST_ROWS, STEPS = 16, 8  # the smallest padded row count; padded row counts per power of two
 
 
 def few(rows: int) -> int:

@@ -82,7 +82,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
     arguments, _, result = text.partition(" -> ")
     words, returns = arguments.split(), TYPES[result] if result else types.void
     full, low = (returns(*(type_of(word, kind) for word in words)) for kind in (FLOAT, LOW))
-    place = next((i for i, word in enumerate(words) if word[0] == "e"), None)  # the first of either type
+    place = next((i for i, word in enumerate(words) if word[0] == "e"), None)  # index of the first `e`
 
     def make(function: F) -> F:
         compiled: Any = numba.njit(fastmath=liberties, nogil=True, error_model="numpy")(function)
@@ -130,7 +130,7 @@ class QuickCache(FunctionCache):  # type: ignore[misc]
 def compile_all(kind: str) -> None:
     """Compile all kernels for a type, "float32" or "bfloat16", unless the cache has them."""
     for compiled, full, low in _kernels:
-        for signature in (full,) if kind == "float32" else (full, low):  # amx also writes float32
+        for signature in (full,) if kind == "float32" else (full, low):  # `amx` also writes float32
             load(compiled, signature)
 
 
@@ -178,7 +178,7 @@ def matrix(x: Array) -> Array:
     return bits(y.reshape(math.prod(y.shape[:-1]), y.shape[-1]))
 
 
-# ------------------------------------------------------------------- code that kernels emit as LLVM's own
+# ------------------------------------------------------------------- LLVM code that kernels emit directly
 
 BYTE, HALF, PLACE, SINGLE = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.FloatType()
 ELEMENTS = 16  # elements of a vector
@@ -353,7 +353,7 @@ def settle(lanes: Array, i: int, n: int) -> None:
     lanes[:LANES] = ZERO
 
 
-# ------------------------------------------------------------------- targets of sums over rows, outside
+# ------------------------------------------------------------------- outside of kernels: arrays for sums
 
 
 def sums_for(dw: Array | None, w: Array) -> Array:

@@ -48,7 +48,7 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
     """
     n, width = z.shape
     total = 0.0
-    weights = np.empty(width, np.float32)  # not in z, so that a loop with equal bits serves both cases
+    weights = np.empty(width, np.float32)  # not in z, so that one loop serves both cases, bit-identically
     for i in range(n):
         row = z[i]
         if targets[i] == UNCOUNTED:

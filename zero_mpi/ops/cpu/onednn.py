@@ -141,7 +141,7 @@ class OneDNN:
 
         Without `adds`, c is not read. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all are
         float32. a or a^T, and b or b^T, have contiguous rows that do not overlap. bias is for single matrices
-        only. Products that the library lacks are computed on float32 copies.
+        only. Products that the library does not support are computed on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:
@@ -175,7 +175,7 @@ class OneDNN:
     def checked(self, status: int, what: str) -> None:
         """Raise OneDNNError if a library function returned an error status."""
         if status:
-            raise OneDNNError(f"dnnl_{what} gives status {status}")
+            raise OneDNNError(f"dnnl_{what} returned status {status}")
 
     def made(self, what: str, *arguments: Any) -> Handle:
         """Return the object that a library function creates and returns through its first argument."""
@@ -224,11 +224,11 @@ class OneDNN:
             self.own.products.clear()
             try:
                 for what, found, expected in self._trials():
-                    # Tolerance: half a unit in the last place of bfloat16, and another order of a sum.
+                    # Tolerance: half a unit in the last place of bfloat16, and another order of summation.
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():
-                    raise OneDNNError("the library has no products of these types")
+                    raise OneDNNError("the library does not support products of these types")
             except OneDNNError as error:
                 problem = error
             else:

@@ -65,7 +65,7 @@ def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
 
 
 def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
-    """Return the function of `product_of`, extended to all threads, or None."""
+    """Return the function of `product_of`, spread over all threads, or None."""
     product = product_of(*arrays)
     return None if product is None else shared(product)
 

@@ -1,14 +1,14 @@
 """The operations for `cupy.ndarray`, in float32, bfloat16 and float16, by our kernels, cuBLASLt and cuDNN.
 
 `ops.low_precision` defines their types: computation in float32, with each result rounded once; statistics and
-losses in float32 or wider. Two runs give the same bits. Results are in the GPU's recycled memory. Calls are
+losses in float32 or wider. Two runs are bit-identical. Results are in the GPU's recycled memory. Calls are
 ordered by the stream, and no function here waits for the GPU. Importing this package needs CuPy but no GPU.
 
 cuBLASLt computes matrix products (`gemm`), and adds bias, shortcut and the earlier gradient inside the
-product. cuDNN computes attention in low types if its memory stays within a bound (`sdpa`); otherwise products
-and a softmax kernel do (`attention`). All other operations are CUDA C++ in `kernels/`, compiled by CuPy's
-NVRTC; `launch` has the table of kernels. No kernel uses atomics. Sums over rows use partial sums whose number
-depends only on the shape. Gradients of embeddings use a stable sort of (token, position).
+product. cuDNN computes bf16 and fp16 attention if its memory stays within a bound (`sdpa`); otherwise
+products and a softmax kernel do (`attention`). All other operations are CUDA C++ in `kernels/`, compiled by
+CuPy's NVRTC; `launch` has the table of kernels. No kernel uses atomics. Sums over rows use partial sums whose
+number depends only on the shape. Gradients of embeddings use a stable sort of (token, position).
 
 Tests need no GPU. `tests/pretend` simulates CuPy: streams are threads with delays, kernels are the real
 sources compiled for the CPU, and NumPy computes the calls of cuBLASLt and cuDNN. `benchmarks/gpu_check.py`
@@ -19,7 +19,7 @@ from zero_mpi.ops.gpu import attention, elementwise, embedding, flat, gemm, laun
 
 
 def about() -> str:
-    """Return the libraries of products and attention, for messages and records; the bits depend on them.
+    """Return the libraries of products and attention, for messages and records; results depend on them.
 
     Raise UsageError if a library is missing or a setting cannot be met.
     """

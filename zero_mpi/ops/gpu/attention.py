@@ -96,7 +96,7 @@ def refused(what: str) -> None:
 
 
 def slower(kind: Any) -> str:
-    """Return why cuDNN does not compute attention in a low type; empty if it does or is switched off."""
+    """Return why cuDNN does not compute attention in low precision; empty if it does or is switched off."""
     why_not = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
     return why_not and f"attention is several times slower here, without cuDNN: {why_not}"
 

@@ -76,7 +76,7 @@ def sorted_places(tokens: Array, vocabulary: int) -> Array:
 
 @implements(reference.embedding_backward, ARRAY)
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
-    """Compute `reference.embedding_backward`; dw: float32 or a low type. Tokens from V on are ignored."""
+    """Compute `reference.embedding_backward`; dw: float32, bf16 or fp16. Invalid tokens are ignored."""
     EMBEDDING[dy.dtype], EMBEDDING[dw.dtype]
     writable("embedding_backward", dw)
     dy, size, (vocabulary, width) = packed(dy), tokens.size, dw.shape

@@ -1,6 +1,6 @@
 """Operations on flat buffers on a GPU: AdamW in one pass, and sums of squares of chunks.
 
-Results depend neither on how a buffer is cut nor on the GPU. AdamW gives the bits of the reference.
+Results depend neither on how a buffer is cut nor on the GPU. AdamW is bit-identical to the reference.
 """
 
 from __future__ import annotations

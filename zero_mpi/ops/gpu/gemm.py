@@ -2,13 +2,13 @@
 
 Our arrays are row-major and cuBLASLt is column-major, so cuBLASLt computes the transposed product: our second
 factor is its A, our first factor its B, and our rows are its columns. A plan holds the descriptors and the
-algorithm; a call passes plain addresses and allocates nothing. Sums are float32 for all inputs, and float32
+algorithm; a call passes addresses and allocates nothing. Sums are float32 for all inputs, and float32
 inputs are multiplied in full precision, not as TF32.
 
 The algorithm is the first that cuBLASLt's heuristics propose. This algorithm may split the inner dimension
 and add float32 parts from a workspace in a fixed order: weight gradients have few tiles and long sums, which
 would leave most of a GPU idle. ZERO_MPI_GPU_SPLIT_K=0 forbids that. ZERO_MPI_GPU_TUNE=1 times the first eight
-algorithms; then another run may choose another algorithm and compute other bits.
+algorithms; then another run may choose another algorithm, with slightly different results.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def kind_of(dtype: Any) -> int:
     kind = KINDS.get(dtype)
     if kind is None:
         known = ", ".join(dtype.name for dtype in KINDS)
-        raise ValueError(f"products on the GPU are of {known}, not {dtype}: convert it first")
+        raise ValueError(f"products on the GPU support {known}, not {dtype}: convert the array first")
     return kind
 
 
@@ -91,7 +91,7 @@ def matrix(x: Array) -> Matrix:
     """Return x (..., C) as (N, C). Raise ValueError if the distance between rows varies."""
     step = row_step(x.shape, x.strides, x.itemsize)
     if not step:
-        raise ValueError(f"expected contiguous rows at one distance, not {x.shape} by {x.strides} bytes")
+        raise ValueError(f"expected contiguous rows with one stride, not {x.shape} by {x.strides} bytes")
     return Matrix(x.data.ptr, math.prod(x.shape[:-1]), x.shape[-1], step, kind_of(x.dtype))
 
 
@@ -128,7 +128,7 @@ class LtGemm:
     def __init__(self, products: Products, spec: GemmSpec) -> None:
         lt = self._lt = products.lt
         self._products = products
-        self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # read in each call
+        self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # each product reads them
         self._scale, self._beta = (self._numbers.ctypes.data + 4 * place for place in (0, 1))
         self._bias = ctypes.c_uint64(spec.bias)
         self._at_bias = ctypes.addressof(self._bias)
@@ -305,7 +305,7 @@ def products() -> Products:
 
 
 def about() -> str:
-    """Return the version of cuBLASLt, for messages and records; the bits depend on it."""
+    """Return the version of cuBLASLt, for messages and records; results depend on it."""
     made = products()
     way = "timed" if made.tunes else "in float32 parts" if made.reductions else "whole sums"
     return f"products by cuBLASLt {made.lt.get_version()}, {way}"

@@ -3,7 +3,7 @@
 A module of operations declares the kernels that it calls, with their source and the kinds of their
 parameters. All kernels are in `TABLE`, which a test compares with the sources. All kernels of a source are
 compiled together, and CuPy caches them for later processes. A call passes one tuple of arrays (0 for None)
-and plain numbers: lengths as Python integers (always 64 bits in the kernel), float32 as `f4`, float64 as
+and numbers: lengths as Python integers (always 64 bits in the kernel), float32 as `f4`, float64 as
 float.
 """
 
@@ -31,7 +31,7 @@ F64, I64 = np.dtype(np.float64), np.dtype(np.int64)
 TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # suffixes of kernel names
 f4 = np.float32
 ARRAY = cupy.ndarray
-PLANS = 4096  # most plans of products and checked shapes in memory; a model has some dozens
+PLANS = 4096  # maximum number of product plans and checked shapes in memory; a model has some dozens
 
 
 class Kernel:

@@ -14,7 +14,7 @@ from zero_mpi.ops.sizes import PACK
 
 CONSUME_LOGITS = Family("loss.cu", "consume_logits", "PPPLPLLLF")
 ADD_LOSSES = Kernel("loss.cu", "add_losses", "PPLDL")
-MOST_THREADS = 1024  # of a block, which works on one row
+MOST_THREADS = 1024  # maximum threads of a block, which works on one row
 
 
 def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradient: bool) -> None:

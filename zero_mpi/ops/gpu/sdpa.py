@@ -31,7 +31,7 @@ from zero_mpi.ops.gpu.launch import BF16, F16, memory_of
 from zero_mpi.ops.sizes import cudnn_group, most_slopes
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # ids of the tensors in a graph
-INPUTS = {"q": Q, "k": K, "v": V, "o": O, "dO": DY}  # by argument name
+INPUTS = {"q": Q, "k": K, "v": V, "o": O, "dO": DY}  # ids of inputs by argument name
 TURNED = Q, K, V, O, DY, DQ, DK, DV  # order of a backward's arrays
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
@@ -93,7 +93,7 @@ class Graph:
         self._graph, self._owner, self._turns = graph, owner, turns
         self._workspace = max(1, int(graph.get_workspace_size()))
         if self._workspace > most:
-            raise RuntimeError(f"it needs {self._workspace >> 20} MiB of memory, more than {int(most) >> 20}")
+            raise RuntimeError(f"it needs {self._workspace >> 20} MiB, the limit is {int(most) >> 20} MiB")
 
     def __call__(self, addresses: dict[int, int]) -> None:
         buffer = pool_of(self._owner.where).take((self._workspace,), np.uint8)
@@ -253,5 +253,5 @@ def sdpa() -> tuple[Sdpa | None, str]:
         except ImportError as error:
             _made = where, None, f"nvidia-cudnn-frontend cannot be imported ({error})"
         except FAULTS as error:
-            _made = where, None, f"no library that fits ({first_line(error)})"
+            _made = where, None, f"no compatible library ({first_line(error)})"
     return _made[1:]

@@ -168,7 +168,7 @@ DEVICE void turn(float& a, float& b, float c, float s) {
     a = first;
 }
 
-// x, out (B, T, H, 2 half or more) have strides of sequences, positions, heads. A block: one position.
+// x, out (B, T, H, 2 half or more) have strides of sequences, positions, heads. A block computes a position.
 template <class T, bool INTERLEAVED>
 DEVICE void rope(const T* x, T* out, const float* cos, const float* sin, i64 length, i64 heads, i64 half,
                  i64 x_b, i64 x_t, i64 x_h, i64 out_b, i64 out_t, i64 out_h) {

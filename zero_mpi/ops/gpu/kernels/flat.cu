@@ -1,6 +1,6 @@
 // Operations on flat buffers: AdamW in one pass, and sums of squares of chunks.
 //
-// The bits must not depend on how a buffer is cut, nor on alignment. So each element or chunk is computed by
+// Results must be bit-identical however a buffer is cut or aligned. So each element or chunk is computed by
 // itself, and AdamW calls a function for each rounding, so that no multiplication and addition are fused. The
 // roundings are NumPy's, also for subnormal numbers.
 

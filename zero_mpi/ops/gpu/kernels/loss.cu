@@ -15,7 +15,7 @@ DEVICE Soft joined(Soft a, Soft b) {
             a.sum * exponential<T>(a.greatest - greatest) + b.sum * exponential<T>(b.greatest - greatest)};
 }
 
-// Join the parts of all threads of a block. Every thread gets the same bits.
+// Join the parts of all threads of a block. All threads get bit-identical results.
 template <class T>
 DEVICE Soft joined_in_block(Soft mine) {
     __shared__ float greatest[32];

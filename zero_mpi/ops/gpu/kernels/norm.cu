@@ -1,6 +1,6 @@
-// RMSNorm and LayerNorm. `lanes` neighbouring threads compute a row. Each forward pass reads the row again, after
-// the first pass from the first-level cache. Backward also sums the gradients of w and b: a block sums over its
-// rows, in order, and writes one line of partial sums; `add_partials` (sums.cu) adds the lines.
+// RMSNorm and LayerNorm. `lanes` neighbouring threads compute a row. Forward reads a row in several passes, which
+// hit the first-level cache after the first pass. Backward also sums the gradients of w and b: a block sums over
+// its rows, in order, and writes one line of partial sums; `add_partials` (sums.cu) adds the lines.
 
 const int HELD = 4,
           HELD_TWICE = 3;  // packs of sums per thread in backward: for dw alone, for dw and db
@@ -91,9 +91,8 @@ DEVICE void write_partial(float* partial, const float (&sums)[PACKS][N], const L
     }
 }
 
-// Both backwards; rows wider than a thread's sums are cut into tiles. A thread reads its packs of dy, x and plus
-// once, all before the first is used. RMSNorm's is LayerNorm's with no mean and without the term of the mean of
-// d.
+// Backward of both norms; rows wider than a thread's sums are cut into tiles. A thread reads all its packs of dy,
+// x and plus once, before it uses any. RMSNorm's backward is LayerNorm's without mean and without mean(d).
 //   dx = r (d - mean(d) - n mean(d n)) [+ plus],  d = dy w,  n = (x - mean) r
 template <class T, bool CENTRED>
 DEVICE void norm_backward(const T* dy, const T* x, const T* w, const float* mean, const float* r,
