@@ -86,7 +86,7 @@ class Saver:
     background   whether `save` returns immediately; at most one checkpoint is written at a time
     tick         function that gets a description of the current work, for a watchdog
 
-    prepare      function that rank 0 calls before it writes to OUT; it makes OUT, and may return why not
+    prepare      function that rank 0 calls before it writes to OUT; it makes OUT, or returns why not to write
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
 COLUMN = 26  # column at which the texts of --help begin
-NEAR = 0.6  # difflib cutoff: least share of letters that two similar names have in common
+NEAR = 0.6  # difflib cutoff: minimum share of letters that two similar names have in common
 PLACES = ("DIR", "PATH", "FILE")  # metavars of values that are paths
 KINDS: dict[Any, str] = {int: "N", float: "X"}  # metavars by type
 RATES = ("--flops", "--memory-bandwidth", "--host-bandwidth", "--alpha-node", "--beta-node")

@@ -32,7 +32,7 @@ Places = NDArray[np.int64]
 T = TypeVar("T")
 
 MOST_HELD = 1 << 24  # a rank holds at most this many bytes of ids in memory; more stay in files
-OPEN_FILES = 128  # most files that one process holds open; a corpus may have thousands
+OPEN_FILES = 128  # maximum number of files that one process holds open; a corpus may have thousands
 SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and bytes of the samples in a digest: 16 MiB for any corpus
 CHANGED = "files of --data must not change during a run"
 
@@ -164,7 +164,7 @@ class TokenSpans:
     def sampled_digest(self) -> bytes:
         """Return the sha256 of the spans' sizes and of ids at positions spread evenly over all spans.
 
-        Different corpora get different digests, although only samples are read.
+        A difference that lies only between the samples does not change the digest.
         """
         total, count = hashlib.sha256(), max(2, SAMPLES // max(1, len(self.spans)))
         for span in self.spans:

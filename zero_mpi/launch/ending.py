@@ -35,7 +35,7 @@ MOST_TURNS = 20  # number of ranks that take turns; all later ranks print with t
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # names of launcher processes
-HOLD = 120.0  # most seconds of a pause; then the launcher may end ranks that cannot save
+HOLD = 120.0  # longest pause in seconds; after it the launcher may end ranks that have not saved
 POLL = 0.2  # seconds between checks of the ranks of the node
 LATER = 5.0  # seconds after HOLD at which the separate process continues the launcher if no rank did
 

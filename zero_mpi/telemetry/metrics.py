@@ -24,13 +24,13 @@ from zero_mpi.telemetry.trackers import Tracker
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes at the end of a file that contain the last records, even of thousands of ranks
-MARK = b'"step"'  # every record contains it; this search skips other lines fast
+MARK = b'"step"'  # every record contains it, so lines without it are skipped unparsed
 
 
 class Records:
     """Writer of the records of a run; it does nothing on ranks other than 0.
 
-    `trackers`: function that makes the trackers. `beginning`: start of the hash chain, if there is one.
+    `trackers`: function that makes the trackers. `beginning`: start of this job in the hash chain, or None.
     Raises JobError on rank 0 if a file or a tracker cannot be opened.
     """
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB in memory, 110 MB while written
+MAX_SPANS = 100_000  # limit on the spans and transfers of a rank: about 20 MB in memory, 110 MB while written
 
 # The tracks of a rank. A span's label is the scope of a stage, a unit, or a folder.
 STEPS = "steps"  # steps, and inside them micro-batches and evaluations

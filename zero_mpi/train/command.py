@@ -200,7 +200,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
 
 
 def transport(wanted: str, case: Case, why: str) -> str:
-    """Return the transport as text, and say so if --transport auto chose it."""
+    """Return the transport as text, with a remark if --transport auto chose it."""
     kind = case.transport
     text = kind.text
     if kind.on_gpu:

@@ -145,7 +145,7 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # the description has the values of these, which the data may decide
+READ = ("packing", "control_tokens")  # their values come from the description, as the data may decide them
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 
@@ -198,7 +198,7 @@ def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of the processor; "" if the system does not tell it."""
+    """Return the name of the processor; empty if it is unknown."""
     return environment.of_processor("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
@@ -265,7 +265,7 @@ def settings(config: Config) -> dict[str, str]:
 
 
 def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
-    """Set --bits and choose a GPU before MPI starts. One rank later reports invalid flags."""
+    """Set --bits and choose a GPU before MPI starts. Invalid flags are ignored here and reported later."""
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         try:

@@ -32,7 +32,7 @@ from zero_mpi.ops.block_kinds import BLOCK_KINDS, SCALES, finite_blocks
 
 Report = dict[str, Any]
 READ_AT_ONCE = 1 << 20  # bytes that are read at once
-LONG, FEW = 60, 3  # by default, most characters of a text and most items of an array
+LONG, FEW = 60, 3  # default limits: characters of a text, items of an array
 SIZES = {  # key of an architecture -> name in the report
     "block_count": "blocks",
     "embedding_length": "width",
@@ -238,7 +238,7 @@ def about_training(subject: Subject) -> Report | None:
 
 
 def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
-    """Return what is wrong with digests or the pair of files, and the number of non-finite values."""
+    """Return the problems of digests and of the checkpoint's files, and the number of non-finite values."""
     digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
     every = [*chain.from_iterable(read.values())]
     with_sums = [role for role, part in subject.parts.items() if sound.TENSOR_DIGESTS in part.metadata]

@@ -29,7 +29,7 @@ from zero_mpi.launch.stopping import INTERRUPTED, leave
 from zero_mpi.telemetry import events
 
 BEFORE = "--"  # between supervise's flags and the command
-MOST_PAUSE = 300.0  # seconds
+MOST_PAUSE = 300.0  # maximum seconds before a restart
 # Lets a Slurm step start before the previous step has ended, which takes minutes after a lost node.
 OVERLAP = {"SLURM_OVERLAP": "1"}
 LOOK = 0.1  # seconds between checks whether a pause must end

@@ -69,7 +69,7 @@ class RenderedText(NamedTuple):
 class CallForm(NamedTuple):
     """Form in which a template takes tool calls. content: the content of a message that only has calls.
 
-    text, objects: whether it prints such arguments. If both are equal, the arguments stay unchanged.
+    text, objects: whether it prints arguments of this form. If both are equal, arguments stay unchanged.
     """
 
     content: str | None = ""
