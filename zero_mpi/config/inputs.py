@@ -269,7 +269,7 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
 
 
 def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
-    """Return the tokenizer with the template `which`: a file, or one of its own by name; None: no change."""
+    """Return the tokenizer with the template `which`: a file, or a template's name; None: no change."""
     if which is None:
         return tokenizer
     keys = tokenizer.metadata()

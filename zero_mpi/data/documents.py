@@ -239,7 +239,7 @@ class Document(NamedTuple):
 
     @property
     def is_divisible(self) -> bool:
-        """Return whether some documents inside may be held out while the model trains on the others."""
+        """True if this contains several documents of text, of which some may be held out."""
         return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     def cut(self, place: int) -> tuple[Document, Document]:

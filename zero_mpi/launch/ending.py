@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FAILED, BAD_USAGE, REQUEUE = 1, 2, 75
 DRAIN = 0.2  # seconds for the launcher to forward messages, because an abort drops unread output
 STAGGER = 0.3  # seconds per rank: if all fail at once, the first prints and ends the job before the others
-MOST_TURNS = 20  # number of ranks that take turns; all later ranks print with the last of these
+MOST_TURNS = 20  # ranks above this number print at the same time as the rank with this number
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # names of launcher processes

@@ -272,7 +272,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[tuple[int, Record | None]]:
-        """Open and read the file again, by which network file systems exchange writes with other machines."""
+        """Open and read the file again: network file systems show writes of other machines after an open."""
         with opened(self._path, ANY) as handle:
             yield handle, unpacked(read(handle))
 

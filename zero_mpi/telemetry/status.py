@@ -26,7 +26,7 @@ NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
 MOST_BYTES = 1 << 20  # maximum size of the file in bytes
 RENEWAL_SECONDS = 5.0  # seconds between renewals
-DISK_BLOCK = 4096  # bytes; least space of a file on a disk
+DISK_BLOCK = 4096  # bytes; minimum space that a file takes on a disk
 RENEWAL_WAIT = 2.0  # maximum seconds that the last write waits for a renewal, because the disk may hang
 
 

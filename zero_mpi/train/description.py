@@ -173,7 +173,7 @@ def identity(
 
 Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"
-EXPLAINING = ("BLAS", "code for", "processor")  # facts that explain why a trial has another result
+EXPLAINING = ("BLAS", "code for", "processor")  # facts that explain why the result of a trial differs
 REMEDY = "use the same --threads N and CPU type (or --bits portable) on all ranks, or --reduction fast"
 
 
@@ -206,7 +206,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
-    """Raise UsageError, with the facts that differ, if a rank computes other bits than most ranks.
+    """Raise UsageError, with the facts that differ, if the bits of a rank differ from those of most ranks.
 
     If `exact` is false, append a note instead. `found`: host and machine facts of each rank.
     """

@@ -1,4 +1,4 @@
-"""Report on a model file or checkpoint: its description and the results of checks, as plain values.
+"""Report on a model file or checkpoint: its description and the results of checks, as values for JSON.
 
 Each tensor is read once, in chunks, to compute its digest and to count values that are not finite. So memory
 does not grow with the model. A checkpoint of zero_mpi is compared with its own digests. The digest of its
