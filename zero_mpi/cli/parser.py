@@ -1,8 +1,8 @@
 """Parser of all command lines: a compact `--help`, `--version`, and errors that suggest the right flag.
 
 Errors are UsageErrors: the caller decides which rank prints them. An unknown flag is reported before any
-other error, with the most similar known flag, or with the flag of the same meaning if the name is another
-trainer's. This module imports only modules that load fast.
+other error, with the most similar known flag; for a flag that was removed, the error names its replacement.
+This module imports only modules that load fast.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ MOST_SETTINGS = 1 << 20  # maximum size of a TOML file in bytes
 
 
 def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
-    """Return the settings in a TOML file. Keys may have - or _. UsageError names the file and the key.
+    """Return the settings in a TOML file. Keys may use - or _. UsageError names the file and the key.
 
     removed: list to which names of settings are appended that only version 0.1.0 had
     """

@@ -230,7 +230,7 @@ class Document(NamedTuple):
 
     name: str  # name of the file or line, used in messages and in the digest of the corpus
     tokens: Tokens  # (n,) uint16 or uint32, in memory or in a file; text ends with a separator
-    digest: bytes  # sha256 of the source bytes and of the ids
+    digest: bytes  # digest of the content: of text and its loss mask, or of a file
     counted: Counted | None = None  # (n,) whether the loss counts a token (never the first); None: all count
     # (D,) where each document in a token file ends; none is empty. None: a single document, or unknown ends.
     # For a pair, which has `counted`, the ends of its two sides.

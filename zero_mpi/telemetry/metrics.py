@@ -59,7 +59,7 @@ class Records:
         self._display = Display(done, steps)
 
     def logs(self, step: int) -> bool:
-        """Return True if a step's number says that it is logged; the result is the same on all ranks."""
+        """Return True if a step is logged because of its number; the result is the same on all ranks."""
         return step in (self._done + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:

@@ -6,8 +6,8 @@
 
 HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or record line is the
 next head of the chain, so the last head is a digest of all results. A checkpoint's line depends on the head
-before it and does not change the head. Bit-identical runs have the same head: it depends on no rank,
-strategy, transport, folder, time or checkpoint. In chains of version 0.1.0, a checkpoint ("checkpoint", not
+before it and does not change the head. Bit-identical runs have the same head, which does not depend on ranks,
+strategy, transport, folder, time or checkpoints. In version 0.1.0, a checkpoint's line (key "checkpoint", not
 "saved") also made a new head. A resume drops the lines after its checkpoint, as it does in metrics.jsonl.
 """
 

@@ -282,7 +282,7 @@ def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Toke
     for name, value in has.items():
         if value != made[name]:
             raise UsageError(
-                f"--teacher {shown(path)}: for another {name}, {quoted(value)}, not {quoted(made[name])}: "
+                f"--teacher {shown(path)}: made for {name} {quoted(value)}, expected {quoted(made[name])}: "
                 "run evaluate --top-k-out with the same --data"
             )
     if len(corpus.parts) > 1 or found.tokens != sum(corpus.tokens):

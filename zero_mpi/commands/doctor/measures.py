@@ -69,7 +69,7 @@ def run_folder(where: Ranks) -> list[Row]:
     if where.world.rank == 0:
         if found.folder is not None:
             shutil.rmtree(found.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another program has put files there
+        with contextlib.suppress(OSError):  # a folder stays if another program has put files there
             for folder in found.made:
                 folder.rmdir()
     return list(folder_rows(out, found, [name for ok, name in where.named(seen) if not ok]))

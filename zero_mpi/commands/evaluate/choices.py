@@ -1,7 +1,7 @@
 """Multiple-choice questions: reads them from a file of JSON lines and encodes them as tokens.
 
 A line is an object with a text `question` (or `context`), a list of texts `answers`, and `right`, the number
-of the right answer, counted from 0; or it has a published form (`FORMS`). The answer directly follows the
+of the right answer, counted from 0; or it has a data set's form (`FORMS`). The answer directly follows the
 question, and they are encoded as one text. White space between them is part of the answer.
 """
 

@@ -272,7 +272,7 @@ def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[st
         return
     for name in dict.fromkeys((*found, *recorded)):
         if name not in recorded:
-            yield f"{path}: tensor {show(name)} has no checksum, but others do"
+            yield f"{path}: tensor {show(name)} has no checksum, but other tensors do"
         elif name not in found:
             yield f"{path}: tensor {show(name)} has a checksum but is missing"
         elif found[name] != recorded[name]:
