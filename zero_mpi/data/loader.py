@@ -27,7 +27,7 @@ MOST_SORTED = 1 << 20  # maximum number of windows that are sorted; this takes 1
 ROUNDS = 64  # rounds of the cipher; each one halves the deviation from a random order
 DEALT = 1 << 12  # samples that are assigned to sources at once
 BLOCK = 1 << 12  # samples whose windows are computed together; this takes little longer than for one sample
-_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # keep these draws apart from others with the seed
+_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # separate these draws from other uses of the seed
 
 
 def draws(count: int, *key: int) -> NDArray[np.uint64]:

@@ -21,7 +21,7 @@ from zero_mpi.files.open import exists, is_file, is_folder
 NANOGPT = "nanogpt:"  # prefix of a path to ids without a header, which cannot be recognised by content
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # files in a folder that `zero-mpi tokenize` wrote
 NOTES = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})  # files of the package datasets
-# Some distributions do not ship all of these folders. Tests are poor prose, and caches are not source code.
+# Some distributions do not ship all of these folders, and tests and caches are of little use as text.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 

@@ -130,7 +130,7 @@ class ProofPrefix:
     at: int = -1  # the last step
     tip: tuple[int, Any] = (-1, None)  # step and id of the last checkpoint
     run: Mapping[str, Any] | None = None
-    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves after a dropped line
+    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves behind dropped lines
 
 
 def kept_up_to(path: Path, step: int) -> ProofPrefix:

@@ -175,7 +175,7 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
 
 
 Ids = NDArray[np.int64]
-MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # limits: answers of a question; letters of question and answers
+MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # limits: answers per question; characters of question and answers
 QUESTION = ("question", "context")  # names of the field that comes before an answer
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 

@@ -268,7 +268,7 @@ class Importance:
     """
 
     def __init__(self, model: ModelConfig, comm: Comm) -> None:
-        self.places, end = dict[str, tuple[int, int, int]](), 0  # first element, matrices, columns of each
+        self.places, end = dict[str, tuple[int, int, int]](), 0  # of each: first element, matrices, columns
         for name, param in model.params().items():
             if name.startswith("blk.") and name.endswith(".weight") and len(param.shape) > 1:
                 matrices, columns = param.shape[0] if len(param.shape) > 2 else 1, param.shape[-1]

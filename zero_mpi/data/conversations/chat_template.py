@@ -113,7 +113,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
         self._source, self._day, self._variables = source, inputs.day, {**tokens, **inputs.variables}
         self._left, self._is_shared = SECONDS, False
-        self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # marks the assistant's text
+        self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # whether it marks answers
         try:
             self._process = self._started()
         except (ValueError, OSError, EndlessTemplate) as error:
