@@ -51,7 +51,7 @@ SWEEP = ("ranks_per_node", "most_ranks")
 
 
 class Question(NamedTuple):
-    """Cases to plan. per_node: ranks per node in a sweep; text: bytes of all ids; sample: if it samples."""
+    """Cases to plan. per_node: ranks per node in a sweep; text: bytes of all ids; sample: is text sampled?"""
 
     cases: tuple[Case, ...]
     machine: Machine

@@ -206,7 +206,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
 def choose(
     world: World, request: Request, bounds: tuple[int, int], chosen: Sequence[Segment]
 ) -> Sequence[Segment]:
-    """Return the segments to recompute, on all ranks. Raise UsageError if there is none. Collective."""
+    """Return the segments to recompute, on all ranks. Raise UsageError for an empty range. Collective."""
     if (request.first, request.last) != (None, None):
         if bounds[0] >= bounds[1]:
             raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
