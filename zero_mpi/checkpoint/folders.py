@@ -117,7 +117,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def point_best(out: Path, step: int) -> None:
-    """Point the link OUT/best to the checkpoint of `step`. Remove the link for step 0, which has none."""
+    """Point the link OUT/best to the checkpoint of `step`; remove the link if `step` is 0."""
     name = step_folder(out, step).name if step else ""
     if name and named(out, BEST) != name:
         point(out, BEST, name)

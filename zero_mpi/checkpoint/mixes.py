@@ -2,7 +2,7 @@
 
 Vectors, norms and position embeddings stay float32. In a file of one type, a matrix whose row length is not a
 multiple of the block becomes F16. If matrices have 4 or 5 bits, embedding and head get 8, because every token
-passes through them, and small models lose most there. `MIXES` is the table in src/llama-quant.cpp.
+passes through them, and small models lose most accuracy there. `MIXES` is the table in src/llama-quant.cpp.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PARTS = (  # part of a tensor's name -> part in the table; the first match count
     ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
     ("ffn_down", "down"),
 )  # fmt: skip
-EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # other attn_output with 8 experts
+EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # finer attn_output with 8 experts
 WEIGHTED = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
 FALLBACK = {
     **dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0), Kind.Q4_0),

@@ -134,7 +134,7 @@ CHUNK_ELEMENTS = 1 << 21  # elements of a chunk: 8 MiB, which is efficient for a
 BLANK = "0" * 64  # placeholder for a digest in a header
 READ_AT_ONCE = 1 << 22  # bytes that are read at once
 DISK_BYTES = 16 << 20  # number of bytes after which the system is asked to write them to disk
-MOST_BUFFERS = 1024  # most buffers in one system call
+MOST_BUFFERS = 1024  # maximum number of buffers in one system call
 PADDING = 64  # tensors with at most this many zero bytes between them are written in one call
 
 Digests = dict[str, str]
@@ -392,7 +392,7 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
     assert not odd or not any(output.writers.writer_of), "with row sharding, rank 0 writes all"
-    if odd and output.comm.rank == 0:  # rank 0 reads the file, because slices of rows cut pieces
+    if odd and output.comm.rank == 0:  # rank 0 reads the file, as row shards end inside pieces
         table, read = checked_table(output.content.tensors), output.read_digest
         output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in odd))
     return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}

@@ -25,8 +25,8 @@ from zero_mpi.files.open import open_file, read_file
 from zero_mpi.files.parse import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 32 << 20  # most bytes of a header, thousands of times the usual size; limits time and memory
-MAX_VALUES = 1 << 20  # most values in a header or an index: enough for 100,000 tensors
+MAX_HEADER = 32 << 20  # maximum bytes of a header, thousands of times the usual; limits time and memory
+MAX_VALUES = 1 << 20  # maximum number of values in a header or an index: enough for 100,000 tensors
 MAX_DIMS = 64  # NumPy's own limit
 METADATA = "__metadata__"
 BITS = {

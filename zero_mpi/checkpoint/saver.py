@@ -86,7 +86,7 @@ class Saver:
     background   whether `save` returns immediately; at most one checkpoint is written at a time
     tick         function that gets a description of the current work, for a watchdog
 
-    prepare      function that rank 0 calls before it writes to OUT; it makes OUT, and may return why not
+    prepare      function that rank 0 calls before it writes to OUT; it makes OUT, or returns why not to write
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Saver:
     ) -> None:
         self.out, self.optimizer, self.description, self.keep = out, optimizer, description, keep
         self.background, self.tick = background, tick
-        self.comm = optimizer.module.comm.background()  # ranks that wait do not use cores that others need
+        self.comm = optimizer.module.comm.background()  # waiting ranks do not use the cores of other ranks
         self.writers = writers_for(self.comm, out, writers_per_node) if parallel else rank_0_of(self.comm)
         self.longest = 0.0
         self.prepare: Callable[[], str | None] = partial(out.mkdir, parents=True, exist_ok=True)

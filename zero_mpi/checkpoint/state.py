@@ -87,7 +87,7 @@ def read_best(keys: GGUFKeys) -> Best:
 
 
 ARCHITECTURE = "zero_mpi"  # with this value, llama.cpp refuses optimizer.gguf with a clear message
-MOST_SETTINGS = 1 << 20  # most characters of the JSON text in a key
+MOST_SETTINGS = 1 << 20  # maximum number of characters of the JSON text in a key
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Parser of all command lines: a compact `--help`, `--version`, and errors that suggest the right flag.
 
 Errors are UsageErrors: the caller decides which rank prints them. An unknown flag is reported before any
-other error, with the most similar known flag, or with the flag of the same meaning if the name is another
-trainer's. This module imports only modules that load fast.
+other error, with the most similar known flag; for a flag that was removed, the error names its replacement.
+This module imports only modules that load fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
 COLUMN = 26  # column at which the texts of --help begin
-NEAR = 0.6  # difflib cutoff: least share of letters that two similar names have in common
+NEAR = 0.6  # difflib cutoff: minimum share of letters that two similar names have in common
 PLACES = ("DIR", "PATH", "FILE")  # metavars of values that are paths
 KINDS: dict[Any, str] = {int: "N", float: "X"}  # metavars by type
 RATES = ("--flops", "--memory-bandwidth", "--host-bandwidth", "--alpha-node", "--beta-node")

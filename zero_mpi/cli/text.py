@@ -11,7 +11,7 @@ from zero_mpi.files.foreign import printable
 WIDTH = 110  # columns of the text
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # units per second
-FEW = 8  # number of hosts, files or ranks that a message names; it gives the number of further ones
+FEW = 8  # maximum number of hosts, files or ranks that a message names; it only counts the rest
 
 
 def write(lines: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 For ranks per host, MPICH expects `node1:2` and Open MPI `node1 slots=2`. Each of them reads the other form
 wrongly or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show
-hostnames` of Slurm). An input may mix all of these forms. A plain name is one slot. If a name is repeated,
+hostnames` of Slurm). An input may mix all of these forms. A name alone is one slot. If a name is repeated,
 its slots are added up where it comes first.
 """
 
@@ -23,13 +23,13 @@ LINE = re.compile(  # matches a host's name or IPv4 address
     re.ASCII | re.IGNORECASE,
 )
 SLOTS = re.compile(rf"\sslots\s*=\s*({NUMBER})", re.IGNORECASE)
-MOST_BYTES = 16 << 20  # most bytes of a hostfile
+MOST_BYTES = 16 << 20  # maximum size of a hostfile in bytes
 FORMS = "expected HOST, HOST:2 or HOST slots=2"
 
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """A host with its number of ranks (`slots`) and the most ranks that a job may request on it (`most`)."""
+    """A host with its number of ranks (`slots`)."""
 
     name: str
     slots: int = 1

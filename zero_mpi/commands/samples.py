@@ -1,6 +1,6 @@
 """`zero-mpi samples MODEL --data chat.jsonl`: shows conversations and pairs as training sees them.
 
-Text that counts in the loss is coloured on a terminal. Without a terminal or with NO_COLOR it is in « ».
+Text that counts in the loss is in « ».
 """
 
 import json

@@ -46,13 +46,13 @@ MEANING = (
     "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
-MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a rank records a quarter, plus at most a micro-batch
+MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; recording stops at a quarter, after a micro-batch
 MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
-MOST_LINE = 1 << 16  # most bytes in the line of an event
-DENSEST, ALWAYS = 50, 8 << 20  # most unpacked bytes: per byte of the file; allowed for any file
+MOST_LINE = 1 << 16  # maximum bytes in the line of an event
+DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: per byte of the file, and for any file
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -202,7 +202,7 @@ def account(share: Share, under_way: Sequence[int], lasted: float) -> None:
 
 
 def table(recorded: Recorded) -> Iterator[str]:
-    """Yield the lines about a timeline: a row for each rank, and the longest waits."""
+    """Yield the lines about a timeline: a row for each rank, the meaning of columns, and the clock error."""
     found, steps = shares(recorded), recorded.steps
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     which += f" of {plural(len(found), 'rank')}"

@@ -35,7 +35,7 @@ LEAST = {
     "balance_loss": 0, "z_loss": 0,
     "desirable_weight": 0, "undesirable_weight": 0,
 }  # fmt: skip
-LARGEST = 1 << 62  # exclusive limit of integers; the sum of two of them still fits 64 bits
+LARGEST = 1 << 62  # exclusive limit of integer settings; the sum of two still fits in 64 bits
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1, "label_smoothing": 0.5, "teacher_weight": 1.000001}
 MANY_EPOCHS = 10
 DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
@@ -124,7 +124,7 @@ def seconds(text: str | None) -> float | None:
 
 
 class Rule(NamedTuple):
-    """Setting that is invalid or has no effect if `when` is true. `why`: message with {name} of a setting."""
+    """Setting that is invalid or has no effect if `when` is true. `why`: message; {name}: a flag's value."""
 
     name: str
     when: Callable[..., bool]  # gets the configuration, and for IDLE also the kind of data

@@ -131,7 +131,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:
-    """Return a note on frozen tensors of another type that are kept as float32."""
+    """Return a note on frozen tensors that are kept as float32, because their type has no kernel."""
     if model.lora is None or where == "cuda" or init is None or gguf_of(init) is None:
         return []
     others = [name for name in model.params() if name in init.tensors and name not in model.stored]
@@ -269,7 +269,7 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
 
 
 def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
-    """Return the tokenizer with the template `which`: a file, or one of its own by name; None: no change."""
+    """Return the tokenizer with the template `which`: a file, or a template's name; None: no change."""
     if which is None:
         return tokenizer
     keys = tokenizer.metadata()

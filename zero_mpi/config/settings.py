@@ -32,7 +32,7 @@ OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_da
 LENGTH = {"steps", "epochs"}  # the two settings for the length of a run, of which a run has one
 STEPS: dict[str, Any] = {"steps": 440}  # default for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
-EPOCHS, MOST_CONTEXT = 3, 1024  # defaults for conversations
+EPOCHS, MOST_CONTEXT = 3, 1024  # defaults for conversations: epochs, and maximum context in tokens
 FEW_WINDOWS = 214  # with fewer windows, the batch becomes smaller (at least 4), so that 3 epochs are 40 steps
 
 
@@ -290,7 +290,7 @@ class Config:
 
     @property
     def rate_factor(self) -> float:
-        """Factor on the default learning rate; lower for preference losses, as their model is trained."""
+        """Factor on the default learning rate; lower for preference losses, as their model is pretrained."""
         return 1.0 if self.loss == CROSS_ENTROPY else 0.1
 
     @property

@@ -15,11 +15,11 @@ from zero_mpi.files.foreign import LONGEST, quoted, show, shown
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_toml
 
-MOST_SETTINGS = 1 << 20  # most bytes of a TOML file
+MOST_SETTINGS = 1 << 20  # maximum size of a TOML file in bytes
 
 
 def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
-    """Return the settings in a TOML file. Keys may have - or _. UsageError names the file and the key.
+    """Return the settings in a TOML file. Keys may use - or _. UsageError names the file and the key.
 
     removed: list to which names of settings are appended that only version 0.1.0 had
     """
@@ -100,7 +100,7 @@ def in_full(value: Any) -> Any:
 
 
 def write_config(out: Path, config: Config) -> None:
-    """Write OUT/config.toml. A path that is not UTF-8 keeps its bytes, so reading the file fails there.
+    """Write OUT/config.toml. A path that is not UTF-8 keeps its bytes, so reading the file back fails.
 
     Raises UsageError if OUT/config.toml is a folder, JobError if the file cannot be written.
     """

@@ -240,7 +240,7 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
-    """Draw documents in an order set by `seed` until they hold `fraction` of all tokens; one always remains.
+    """Draw documents in an order set by `seed` until they hold `fraction` of all tokens; one is always left.
 
     A document is skipped if it would raise the sum above twice that share. The smallest skipped document is
     taken only if the other documents do not reach the share. So a huge first document is not held out.

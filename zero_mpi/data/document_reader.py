@@ -184,7 +184,7 @@ def _conversations(
 def _text_documents(
     files: Files, text_filter: TextFilter, reader: TextReader, notes: list[str]
 ) -> Iterator[Document]:
-    """Yield text files as encoded documents, each with eos at its end."""
+    """Yield text files as encoded documents, each with the separator at its end."""
 
     def texts() -> Iterator[Text]:
         for name, path in files:

@@ -32,7 +32,7 @@ Places = NDArray[np.int64]
 T = TypeVar("T")
 
 MOST_HELD = 1 << 24  # a rank holds at most this many bytes of ids in memory; more stay in files
-OPEN_FILES = 128  # most files that one process holds open; a corpus may have thousands
+OPEN_FILES = 128  # maximum number of files that one process holds open; a corpus may have thousands
 SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and bytes of the samples in a digest: 16 MiB for any corpus
 CHANGED = "files of --data must not change during a run"
 
@@ -164,7 +164,7 @@ class TokenSpans:
     def sampled_digest(self) -> bytes:
         """Return the sha256 of the spans' sizes and of ids at positions spread evenly over all spans.
 
-        Different corpora get different digests, although only samples are read.
+        A difference that lies only between the samples does not change the digest.
         """
         total, count = hashlib.sha256(), max(2, SAMPLES // max(1, len(self.spans)))
         for span in self.spans:
@@ -230,7 +230,7 @@ class Document(NamedTuple):
 
     name: str  # name of the file or line, used in messages and in the digest of the corpus
     tokens: Tokens  # (n,) uint16 or uint32, in memory or in a file; text ends with a separator
-    digest: bytes  # sha256 of the source bytes and of the ids
+    digest: bytes  # digest of the content: of text and its loss mask, or of a file
     counted: Counted | None = None  # (n,) whether the loss counts a token (never the first); None: all count
     # (D,) where each document in a token file ends; none is empty. None: a single document, or unknown ends.
     # For a pair, which has `counted`, the ends of its two sides.
@@ -239,7 +239,7 @@ class Document(NamedTuple):
 
     @property
     def is_divisible(self) -> bool:
-        """Return whether some documents inside may be held out while the model trains on the others."""
+        """True if this contains several documents of text, of which some may be held out."""
         return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     def cut(self, place: int) -> tuple[Document, Document]:

@@ -23,11 +23,11 @@ from numpy.typing import ArrayLike, NDArray
 from zero_mpi.data.documents import Places, TokenSpans, read_ids
 from zero_mpi.errors import UsageError
 
-MOST_SORTED = 1 << 20  # most windows that are sorted; this takes 16 MiB and a tenth of a second
+MOST_SORTED = 1 << 20  # maximum number of windows that are sorted; this takes 16 MiB and a tenth of a second
 ROUNDS = 64  # rounds of the cipher; each one halves the deviation from a random order
 DEALT = 1 << 12  # samples that are assigned to sources at once
 BLOCK = 1 << 12  # samples whose windows are computed together; this takes little longer than for one sample
-_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # keep these draws apart from others with the seed
+_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # separate these draws from other uses of the seed
 
 
 def draws(count: int, *key: int) -> NDArray[np.uint64]:
@@ -353,7 +353,7 @@ class EvalLoader:
         self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of the selected windows
         self.windows = windows
         self.micro_batches = -(-taken // micro_batch)
-        self.counted = windows.counted(self.chosen)  # targets that count; the summed loss is divided by them
+        self.counted = windows.counted(self.chosen)  # number of targets that count; divides the summed loss
 
     def micro(self, i: int) -> Batch:
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"

@@ -256,7 +256,7 @@ class PairWindows(PackedWindows):
 def mismatched(pairs: PairBatch) -> PairBatch:
     """Return a micro-batch in which each prompt is followed by the answer of another sequence in its row.
 
-    With better sides first, it is the answer of the sequence before. Each row keeps its length.
+    If better sides are ordered first, it is the previous sequence's answer. Each row keeps its length.
     """
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()

@@ -1,4 +1,4 @@
-"""File of a teacher's predictions: the most likely ids for each token of a text, and the remaining mass.
+"""File of a teacher's predictions: each token's most likely ids, and the remaining probability.
 
 The first `HEAD` bytes are JSON that identifies the data. Then one record follows for each token, in the order
 of the data: ids, their log-probabilities in descending order, and the logarithm of the remaining probability.

@@ -21,7 +21,7 @@ from zero_mpi.files.open import exists, is_file, is_folder
 NANOGPT = "nanogpt:"  # prefix of a path to ids without a header, which cannot be recognised by content
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # files in a folder that `zero-mpi tokenize` wrote
 NOTES = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})  # files of the package datasets
-# Some distributions do not ship all of these folders. Tests are poor prose, and caches are not source code.
+# Some distributions do not ship all of these folders, and tests and caches are of little use as text.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -31,7 +31,7 @@ def stdlib_root() -> Path:
 
 
 def named(paths: Sequence[str], most: int = 40) -> str:
-    """Return a description of `--data`: its first path, at most `most` characters, and how many more."""
+    """Return a description of `--data`: its first path in `most` characters, and how many paths follow."""
     if not paths:
         return f"Python's standard library in {stdlib_root()}"
     return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
@@ -100,7 +100,7 @@ LINES = (".jsonl", ".ndjson")
 
 
 class Kind(NamedTuple):
-    """Kind of a file, with its remedy. Its files have `data` at byte `at`, and `inside` near the start."""
+    """Kind of a file that is not text, with its remedy. Files of this kind begin with `data`."""
 
     name: str
     remedy: str
@@ -163,7 +163,7 @@ def kind_of(head: bytes, name: str) -> Kind | None:
 
 
 def _has_objects(head: bytes, name: str) -> bool:
-    """Return whether each line is a JSON object; a model would learn the JSON syntax along with the text."""
+    """Return whether the first lines are JSON objects; a model would learn the JSON syntax with the text."""
     if not head.startswith(b"{"):
         return False
     by_name = name.lower().endswith(LINES)
@@ -177,7 +177,7 @@ def _has_objects(head: bytes, name: str) -> bool:
 
 
 def _is_utf8(data: bytes, whole: bool = True) -> bool:
-    """Return whether bytes are UTF-8 text, checked in blocks. If not `whole`, the last letter may be cut."""
+    """Return whether bytes are UTF-8, checked in blocks. Unless `whole`, the last character may be cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, 0 if data.isascii() else len(data), BLOCK):

@@ -25,7 +25,7 @@ from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 
-WHOLE = 1 << 30  # size of the largest file that is read fully for its digest; this takes half a second
+WHOLE = 1 << 30  # bytes of the largest file that is read fully for its digest; this takes half a second
 BLOCK = 1 << 20  # ids processed together
 LLM_C_HEADER = 1024  # bytes: 256 numbers, of which three are used
 LLM_C: dict[tuple[int, int], np.dtype[Any]] = {  # keyed by magic number and version
@@ -35,7 +35,7 @@ LLM_C: dict[tuple[int, int], np.dtype[Any]] = {  # keyed by magic number and ver
 MEGATRON = b"MMIDIDX\0\0"
 MEGATRON_HEAD = len(MEGATRON) + 8 + 1 + 8 + 8
 MEGATRON_TYPES = {code: np.dtype(name) for code, name in {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
-MEGATRON_MOST = (1 << 31) - 1  # most ids in a document, because its size is an int32
+MEGATRON_MOST = (1 << 31) - 1  # maximum number of ids in a document, because its size is an int32
 MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
 ARROW_KINDS = ("int16", "int32", "int64", "uint16", "uint32")
 NPY_HEADERS = {  # keyed by the format's version; version 3.0 is 2.0 with field names in UTF-8

@@ -49,13 +49,13 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     check     compare each collective across ranks before it starts (slower); at the first difference all
               ranks raise an error that shows sizes and types
 
-    If the variable ZERO_MPI_BITS=portable is set before the program starts, results have the bits of
+    If the variable ZERO_MPI_BITS=portable is set before the program starts, results are computed as with
     `--bits portable`.
 
     From now on all ranks end if a rank has an uncaught exception or ends, with any status, while others wait
     for it. Only one thread may start collectives; other threads get UsageError. Raise UsageError if a
-    launcher has started this process and there is no MPI or too little space in /dev/shm, or if bits cannot
-    be portable; ValueError for a timeout that is not a number of seconds.
+    launcher has started this process and there is no MPI or too little space in /dev/shm, or if portable bits
+    are impossible; ValueError for a timeout that is not a number of seconds.
     """
     ops.use_threads()
     world = find_world() if WatchedScript.running is None else WatchedScript.running.world
@@ -157,7 +157,7 @@ class WatchedScript:
 
 
 def meeting_place(world: World) -> Path | None:
-    """Return a new folder, in the temporary or current folder, that all ranks see, or None. Collective.
+    """Return a path in the temporary or current folder where all ranks see a new folder, or None. Collective.
 
     With several hosts, the temporary folder is local and the current folder is usually shared.
     """

@@ -1,7 +1,7 @@
 """Checks that all ranks have the same package, Python, MPI, NumPy, flags and model files.
 
 Hosts may differ, for example in the environment or in the copy of a file. Such a job would hang, or its ranks
-would train differently. Ranks therefore compare these facts, by one message if all agree.
+would train differently. Ranks therefore compare these facts, with a single message if all agree.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 FAILED, BAD_USAGE, REQUEUE = 1, 2, 75
 DRAIN = 0.2  # seconds for the launcher to forward messages, because an abort drops unread output
 STAGGER = 0.3  # seconds per rank: if all fail at once, the first prints and ends the job before the others
-MOST_TURNS = 20  # number of ranks that take turns; all later ranks print with the last of these
+MOST_TURNS = 20  # ranks above this number print at the same time as the rank with this number
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # names of launcher processes
-HOLD = 120.0  # most seconds of a pause; then the launcher may end ranks that cannot save
+HOLD = 120.0  # longest pause in seconds; after it the launcher may end ranks that have not saved
 POLL = 0.2  # seconds between checks of the ranks of the node
 LATER = 5.0  # seconds after HOLD at which the separate process continues the launcher if no rank did
 

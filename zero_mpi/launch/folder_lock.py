@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # `supervise` reads locks without loading NumPy or MPI
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
 POLL = 0.2  # seconds between reads of a file that another job holds
-SLOW = 2.0  # seconds; during a longer read the file system hangs, maybe for the holder too
+SLOW = 2.0  # seconds; after a longer read, the holder may have been blocked by the file system too
 PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine counts as dead
 SETTLE = 5.0  # seconds after which a refused lock counts as held even if the record does not change
 LEAVE = 60.0  # seconds for a holder in the same batch job (requeued, or a previous step) to end
@@ -89,7 +89,7 @@ def unpacked(raw: bytes) -> Record | None:
 
 
 def find(path: Path, links: int = 1) -> int:
-    """Open a file. Raise FileNotFoundError, or UsageError for another kind of file or too many hard links."""
+    """Open a lock file. Raise FileNotFoundError, or UsageError if it is a link, folder or device."""
     try:
         return open_in_place(path, os.O_RDWR, links)
     except OSError as error:
@@ -128,7 +128,7 @@ def is_held_here(path: Path) -> bool:
 
 
 def lock(handle: int) -> bool | None:
-    """Return True if the system grants this process the file's lock; None if the file system has no locks.
+    """Return True if this process gets the file's lock, False if another has it, None if there are no locks.
 
     Linux passes a flock on to NFS and Lustre. An fcntl lock would end when any handle of the file is closed.
     """
@@ -242,7 +242,7 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
 
 
 class RunLock:
-    """Lock of our folder from `take` to `release`. lost: why it was lost; at_loss: called GRACE s later."""
+    """Lock of a run folder until `release`. lost: why the job lost it; at_loss: called GRACE s after that."""
 
     def __init__(self, path: Path, record: Record, handle: int) -> None:
         self._path, self._own_record = path, record
@@ -272,7 +272,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[tuple[int, Record | None]]:
-        """Open and read the file again, by which network file systems exchange writes with other machines."""
+        """Open and read the file again: network file systems show writes of other machines after an open."""
         with opened(self._path, ANY) as handle:
             yield handle, unpacked(read(handle))
 

@@ -6,9 +6,9 @@ step. A signal interrupts long local work without communication at once (`cut_sh
 signals, because no Python handler runs while the main thread is inside the MPI library. The thread reacts to
 a second Ctrl-C, and ends a run whose ranks reach no agreement during its preparation.
 
-A program of this package records signals from its first line on. A script that calls the function of a
-command calls `signals.listen()` first. On Ctrl-C `train` saves before it ends; any other command prints a
-line and ends at once, with status 130. Importing the package changes no signal handler.
+The train program records signals from its first line on. A script that calls the function of a command calls
+`signals.listen()` first. On Ctrl-C `train` saves and `tokenize` ends so that it can be resumed. Any other
+command prints a line and ends at once, with status 130. Importing the package changes no signal handler.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def report(text: str, *, is_error: bool = False) -> None:
 class Stopped(BaseException):
     """Exception: a signal ends the run before its first step. `except Exception` does not catch it.
 
-    All ranks raise it together, with the job's exit status; without a status, `cut_short` catches it.
+    All ranks raise it together, with the job's exit status. `cut_short` catches it if a handler raised it.
     """
 
     def __init__(self, name: str, *, again: bool = False) -> None:
@@ -167,7 +167,7 @@ class StopSignals:
         return (self.caught if self.phase == PREPARING else ""), self.again
 
     def agreed(self, words: Sequence[Word]) -> None:
-        """Raise Stopped if a word names a signal. All ranks call this with the same words."""
+        """Raise Stopped if the `word` of a rank names a signal. All ranks call this with all ranks' words."""
         name = next((name for name, _ in words if name), "")
         if name:
             self.phase, self.caught = OVER, self.caught or name

@@ -5,8 +5,8 @@ watches these records. A second thread ends the job some seconds later if the fi
 files, because file systems may hang too.
 
 Ranks without progress exchange their states through small files in a shared folder, because a rank inside the
-MPI library cannot answer messages. A rank that has waited for a while writes its state there (it signs).
-Other waiting ranks that find the folder sign as well, and the first signed rank reads all states. If two
+MPI library cannot answer messages. A rank that has waited for a while starts a roll call: it writes its state
+there (it signs). Other waiting ranks that see this sign too, and the lowest of them reads all states. If two
 ranks have started different collectives with the same number, or a rank has ended before a collective that
 another rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job.
 Otherwise, after the limit, a rank without progress prints the report for all. A rank that was stopped, or
@@ -47,12 +47,12 @@ STATUS = 86  # exit status of a job that was ended for lack of progress
 POLL = 0.5  # seconds between checks
 GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a report
 CALL, JOIN = 5.0, 0.5  # seconds of waiting after which a rank starts a roll call or joins another rank's
-MOST_PAUSE = 60.0  # most seconds between comparisons
+MOST_PAUSE = 60.0  # maximum seconds between comparisons
 SUSPENDED = 2.0  # seconds (at most half the limit) by which a check is late if the process was stopped
 WATCHERS = (__file__, " in _renew")  # " in _renew": threads that renew status.json and the lock
 FOLDER = ".ranks"
-MOST = 1 << 22  # most bytes of a signed file
-STACKS = 4  # most ranks whose stacks are shown
+MOST = 1 << 22  # maximum size of a signed file in bytes
+STACKS = 4  # maximum number of ranks whose stacks are shown
 
 
 @dataclass(frozen=True)

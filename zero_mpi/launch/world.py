@@ -36,7 +36,7 @@ HELP, NO_LAUNCHER = {"-h", "--help", "--help-all", "--version"}, "start it witho
 PATIENCE = 3.0  # seconds that a rank with a bad exit status waits for the others
 END = "the end of the other ranks"
 MPI_START = 600.0  # seconds for all ranks to reach MPI_Init
-BEAT = 0.25  # least seconds between two beats of rank 0
+BEAT = 0.25  # minimum seconds between two beats of rank 0
 
 
 class StopAwareComm(CommWrapper):
@@ -96,7 +96,7 @@ class World:
             raise JobError(why)
 
     def report_end(self, status: int, reason: str = "") -> None:
-        """Call the functions in `at_end`, the last first, because it may depend on earlier functions."""
+        """Call the functions in `at_end` in reverse order, as a later one may depend on an earlier one."""
         for listener in reversed(self.at_end):
             listener(status, reason)
 
@@ -162,7 +162,7 @@ class World:
         return agree.results(self.comm, lambda: self._unless_over(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
-        """Call action() on one rank of each node, then on all other ranks, which use its files."""
+        """Call action() on one rank of each node, then on the other ranks, which use the files it made."""
         for turn in (True, False):
             if (self.node.rank == 0) == turn:
                 signals.cut_short(action)

@@ -1,6 +1,6 @@
 """Energy meter of a host, by the counters of Intel and AMD processors or of Cray nodes.
 
-Linux has the processors' counters (RAPL) in /sys/class/powercap, on most machines only for root: one for each
+Linux has the processors' counters (RAPL) in /sys/class/powercap, usually readable only by root: one for each
 socket with its cores, and on some machines one for its memory. A Cray's counter covers the node.
 """
 

@@ -1,8 +1,8 @@
 """`OUT/events.jsonl`: the events of a run with their times, over all its jobs; one JSON object per line.
 
 Steps are in `metrics.jsonl`; this file has all other events: starts, resumes, checkpoints, warnings and ends.
-Lines are only appended, also if a run resumes from an earlier step. Rank 0 writes the file; the rank that
-ends the job writes a failure. An error of the file is reported once and does not end a run.
+Lines are only appended, also if a run resumes from an earlier step. Rank 0 writes all events but a failure,
+which the rank that ends the job writes. An error of the file is reported once and does not end a run.
 """
 
 import json
@@ -24,7 +24,7 @@ RESTARTED, GAVE_UP = "restarted", "gave-up"  # written by `supervise`, between t
 
 
 class Events(logging.Handler):
-    """Writer of the events of one rank. Attribute `at`: current step; `reason`: why the run was stopped.
+    """Writer of the events of one rank. `at` sets the current step; `reason` is why the run was stopped.
 
     The writer is also a log handler: from `begin` to `end` each logged warning becomes an event.
     """

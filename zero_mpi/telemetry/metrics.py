@@ -24,13 +24,13 @@ from zero_mpi.telemetry.trackers import Tracker
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes at the end of a file that contain the last records, even of thousands of ranks
-MARK = b'"step"'  # every record contains it; this search skips other lines fast
+MARK = b'"step"'  # every record contains it, so lines without it are skipped unparsed
 
 
 class Records:
     """Writer of the records of a run; it does nothing on ranks other than 0.
 
-    `trackers`: function that makes the trackers. `beginning`: start of the hash chain, if there is one.
+    `trackers`: function that makes the trackers. `beginning`: start of this job in the hash chain, or None.
     Raises JobError on rank 0 if a file or a tracker cannot be opened.
     """
 
@@ -59,7 +59,7 @@ class Records:
         self._display = Display(done, steps)
 
     def logs(self, step: int) -> bool:
-        """Return True if a step's number says that it is logged; the result is the same on all ranks."""
+        """Return True if a step is logged because of its number; the result is the same on all ranks."""
         return step in (self._done + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Progress display of a run: a bar on a terminal, otherwise a log line every few steps.
 
-Bar and line show, in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
+Both show, in 80 columns: step, loss, speed, share of peak FLOP/s, largest memory of a rank, time left.
 A launcher puts a pipe between ranks and terminal, so the stderr of parent processes is checked too.
 """
 

@@ -6,8 +6,8 @@
 
 HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or record line is the
 next head of the chain, so the last head is a digest of all results. A checkpoint's line depends on the head
-before it and does not change the head. Runs with the same bits have the same head: it depends on no rank,
-strategy, transport, folder, time or checkpoint. In chains of version 0.1.0, a checkpoint ("checkpoint", not
+before it and does not change the head. Bit-identical runs have the same head, which does not depend on ranks,
+strategy, transport, folder, time or checkpoints. In version 0.1.0, a checkpoint's line (key "checkpoint", not
 "saved") also made a new head. A resume drops the lines after its checkpoint, as it does in metrics.jsonl.
 """
 
@@ -130,7 +130,7 @@ class ProofPrefix:
     at: int = -1  # the last step
     tip: tuple[int, Any] = (-1, None)  # step and id of the last checkpoint
     run: Mapping[str, Any] | None = None
-    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves after a dropped line
+    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves behind dropped lines
 
 
 def kept_up_to(path: Path, step: int) -> ProofPrefix:
@@ -144,7 +144,7 @@ def kept_up_to(path: Path, step: int) -> ProofPrefix:
                 kept.tip = line.step, line.value.get(ID)
                 if over:
                     kept.late.append((line.step, line.value))
-            over |= line.step > step - (line.kind == RUN)  # a job that began at this step made no step
+            over |= line.step > step - (line.kind == RUN)  # drops a job that began at this step
             if not over:
                 kept.head, kept.end, kept.at = line.head, line.end, max(kept.at, line.step)
                 if line.kind == RUN:
@@ -170,7 +170,7 @@ class Proof:
         """Continue after the kept lines; add a RUN line unless the run simply resumes from its checkpoint."""
         run = json.loads(json.dumps(now.run))
         goes_on = kept.tip == (now.step, now.origin)
-        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # killed before writing this
+        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # killed before it wrote this line
             self._append(now.step, SAVED, {ID: now.origin, "state": now.state})
             goes_on = True
         if kept.at != now.step or not goes_on:

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB in memory, 110 MB while written
+MAX_SPANS = 100_000  # limit on the spans and transfers of a rank: about 20 MB in memory, 110 MB while written
 
 # The tracks of a rank. A span's label is the scope of a stage, a unit, or a folder.
 STEPS = "steps"  # steps, and inside them micro-batches and evaluations
 COMPUTE = "compute"  # forward and backward of a stage, the loss
 OPTIMIZER = "optimizer"  # computing the norm and the update
-BETWEEN = "between stages"  # main thread: starts, advances, sums and releases of transfers
+BETWEEN = "between stages"  # work of the main thread on transfers: start, advance, sum and release them
 WAITS = "waits"  # waits for transfers and for other ranks
 STALLS = "stalls"  # waits of a GPU for a transfer of its memory
 DATA = "data"  # reading micro-batches

@@ -1,4 +1,4 @@
-"""`OUT/status.json`: state of a run (running, done, or the reason why it ended), for scripts and people.
+"""`OUT/status.json`: state of a run (running, done, stopped or failed), for scripts and people.
 
 A launcher's exit status is unreliable: some return 0 although a host was lost. So rank 0 writes "done" after
 all ranks have reached the end. During a run a thread renews the file every few seconds, so an old file means
@@ -24,18 +24,18 @@ from zero_mpi.files.parse import parse_json
 
 NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
-MOST_BYTES = 1 << 20  # most bytes of the file
+MOST_BYTES = 1 << 20  # maximum size of the file in bytes
 RENEWAL_SECONDS = 5.0  # seconds between renewals
-DISK_BLOCK = 4096  # bytes; least space of a file on a disk
-RENEWAL_WAIT = 2.0  # most seconds that the last write waits for a renewal, because the disk may hang
+DISK_BLOCK = 4096  # bytes; minimum space that a file takes on a disk
+RENEWAL_WAIT = 2.0  # maximum seconds that the last write waits for a renewal, because the disk may hang
 
 
 class Status:
     """Writer of a job's status on one rank. It never raises, as an error of the file must not end a run.
 
     Fields: state, reason (why it failed), step and steps, ranks; host and pid of rank 0; started and updated,
-    in UTC; version of the package. `steps` and `slow`, the slow ranks, may be set later. If `lost` is not
-    empty (why the folder no longer belongs to this job), nothing is written.
+    in UTC; version of the package. `steps` and `slow`, the slow ranks, may be set later. If `lost()`
+    returns why the folder no longer belongs to this job, nothing is written.
     """
 
     def __init__(self, out: Path, rank: int, ranks: int, steps: int, lost: Callable[[], str] = str) -> None:
@@ -84,7 +84,7 @@ class Status:
             self._lock.release()
 
     def refused(self, reason: str) -> None:
-        """Write why the run did not start, and keep the state of the previous run."""
+        """Write why the run did not start, then put back the status of the previous run, if there was one."""
         before, self._before = self._before, b""
         self.end(FAILED, reason)
         if before:
@@ -130,7 +130,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def as_object(text: bytes) -> dict[str, Any]:
-    """Return the JSON object in a text, with plain values only; empty for any other text."""
+    """Return the JSON object in a text, without lists and objects in it; empty for any other text."""
     try:
         said = parse_json(text, null_for_infinite=True)
     except ValueError:

@@ -21,10 +21,10 @@ from zero_mpi.errors import JobError, UsageError, import_optional, naming
 from zero_mpi.files.foreign import one_line, shown
 from zero_mpi.telemetry import log
 
-MOST_RANKS = 16  # most ranks with separate tags; for more ranks, only the largest number is sent
-CLOSE_SECONDS = 60.0  # most seconds that the end of a run waits for pending records
+MOST_RANKS = 16  # maximum number of ranks with separate tags; for more ranks, only the largest value is sent
+CLOSE_SECONDS = 60.0  # maximum seconds that the end of a run waits for pending records
 EVERY_SECONDS = 1.0  # seconds between writes of Prometheus' file and between requests of MLflow
-LONGEST = 500  # letters of a value at MLflow
+LONGEST = 500  # maximum number of characters of a parameter's value at MLflow
 PREFIX = "zero_mpi_"
 RANK = re.compile(r"(?P<name>.+)/rank_(?P<rank>\d+)")
 

@@ -123,7 +123,7 @@ def check_disk(config: Config, model: ModelConfig) -> list[str]:
     if free < each:
         raise UsageError(f"{found}: free some space, or use another disk")
     count = max(1, (config.keep or 1) + 1 - len(folders.steps(out)))
-    few = f"{found}; --keep {config.keep} takes {count} of them at once"
+    few = f"{found}; --keep {config.keep} needs space for {count} of them"
     return [Caution(few)] if free < count * each else []
 
 
@@ -200,7 +200,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
 
 
 def transport(wanted: str, case: Case, why: str) -> str:
-    """Return the transport as text, and say so if --transport auto chose it."""
+    """Return the transport as text, with a remark if --transport auto chose it."""
     kind = case.transport
     text = kind.text
     if kind.on_gpu:

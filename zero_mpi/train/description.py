@@ -145,7 +145,7 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # the description has the values of these, which the data may decide
+READ = ("packing", "control_tokens")  # their values come from the description, as the data may decide them
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 
@@ -173,7 +173,7 @@ def identity(
 
 Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"
-EXPLAINING = ("BLAS", "code for", "processor")  # facts that explain why a trial has another result
+EXPLAINING = ("BLAS", "code for", "processor")  # facts that explain why the result of a trial differs
 REMEDY = "use the same --threads N and CPU type (or --bits portable) on all ranks, or --reduction fast"
 
 
@@ -198,7 +198,7 @@ def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of the processor; "" if the system does not tell it."""
+    """Return the name of the processor; empty if it is unknown."""
     return environment.of_processor("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
@@ -206,7 +206,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
-    """Raise UsageError, with the facts that differ, if a rank computes other bits than most ranks.
+    """Raise UsageError, with the facts that differ, if the bits of a rank differ from those of most ranks.
 
     If `exact` is false, append a note instead. `found`: host and machine facts of each rank.
     """
@@ -265,7 +265,7 @@ def settings(config: Config) -> dict[str, str]:
 
 
 def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
-    """Set --bits and choose a GPU before MPI starts. One rank later reports invalid flags."""
+    """Set --bits and choose a GPU before MPI starts. Invalid flags are ignored here and reported later."""
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         try:

@@ -97,11 +97,11 @@ def as_input(batch: Batch) -> Array | Packed:
 class PairStep(StepLoss):
     """Pairs of a step or of an evaluation. batches: numbers of the windows in each micro-batch.
 
-    Sums are a table (S, K) in the order of the data. Its row for a sequence has the log-probability of the
+    `sums` is a table (S, K) in the order of the data. Its row for a sequence has the log-probability of the
     answer, and for ORPO also that of all other tokens. A rank fills the rows of its micro-batches. The sum
     over ranks is equal at any number of ranks, and all figures are computed from it.
 
-    reference   (S,) sums of the answers under the reference model; zeros if there is none
+    reference   (S,) log-probabilities of the answers under the reference model; zeros if there is none
     kl          KTO's estimate of the divergence from the reference
     """
 
@@ -153,7 +153,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return what sequences add to the step's loss, and the derivatives of that by their sums."""
+        """Return what sequences add to the step's loss, and its derivatives with respect to `sums`."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -200,7 +200,7 @@ class PreferenceObjective(Objective):
         self._windows = cast(PairWindows, loader.windows)
         self._data = [self._windows, *(cast(PairWindows, each.windows) for each in data.loaders.values())]
         self._reads = (unchanged, mismatched) if preference.is_unpaired else (unchanged,)
-        self._kept: dict[int, Floats] = {}  # number of a window -> sums (kinds, sides)
+        self._kept: dict[int, Floats] = {}  # id of a PairWindows -> log-probabilities
 
     def keep(self) -> Floats:
         found = list[Floats]()
@@ -282,7 +282,7 @@ def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Toke
     for name, value in has.items():
         if value != made[name]:
             raise UsageError(
-                f"--teacher {shown(path)}: for another {name}, {quoted(value)}, not {quoted(made[name])}: "
+                f"--teacher {shown(path)}: made for {name} {quoted(value)}, expected {quoted(made[name])}: "
                 "run evaluate --top-k-out with the same --data"
             )
     if len(corpus.parts) > 1 or found.tokens != sum(corpus.tokens):

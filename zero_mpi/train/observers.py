@@ -70,7 +70,7 @@ class SignsOfLife(Observer):
 
 
 class Costs(Observer):
-    """Observer that records what a step costs: seconds, waits, bytes sent, share of the peak.
+    """Observer that records what a step costs: seconds, waits, bytes sent, share of peak FLOP/s.
 
     share   function seconds -> share of the processor's peak, or None if the peak is not known
     """
@@ -95,7 +95,7 @@ class Costs(Observer):
 
 
 class SkippedSteps(Observer):
-    """Observer that records skipped updates and warns of the first one that no loss-scale search explains."""
+    """Observer that records skipped updates and warns of the first one, unless the loss scale is dynamic."""
 
     def __init__(self, scale: LossScale, count: Callable[[], int]) -> None:
         self._scale, self._count, self._before = scale, count, count()
@@ -120,8 +120,8 @@ class Evaluation(Observer):
 
     every      number of steps; 0: only after the last step
     evaluate   function that returns the loss; None without validation data
-    first      whether to evaluate before the first step too, and record the result there: training should
-    improve this loss of a pretrained model
+    first      whether to evaluate before the first step too, and record the result with step 1: training
+    should improve this loss of a pretrained model
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Divergence(Observer):
 
     def __init__(self, scale: LossScale) -> None:
         self._scale, self._loss = scale, 0.0
-        self._steps = self._bad = 0  # steps; consecutive steps until now that were not finite
+        self._steps = self._bad = 0  # number of steps, and of the latest in a row that were not finite
 
     def ends(self, step: StepMade) -> None:
         """Count a step. Raise JobError on all ranks if too many consecutive steps were not finite.

@@ -104,7 +104,7 @@ def resumable_folders(config: Config, out: Path) -> list[Path]:
 
 
 def open_checked(folder: Path, world: World) -> ResumePoint:
-    """Open a checkpoint and check its indices and this rank's share of it. Raise UsageError if damaged."""
+    """Open a checkpoint; check indices and this rank's share of the bytes. Raise UsageError if damaged."""
     if not os.path.isdir(folder):  # Path.is_dir raises if a name is too long
         link = shown(folder.parent / folders.LATEST)
         raise UsageError(f"{link} points to {shown(folder.name)}, which does not exist")

@@ -24,9 +24,9 @@ from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.setup import Session
 
 SAVE_SECONDS = 600.0  # seconds between saves without --save-every
-SAVE_PAUSE = 10  # least pause between saves, as a multiple of the longest save
+SAVE_PAUSE = 10  # minimum pause between saves, as a multiple of the longest save
 SAVE_MARGIN = 1.5  # time reserved for the last save, as a multiple of the longest save
-SHORTEST_SAVE = 1.0  # seconds
+SHORTEST_SAVE = 1.0  # minimum seconds to expect of a save
 SLOW_DISK = 200e6  # bytes per second that the first save is assumed to write
 
 
@@ -62,7 +62,7 @@ class Saving(Observer):
         return self._every > 0 and step % self._every == 0
 
     def clock_says_so(self) -> bool:
-        """Return whether this rank's clock says that a save is due; always False with --save-every."""
+        """Return whether this rank's clock says that a save is due; `is_due` ignores it with --save-every."""
         pause = max(SAVE_SECONDS, SAVE_PAUSE * self.saver.longest)
         return time.monotonic() - self._saved_at >= pause
 

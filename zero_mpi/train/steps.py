@@ -77,7 +77,7 @@ class Steps:
         return loss, stop > 0
 
     def tallied(self) -> dict[str, float]:
-        """Return the auxiliary losses of the step, without scales, and the load of experts. Collective."""
+        """Return the auxiliary losses of the step before scaling, and the load of experts. Collective."""
         tallies = self.session.module.tallies
         sums = tallies.sums(self.session.module.comm)
         return {name: float(sums[name]) for name in tallies.scales} | load_figures(sums)

@@ -213,7 +213,7 @@ class Outcome:
         world.at_end.append(self.end)
 
     def open(self) -> None:
-        """Read the status and events of the previous job, and write that this job runs."""
+        """Read the status and last recorded step of the previous job, and write that this job runs."""
         self.status.begin()
         self._before = self.status.before()
         reported = self._before.get("step")  # may be too low; the records have every step
@@ -264,7 +264,7 @@ BLOCK = 64  # rows of random numbers; they are repeated, because making them is 
 def measure(world: World, dtype: Any) -> float:
     """Return the FLOP per second of all ranks together, measured with matmuls in `dtype`. Collective.
 
-    On the host, a low type is measured in float32 if no library multiplies that type.
+    On the host, bf16 and fp16 are measured in float32 if no library multiplies them.
     """
     kind = np.dtype(np.float32) if ops.products(dtype)[1] else dtype
     world.comm.barrier()  # all ranks start together, because they share cores, caches and power

@@ -24,7 +24,7 @@ from zero_mpi.nn.decoding import Batch, Decoder, Unrecorded
 from zero_mpi.ops.block_kinds import finite_blocks
 from zero_mpi.ops.packed_matrix import PackedMatrix, packs
 
-# Below this, the most likely token is always drawn: different float32 logits differ by at least 1e-45.
+# At lower temperatures the most likely token is always drawn: float32 logits differ by at least 1e-45.
 COLDEST = 1e-48
 
 
@@ -47,8 +47,8 @@ def choose(
 def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
     """Return weights (V,) float64: exp(logits / temperature) of kept ids, up to a factor; 0 for all others.
 
-    logits (V,), finite. `top_k`: keep the k most likely ids (0: all); `top_p`: of these, keep the fewest with
-    this sum of probabilities; `min_p`: keep ids with at least this fraction of the greatest probability.
+    logits (V,), finite. `top_k`: keep the k most likely ids (0: all); `top_p`: of these, keep the fewest
+    whose probabilities reach it; `min_p`: keep ids with at least this fraction of the greatest probability.
     """
     below = logits.astype(np.float64) - float(logits.max())
     kept = nucleus(likeliest(logits, top_k), below, top_p)

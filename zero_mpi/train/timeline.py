@@ -55,7 +55,7 @@ TRAVELS = ("parameters", "gradients")  # after these words, the label of a trans
 def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
     """Record a timeline of the ranks of `comm` in a `with` block and write it to `path`. Collective.
 
-    Use it in custom training loops. Call `step` at the start of each step; without calls, all is one step:
+    Use it in custom training loops. Call `step` when a step starts; otherwise all is recorded as one step:
 
         with tracing(comm, "trace.json.gz") as timeline:
             for step in range(10):
@@ -256,7 +256,7 @@ def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
 
 
 def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
-    """Return kind and place of an event: for a transfer, what its label names, for other events the scope."""
+    """Return the kind of an event, the unit or scope that its label names, its step and micro-batch."""
     first, _, rest = label.partition(" ")
     unit = {"what": first, "unit": rest} if first in TRAVELS and rest else {"unit": label} if label else {}
     found = {"kind": kind, **unit, "step": step}

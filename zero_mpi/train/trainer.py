@@ -201,7 +201,7 @@ class Trainer(Steps):
         return start
 
     def close(self) -> None:
-        """Log the validation loss next to the unigram entropy, and print a sample. Rank 0 calls this."""
+        """Log the validation loss next to the unigram entropy and a sample, both on rank 0. Collective."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
             held_out, loss = self.session.held_out, self.evaluation.loss

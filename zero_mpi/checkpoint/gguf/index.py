@@ -251,6 +251,6 @@ def padded(count: int, alignment: int) -> int:
 
 
 def is_alignment(value: Any) -> bool:
-    """Return whether `value` is an int or UINT32 and a power of two from 8 (least in the format) to 1 MiB."""
+    """Return whether `value` is an int or UINT32 and a power of two from 8 (the minimum of GGUF) to 2^20."""
     number = int(value) if isinstance(value, int | np.uint32) else 0
     return 8 <= number <= 1 << 20 and number & (number - 1) == 0

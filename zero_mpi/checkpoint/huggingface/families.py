@@ -59,7 +59,7 @@ class Order(Enum):
     """Order of the elements of a tensor in a Hugging Face folder, compared with GGUF."""
 
     SAME = "same"
-    HALVES = "halves"  # each head: the rows with even numbers in GGUF, then those with odd numbers
+    HALVES = "halves"  # each head: the rows with even numbers in GGUF, then the rows with odd numbers
     TRANSPOSED = "transposed"
     LESS_ONE = "less one"  # GGUF's order; the folder stores the weights of norms minus 1
 
@@ -181,7 +181,7 @@ class RotaryClass:
     theta: float = 10000.0
     epsilon: float = 1e-6
     head_dim: int | None = None  # default of the setting; None: width / number of heads
-    kv_heads: bool = True  # whether the number of heads is the default; otherwise the setting is required
+    kv_heads: bool = True  # whether num_key_value_heads is the number of heads by default
     biases: Biases = field(default_factory=dict)  # setting -> projections that have a bias if it is true
     biased: frozenset[str] = frozenset()  # projections that always have a bias
     # GGUF key -> (setting, default), for settings that are numbers
@@ -195,7 +195,7 @@ class RotaryClass:
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))  # name and permitted values
     # GGUF key -> setting, for settings that are whole numbers
     sizes: Mapping[str, str] = field(default_factory=dict)
-    # Of a mixture: module of the experts, tensors of one expert, tensors of all experts
+    # For a mixture: module of the experts, tensors of one expert, tensors of all experts
     experts: tuple[str, dict[str, str], dict[str, tuple[str, ...]]] | None = None
     period: int = 0  # every period-th block has full attention, others a window; 0: all full
 

@@ -37,7 +37,7 @@ from zero_mpi.files.open import exists, read_file
 from zero_mpi.nn.adapters import FIRST, SECOND
 
 CONFIG = "config.json"
-MAX_CONFIG = 1 << 22  # most bytes of config.json, a hundred times the usual size
+MAX_CONFIG = 1 << 22  # maximum bytes of config.json, a hundred times the usual size
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 TWICE = "tensor {}: expected once, found again under another name"
 
@@ -227,7 +227,7 @@ PASSED_OVER = {
     "qalora_group_size", "revision", "target_modules", "task_type",
 }  # fmt: skip
 NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # values which mean that an option is not used
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # all others change base weights too
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change base weights too
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class PeftFolder(WeightSource):
 
 
 def alpha_of(settings: Settings) -> float:
-    """Return alpha; the update is scaled by alpha / rank. Raise FileError unless it is a plain LoRA."""
+    """Return alpha; the update is scaled by alpha / rank. Raise FileError for another kind of adapter."""
     if settings.values.get("peft_type") != "LORA":
         raise settings.fault("peft_type", "LORA (only)")
     if settings.values.get("init_lora_weights") not in PLAIN_STARTS:

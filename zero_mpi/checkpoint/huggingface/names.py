@@ -23,8 +23,8 @@ Read = Callable[[int, int], Floats]
 
 
 def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the range [start, stop) of rows with `width` elements in parts, as (first row, last row, first
-    column, last column). There are at most three parts: the end of a row, full rows, the start of a row."""
+    """Yield the range [start, stop) of rows with `width` elements in parts, as (first row, end row, first
+    column, end column). There are at most three parts: the end of a row, full rows, the start of a row."""
     while start < stop:
         row, column = divmod(start, width)
         whole = (stop - start) // width if column == 0 else 0
@@ -117,7 +117,7 @@ def parts_from(
 ) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
     """Return the folder's tensors for a GGUF tensor of experts: name, shape, and the GGUF names inside.
 
-    A tensor that joins several GGUF tensors is returned for the first of them only. None: not of experts.
+    A tensor that joins several GGUF tensors is returned for the first of them only. None for other tensors.
     """
     prefix, _, stem = name.removesuffix(".weight").rpartition(".")
     layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]

@@ -21,7 +21,7 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.ops.elementary import log, power
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # for attention to all positions, and for a window
-MAX_HEAD = 1 << 14  # most elements of a head; limits rotary tables, which are made before tensors are read
+MAX_HEAD = 1 << 14  # maximum width of a head; limits rotary tables, which are made before tensors are read
 ROPE_SCALING = "zero_mpi.rope_scaling"  # key with Llama 3's settings as JSON, which divisors do not show
 FORMER = "original_max_position_embeddings"  # context length without frequency scaling
 FORMER_PHI3 = 4096  # Phi 3's default for this setting

@@ -36,12 +36,12 @@ BIND = (
     "bind each rank to its own cores: mpiexec -bind-to core (MPICH), --bind-to core --map-by core "
     "(Open MPI), --cpu-bind=cores (srun); or do not bind at all"
 )
-LEAST_MEMORY = 512 << 20  # bytes per rank; the interpreter and the libraries take 100 MiB of them
+LEAST_MEMORY = 512 << 20  # minimum bytes per rank; the interpreter and the libraries take 100 MiB of them
 LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock buffers in memory
 SPARE_FILES = 64  # open files that a rank needs besides one connection to each other rank
 PROC = Path("/proc")
 SAMPLES, PAUSE = 4, 0.02  # number of samples, of which the minimum counts, and seconds between samples
-SMALL = 256 << 20  # bytes; less shared memory than this is little (containers have 64 MiB)
+SMALL = 256 << 20  # bytes; less free shared memory than this gets a note (containers have 64 MiB)
 TRIAL = 1 << 20  # bytes of the test window in shared memory
 MORE_SHM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
@@ -78,7 +78,7 @@ def version(name: str, values: list[str]) -> Row:
 
 
 def library(where: Ranks) -> Iterator[Row]:
-    """Check the launcher, the thread level of MPI, and the MPI library's progress threads. Collective."""
+    """Check the launcher and the thread level of the MPI library. Collective."""
     yield launcher(where.world.size)
     yield thread_level(where.world.mpi)
 
@@ -184,7 +184,7 @@ def binding(found: list[NodePlacement]) -> Row:
 
 
 def threads(found: list[NodePlacement]) -> Row:
-    """Return the row on hosts whose ranks have more threads than the host has cores."""
+    """Return the row on hosts whose ranks have too many threads for the cores, or leave cores idle."""
     value, idle = f"{span(one.threads for node in found for one in node.placements)} for each rank", ""
     for node in found:
         most = min([max(1, node.usable // len(node.ranks)), *(len(one.cores) for one in node.placements)])

@@ -3,7 +3,7 @@
 Rank 0 saves small files in the run folder like a checkpoint, and every host checks that it sees them. Matrix
 products use the matmul of the models, on all ranks at once. A small and a large message pass around rings of
 ranks, all rings at once: one ring per node, and between the nodes one ring for each rank index on a node. A
-time is the median over repeats; each repeat has the time of the slowest rank.
+time is the median over repeats; the time of a repeat is that of its slowest rank.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ BEHIND = 0.8  # a host is slow if its rate is below this fraction of the median
 PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, without and with --quick
 SMALL = 64  # bytes of the message that measures latency
 LARGE = 16 << 20, 1 << 20  # bytes of the message that measures bandwidth, without and with --quick
-FEWEST, MOST = 3, 60  # numbers of repeats
+FEWEST, MOST = 3, 60  # minimum and maximum number of repeats
 SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow below these bytes per second (1 Gbit/s) or above these seconds
 NAME_IT = (
     "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
@@ -69,7 +69,7 @@ def run_folder(where: Ranks) -> list[Row]:
     if where.world.rank == 0:
         if found.folder is not None:
             shutil.rmtree(found.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another program has put files there
+        with contextlib.suppress(OSError):  # a folder stays if another program has put files there
             for folder in found.made:
                 folder.rmdir()
     return list(folder_rows(out, found, [name for ok, name in where.named(seen) if not ok]))
@@ -212,13 +212,13 @@ def low_precision(where: Ranks) -> Iterator[Row]:
 
 
 def across(where: Ranks) -> tuple[list[int], int]:
-    """Return the ranks at this rank's index on all nodes (() if one has none), and the number of rings."""
+    """Return the ranks at this rank's index on all nodes ([] if a node has none), and the number of rings."""
     sharing = min(map(len, where.nodes))
     return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 
 
 def links(where: Ranks) -> Iterator[Row]:
-    """Measure all links; store `links`. Collective."""
+    """Measure all links; store the results as `links`. Collective."""
     found = where.figures["links"] = dict[str, Any](node=None, between=None)
     if len(where.nodes) < where.world.size:
         found["node"] = measure(where, where.nodes[where.node], 1)

@@ -1,7 +1,7 @@
 """Multiple-choice questions: reads them from a file of JSON lines and encodes them as tokens.
 
 A line is an object with a text `question` (or `context`), a list of texts `answers`, and `right`, the number
-of the right answer, counted from 0; or it has a published form (`FORMS`). The answer directly follows the
+of the right answer, counted from 0; or it has a data set's form (`FORMS`). The answer directly follows the
 question, and they are encoded as one text. White space between them is part of the answer.
 """
 
@@ -175,7 +175,7 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
 
 
 Ids = NDArray[np.int64]
-MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # limits: answers of a question; letters of question and answers
+MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # limits: answers per question; characters of question and answers
 QUESTION = ("question", "context")  # names of the field that comes before an answer
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 

@@ -132,7 +132,7 @@ def opened_module(
     read = finite(subject.source.read, subject.source.path)
     world.run_on_all(partial(module.load_slices, read))
     yield module
-    del module  # free the model before its memory
+    del module  # free the arrays before `close` frees their memory
     comm.close()
 
 
@@ -268,7 +268,7 @@ class Importance:
     """
 
     def __init__(self, model: ModelConfig, comm: Comm) -> None:
-        self.places, end = dict[str, tuple[int, int, int]](), 0  # first element, matrices, columns of each
+        self.places, end = dict[str, tuple[int, int, int]](), 0  # of each: first element, matrices, columns
         for name, param in model.params().items():
             if name.startswith("blk.") and name.endswith(".weight") and len(param.shape) > 1:
                 matrices, columns = param.shape[0] if len(param.shape) > 2 else 1, param.shape[-1]
@@ -287,7 +287,7 @@ class Importance:
         return both[:, :columns], both[:, columns:]
 
     def observe(self, name: str, x: Any, starts: Any) -> None:
-        """Add inputs x (..., in) of a matrix or of stacked experts, of which e begins at row starts[e]."""
+        """Add inputs x (..., in) of a matrix or of stacked experts; those of expert e begin at starts[e]."""
         if name not in self.places:
             return
         to_host = device.in_use().to_host
@@ -318,7 +318,7 @@ class Importance:
 # `--top-k-out`: each rank writes the records of its micro-batches at fixed offsets, so the file does not
 # depend on the number of ranks, and a restarted job skips the micro-batches whose records exist.
 
-LEAST = 1e-12  # lowest probability of all ids that a record omits, together
+LEAST = 1e-12  # lower bound of the total probability of the ids that a record omits
 
 
 class TopK(HeadLoss):

@@ -68,7 +68,7 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
     """Return results for answers preferred by log-likelihood: in total, per token or per byte of the answer.
 
     acc                fraction right by log-likelihood; for tasks of CORE by log-likelihood per token
-    acc_norm           fraction right by log-likelihood per letter (no leading space); acc_bytes: per byte
+    acc_norm           fraction right by log-likelihood per character (no leading space); acc_bytes: per byte
     right              number of questions whose right answer is preferred; the first of equal answers wins
     accuracy           fraction of all questions for each number in `right`
     log_likelihoods    log-likelihood in nats of each answer of each question

@@ -142,12 +142,12 @@ def read_task(arguments: Sequence[str]) -> Task:
     return Task(config, **own)
 
 
-# Keys of a tokenizer that determine ids. A difference in BOS has its own warning.
+# Keys of a tokenizer that determine ids. A difference in whether BOS is added has its own warning.
 DECIDES = tuple(
     "tokenizer.ggml." + each
     for each in ("model", "pre", "merges", "scores", "token_type", "bos_token_id", "eos_token_id")
 )
-LONGEST_NAME = 40  # most characters of a model's path in a table
+LONGEST_NAME = 40  # maximum number of characters of a model's path in a table
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Opened:
 
     config: Config  # settings, with `context` set to the length of a window
     candidates: tuple[Evaluated, ...]  # the model, and the model of --against if given
-    tokenizer: Tokenizer | None  # encodes the text; for token files the tokenizer that made them
+    tokenizer: Tokenizer | None  # encodes the text; for token files the first model's, if readable
     threads: int  # number of threads of this rank
 
 

@@ -42,7 +42,7 @@ EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 
 def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
-    """Return the tokens that end an answer, eos first, and the key of a token that only the template shows.
+    """Return the tokens that end an answer, eos first, and a key for one that only the chat template shows.
 
     An unknown tokenizer has no such tokens.
     """
@@ -315,7 +315,7 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
     raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, as config.json needs")
 
 
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # our types that safetensors has too
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that safetensors has too
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION, MORE_TEMPLATES = "generation_config.json", "additional_chat_templates"
 COPIED = (  # files copied from one Hugging Face folder to the next

@@ -85,7 +85,7 @@ class Speaker:
 
 
 class LlamaCpp:
-    """Model in a GGUF file, computed by llama.cpp. Raises UsageError if one of them is missing."""
+    """Model in a GGUF file, computed by llama.cpp. Raises UsageError if the file or llama.cpp is missing."""
 
     def __init__(self, path: str) -> None:
         if find_spec("xllamacpp") is None:
@@ -130,7 +130,7 @@ Message = dict[str, str]
 
 @dataclass
 class Chat:
-    """A conversation so far, as messages with role and content. `system` comes first."""
+    """A conversation so far, as messages with role and content. The message `system`, if any, comes first."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -275,7 +275,7 @@ def open_speaker(options: argparse.Namespace) -> Speaker:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise UsageError for the first flag that is out of range or does not fit the others."""
+    """Raise UsageError for the first flag that is out of range or does not fit other flags."""
     if options.prompt is not None and options.prompts is not None:
         raise UsageError("--prompt and --prompts: use one of them")
     for name in ("system", *OF_TEMPLATES):
@@ -319,7 +319,7 @@ MARK = b"> "  # shown before each line that a person types
 def prompts(options: argparse.Namespace) -> Iterator[str]:
     """Yield the prompts that the flags give, in order. Raise UsageError for a file without prompts.
 
-    With `--chat` and neither of the two flags, each line typed on standard input is a prompt.
+    With `--chat`, without --prompt and --prompts, each line typed on standard input is a prompt.
     """
     if options.prompts is None and not (options.chat and options.prompt is None):
         yield DEFAULT if options.prompt is None else options.prompt
@@ -342,7 +342,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def typed() -> Iterator[str]:
-    """Yield each line of standard input as soon as it is complete. For a person, show a mark before it."""
+    """Yield each line of standard input as soon as it is complete. On a terminal, show a mark before it."""
     while True:
         if sys.stdin.isatty() and sys.stdout.isatty():
             sys.stdout.buffer.write(MARK)

@@ -21,7 +21,7 @@ from zero_mpi.files.foreign import LONGEST, LONGEST_LINE, shown
 from zero_mpi.launch.world import World, run
 
 TITLE = 16  # width of the column of titles
-FEW, MANY = 8, 200  # most names and most keys shown by default
+FEW, MANY = 8, 200  # maximum numbers of names and of keys shown by default
 NO_BREAK = "\u00a0"  # replaces a space at which a line must not be broken
 
 

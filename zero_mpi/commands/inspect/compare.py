@@ -39,7 +39,7 @@ def compare_paths(first: Path, second: Path) -> Report:
 
 
 def compare(first: Path, second: Path) -> Report:
-    """Return the comparison of two models. Raise UsageError if one is unreadable. Read equal paths once."""
+    """Return the comparison of two models. Raise UsageError if one is unreadable. A file equals itself."""
     subject = open_subject(first)
     is_one = exists(second) and os.path.samefile(first, second)
     other_subject = subject if is_one else open_subject(second)

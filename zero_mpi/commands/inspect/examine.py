@@ -1,4 +1,4 @@
-"""Report on a model file or checkpoint: its description and the results of checks, as plain values.
+"""Report on a model file or checkpoint: its description and the results of checks, as values for JSON.
 
 Each tensor is read once, in chunks, to compute its digest and to count values that are not finite. So memory
 does not grow with the model. A checkpoint of zero_mpi is compared with its own digests. The digest of its
@@ -32,7 +32,7 @@ from zero_mpi.ops.block_kinds import BLOCK_KINDS, SCALES, finite_blocks
 
 Report = dict[str, Any]
 READ_AT_ONCE = 1 << 20  # bytes that are read at once
-LONG, FEW = 60, 3  # by default, most characters of a text and most items of an array
+LONG, FEW = 60, 3  # default limits: characters of a text, items of an array
 SIZES = {  # key of an architecture -> name in the report
     "block_count": "blocks",
     "embedding_length": "width",
@@ -238,7 +238,7 @@ def about_training(subject: Subject) -> Report | None:
 
 
 def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
-    """Return what is wrong with digests or the pair of files, and the number of non-finite values."""
+    """Return the problems of digests and of the checkpoint's files, and the number of non-finite values."""
     digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
     every = [*chain.from_iterable(read.values())]
     with_sums = [role for role, part in subject.parts.items() if sound.TENSOR_DIGESTS in part.metadata]
@@ -272,7 +272,7 @@ def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[st
         return
     for name in dict.fromkeys((*found, *recorded)):
         if name not in recorded:
-            yield f"{path}: tensor {show(name)} has no checksum, but others do"
+            yield f"{path}: tensor {show(name)} has no checksum, but other tensors do"
         elif name not in found:
             yield f"{path}: tensor {show(name)} has a checksum but is missing"
         elif found[name] != recorded[name]:

@@ -51,7 +51,7 @@ SWEEP = ("ranks_per_node", "most_ranks")
 
 
 class Question(NamedTuple):
-    """Cases to plan. per_node: ranks per node in a sweep; text: bytes of all ids; sample: print a sample?"""
+    """Cases to plan. per_node: ranks per node in a sweep; text: bytes of all ids; sample: is text sampled?"""
 
     cases: tuple[Case, ...]
     machine: Machine
@@ -91,7 +91,7 @@ def make_parser() -> Parser:
     added.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks per node in the sweep (default: as planned)"
     )
-    added.add_argument("--most-ranks", type=int, metavar="N", help=f"most ranks (default: {MOST_RANKS})")
+    added.add_argument("--most-ranks", type=int, metavar="N", help=f"maximum ranks (default: {MOST_RANKS})")
     added.add_argument("--json", metavar="FILE", help="write the estimates to FILE too")
     return parser
 

@@ -37,11 +37,11 @@ from zero_mpi.telemetry.metrics import METRICS, last_step
 NO_FOLDER = Path(os.devnull)  # used as run folder if the command has none
 NO_CHECKPOINT = "", 0
 SIGNS = (METRICS, events.NAME, status.NAME, folder_lock.NAME)  # files that change while a run is alive
-MOST_REASON = 400  # most characters of a reason that is shown
+MOST_REASON = 400  # maximum number of characters of a reason that is shown
 LOOK = 0.1  # seconds between checks of the launcher process
 CHECK_RUN_SECONDS = 1.0  # seconds between checks of the run folder
 AGAIN = 5.0  # seconds after which the run gets a stop signal again
-LINGER = 60.0  # seconds that a launcher may go on after the run wrote its last state
+LINGER = 60.0  # seconds that a launcher may keep running after the run wrote its last state
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 

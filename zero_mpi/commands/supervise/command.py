@@ -29,12 +29,12 @@ from zero_mpi.launch.stopping import INTERRUPTED, leave
 from zero_mpi.telemetry import events
 
 BEFORE = "--"  # between supervise's flags and the command
-MOST_PAUSE = 300.0  # seconds
+MOST_PAUSE = 300.0  # maximum seconds before a restart
 # Lets a Slurm step start before the previous step has ended, which takes minutes after a lost node.
 OVERLAP = {"SLURM_OVERLAP": "1"}
 LOOK = 0.1  # seconds between checks whether a pause must end
-ORPHANS = 30.0  # seconds in which ranks without a launcher must end
-NUMBERS: dict[str, tuple[float, int, str]] = {  # flag -> default, least value, help
+ORPHANS = 30.0  # seconds to wait until ranks whose launcher has died end
+NUMBERS: dict[str, tuple[float, int, str]] = {  # flag -> default, minimum, help
     "--restarts": (10, 0, "maximum number of restarts without a new checkpoint"),
     "--backoff": (5.0, 0, "seconds before the first restart; doubled each time"),
     "--hang-after": (900.0, 0, "seconds without a change in the run folder before a restart; 0: never"),

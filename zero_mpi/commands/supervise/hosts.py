@@ -117,7 +117,7 @@ class Template:
         return any(name in word for word in self.words for name in PLACEHOLDERS)
 
     def fill(self, hosts: Sequence[HostEntry], folder: Path) -> list[str]:
-        """Return the launch command for these hosts. Write the hostfile, if it needs one, into `folder`."""
+        """Return the launch command for these hosts. Write their hostfile into `folder`."""
         path = folder / "hosts"
         path.write_text("".join(f"{LINES[self.form](host)}\n" for host in hosts))
         names = ",".join(host.name for host in hosts)

@@ -44,7 +44,7 @@ from zero_mpi.telemetry.progress_bar import interval, short, watched
 
 FLAG = "TEXT"  # name of the inputs in messages
 ROWS = 256  # rows of Parquet that are read together
-DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked text: per byte of the file; allowed for any file
+DENSEST, ALWAYS = 50, 8 << 20  # maximum bytes of an unpacked text: per byte of the file, and for any file
 FRACTION, SMALLEST, LARGEST = 256, 1 << 20, 1 << 28  # a part has 1 / FRACTION of all bytes, within limits
 EVERY, PAUSE = 0.1, 0.01  # seconds between sums; seconds between checks by a rank that is done
 WATCHED, LOGGED = 5.0, 60.0  # seconds between progress lines: on a terminal, in a log

@@ -106,7 +106,7 @@ class Request:
     config: Config  # settings of the run, with the current paths and values of MEANS
     first: int | None  # states at which recomputation starts and ends; None: the first, the last
     last: int | None
-    sample: int | None  # most segments to recompute, drawn at random; None: all
+    sample: int | None  # maximum number of segments to recompute, drawn at random; None: all
     seed: int | None  # random seed for drawing segments; None: any seed
     expect: str | None  # digest that the chain must end with
 
@@ -206,7 +206,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
 def choose(
     world: World, request: Request, bounds: tuple[int, int], chosen: Sequence[Segment]
 ) -> Sequence[Segment]:
-    """Return the segments to recompute, on all ranks. Raise UsageError if there is none. Collective."""
+    """Return the segments to recompute, on all ranks. Raise UsageError for an empty range. Collective."""
     if (request.first, request.last) != (None, None):
         if bounds[0] >= bounds[1]:
             raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
@@ -371,7 +371,7 @@ def compute(
         say(world, f"{segment.text}: the same bits, {seconds(time.monotonic() - begun)}")
     if session is not None:
         comm = session.comm
-        del session, steps  # free them before their memory
+        del session, steps  # free the arrays before `close` frees their memory
         comm.close()
 
 

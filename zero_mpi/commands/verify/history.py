@@ -25,7 +25,7 @@ from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
 from zero_mpi.telemetry.proof import ID as NAME
 from zero_mpi.train.description import FACTS, MACHINE, SETTINGS
 
-MOST_JOBS = 1 << 14  # most jobs of a run, as the settings of each job are kept in memory
+MOST_JOBS = 1 << 14  # maximum number of jobs of a run, as the settings of each job are kept in memory
 Record = Mapping[str, Any]
 Steps = tuple[int, int]  # start, last step
 
@@ -62,7 +62,7 @@ class History:
     segments: list[Segment] = field(default_factory=list)  # segments that can be recomputed
     saved: list[int] = field(default_factory=list)  # steps of checkpoints, as saves and resumes recorded them
     at: int = -1  # the last step
-    head: str = ""  # digest of the chain's last line; "" without a chain
+    head: str = ""  # head of the chain after its last line; "" without a chain
     notes: list[str] = field(default_factory=list)  # notes for the user
     _since: int = 0
     _is_there: bool = False

@@ -69,7 +69,7 @@ class RenderedText(NamedTuple):
 class CallForm(NamedTuple):
     """Form in which a template takes tool calls. content: the content of a message that only has calls.
 
-    text, objects: whether it prints such arguments. If both are equal, the arguments stay unchanged.
+    text, objects: whether it prints arguments of this form. If both are equal, arguments stay unchanged.
     """
 
     content: str | None = ""
@@ -113,7 +113,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
         self._source, self._day, self._variables = source, inputs.day, {**tokens, **inputs.variables}
         self._left, self._is_shared = SECONDS, False
-        self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # marks the assistant's text
+        self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # whether it marks answers
         try:
             self._process = self._started()
         except (ValueError, OSError, EndlessTemplate) as error:

@@ -160,7 +160,7 @@ def read_conversations(
     """Yield make(conversation) for each conversation of a file, called `name`.
 
     An invalid row, or a row for which `make` raises ValueError, is added to `bad` or becomes a FileError that
-    names the file, the line, what was expected and what was found. `parse`: reads rows of another kind.
+    names the file, the line, what was expected and what was found. `parse`: reads rows of other forms.
     """
 
     def one(number: int, value: Any) -> T:

@@ -29,7 +29,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 256 << 20  # memory limit of this process in bytes; it uses 20 MiB when it starts
-LETTERS, GROWTH = 1 << 20, 2  # most characters of a text: LETTERS plus GROWTH for each byte of its variables
+LETTERS, GROWTH = 1 << 20, 2  # maximum characters of a text: LETTERS, plus GROWTH per byte of its variables
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # meant for the rank
 
 

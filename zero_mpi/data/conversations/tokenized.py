@@ -68,7 +68,7 @@ class Totals:
         return [total, f"first conversation: {self.first}"]
 
     def cautions(self) -> list[str]:
-        """Return notes on data that is skipped, or that is not used in the way in which the file marks it."""
+        """Return notes on data that is skipped, or that is not used as its file asks."""
         return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
 
 

@@ -24,7 +24,7 @@ from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
 _BATCH = 1 << 20  # characters encoded together; the results take 150 bytes for each character
-# Number of characters encoded together if a text cannot be cut at seams.
+# If a text cannot be cut at seams: characters encoded together, and overlap of two such windows.
 _WINDOW, _OVERLAP = gguf.PIECE, 2 * gguf.LONGEST
 # A seam is a place between a letter or digit and white space. No regex in `pretokenizers` looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")

@@ -95,7 +95,7 @@ class Tokenizer(ABC):
 class ByteTokenizer(Tokenizer):
     """Tokenizer with 260 ids: 256 bytes, bos, eos, pad, and the joined token of the unused merge.
 
-    It has a chat template if `template` is given. Text is encoded as UTF-8. If a command line is not UTF-8,
+    The argument is its chat template, if any. Text is encoded as UTF-8. If a command line is not UTF-8,
     Python keeps its undecodable bytes in strings; they are encoded as the original bytes.
     """
 

@@ -29,7 +29,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama
 STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # types of tokens that are recognised in a text
 KEY = "tokenizer.ggml."
 PIECE = 1 << 16  # characters that are processed together
-LONGEST = 1 << 10  # most characters of a token; tokens of known models have at most 256
+LONGEST = 1 << 10  # maximum characters of a token; tokens of known models have at most 256
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # Tokens that end a text. They are control tokens even if the file says otherwise, as in llama.cpp.
 _ENDS = frozenset(
@@ -124,7 +124,7 @@ class GGUFTokenizer(Tokenizer):
         return dict(self._metadata)
 
     def special_id(self, name: str) -> int | None:
-        """Return the id in `tokenizer.ggml.NAME_token_id`; without this key, the kind's usual id, or None."""
+        """Return the id in `tokenizer.ggml.NAME_token_id`; without this key, the class's default, or None."""
         usual = self.usual_ids.get(name, self.vocab_size)
         given = self._keys.token_id(name, self.vocab_size)
         return given if given is not None or usual >= self.vocab_size else usual

@@ -190,5 +190,5 @@ def _growth(definition: Any) -> int:
     if kind == "Prepend" and isinstance(given.get("prepend"), str):
         return 1 + len(given["prepend"])
     if kind == "Replace" and isinstance(old, str) and isinstance(new, str) and old:
-        return max(1, -(-len(new) // len(old)))  # tried only for a fixed text: a regex may take forever
+        return max(1, -(-len(new) // len(old)))  # only a fixed text is allowed: a regex may take forever
     raise ValueError(f"the normalizer {shown(definition, 100)}")

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 FREE = -1
 BITS = 21  # bits of the right number (a code point or a symbol); the left number has up to 31 bits
 MOST = 1 << BITS
-MOST_SPELT = 256  # most bytes of a charsmap's spelling, and of the text that it replaces; NFKC needs 33
-_LEFT, _FOLD = 2654435761, 15  # an odd factor that spreads adjacent values (Knuth)
+MOST_SPELT = 256  # maximum bytes of a charsmap's spelling, and of the text that it replaces; NFKC needs 33
+_LEFT, _FOLD = 2654435761, 15  # of the hash: an odd factor that spreads adjacent values (Knuth), and a shift
 
 
 class PairTable(NamedTuple):

@@ -16,7 +16,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
 # The library's version of Unicode defines which characters are letters and digits: 16 when this was written;
-# llama.cpp has 15.1, so some 4400 code points are letters only here. Ids differ if an apostrophe follows one
+# llama.cpp has 15.1, so about 4400 code points are letters only here. Ids differ if an apostrophe follows one
 # of these, or if a vocabulary merges its last byte with a neighbour; for deepseek-v3 also at new signs.
 
 # GPT-2's encoder.py (Radford et al. 2019).

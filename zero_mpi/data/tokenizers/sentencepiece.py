@@ -50,7 +50,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
 
     @abstractmethod
     def prepared(self, text: str) -> str:
-        """Return a text between special tokens with the spelling and the spaces that this kind requires."""
+        """Return a text between special tokens with the spelling and the spaces that the class requires."""
 
     @abstractmethod
     def segment(self, letters: Letters) -> NDArray[np.int32]:
@@ -128,7 +128,7 @@ class MergeTokenizer(SentencePieceTokenizer):
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
         name = GGUFKeys(metadata, place).text(NAME) or ""
-        # llama.cpp chooses this kind only by the model's name, so the name is among the keys that are kept.
+        # llama.cpp recognizes these models only by their name, so the name is among the kept keys.
         if any(family in name.lower() for family in ("phi-3", "phi3")):
             self._metadata[NAME] = name
 

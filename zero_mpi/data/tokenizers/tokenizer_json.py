@@ -26,9 +26,9 @@ from zero_mpi.files.parse import parse_json
 
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
 _WAY_OUT = "use token files for --data (1-D .npy)"
-_MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # most bytes of a tokenizer.json, and of other files in its folder
-_MOST_TEMPLATES, _MOST_NAME = 32, 99  # most templates of a folder, and most characters in a template's name
-_GAP = 1 << 16  # most ids of a model beyond twice the number of tokens
+_MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes: a tokenizer.json, other files in its folder
+_MOST_TEMPLATES, _MOST_NAME = 32, 99  # limits: templates of a folder, characters of a template's name
+_GAP = 1 << 16  # maximum number of ids of a model beyond twice the number of tokens
 _SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
 _WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
