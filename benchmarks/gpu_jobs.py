@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 TIMED_OUT = 124
-GRACE = 3.0  # seconds in which a program must end by itself
-LOOK = 0.01  # seconds between two looks for an answer
-SHOWN = 1500  # most characters, from the end of a failed program's output, that the report shows
+GRACE = 3.0  # seconds that a program has to end by itself before it is killed
+LOOK = 0.01  # seconds between two checks for an answer
+SHOWN = 1500  # maximum number of characters that the report shows from the end of a failed program's output
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 

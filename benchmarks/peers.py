@@ -4,9 +4,9 @@
 
 Every run is a separate job. A round runs each variant once, in another order each time, so that other load on
 the machine affects all of them. Variants use float32 unless their name ends in bf16. torch's bf16 is
-autocast; that of `fsdp2-low` is FSDP2's own policy. The first line names the matrix units of the processor.
-PYTHON is an interpreter with torch 2.13.0 (CPU); this interpreter runs ours. A ratio is our tokens per second
-over theirs.
+autocast, but `fsdp2-low` uses FSDP2's mixed-precision policy. The first line names the matrix units of the
+processor. PYTHON is an interpreter with torch 2.13.0 (CPU); this interpreter runs ours. A ratio is our tokens
+per second over theirs.
 """
 
 import argparse
