@@ -47,7 +47,7 @@ def linear(name: str, inputs: int, outputs: int) -> Linear:
 
 
 def stages() -> list[Stage]:
-    """Return one unit per layer, so that parameters are gathered while the layer before computes."""
+    """Return one stage per layer, so that its parameters are gathered while the previous layer computes."""
     return [
         Stage("first", Chain(linear("first", PIXELS, HIDDEN), GELU())),
         Stage("second", Chain(linear("second", HIDDEN, HIDDEN), GELU())),

@@ -54,7 +54,7 @@ COUNT = re.compile(r"(\d+) ([a-z]+)")
 WORTH_SAYING = re.compile(r"(FAILED|ERROR|SKIPPED|XFAIL|deselected) |\d+\.\d+s (call|setup|teardown) ")
 Part = tuple[str, int, list[str]]  # name, ranks, paths
 NOTHING_RAN = 5  # pytest's statuses
-NO_VERDICT = 97  # our own status for an end without a summary
+NO_VERDICT = 97  # status of run_sizes.py for a part that ended without a summary
 COUNTED_AS = {"passed": "passed", "xpassed": "passed", "failed": "failed", "error": "failed"}
 COUNTED_AS |= {"errors": "failed", "skipped": "skipped", "xfailed": "skipped"}
 
@@ -160,7 +160,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-n", dest="sizes", help=f"world sizes, default {SIZES}, or {QUICK_SIZES}")
-    parser.add_argument("--quick", action="store_true", help="without what is only more of the same")
+    parser.add_argument("--quick", action="store_true", help="leave out tests that add only more cases")
     parser.add_argument("--lanes", type=int, default=LANES, help=f"parts at a time, default {LANES}")
     parser.add_argument("paths", nargs="*")
     args = parser.parse_args(own)

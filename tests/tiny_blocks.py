@@ -1,4 +1,4 @@
-"""Tiny base in blocks of every type, and training of adapters on its blocks or its floats."""
+"""Tiny base model in quantized blocks of every type, and training of adapters on its blocks or floats."""
 
 from dataclasses import replace
 

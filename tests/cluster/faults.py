@@ -33,8 +33,8 @@ class Fault:
               <process>: process id of the affected rank
     state     pattern of the state in status.json after all ranks have ended
     reason    pattern of the reason in status.json, if the state is failed
-    seconds   most seconds from the event to the end of the job on a busy machine
-    lost      largest number of repeated steps
+    seconds   maximum seconds from the event to the end of the job, on a busy machine
+    lost      maximum number of steps that a restart repeats
     """
 
     event: str

@@ -102,7 +102,7 @@ def test_most_of_the_transfers_hide_behind_computation():
         if found["hidden"] >= 0.7:
             break
     assert found["rate"] == "50mbit"
-    least = 1e3 * found["sent"] * 8 / 50  # one direction of the link takes this long
+    least = 1e3 * found["sent"] * 8 / 50  # ms that the bytes of one direction take on the link
     assert 0.9 * least < found["transfers"] < 2 * least
     assert 12 * 3 * 140 <= found["computation"] < found["step"]
     assert found["hidden"] >= 0.7, found

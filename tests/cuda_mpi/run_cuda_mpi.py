@@ -25,7 +25,7 @@ UCX = {
     "UCX_TLS": "sm,self,cuda_copy,cuda_ipc" if DRIVER.exists() else "sm,self,cuda_copy",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
-WAYS = {"ob1": {"OMPI_MCA_pml": "ob1"}, "ucx": UCX}  # Open MPI's transports
+WAYS = {"ob1": {"OMPI_MCA_pml": "ob1"}, "ucx": UCX}  # transport -> its variables
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Steps on the GPU have results near the host's, and the same bits at any number of ranks."""
+"""Steps on the GPU have results near the host's, bit-identical at any number of ranks."""
 
 import functools
 
@@ -28,7 +28,7 @@ PRECISIONS = {
 MODELS = tiny.MODELS | tiny.OTHERS
 TRAINED = [("llama", precision) for precision in PRECISIONS]
 TRAINED += [(name, precision) for name in MODELS if name != "llama" for precision in ("fp32", "bf16")]
-NEAR = {"fp32": 1e-5}  # tolerance of losses against the host; other figures 1e-2
+NEAR = {"fp32": 1e-5}  # precision -> relative tolerance of figures against the host; otherwise 1e-2
 
 
 @functools.cache

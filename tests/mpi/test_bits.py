@@ -1,4 +1,4 @@
-"""Every strategy has the bits of one process at every number of ranks."""
+"""Every strategy is bit-identical to a run in one process, at every number of ranks."""
 
 import functools
 from dataclasses import replace
@@ -36,7 +36,7 @@ def alone(name, micro_batches):
     return tiny.train(SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, prefetch=0)
 
 
-# Each model runs with a third of the rows.
+# Every model with every row; for each model, another third of the rows comes first.
 ROWS = [(place, name, *row) for i, name in enumerate(tiny.MODELS) for place, row in enumerate(COVERING, i)]
 ROWS = [tuple(row) for _, *row in sorted(ROWS, key=lambda row: row[0] % 3 > 0)]
 

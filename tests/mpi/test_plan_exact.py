@@ -202,7 +202,7 @@ def held_bytes(module, optimizer):
             )
     masters = [one.master for one in kept if one.low is not None]
     copies = Snapshot()
-    adapters = kept != [unit.parameters for unit in units]  # then only the adapters are written
+    adapters = kept != [unit.parameters for unit in units]  # with a stored base, only adapters are written
     taken = [
         *copies.take("model", parameters_of(optimizer, adapters)),
         *copies.take("state", states_of(optimizer)),
@@ -220,7 +220,7 @@ def held_bytes(module, optimizer):
 
 
 def check_memory(comm, case):
-    """Check that the largest rank's buffers equal the plan, in shared memory up to padding."""
+    """Check that each figure's largest value over ranks equals the plan; shared memory may add padding."""
     held = held_bytes(*after_step(comm, case))
     if case.shares_gathers:
         held["gathered"] //= case.per_node  # all ranks of a node have the same buffers

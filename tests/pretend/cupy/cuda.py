@@ -27,7 +27,7 @@ def delay() -> float:
 
 
 LIVE: dict[int, int] = {}  # size of each allocation by its address
-_known: dict[int, int] = {}  # allocation in which an address was found before
+_known: dict[int, int] = {}  # address -> start of the allocation in which it was found before
 
 
 def inside(ptr: int, size: int) -> bool:
@@ -170,7 +170,7 @@ fault = SimpleNamespace(status=0)  # status of all calls; set by tests
 
 
 def event_query(ptr: int) -> int:
-    assert hasattr(_local, "device"), "a thread that has chosen no GPU makes a context on the first one"
+    assert hasattr(_local, "device"), "in CUDA, a thread without a chosen GPU opens the first one"
     return fault.status or (0 if Event._all[ptr]._passed.is_set() else 600)
 
 

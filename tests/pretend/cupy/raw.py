@@ -141,7 +141,7 @@ class RawModule:
 
 
 class RawKernel:
-    """`cupy.RawKernel`: a call asks the stream to run the kernel."""
+    """`cupy.RawKernel`: a call queues the kernel on the stream."""
 
     def __init__(self, found: Any, name: str, most_threads: int) -> None:
         self.name, self._most_threads = name, most_threads
