@@ -1,4 +1,4 @@
-"""Tests of the balance and z losses of routers: formulas, gradients, load figures of a run."""
+"""Tests of the balance loss and z loss of routers: formulas, gradients, and a run's figures of load."""
 
 import json
 import math

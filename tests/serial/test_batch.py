@@ -204,12 +204,12 @@ def pbs_job(programs, tmp_path) -> dict[str, str]:
 
 
 @needs_mpiexec
-@pytest.mark.timeout_seconds(180)  # five starts of Python, shells and MPI
+@pytest.mark.timeout_seconds(180)  # Python, shells and MPI start five times
 @pytest.mark.parametrize(
     ("name", "number", "submitted"),
     [
         ("one_node", signal.SIGUSR1, "-W depend=afterany:1.x examples/pbs/one_node.pbs\n"),
-        ("one_node", signal.SIGTERM, ""),  # the job was deleted
+        ("one_node", signal.SIGTERM, ""),  # PBS deletes the job, so it submits no successor
     ],
 )
 def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, submitted, pbs_job, tmp_path):

@@ -194,7 +194,7 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
     ],
 )
 def test_facts_tell_how_a_row_is_read(template, row, loss_on, expected, tmp_path):
-    """Each fact in `CAUTIONS` gives a caution."""
+    """Each fact in `CAUTIONS` that occurs in the rows gives a caution."""
     totals = facts_of(tmp_path, template, row, loss_on=loss_on)
     names = ("turns", "silent", "tools", *CAUTIONS)
     assert {name: totals.sums[name] for name in names if totals.sums[name]} == expected

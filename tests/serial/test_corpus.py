@@ -122,7 +122,7 @@ def test_a_binary_file_that_the_user_names_is_refused_unless_bytes_are_asked_for
 
 
 def test_text_in_another_encoding_is_taken_and_told(tmp_path):
-    """Latin-1 is accepted as text, wherever its first non-ASCII byte is."""
+    """Latin-1 text is accepted with a caution, wherever its first non-ASCII byte is."""
     write(tmp_path, a="né".encode("latin-1") * 9, b="plain " * 9, c=b"x" * (3 << 20) + "é".encode("latin-1"))
     corpus = load(tmp_path)
     assert corpus.documents == 3

@@ -345,7 +345,7 @@ def test_an_update_of_runs_that_decay_differently_is_that_of_each_run(operations
 
 @pytest.mark.parametrize("n", [0, 1, 3, 4, 63, 64, 65, 130, 4096])
 def test_the_sum_over_rows_has_the_order_of_its_definition(n):
-    """The kernel adds lanes in the order of the definition, with the same bits."""
+    """The kernel adds rows in the order of the definition, so the results are bit-identical."""
     dy = numbers(n, 40) + 1
     found, defined = numbers(40, seed=5), numbers(40, seed=5)
     cpu.linear_backward_b(dy, found)

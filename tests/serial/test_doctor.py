@@ -185,7 +185,7 @@ def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch
 
 
 def test_a_driver_that_does_not_work_is_a_note_and_the_probe_knows_nothing_of_the_job():
-    """The probe runs without a driver, and another probe cannot be started."""
+    """One probe finds no driver and gives a note; another program for the probe does not exist."""
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
     assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept

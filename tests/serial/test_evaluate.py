@@ -195,7 +195,7 @@ def test_a_second_model_reads_the_same_windows(folder):
 
 @needs_mpiexec
 def test_answers_have_the_likelihood_of_their_tokens(folder):
-    """Rows of different lengths in a micro-batch do not affect each other."""
+    """Log-likelihoods do not depend on other rows of a micro-batch, which may have other lengths."""
     printed, figures = evaluate(
         folder, "new.gguf", "--choices", "questions.jsonl", "--micro-batch", "3", ranks=2
     )

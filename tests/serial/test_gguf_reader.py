@@ -1,4 +1,4 @@
-"""The reader decodes files like the package gguf, and refuses damaged files."""
+"""The reader decodes files as the package gguf does, and refuses damaged files."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_a_resume_goes_on_from_adapter_and_base(alone, tmp_path):
 
 
 def test_the_loss_before_the_first_step_is_the_bases(alone, base):
-    """The loss before training is the base model's, because the products of new adapters are zero."""
+    """The loss before training is the base model's, because new adapters add zero."""
     of_base, of_run = (
         [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         for out in (base.parents[1], alone[0])
@@ -182,7 +182,7 @@ def test_evaluate_takes_an_adapter_with_its_base(alone, base, text, tmp_path):
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 3e38])
 def test_an_adapter_that_is_not_finite_is_the_one_that_is_named(value, alone, base, text, tmp_path):
-    """An adapter value of 3e38 overflows in the product."""
+    """The message names the adapter's file. A value of 3e38 is finite, but overflows in a product."""
     source, path = GGUFFile.open(alone[0] / "latest" / "adapter.gguf"), tmp_path / "adapter.gguf"
     factors = {name: source.tensor(name) for name in source.tensors}
     for factor in list(factors.values())[:2]:

@@ -32,7 +32,7 @@ def with_shm(size, ranks, *command):
 
 @needs_mpiexec
 def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
-    """Without a check, MPICH dies of SIGSEGV with 14 ranks in Docker's 64 MiB."""
+    """Without a check, MPICH would die of SIGSEGV with 14 ranks if /dev/shm has 64 MiB, Docker's default."""
     if reason := why_no_mount():
         pytest.skip(f"no private /dev/shm: {reason}")
     if launcher_kind() != "mpich":
@@ -102,7 +102,7 @@ def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
 
 @needs_mpiexec
 def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
-    """The limit by `ulimit -v` needs no root and exceeds the address space of ranks at their start."""
+    """`ulimit -v` needs no root. The limit is larger than the address space that ranks need to start."""
     flags = ["--data", *write_text(tmp_path), "--layers", "9", "--dim", "4096", "--heads", "32"]
     job = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *flags, "--transport", "mpi"]
     command = ["sh", "-c", 'ulimit -v 9000000; exec "$@"', "sh", *job]

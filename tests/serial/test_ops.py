@@ -63,7 +63,7 @@ def test_every_operation_has_a_test():
 
 @shows("dequantize")
 def test_a_block_is_a_scale_and_what_it_scales():
-    """Q8_0 is a float16 and 32 one-byte integers. test_dequantize compares other types with gguf."""
+    """A block of Q8_0 is a float16 scale and 32 one-byte integers. test_dequantize tests the other types."""
     blocks = np.zeros(5, [("scale", "<f2"), ("whole", "i1", 32)])
     blocks["scale"], blocks["whole"] = numbers(5), (40 * numbers(5, 32)).astype("i1")
     raw, found = blocks.view(np.uint8), np.zeros(5 * 32, np.float32)
@@ -357,7 +357,7 @@ def test_rope_backward_is_the_turn_back(interleaved):
 
 SHAPES = [  # B, T, S, H, K, D, E
     (2, 5, 5, 6, 2, 3, 4),
-    (1, 3, 7, 3, 3, 2, 2),  # more positions than queries, which are the last positions
+    (1, 3, 7, 3, 3, 2, 2),  # more keys than queries; the queries are at the last positions
     (2, 1, 4, 5, 1, 3, 1),
     (1, 1, 1, 1, 1, 1, 1),
 ]

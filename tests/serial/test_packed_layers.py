@@ -22,7 +22,7 @@ def documents_of(begins):
     return Documents(Packed(np.ones_like(begins), begins))
 
 
-CONTEXT, CUTS = 150, (0, 70, 73, 130)  # longer than a block of either kind, with a document of three tokens
+CONTEXT, CUTS = 150, (0, 70, 73, 130)  # longer than a block of queries or keys; one document has three tokens
 MODELS = {
     name: replace(config, context_length=CONTEXT) for name, config in (tiny.MODELS | tiny.OTHERS).items()
 }

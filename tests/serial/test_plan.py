@@ -81,7 +81,7 @@ def test_layers_on_fakes_take_what_real_ones_take(name, recompute, monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"context": 700, "micro_batch": 1},  # weights of attention are not kept
+        {"context": 700, "micro_batch": 1},  # attention weights are computed again in backward
         {"context": 1100, "micro_batch": 1},  # early rows add to other arrays
         {"context": 129, "micro_batch": 5},
         {"strategy_name": "no-shard"},
@@ -250,7 +250,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 
 
 def test_the_table_of_the_page_is_planned():
-    """Each command of the page gives one row; its last flags belong to the last column."""
+    """Each command of the page gives one row of its table; the printed flags give the last column."""
     text = PAGE.read_text(encoding="utf-8")
     commands = re.findall(r"^zero-mpi plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
     rows = re.findall(r"^\| [0-9]+[MB] \| [0-9]+ \| (.*iB) \|$", text, re.MULTILINE)

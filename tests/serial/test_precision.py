@@ -107,7 +107,7 @@ def test_kernels_round_as_the_definition_does():
 
 
 X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
-TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # ids, most of which occur several times
+TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # ids; most of them occur several times
 ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
 
 
@@ -191,7 +191,7 @@ def test_kernels_of_bfloat16_do_what_is_defined(name):
 
 
 def attention_and_errors(q, k, v, dy, scale):
-    """Return [(y, error), (dq, error), ...] of one head in float32; error: bound of the rounding.
+    """Return [(y, error), (dq, error), ...] of one head in float64; error: bound of the rounding errors.
 
     A rounded bfloat16 has a relative error of at most 2^-8. All other bounds follow from this bound.
     """

@@ -22,7 +22,7 @@ from zero_mpi.nn.loss import PartLosses
 from zero_mpi.nn.preference import PREFERENCES, Preference
 from zero_mpi.train.objective import PairStep, as_input
 
-VALUES = {  # (loss, its derivative by C) for C -12, R -15, references -13 and -14.5, 6 and 5 tokens
+VALUES = {  # (loss, d loss / d C); log-likelihoods C -12, R -15; of the reference -13, -14.5; 6 and 5 tokens
     ("dpo", 0.1, 0.0): (0.6209570477895321, -0.04625701546562505),
     ("dpo", 0.1, 0.1): (0.6359570477895321, None),
     ("ipo", 0.1, 0.0): (22.404444444444444, -1.5777777777777777),
@@ -77,7 +77,7 @@ def of_answers(loss, x, kl):
 
 
 def program(loss, logits, step, pairs):
-    """Return loss, gradient by the logits, answer sums and counts, by the formulas in float64."""
+    """Return loss, gradient with respect to the logits, sums and counts per answer, in float64."""
     logp, targets = log_softmax(logits), pairs.batch.targets
     everything = np.where(targets == UNCOUNTED, pairs.rest, targets)
 

@@ -22,7 +22,7 @@ COMPUTES = (Forward, Backward, Loss, Evaluate)
 
 
 class Around:
-    """Unit numbers by kind of action around one stage that computes."""
+    """Units that are gathered, awaited, released and reduced around one stage that computes."""
 
     def __init__(self, actions):
         (self.compute,) = [action for action in actions if isinstance(action, COMPUTES)]
@@ -102,7 +102,7 @@ def test_units_are_there_when_needed_and_no_longer(model):
     carried = walk(made.forward, uses, prefetch, set())
     for unit in carried:
         assert unit in uses[-1] or apart(uses, unit), "kept without a reason"
-        assert any(unit in units for units in needs), "kept though backward does not need it"
+        assert any(unit in units for units in needs), "kept although backward does not need the unit"
     assert walk(made.inference, uses, prefetch, set()) == set()
     assert walk(made.backward, needs, prefetch, carried) == set()
 
@@ -124,12 +124,12 @@ def test_every_trained_unit_is_reduced_once_after_its_last_backward_use(model):
 @settings(deadline=None, max_examples=300)
 @given(models())
 def test_no_more_reductions_are_in_flight_than_the_limit(model):
-    """Over several rounds, each wait for a reduction is for the oldest one in flight."""
+    """Over three rounds, no more reductions than allowed are in flight; each wait is for the oldest one."""
     made = make_schedule(*model)
     in_flight = []
     for action in made.training * 3:
         if isinstance(action, WaitReduce):
-            assert action.unit not in in_flight[1:], "another one is older"
+            assert action.unit not in in_flight[1:], "the wait is not for the oldest reduction"
             in_flight = [unit for unit in in_flight if unit != action.unit]
         elif isinstance(action, Reduce):
             in_flight = [unit for unit in in_flight if unit != action.unit]  # backward waited for it

@@ -203,7 +203,7 @@ def test_solved_questions_stand_between_subject_and_question(tmp_path):
 
 
 def test_the_delimiter_is_of_the_question(tmp_path):
-    """CORE's language modeling counts only the text after `prompt.strip()`."""
+    """The delimiter belongs to the question: as in CORE, only the text after `prompt.strip()` counts."""
     (tmp_path / "q.jsonl").write_text(json.dumps({"context": "Who?", "continuation": "Ada"}))
     found = encode_choices(tmp_path / "q.jsonl", ByteTokenizer(), 64, delimiter="\nAnswer: ")
     assert bytes(found.sequences[0][1:].tolist()) == b"Who?\nAnswer: Ada"
