@@ -86,7 +86,7 @@ def train(
     return printed
 
 
-train_compiled = functools.partial(train, operations=COMPILED)  # the compiled operations, which users run
+train_compiled = functools.partial(train, operations=COMPILED)  # as users run it
 
 
 def fields(out: Path, *names: str) -> list[tuple[str, ...]]:

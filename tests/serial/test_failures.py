@@ -21,7 +21,7 @@ from zero_mpi.launch import watchdog
 pytestmark = needs_mpiexec
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
-AT_ONCE = 25.0  # seconds for start, failure and end of a job on a busy machine; a hang takes LIMIT
+AT_ONCE = 25.0  # limit in seconds for start, failure and end of a job; a job that hangs takes LIMIT
 LIMIT = 30.0
 
 # A command run by `launch.world.run`: one rank fails, the other ranks wait in a barrier.

@@ -150,7 +150,7 @@ def test_kernels_compile_and_keep_their_registers(architecture):
         noted = re.findall(r"properties for (\w+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill", made.log)
         silent = kernels_of(source) - {name for name, _, _ in noted}
         assert not silent, "the assembler's log lacks these kernels"
-        # Measured on an H100: the gradient of a norm is faster with all reads first, though it spills some.
+        # On an H100, the gradient of a norm is faster if all reads come first, although registers spill.
         spills = {name: max(int(stack), int(spilled)) for name, stack, spilled in noted}
         most = {name: 128 if "norm_backward" in name else 0 for name in spills}
         assert not [name for name in spills if spills[name] > most[name]], "spilled registers"

@@ -134,7 +134,7 @@ def test_embedding_picks_rows():
 @pytest.mark.parametrize("kind", [np.int64, np.uint16])
 def test_embedding_backward_adds_a_row_for_every_place_of_a_token(kind):
     rng = np.random.default_rng(0)
-    tokens = rng.integers(5, size=(3, 17)).astype(kind)  # every id about ten times, two ids never
+    tokens = rng.integers(5, size=(3, 17)).astype(kind)  # ids 0 to 4 of 7, repeatedly
     dy, dw = numbers(3, 17, 7), numbers(7, 7)
     expected = dw.copy()
     np.add.at(expected, tokens, dy)

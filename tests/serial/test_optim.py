@@ -257,7 +257,7 @@ def test_initial_values_are_normal_with_the_std_asked_for():
     error = 1 / math.sqrt(values.size)
     assert abs(values.mean()) < 5 * error
     assert abs(values.std() - 1) < 5 * error
-    assert abs(np.mean(values**4) - 3) < 5 * error * math.sqrt(96)  # the deviation of the fourth moment
+    assert abs(np.mean(values**4) - 3) < 5 * error * math.sqrt(96)  # 96: variance of x^4
     assert np.mean(np.abs(values) < 1) == pytest.approx(math.erf(math.sqrt(0.5)), abs=5 * error)
 
 

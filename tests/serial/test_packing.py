@@ -46,7 +46,7 @@ def test_every_target_of_a_text_is_there_once_and_from_its_own_document(lengths,
     assert windows.counted(range(len(windows))) == len(expected)
     for row in pairs(windows):
         for (x, _, place), (y, _, after) in pairwise(row):
-            assert after == 0 or (after, y) == (place + 1, x + 1), "a position goes on in its document"
+            assert after == 0 or (after, y) == (place + 1, x + 1), "positions must be consecutive"
 
 
 @given(

@@ -254,7 +254,7 @@ def test_both_sides_of_a_pair_are_in_one_window_cut_alike(packs):
             assert (pairs.batch.targets[0, span] >= 0).sum() == count
     assert (windows.pieces.cut, len(windows) < 4) == (1, packs)
     sizes = windows.sequences(np.arange(len(windows)))
-    assert dict(zip(*sizes[::2], strict=True))[3] == 24 - 7, "the longer side gets the rest"
+    assert dict(zip(*sizes[::2], strict=True))[3] == 24 - 7, "the longer one gets the rest"
 
 
 def test_mismatched_prompts_have_answers_to_others_in_as_much_room():
@@ -269,7 +269,7 @@ def test_mismatched_prompts_have_answers_to_others_in_as_much_room():
         first = int(np.argmax(ids.targets[row, span] >= 0))
         return ids.inputs[row, span][: first + 1].tolist(), ids.targets[row, span][first:].tolist()
 
-    before = {0: 5, 2: 0, 4: 2, 1: 4, 3: 1, 5: 3}  # sequences of better sides first, then of worse sides
+    before = {0: 5, 2: 0, 4: 2, 1: 4, 3: 1, 5: 3}  # sequence -> sequence whose answer it gets
     for n in range(6):
         assert text(found, n) == (text(pairs, n)[0], text(pairs, before[n])[1])
     assert as_input(found.batch).ids.shape == (1, 40)

@@ -388,7 +388,7 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     program(tmp_path, "squeue", "exit 1")  # squeue does not know the job, so its variables are used
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
-    assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once may be chance"
+    assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once is allowed"
     status, _, errors = run_command(command, timeout=40, env=told_at_once)
     (line,) = errors.splitlines()
     assert status == FAILED
