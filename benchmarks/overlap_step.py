@@ -68,7 +68,7 @@ class StagedComm(MPIComm):
                 full, out, partition, contributors=contributors, accumulate=accumulate, label=label
             )
             return self._staged(handle)
-        assert not accumulate, "a step of one round has no earlier sum"
+        assert not accumulate, "a step has one round, so no earlier sum"
         out[...] = full[partition.part(self.rank)]
         return DONE
 

@@ -94,7 +94,7 @@ def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[s
 
 
 def print_table(workload: str, found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
-    """Print medians, and the ratio of our tokens per second to those of each line."""
+    """Print medians, and the ratio of our tokens per second to the tokens per second of each line."""
     rate = {name: [run["tokens_per_second"] for run in runs] for name, runs in found.items()}
     own = {name: statistics.median(rate[name]) for name in rate if name.startswith("ours full-shard")}
     heads = " ".join(f"{name.removeprefix('ours '):>15}" for name in own)

@@ -1,4 +1,4 @@
-"""Sizes of the training workloads that all benchmarks use, for our models and for those of other libraries.
+"""Sizes of the training workloads that all benchmarks use, for our models and for models of other libraries.
 
 CPUs use float32. AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) follows clipping to norm 1.
 Tokens are random; each rank cycles through BATCHES micro-batches. The batch is per rank (weak scaling).

@@ -139,7 +139,7 @@ HOUR = 3600
 def loose_clock(trial: Trial) -> Iterator[Stage]:
     """Set rank 0's clock forward by an hour, and some steps later back by two hours."""
     if (compiler := shutil.which("cc")) is None:
-        pytest.skip("no cc to build a clock that jumps: apt-get install gcc libc6-dev")
+        pytest.skip("no cc to build the shifted clock: apt-get install gcc libc6-dev")
     folder = trial.out.parent
     source, library, off = folder / "clock.c", folder / "clock.so", folder / "off"
     source.write_text(CLOCK)

@@ -1,4 +1,4 @@
-"""The links' own counters show that a step sends the bytes between hosts that the formulas give."""
+"""By the counters of the links, a step sends as many bytes between hosts as the plan predicts."""
 
 import pytest
 from hosts import why_no_hosts

@@ -123,7 +123,7 @@ def test_a_job_told_to_stop_saves_is_requeued_and_goes_on(
     log = here.log(job)
     assert "over 4 ranks" in log
     assert f"stopped after step {stopped}; " in log
-    assert f"at step {stopped}" in log.partition("stopped after")[2], "the same log goes on"
+    assert f"at step {stopped}" in log.partition("stopped after")[2], "the log must continue"
     assert_same_run(out, unbroken)
 
 

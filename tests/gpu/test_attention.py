@@ -1,6 +1,6 @@
 """Attention on the GPU, by cuDNN and by the package's kernels, matches its definition.
 
-On the simulated device cuDNN's graphs are simulated too (tests/pretend/cudnn). The last test checks that
+On the simulated device, cuDNN's graphs are simulated too (tests/pretend/cudnn). The last test checks that
 the real package accepts our graphs, if it is installed.
 """
 

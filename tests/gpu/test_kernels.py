@@ -203,7 +203,7 @@ def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]]
         else:
             close(x, wanted, kind)
             assert block is None or around(block, x) == around_bytes(given, block, x), (
-                "memory beside it was written"
+                "other memory was written"
             )
     return found
 
@@ -254,7 +254,7 @@ def test_results_end_where_they_end(gpu, monkeypatch, kind):
             for x, block in buffers:
                 fresh = np.full(block.size, np.nan if block.dtype.kind == "f" or block.dtype == BF16 else -1)
                 fresh = fresh.astype(block.dtype).tobytes()
-                assert around(block, x) == around_bytes(fresh, block, x), f"{name} wrote beside a result"
+                assert around(block, x) == around_bytes(fresh, block, x), f"{name} wrote outside a result"
 
 
 @every_kind
@@ -397,7 +397,7 @@ def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, part, int
         assert bits(fresh[..., turned:]) == x[..., turned:].tobytes(), "unrotated elements changed"
         assert ops.rope(view, *table, interleaved, view) is view
         assert bits(view) == bits(fresh)
-        assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "columns beside it were written"
+        assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "other columns were written"
 
 
 def test_losses_are_summed_in_float64(gpu):

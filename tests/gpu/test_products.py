@@ -1,6 +1,6 @@
 """Matmuls on the GPU: the linear layer and the head's loss match their definitions.
 
-The pretend device has a strict pretend cuBLASLt (tests/pretend/nvmath). Its names, numbers and
+The simulated device has a strict simulation of cuBLASLt (tests/pretend/nvmath). Its names, numbers and
 sizes are compared with the real bindings if these are installed.
 """
 

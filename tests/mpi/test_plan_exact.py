@@ -239,7 +239,7 @@ def test_memory_of_every_strategy(exact, name, strategy, rounds):
     check_memory(exact, case_of(exact, MIDDLE[name], strategy, rounds * exact.size, **options))
 
 
-# Three blocks of 12 experts, three experts in a unit; the experts are most of the model.
+# Three blocks of 12 experts, three experts in a unit; most of the model's parameters are in experts.
 MIXTURE = Qwen3MoE.from_flags(
     {"layers": 3, "dim": 64, "heads": 2, "kv_heads": 1, "context": 11, "vocab_size": 99, "tied": True}
     | {"experts": 12, "experts_used": 3, "expert_ffn": 64}

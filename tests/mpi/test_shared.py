@@ -208,7 +208,7 @@ def test_memory_comes_back_when_modules_are_gone_on_all_ranks(shared):
     gc.collect()
     shared.memory([], [])
     less = shared.shared_bytes
-    assert less < some / 2, "one of three windows is kept, by one rank"
+    assert less < some / 2, "the last rank keeps one window of three"
     assert kept is None or np.array_equal(kept, before)
     del kept
     shared.memory([], [])

@@ -120,7 +120,7 @@ def test_any_flipped_bit_is_refused_or_changes_nothing(name, bench, quick):
     loaded = [at for at in places if bench.load(bench.pair | {name: flip(content, at, 1 << at // 3 % 8)})]
     assert len(loaded) < 0.5 * len(places), "too many flipped bits had no effect"
     padding = set(places) - tensor_bytes(bench, name)
-    assert set(loaded) <= padding, "a bit of a tensor's data"
+    assert set(loaded) <= padding, "a bit of a tensor's data was accepted"
 
 
 def tensor_bytes(bench: Bench, name: str) -> set[int]:

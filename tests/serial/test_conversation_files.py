@@ -126,7 +126,7 @@ def test_what_is_wrong_with_such_files_is_one_line(name, data, expected, tmp_pat
 
 
 def test_a_damaged_table_is_none_of_conversations(tmp_path):
-    """A damaged table is not taken for conversations; --data refuses it as a damaged Parquet file."""
+    """A damaged table does not count as conversations; --data refuses it as a damaged Parquet file."""
     path = tmp_path / "t.parquet"
     path.write_bytes(parquet(TABLE)[:-20])
     assert not are_conversations([("t.parquet", path)])

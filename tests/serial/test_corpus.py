@@ -231,7 +231,7 @@ def test_other_data_are_held_out_whole(tmp_path):
     paths, others = [write(tmp_path / name, a=name * 9, b="x" * 9) for name in ("some", "other")]
     corpus, alone = load(paths, val_paths=[others], val_fraction=0.5), load(paths)
     assert bytes(corpus.train.ids.tolist()[:9]) == b"somesomes"
-    assert corpus.train.ids.tolist() == alone.train.ids.tolist(), "nothing of it is held out"
+    assert corpus.train.ids.tolist() == alone.train.ids.tolist(), "it must not be held out"
     assert corpus.val.ids.tolist() == load(others).train.ids.tolist()
     assert (corpus.documents, corpus.val_documents) == (4, 2)
     digests = {each.sha256 for each in (corpus, alone, load(paths, others), load(others, val_paths=[paths]))}

@@ -141,7 +141,7 @@ def test_a_host_on_which_others_compute_is_a_note(threads, cores, others, tmp_pa
     monkeypatch.setattr(hosts, "PROC", tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     where = place((0, 1))
-    assert list(hosts.load(where)) == [], "what is not known is no note"
+    assert list(hosts.load(where)) == [], "unknown load gives no note"
     (tmp_path / "loadavg").write_text(f"0.23 0.27 0.14 {threads}/931 7039\n")
     found = [(row.verdict, row.value.split()[0]) for row in hosts.load(where)]
     assert found == [(NOTE, str(others))] * (others is not None)

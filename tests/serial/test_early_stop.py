@@ -65,7 +65,7 @@ def stopped(flags, tmp_path_factory):
 def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     out, said = stopped
     last, best = expected_end(endless, 3)
-    assert best > 2, "the first one would show little"
+    assert best > 2, "the best must not be the first"
     assert last < 40
     assert losses(out) == {step: loss for step, loss in endless.items() if step <= last}
     assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # the best and the newest
@@ -127,7 +127,7 @@ def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
     said = train(2, tmp_path / "new", *flags, "--steps", str(first), "--patience", "3")
     assert f"{endless[first]:.4f} nats per token, of step {first}: " in said
     new = tmp_path / "new"
-    assert os.readlink(new / "best") == os.readlink(new / "latest"), "the last may be the best"
+    assert os.readlink(new / "best") == os.readlink(new / "latest"), "the last checkpoint may be the best"
     train(1, again, *flags, "--steps", "1", "--resume", "never")
     assert not (again / "best").is_symlink()
     train(1, again, *flags, "--steps", "2", "--patience", "9")

@@ -137,7 +137,7 @@ def test_the_loss_is_the_validation_loss_of_training(tmp_path):
     printed, figures = evaluate(tmp_path, "run/latest", *flags, ranks=2)
     assert figures["models"][0]["text"]["loss"] == pytest.approx(last["val_loss"], rel=1e-12)
     assert f" {last['val_loss']:.6f} " in printed
-    assert figures["text"]["bytes"] is None, "the bytes of ids are unknown"
+    assert figures["text"]["bytes"] is None, "ids have no known bytes"
     assert figures["models"][0]["text"]["bits_per_byte"] is None
 
 

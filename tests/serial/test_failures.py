@@ -124,7 +124,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
     status, _ = run_script(4, tmp_path, script, *flags, "--steps", "6", "--save-every", "3")
     assert status != 0
     assert len(fields(tmp_path / "out")) == 5
-    assert told(tmp_path / "out") == ("running", ""), "no rank was left to write another state"
+    assert told(tmp_path / "out") == ("running", ""), "no rank was left to update the state"
     printed = train(3, tmp_path / "out", *flags[:-2], "--steps", "6")
     assert "at step 3" in printed
     assert_same_run(tmp_path / "out", tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""The samples of a micro-batch depend on seed, step and number, and not on the number of ranks."""
+"""The samples of a micro-batch depend on seed, step and micro-batch number, not on the number of ranks."""
 
 import numpy as np
 import pytest

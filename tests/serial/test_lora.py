@@ -80,7 +80,7 @@ def test_the_loss_before_the_first_step_is_the_bases(alone, base):
         for out in (base.parents[1], alone[0])
     )
     assert [record.get("val_loss_before") for record in of_run] == [of_base[-1]["val_loss"], None, None, None]
-    assert not any("val_loss_before" in record for record in of_base), "it starts from nothing"
+    assert not any("val_loss_before" in record for record in of_base), "it has no base model"
     assert of_run[-1]["val_loss"] < of_run[0]["val_loss_before"]
 
 
@@ -177,7 +177,7 @@ def test_evaluate_takes_an_adapter_with_its_base(alone, base, text, tmp_path):
 
     both = losses("both", 2, str(base), "--lora", adapter, "--against", str(base))
     assert both == losses("each", 1, merged, "--against", str(base))
-    assert both[0] < both[1], "it was trained on this text"
+    assert both[0] < both[1], "the adapter must reduce the loss"
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 3e38])

@@ -36,7 +36,7 @@ def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
     if reason := why_no_mount():
         pytest.skip(f"no private /dev/shm: {reason}")
     if launcher_kind() != "mpich":
-        pytest.skip("the room was measured of MPICH; Open MPI takes 0.1 MB a rank")
+        pytest.skip("the requirement is MPICH's; Open MPI takes 0.1 MB per rank")
     line = r"zero_mpi {}: error: .* 4\.3 MiB .* /dev/shm .* 3\.0 MiB .*--shm-size.*\n"
     for name in ("doctor", "train"):
         status, said, errors = with_shm("3m", 4, "zero_mpi", name, "--out", tmp_path / "run")

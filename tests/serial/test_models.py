@@ -103,7 +103,7 @@ def test_a_configuration_comes_back_from_its_file(config, tmp_path):
     found = config_from_gguf(file.metadata, shapes, str(path), file.read)
     assert found == config
     found.check_tensors(shapes, str(path))
-    assert list(shapes) == [*found.params(), *found.constants()], "the file has the model's order"
+    assert list(shapes) == [*found.params(), *found.constants()], "the file must keep the order"
 
 
 @pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)

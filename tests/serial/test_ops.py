@@ -141,7 +141,7 @@ def test_embedding_backward_adds_a_row_for_every_place_of_a_token(kind):
     with unchanged(tokens, dy):
         ops.embedding_backward(tokens, dy, dw)
     close(dw, expected)
-    assert np.array_equal(dw[5:], numbers(7, 7)[5:]), "rows of tokens that did not come stay as they were"
+    assert np.array_equal(dw[5:], numbers(7, 7)[5:]), "rows of other tokens must not change"
 
 
 @shows("positions", "positions_backward")
@@ -177,7 +177,7 @@ def test_rms_norm_backward_is_the_slope_and_adds():
     before = dw.copy()
     with unchanged(x, w, r, dy):
         dx = ops.rms_norm_backward(dy, x, w, r, dw)
-        assert np.array_equal(ops.rms_norm_backward(dy, x, w, r, None), dx), "a frozen w changes dx"
+        assert np.array_equal(ops.rms_norm_backward(dy, x, w, r, None), dx), "a frozen w must not change dx"
     check_slope(lambda x, w: np.vdot(ops.rms_norm(x, w, 0.1)[0], dy), [x, w], [dx, dw - before])
 
 
@@ -538,7 +538,7 @@ def test_a_moving_average_is_its_formula_wherever_it_is_cut(size, cuts):
         ops.moving_average(pieces[start:stop], p[start:stop], 0.99)
     assert whole.tobytes() == pieces.tobytes()
     expected = np.float32(0.99) * e + np.float32(1 - 0.99) * p
-    assert whole.tobytes() == expected.tobytes(), "each product and the sum rounded once"
+    assert whole.tobytes() == expected.tobytes(), "a product or sum is not rounded once"
 
 
 @shows("chunk_squares")

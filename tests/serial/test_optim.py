@@ -242,7 +242,7 @@ def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
 def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
     whole = draw()
     others = [draw(name="b.weight"), draw(seed=2), draw(name="a.weight.")]
-    others += [whole[DRAW_BLOCK:], whole[2 * DRAW_BLOCK :]]  # each block has its own random stream
+    others += [whole[DRAW_BLOCK:], whole[2 * DRAW_BLOCK :]]  # each block has a separate random stream
     for other in others:
         a, b = whole[: other.size], other
         assert np.mean(a == b) < 1e-3

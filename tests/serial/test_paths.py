@@ -62,7 +62,7 @@ WRITE = {
 }
 
 
-REPLACED = {"report --out: locked"}  # a rename replaces the page, whatever its mode
+REPLACED = {"report --out: locked"}  # a rename replaces a page without write permission
 
 
 @pytest.fixture(scope="module")

@@ -229,7 +229,7 @@ def test_what_counts_of_a_pair_is_each_answer_to_the_end_of_its_turn(tmp_path):
     ]
     assert [text.replace(b"<|im_end|>", b"") for text in read] == [b" blue.", b" green.", b"a", b"b"]
     held = corpus(tmp_path, [FORMS[0][0]] * 9, "dpo", val_fraction=0.3)
-    assert [len(side.ends) % 2 for side in (held.train, held.val)] == [0, 0], "pairs are held out whole"
+    assert [len(side.ends) % 2 for side in (held.train, held.val)] == [0, 0], "a pair must not be split"
     assert held.val_documents == 3
 
 

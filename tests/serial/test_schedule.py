@@ -65,10 +65,10 @@ def walk(moves_in_order, needs, prefetch, held):
         held.update(plan.start)
         ever.update(plan.start)
         window = {u for units in needs[position : position + prefetch + 1] for u in units}
-        assert held <= window | shared, "held longer than need be"
+        assert held <= window | shared, "held longer than needed"
         assert plan.need == need
-        assert set(need) <= held, "not there when it is needed"
-        assert set(plan.drop) <= held, "dropped what is not held"
+        assert set(need) <= held, "missing when needed"
+        assert set(plan.drop) <= held, "a dropped unit is not held"
         assert len(set(plan.drop)) == len(plan.drop)
         held.difference_update(plan.drop)
     return held
@@ -135,7 +135,7 @@ def test_no_more_reductions_are_in_flight_than_the_limit(model):
             in_flight = [unit for unit in in_flight if unit != action.unit]  # backward waited for it
             in_flight.append(action.unit)
         assert len(in_flight) <= REDUCTIONS_IN_FLIGHT
-    assert len(in_flight) == min(REDUCTIONS_IN_FLIGHT, len(made.reductions)), "waited for too early"
+    assert len(in_flight) == min(REDUCTIONS_IN_FLIGHT, len(made.reductions)), "waits come too early"
 
 
 @settings(deadline=None, max_examples=300)

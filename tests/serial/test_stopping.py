@@ -416,7 +416,7 @@ def test_by_default_a_run_saves_now_and_then_by_the_clock_of_rank_0(flags, tmp_p
     more = [*flags, "--steps", "4", "--keep", "2"]
     printed = train(2, tmp_path / "out", *more, script=script)
     assert printed.count("saved ") == 4
-    assert len(list((tmp_path / "out").glob("step-*"))) == 2, "--keep holds"
+    assert len(list((tmp_path / "out").glob("step-*"))) == 2, "--keep must apply"
     printed = train(2, tmp_path / "at-the-end", *more, "--save-every", "0", script=script)
     assert printed.count("saved ") == 1
     assert_same_run(tmp_path / "out", tmp_path / "at-the-end")

@@ -316,7 +316,7 @@ def test_the_likeliest_continuation_is_right(small, tmp_path):
         if word.isalpha() and harness.encode(f"{context} {word}") == [*ids[1:], best]:
             break
     else:
-        pytest.fail("no context is gone on with a word")
+        pytest.fail("no context continues with a word")
     figures, _ = evaluate(tmp_path, small, [{"context": context, "continuation": x} for x in (word, "zq")])
     assert figures["acc"] == 0.5
 

@@ -90,7 +90,7 @@ def test_the_second_job_is_refused_and_touches_nothing(first, job, tmp_path):
         assert_refused(run_job(3, [*job, *more], timeout=30, cwd=tmp_path), out, pid)
     assert snapshot(out) == before
     status, _, errors = run_job(1, [*job, "--dry-run"], timeout=30, cwd=tmp_path)
-    assert (status, errors) == (0, ""), "a dry run disturbs nobody"
+    assert (status, errors) == (0, ""), "a dry run needs no lock"
     (tmp_path / "go").touch()
     assert first.wait(30) == 0
     assert [step for step, *_ in fields(out)] == [str(step) for step in range(1, 9)]

@@ -190,7 +190,7 @@ def test_yes_and_no_on_other_ranks_strategies_and_transports(run):
     status, lines = compute(run, *flags, ranks=ranks)
     assert status == 1
     assert lines[-1].startswith("no: step 4: loss is 4.25 in the records, ")
-    assert not any("3 to 4" in line for line in lines), "a stretch that differs is not called the same"
+    assert not any("3 to 4" in line for line in lines), "a segment that differs is called equal"
 
 
 def test_a_resume_on_other_ranks_leaves_the_chain_of_the_unbroken_run(run, whole, text):

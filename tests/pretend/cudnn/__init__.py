@@ -1,4 +1,4 @@
-"""Subset of cudnn-frontend that the package uses, on the pretend device: graphs of one attention node.
+"""Subset of cudnn-frontend that the package uses, on the simulated device: graphs of one attention node.
 
 It has the names of the real package and is stricter: a graph must have passed all build steps, a call must
 have the addresses of exactly its tensors, and every tensor must be inside one allocation. Attention is

@@ -59,7 +59,7 @@ class Launch(ctypes.Structure):
 def compiler() -> str:
     found = shutil.which("g++")
     if found is None:
-        raise RuntimeError("the pretend CuPy runs kernels only where there is g++")
+        raise RuntimeError("the simulated CuPy needs g++ to run kernels")
     return found
 
 
@@ -82,7 +82,7 @@ def with_shared_memory(code: str) -> str:
     code = DYNAMIC.sub(r"\1* \2 = (\1*)emulator::now.dynamic.data();", code)
     code = STATIC.sub(r"static \1 \2\3; emulator::begin_shared((void*)&\2, sizeof \2);", code)
     if "__shared__" in re.sub(r"//.*", "", code):
-        raise RuntimeError("the pretend CuPy wants one shared variable in a declaration")
+        raise RuntimeError("the simulated CuPy expects one shared variable per declaration")
     return code
 
 
@@ -127,7 +127,7 @@ class RawModule:
         if not isinstance(options, tuple):
             raise TypeError("Argument 'options' has incorrect type (expected tuple)")
         if name_expressions is not None or backend != "nvrtc":
-            raise NotImplementedError("the pretend CuPy knows only kernels with C names, by nvrtc")
+            raise NotImplementedError("the simulated CuPy has only kernels with C names, by nvrtc")
         self.code, self.options = code, options
 
     def compile(self) -> None:
