@@ -236,7 +236,7 @@ def _check_shapes(product: Product, a: Layout, b: Layout, c: Layout, d: Layout) 
         (c.rows, c.cols) == (d.rows, d.cols) == (m, n), f"{(m, n)} into {(c.rows, c.cols, d.rows, d.cols)}"
     )
     demand(len({x.batch for x in (a, b, c, d)}) == 1, "batches of several lengths")
-    demand(a.type == b.type and c.type == d.type, "A and B have one type, C and D one", NOT_SUPPORTED)
+    demand(a.type == b.type and c.type == d.type, "types of A and B, or of C and D, differ", NOT_SUPPORTED)
     demand((a.type, d.type) in COMBINATIONS, f"type {a.type} into {d.type}", NOT_SUPPORTED)
     if d.batch > 1:
         demand(d.apart >= (d.cols - 1) * d.ld + d.rows, "the results of a batch overlap")
