@@ -24,7 +24,7 @@ from zero_mpi import ops
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 
-SQUARE = 1024  # rows of the sgemm that sets the limit
+SQUARE = 1024  # number of rows and columns of the sgemm that sets the limit
 
 
 @dataclass

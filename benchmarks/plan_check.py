@@ -31,7 +31,7 @@ from zero_mpi.train.resolve import set_threads
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
-SMALL, LARGE = 8, 8 << 20  # bytes of the messages that are timed
+SMALL, LARGE = 8, 8 << 20  # bytes of the small and the large message that are timed
 REPEATS = 8
 PRODUCTS = 1.5  # seconds for which matmuls are timed
 

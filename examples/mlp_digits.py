@@ -27,7 +27,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.nn import GELU, Chain, Linear, Stage
 
 PIXELS, HIDDEN, CLASSES, HELD_OUT = 64, 128, 10, 360
-STEPS, MICRO_BATCHES, IMAGES = 60, 4, 64  # IMAGES: in each micro-batch
+STEPS, MICRO_BATCHES, IMAGES = 60, 4, 64  # IMAGES: images per micro-batch
 
 
 def digits() -> tuple[Array, Array]:

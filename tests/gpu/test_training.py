@@ -84,7 +84,7 @@ def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recorded_micro_batches_change_no_bit(gpu, strategy, precision, monkeypatch):
-    do, asked = getattr(type(gpu.stream), "do", None), []  # of the simulated stream
+    do, asked = getattr(type(gpu.stream), "do", None), []  # only a simulated stream has `do`
     if do is not None:
         monkeypatch.setattr(
             type(gpu.stream), "do", lambda stream, work: asked.append(work) or do(stream, work)

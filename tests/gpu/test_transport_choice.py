@@ -18,7 +18,7 @@ from zero_mpi.train.setup import choose_transport
 
 WORLD = MPI.COMM_WORLD
 RANKS = WORLD.Get_size()
-several_ranks = pytest.mark.world(2, 3)  # one rank sends nothing
+several_ranks = pytest.mark.world(2, 3)  # a single rank sends nothing
 one_rank = pytest.mark.world(1)
 
 

@@ -45,7 +45,7 @@ NAMES = list(WIRES) if RANKS > 1 else ["serial", "mpi", "staged pieces", "nccl"]
 EXACT = [name for name in NAMES if not name.endswith("fast")]
 FAST = [name for name in NAMES if name.endswith("fast")]
 
-several_ranks = pytest.mark.world(2, 3)  # one rank sends nothing
+several_ranks = pytest.mark.world(2, 3)  # a single rank sends nothing
 
 
 @functools.cache

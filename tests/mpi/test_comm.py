@@ -15,7 +15,7 @@ from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.shared.comm import SharedComm
 
 RANKS = MPI.COMM_WORLD.Get_size()
-SETTINGS = {  # sizes of messages and chunks
+SETTINGS = {  # transport -> options: sizes of messages and chunks
     "exact": {},
     "exact pieces": {"exact_chunk": 3},
     "exact cut": {"most": 5, "exact_chunk": 5},

@@ -72,7 +72,7 @@ def test_a_gpu_is_claimed_before_mpi_starts(env, name, told, flag, expected):
 
 @needs_mpiexec
 @pytest.mark.skipif(
-    shutil.which("g++") is None, reason="the simulated GPU needs g++ to compile its kernels"
+    shutil.which("g++") is None, reason="the simulated GPU needs g++ to compile and run its kernels"
 )
 @pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize("launcher", ["tells", "does not tell"])

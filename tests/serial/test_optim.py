@@ -232,7 +232,7 @@ def test_wsd_falls_in_a_tenth_of_the_steps_unless_told():
     assert (rate(190), rate(200)) == pytest.approx((0.55, 0.1))
 
 
-LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of the generator
+LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of random numbers
 
 
 def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):

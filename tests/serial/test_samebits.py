@@ -30,7 +30,7 @@ MACHINE = {"threads": 1, "operations": "numpy", "BLAS": "K 1"}
 MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
 EXACT = {"dequantize"}  # parts of the trial that are bit-identical on all processors: integers times scales
 NAMES = sorted(OPERATIONS.keys() - EXACT)
-KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor that runs the tests
+KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # kernels for an older processor than any that runs the tests
 several_cores = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="BLAS takes no second thread here"
 )
