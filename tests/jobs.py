@@ -32,7 +32,7 @@ RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 SETTINGS = re.compile(
     r"OMPI_ALLOW_RUN_AS_ROOT|PRTE_MCA_(rmaps|hwloc)_default_|OMPI_MCA_(rmaps|hwloc)_base_"
-)  # variables that a user sets, not a job
+)  # variables that users set, not launchers
 
 # Messages of Open MPI's launcher and MPI_Abort on stderr in a job whose status is not 0: lines between two
 # rules, sometimes followed by a null byte. MPICH prints on stdout or nothing. Warnings, which look

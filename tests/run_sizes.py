@@ -53,7 +53,7 @@ SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.
 COUNT = re.compile(r"(\d+) ([a-z]+)")
 WORTH_SAYING = re.compile(r"(FAILED|ERROR|SKIPPED|XFAIL|deselected) |\d+\.\d+s (call|setup|teardown) ")
 Part = tuple[str, int, list[str]]  # name, ranks, paths
-NOTHING_RAN = 5  # pytest's statuses
+NOTHING_RAN = 5  # pytest's exit status if no test ran
 NO_VERDICT = 97  # status of run_sizes.py for a part that ended without a summary
 COUNTED_AS = {"passed": "passed", "xpassed": "passed", "failed": "failed", "error": "failed"}
 COUNTED_AS |= {"errors": "failed", "skipped": "skipped", "xfailed": "skipped"}

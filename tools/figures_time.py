@@ -139,7 +139,7 @@ def draw_story(
 
 
 def legend(picture: Picture, gathers: bool, after: str) -> None:
-    """Draw a legend of the marks."""
+    """Draw a legend of the marks in a schedule."""
     x = float(MARGIN)
     marks = [
         ("work", "a stage uses the unit"),

@@ -28,7 +28,7 @@ from test_command_bits import assert_same_run, needs_mpiexec
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout_seconds(150)]
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-HAPPENS_AT = 12  # step
+HAPPENS_AT = 12  # step before which the event happens
 TOKENS = 60_000
 FLAGS = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 FLAGS += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--steps", str(STEPS), "--keep", "3"]

@@ -456,7 +456,7 @@ def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
 
 
 PARTS = [m | {"content": [{"type": "text", "text": text} for text in (m["content"], "x")]} for m in AB]
-WALKS = {  # (template, its text of parts, its text of strings)
+WALKS = {  # (template, its text if contents are lists of parts, its text if they are strings)
     "both": (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endif %}{% endfor %}", "axbx", "ab"

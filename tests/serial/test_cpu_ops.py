@@ -225,7 +225,7 @@ def test_an_id_out_of_range_is_an_error(bad):
             call()
 
 
-ATTENTION = [  # B, T, S, H, K, D, E
+ATTENTION = [  # B, T queries, S keys, H heads, K key/value heads, widths D of keys and E of values
     (1, 1, 1, 1, 1, 1, 1),
     (2, 5, 5, 6, 2, 3, 4),
     (1, 3, 7, 3, 3, 2, 2),

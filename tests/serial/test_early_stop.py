@@ -136,7 +136,7 @@ def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
 
 @needs_mpiexec
 def test_a_best_that_lies_elsewhere_is_not_taken_for_one_here(stopped, endless, flags, tmp_path):
-    """The run continues in another folder, which has a checkpoint of the same step from another training."""
+    """A run that resumes in another folder does not link `best` to that folder's checkpoint of this step."""
     last, best = expected_end(endless, 3)
     other = tmp_path / "other"
     train(1, other, *flags, "--steps", str(best), "--lr", "0.001", "--patience", "40")

@@ -161,7 +161,7 @@ def test_windows_are_spread_and_precision_is_a_choice(folder):
     assert some["models"][0]["text"]["window_losses"] == chosen
     assert (some["text"]["windows"], some["text"]["windows_of_the_text"]) == (3, count)
     flags = ["new.gguf", "--data", "text", "--precision", "bf16", "--json", "low.json"]
-    assert run_job(2, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)[0] == 0  # with a caution on speed
+    assert run_job(2, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)[0] == 0  # prints a caution on speed
     low = json.loads((folder / "low.json").read_text())
     here, there = (found["models"][0]["text"]["loss"] for found in (low, exact))
     assert here != there

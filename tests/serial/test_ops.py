@@ -355,7 +355,7 @@ def test_rope_backward_is_the_turn_back(interleaved):
     close(ops.rope(ops.rope(x, cos, sin, interleaved), cos, -sin, interleaved), x)
 
 
-SHAPES = [  # B, T, S, H, K, D, E
+SHAPES = [  # B, T queries, S keys, H heads, K key/value heads, widths D of keys and E of values
     (2, 5, 5, 6, 2, 3, 4),
     (1, 3, 7, 3, 3, 2, 2),  # more keys than queries; the queries are at the last positions
     (2, 1, 4, 5, 1, 3, 1),
