@@ -37,7 +37,7 @@ FIRST_SECONDS, RANKS_SECONDS = 100, 45  # time limits in seconds: of all experim
 TESTS_SECONDS = {1: 180.0, 2: 90.0}  # number of ranks -> limit in seconds
 SUMMARY = re.compile(r"=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s")
 FP32_BOUND = 1e-5  # limit on the relative difference of losses, at any step
-BF16_BOUNDS = 1e-3, 5e-2  # limits for the median step and for any step: W2 is unstable at step 14
+BF16_BOUNDS = 1e-3, 5e-2  # the same for the median step, and for any step (W2 is unstable at step 14)
 SHARDED = ["W3:fp32", "W3:bf16", "W1:bf16"]
 CPU_THREADS = "8"
 TURNS, STEPS = 3, 10  # turns of each program; timed steps per turn

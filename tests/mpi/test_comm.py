@@ -134,7 +134,7 @@ def test_gather_to_each_root(comm, length, quantum, dtype):
 
 
 def room(comm, length):
-    """Return a buffer of the transport for reductions, with edges, or None. Collective.
+    """Return a buffer with edges in the transport's shared memory and its slot, or None. Collective.
 
     Shared memory stays allocated while anything refers to it.
     """
