@@ -251,7 +251,7 @@ def test_an_evaluation_has_llama_cpps_losses(tmp_path):
         assert likelihood == pytest.approx(-sum(got), abs=1e-3)
 
 
-# "Water boils at a lower temperature on a mountain because the air pressure is lower there"
+# ids of "Water boils at a lower temperature on a mountain because the air pressure is lower there"
 WATER = [12615, 36411, 418, 253, 2208, 2779, 335, 253, 6740, 975, 260, 1512, 2456, 314, 2208, 665]
 
 

@@ -161,7 +161,7 @@ def by_signature(o, name):
 
 
 ELSEWHERE = {"rms_norm_backward", "layer_norm_backward", "causal_attention", "causal_attention_backward"}
-ELSEWHERE |= {name for name in OPERATIONS if name.startswith("linear")}  # test_onednn.py
+ELSEWHERE |= {name for name in OPERATIONS if name.startswith("linear")}  # tested in test_onednn.py
 ELSEWHERE |= OPERATIONS.keys() - VERSIONS.get(np.ndarray, OPERATIONS).keys()
 ELSEWHERE |= {
     name for name, version in VERSIONS.get(np.ndarray, {}).items() if getattr(version, "native", None) == ()

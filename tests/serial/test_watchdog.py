@@ -8,7 +8,7 @@ from zero_mpi.launch.watchdog import STATUS, RankReports, RankState
 
 
 def test_what_another_job_left_misleads_nobody(tmp_path):
-    """Files that a job left when it was killed while its ranks reported do not affect the next job."""
+    """The reports that the ranks of a killed job left do not affect the next job."""
     for rank in range(2):
         RankReports(tmp_path, rank, "the job before").sign(
             RankState("step 3", "barrier", "barrier", 2.0, "stacks")

@@ -186,7 +186,7 @@ class RawKernel:
             raise ValueError(f"{self.name}: a block of {block}, at most {self._most_threads} threads")
 
     def _argument(self, letter: str, value: Any) -> Any:
-        """Return an argument for C. Raise TypeError if a GPU would misread it, ValueError for no address."""
+        """Return an argument for C. Raise TypeError for a wrong type, ValueError for a wrong address."""
         if letter == "P" and hasattr(value, "__cuda_array_interface__"):
             value = value.data.ptr
         taken, c_type = LETTERS[letter]
