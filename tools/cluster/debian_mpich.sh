@@ -8,7 +8,7 @@
 set -euo pipefail
 
 [[ $# = 1 ]] || { echo "debian_mpich.sh: expected: debian_mpich.sh FOLDER; got: $*" >&2; exit 2; }
-command -v apt-get > /dev/null || { echo "debian_mpich.sh: it needs apt-get, of Debian" >&2; exit 2; }
+command -v apt-get > /dev/null || { echo "debian_mpich.sh: apt-get is missing: this script needs Debian" >&2; exit 2; }
 mkdir -p "$1"
 folder=$(realpath "$1")
 cd "$folder"

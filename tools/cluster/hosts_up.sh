@@ -43,16 +43,16 @@ read_arguments() {
     [[ $# -ge 1 && $# -le 3 && $1 =~ ^[1-9][0-9]{0,2}$ && $1 -le 250 ]] ||
         refuse "expected: hosts_up.sh COUNT [RATE|none] [STATE], COUNT from 1 to 250; got: $*"
     count=$1 rate=${2:-none}
-    [[ $(id -u) = 0 ]] || refuse "only root may make namespaces"
+    [[ $(id -u) = 0 ]] || refuse "needs root, to make namespaces"
     for program in "${needed[@]}"; do
         command -v "$program" > /dev/null ||
             refuse "$program is missing: apt-get install openssh-server iproute2 util-linux"
     done
     state=$(realpath -m "${3:-$(mktemp -d /var/tmp/zero_mpi-hosts.XXXXXX)}")
     case $state/ in
-        /tmp/* | /dev/shm/*) refuse "$state: the hosts have a /tmp and /dev/shm of their own; choose another" ;;
+        /tmp/* | /dev/shm/*) refuse "$state: the hosts have private /tmp and /dev/shm; choose another folder" ;;
     esac
-    ! compgen -G "$state/*.pid" > /dev/null || refuse "$state: has hosts already; end them by hosts_down.sh"
+    ! compgen -G "$state/*.pid" > /dev/null || refuse "$state: hosts are running in it; end them by hosts_down.sh"
     mkdir -p "$state" /run/sshd
 }
 

@@ -52,14 +52,14 @@ read_arguments() {
     [[ $# -le 2 && ${1:-8} =~ ^[1-9][0-9]{0,3}$ ]] ||
         refuse "expected: slurm_up.sh [CPUS] [STATE], CPUS from 1 to 9999; got: $*"
     cpus=${1:-8}
-    [[ $(id -u) = 0 ]] || refuse "only root may run jobs for others"
+    [[ $(id -u) = 0 ]] || refuse "needs root, to run jobs for other users"
     for program in munged slurmctld slurmd sbatch; do
         command -v "$program" > /dev/null ||
             refuse "$program is missing: apt-get install --no-install-recommends slurm-wlm munge"
     done
     state=$(realpath -m "${2:-$(mktemp -d /var/tmp/zero_mpi-slurm.XXXXXX)}")
     [[ ! $hosts || -x $hosts/enter ]] || refuse "HOSTS_STATE=$hosts: expected the folder of hosts_up.sh"
-    [[ ! -e $state/slurm.conf ]] || refuse "$state: has a Slurm already; end it by slurm_down.sh"
+    [[ ! -e $state/slurm.conf ]] || refuse "$state: a Slurm is running in it; end it by slurm_down.sh"
 }
 
 write_files() {
