@@ -125,7 +125,7 @@ def measure(comm: Comm, operation: Operation, budget: float) -> float:
 
 
 def make_comms() -> tuple[dict[str, Comm], Comm | None]:
-    """Return reduction ("exact", "fast") -> communicator over messages, and a shared-memory one or None."""
+    """Return (reduction -> communicator over messages, communicator over shared memory or None)."""
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.comm.shared.comm import SharedComm
     from zero_mpi.comm.shared.memory import NoSharedMemory

@@ -73,7 +73,7 @@ def member(unit: bytes, size: int) -> bytes:
 
 def bombs(random: Random, folder: Path) -> list[str]:
     """Write one line of up to half a gigabyte, or 1 MiB of short lines, compressed once or twice."""
-    endless = random.random() < 0.6  # one line or zeros without an end, which a reader must refuse early
+    endless = random.random() < 0.6  # one line or zeros, of which a reader need not reach the end
     unit = random.choice(ENDLESS if endless else SHORT)
     many, size = (random.choice([1, 16, 128]), BLOCK) if endless else (1, ROWS)
     name = random.choice(["t.jsonl", "t.jsonl", "t.txt" if unit == b"\0" or not endless else "t.jsonl"])

@@ -257,7 +257,7 @@ HEAD = 2 * 64 * 128 * 2  # bytes for 64 positions of the two query heads that sh
 def test_a_backward_with_many_scores_goes_by_sequences_and_heads(
     gpu, take_way, monkeypatch, version, heads, calls
 ):
-    """Each call stays within the memory limit; results are bit-identical, added in a fixed order."""
+    """The calls stay within the memory limit, in a fixed order, and together equal one full call."""
     found, most = cudnn_or_skip(), heads * HEAD
     if not hasattr(found.cudnn, "refuses"):
         pytest.skip("the version of a real cuDNN cannot be changed")

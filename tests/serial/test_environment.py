@@ -129,7 +129,7 @@ def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
         ({}, 2, 8, 1, 2, 2),  # no launcher: the parent is a shell with more cores
         ({"PMI_RANK": "0"}, 8, 8, 4, 8, 2),  # ranks are not bound to cores
         ({"PMI_RANK": "0"}, 2, 8, 4, 8, 2),  # the rank is bound to two of eight cores
-        ({"PMI_RANK": "0"}, 2, 8, 8, 8, 1),  # two ranks on two cores
+        ({"PMI_RANK": "0"}, 2, 8, 8, 8, 1),  # two ranks share two cores
         ({"PMI_RANK": "0"}, 2, 2, 8, 2, 1),  # more ranks than cores
         ({"SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "8"}, 1, 64, 8, 8, 1),
         ({"SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "2"}, 2, 64, 8, 2, 1),
