@@ -5,7 +5,7 @@
 The variants take turns, in a different order in each repeat, so that other load on the machine affects all of
 them. Medians are compared. A plain write works like dd: one process writes blocks of 8 MiB and then calls
 fsync. Files are read from the page cache, and again after the system was asked to drop them from the cache;
-the last line shows how much then came from the disk. --warm-memory writes and removes a file before each
+the last line shows what share then came from the disk. --warm-memory writes and removes a file before each
 timed write, because a virtual machine may have returned memory to its host and gets it back slowly.
 """
 
@@ -200,7 +200,7 @@ def bytes_from_disk() -> int:
 
 
 def kind_of_disk(folder: Path) -> str:
-    """Return the type of the file system on which a folder is."""
+    """Return the type of the file system that holds a folder."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     fitting = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
     return max(fitting, key=lambda mount: len(mount[0]))[1]
@@ -228,7 +228,7 @@ def table(bench: Bench, repeats: int) -> list[str]:
 
 
 def plain_read(name: str) -> str:
-    """Return the name of the plain read that a load is compared with."""
+    """Return the name of the plain read with which a load is compared: `name` with the same cache state."""
     return PLAIN_READ + (COLD if name.endswith(COLD) else WARM)
 
 

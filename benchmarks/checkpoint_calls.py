@@ -1,4 +1,4 @@
-"""Counts the file calls that each rank makes for a checkpoint, on an assumed kind of file system.
+"""Counts the file calls that each rank makes for a checkpoint, on an assumed type of file system.
 
     mpirun -n 8 python benchmarks/checkpoint_calls.py --mb 64 --ranks-per-node 4 --system lustre
 

@@ -25,7 +25,7 @@ COLUMNS = {
     "reduce-scatter": ("library", "mpi fast", "mpi exact", "shared"),
     "all-reduce": ("library",),
 }
-QUANTUM = 256  # elements; few, so that every rank has a part of the smallest buffer
+QUANTUM = 256  # elements; small, so that every rank owns a part of the smallest buffer
 FEWEST, MOST = 3, 200
 
 Operation = Callable[[], object]
@@ -125,7 +125,7 @@ def measure(comm: Comm, operation: Operation, budget: float) -> float:
 
 
 def make_comms() -> tuple[dict[str, Comm], Comm | None]:
-    """Return communicators: one for messages per kind of reduction, and one for shared memory on one node."""
+    """Return (reduction -> communicator over messages, communicator over shared memory or None)."""
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.comm.shared.comm import SharedComm
     from zero_mpi.comm.shared.memory import NoSharedMemory

@@ -33,21 +33,21 @@ from workloads import ALL, PEAK
 LIMIT = 570.0  # seconds for all parts together
 LEAST = 5.0  # a part only begins if this many seconds are left
 BAD_USAGE = 2
-FIRST_SECONDS, RANKS_SECONDS = 100, 45  # limit of seconds: for all experiments; for each number of ranks
+FIRST_SECONDS, RANKS_SECONDS = 100, 45  # time limits in seconds: of all experiments; of each number of ranks
 TESTS_SECONDS = {1: 180.0, 2: 90.0}  # number of ranks -> limit in seconds
 SUMMARY = re.compile(r"=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s")
 FP32_BOUND = 1e-5  # limit on the relative difference of losses, at any step
-BF16_BOUNDS = 1e-3, 5e-2  # limits for the median step and for any step: W2 is unstable at step 14
+BF16_BOUNDS = 1e-3, 5e-2  # the same for the median step, and for any step (W2 is unstable at step 14)
 SHARDED = ["W3:fp32", "W3:bf16", "W1:bf16"]
 CPU_THREADS = "8"
-TURNS, STEPS = 3, 10  # 30 timed steps of each program
+TURNS, STEPS = 3, 10  # turns of each program; timed steps per turn
 START_SECONDS, TURN_SECONDS = 150, 40  # limits in seconds; a start includes compilation
 AHEAD = 1.1  # required ratio of our tokens per second to torch's
 TARGETS = {"gpt2-124m": ("compile", 500_000.0), "llama-1b": ("fsdp2", 50_000.0)}
 TUNED = ("gpt2-124m",)  # workloads also timed with tuned matmuls, where GPU memory suffices
-FASTEST = 600  # required TFLOP/s
+FASTEST = 600  # required TFLOP/s of a bf16 matmul of 8192 x 8192 matrices
 MOST_IDLE = 0.05
-MEASURED, DRAWN = 20, 3  # numbers of steps
+MEASURED, DRAWN = 20, 3  # number of steps that are measured; number of steps in the timeline
 
 
 @dataclass
@@ -210,7 +210,7 @@ Lines = dict[str, dict[str, Any]]  # name of a run -> the JSON object that it pr
 
 
 def ranks(check: Check, section: Section) -> None:
-    """Check that 1, 2 and 4 ranks on one GPU give equal bits, with staged transfers and a CUDA-aware MPI."""
+    """Check that 1, 2 and 4 ranks on one GPU are bit-identical, by staged transfers and a CUDA-aware MPI."""
     alone = sharded(check, section, [], None)
     if not alone:
         section.judge("one rank", "to train", "it does not", False)
@@ -242,12 +242,12 @@ def sharded(
 
 
 def over_aware_mpi(check: Check, section: Section, given: Path, alone: Lines) -> None:
-    """Use the first MPI setting that moves device memory between ranks. Raises NotReady without an MPI."""
+    """Compare runs over the first MPI setting that can move device memory. Raises NotReady without an MPI."""
     root, way = unpack(given, check.scratch), None
     for count in (count for count in check.ranks if count > 1):
         lines: Lines = {}
         for attempt in ATTEMPTS if way is None else (way,):
-            tried = Section(section.name, section.about)  # a failed attempt is no failure of the check
+            tried = Section(section.name, section.about)  # a failed attempt does not make the check fail
             started, env = aware(root, check.ready, attempt)
             lines = sharded(check, tried, [*started, "-n", str(count)], env, "--transport", "mpi")
             if lines and not tried.problems:
@@ -259,7 +259,7 @@ def over_aware_mpi(check: Check, section: Section, given: Path, alone: Lines) ->
 
 
 def compare(section: Section, what: str, alone: Lines, others: Lines) -> None:
-    """Judge whether losses, norms and the digest of the parameters have equal bits."""
+    """Judge whether runs have bit-identical losses, norms and parameters (by their digest)."""
     keys = "losses", "norms", "digest"
     pairs = [(line, others.get(name, {})) for name, line in alone.items()]
     same = [line for line, other in pairs if all(other.get(key) == line[key] for key in keys)]
@@ -372,7 +372,7 @@ def llama(check: Check, section: Section) -> None:
 
 
 def overhead(check: Check, section: Section) -> None:
-    """Judge the fraction of a step of 32k tokens in which no kernel runs. Write a timeline."""
+    """Judge in which fraction of a step of 32k tokens the GPU runs no kernel. Write a timeline."""
     path = check.out / "timeline.json"
     program = Job(check.script("gpu_train.py", "steps", "--trace", str(path)), check.ready.env, ROOT)
     start = program.answer(check.left(90))

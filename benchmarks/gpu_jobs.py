@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 TIMED_OUT = 124
-GRACE = 3.0  # seconds in which a program must end by itself
-LOOK = 0.01  # seconds between two looks for an answer
-SHOWN = 1500  # most characters, from the end of a failed program's output, that the report shows
+GRACE = 3.0  # seconds that a program has to end by itself before it is killed
+LOOK = 0.01  # seconds between two checks for an answer
+SHOWN = 1500  # maximum number of characters that the report shows from the end of a failed program's output
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def objects(self) -> list[dict[str, Any]]:
-        """Return those printed lines that are JSON objects."""
+        """Return the printed lines that are JSON objects."""
         return [found for line in self.printed.splitlines() if (found := as_object(line)) is not None]
 
     @property
@@ -79,7 +79,7 @@ class Job:
         """Return the next JSON object that the program prints; None if it has ended or is too slow."""
         until = time.monotonic() + limit
         while True:
-            ended = self.process.poll() is not None  # asked before reading, to miss no output
+            ended = self.process.poll() is not None  # checked before reading, so that no output is missed
             line, cut, _ = os.pread(self._printed.fileno(), 1 << 20, self._read).partition(b"\n")
             if cut:
                 self._read += len(line) + 1

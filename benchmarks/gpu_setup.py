@@ -150,7 +150,7 @@ def needed(absent: Iterable[str]) -> bool:
 
 
 def lacking(python: str, wanted: list[str], env: Mapping[str, str]) -> list[str]:
-    """Return those requirements that the packages of an interpreter do not satisfy."""
+    """Return the requirements that the packages of an interpreter do not satisfy."""
     found = versions(python, wanted, env)
     return [one for one in wanted if name_of(one) not in found or not fits(one, found[name_of(one)])]
 

@@ -106,7 +106,7 @@ def digest(module: ShardedModule) -> str:
 
 
 class Runs:
-    """Runs that share one communicator, because making one on a GPU may include a test of the MPI."""
+    """Runs that share one communicator, because creating it on a GPU may include a test of the MPI."""
 
     def __init__(self, world: World, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
@@ -176,7 +176,7 @@ class Stepper:
         self.data = [tuple(np.ascontiguousarray(part) for part in pair) for pair in data]
 
     def step(self) -> None:
-        """Run a step that does the same as in `train`."""
+        """Run the same step as `train` does."""
         x, targets = self.data[self.done % BATCHES]
         self.accumulator.accumulate(x, CrossEntropy(targets, 1.0 / self.workload.tokens))
         self.loss = self.accumulator.total_loss()
@@ -195,7 +195,7 @@ class Stepper:
 
 
 def milliseconds(work: Callable[[], Any], count: int) -> list[float]:
-    """Call `work` `count` times. Return the milliseconds that the GPU needed for each call."""
+    """Call `work()` `count` times. Return the milliseconds that the GPU needed for each call."""
     cuda, stream = device.in_use().cupy.cuda, device.in_use().stream
     events = [cuda.Event() for _ in range(count + 1)]
     events[0].record(stream)

@@ -5,7 +5,7 @@
 The limit of a matrix product is the speed of a large sgemm. The limit of any other operation is the time in
 which NumPy adds two arrays with the same number of bytes. Limits and operations are measured in turns, on one
 thread, and every timed call follows a call that is not timed. The ratio compares medians. The share of the
-limit compares least times, because other work on the machine affects them less.
+limit compares minimum times, because other work on the machine affects them less.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from zero_mpi import ops
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 
-SQUARE = 1024  # rows of the sgemm that sets the limit
+SQUARE = 1024  # number of rows and columns of the sgemm that sets the limit
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Limits:
         self.c = np.empty_like(self.a)
 
     def time(self, item: Row) -> float:
-        """Measure and return the least seconds in which the row's work can be done."""
+        """Measure the limits. Return the minimum number of seconds that the row's work can take."""
         if item.flops:
             return seconds(partial(np.matmul, self.a, self.b, out=self.c)) * item.flops / (2.0 * SQUARE**3)
         x, y, z = np.zeros((3, max(1, int(item.nbytes) // 12)), np.float32)

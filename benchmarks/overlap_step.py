@@ -8,10 +8,10 @@ computation   the same step without transfers
 transfers     the gathers and reductions of a step, in their order, without computation
 
 With --asleep, a block does not compute but sleeps, as a processor does while a device computes. This shows
-how much the order of transfers hides, without the effect of other work on the cores.
+how much time of the transfers their order can hide, without the effect of other work on the cores.
 
 Prints one JSON object with medians over steps, in milliseconds of the slowest rank: `hidden` = (computation +
-transfers - step) / the smaller of these two; `wait` in a step; `sent` megabytes of a rank in a step.
+transfers - step) / the smaller of these two; `wait` in a step; `sent` is in megabytes per rank and step.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class StagedComm(MPIComm):
                 full, out, partition, contributors=contributors, accumulate=accumulate, label=label
             )
             return self._staged(handle)
-        assert not accumulate, "a step of one round has no earlier sum"
+        assert not accumulate, "a step has one round, so no earlier sum"
         out[...] = full[partition.part(self.rank)]
         return DONE
 
@@ -130,7 +130,7 @@ class Bench:
         self.optimizer.step(max_norm=CLIP)
 
     def transfers(self) -> None:
-        """Run the gathers and reductions of a step, as a rank without micro-batches does."""
+        """Run only the gathers and reductions of a step, as a rank without micro-batches does."""
         self.module.forward_backward(None, None, 1.0, contributors=self.comm.size)
         self.module.sync_gradients()
         self.module.zero_gradients()

@@ -4,9 +4,9 @@
 
 Every run is a separate job. A round runs each variant once, in another order each time, so that other load on
 the machine affects all of them. Variants use float32 unless their name ends in bf16. torch's bf16 is
-autocast; that of `fsdp2-low` is FSDP2's own policy. The first line names the matrix units of the processor.
-PYTHON is an interpreter with torch 2.13.0 (CPU); this interpreter runs ours. A ratio is our tokens per second
-over theirs.
+autocast, but `fsdp2-low` uses FSDP2's mixed-precision policy. The first line names the matrix units of the
+processor. PYTHON is an interpreter with torch 2.13.0 (CPU); this interpreter runs ours. A ratio is our tokens
+per second over theirs.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[s
 
 
 def print_table(workload: str, found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
-    """Print medians, and the ratio of our tokens per second to those of each line."""
+    """Print medians, and the ratio of our tokens per second to the tokens per second of each line."""
     rate = {name: [run["tokens_per_second"] for run in runs] for name, runs in found.items()}
     own = {name: statistics.median(rate[name]) for name in rate if name.startswith("ours full-shard")}
     heads = " ".join(f"{name.removeprefix('ours '):>15}" for name in own)

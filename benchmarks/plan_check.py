@@ -31,7 +31,7 @@ from zero_mpi.train.resolve import set_threads
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
-SMALL, LARGE = 8, 8 << 20  # bytes of the messages that are timed
+SMALL, LARGE = 8, 8 << 20  # bytes of the small and the large message that are timed
 REPEATS = 8
 PRODUCTS = 1.5  # seconds for which matmuls are timed
 
@@ -103,7 +103,7 @@ def probe(world: World, arguments: Sequence[str]) -> int:
 
 
 def rates(comm: object, per_host: int, large: int = LARGE, repeats: int = REPEATS) -> dict[str, float]:
-    """Return the times of messages of up to `large` bytes, and the speed of matmuls on all ranks at once."""
+    """Return seconds per message and per byte, between and inside hosts, and FLOP/s of a rank's matmuls."""
     found = {"alpha": exchange(comm, SMALL, comm.size // 2), "flops": products_per_second(comm)}
     found["beta"] = (exchange(comm, large, comm.size // 2, repeats) - found["alpha"]) / large * (1 / per_host)
     if per_host > 1:

@@ -4,9 +4,9 @@
 
 Run as root: it makes the hosts as namespaces of this machine (tools/cluster/hosts_up.sh). All ranks share the
 machine's cores, so the links are slow enough to dominate. For each number of hosts and strategy, a job
-measures messages, matmuls, passes over arrays and a plain write, as plan_check.py does, while all ranks do
-the same. From these numbers alone, the plan predicts every line. Then the job times steps and, with
-full-shard, gathers of all units, one after the other, and a save by rank 0.
+measures messages, matmuls, sums of arrays and a plain write, as plan_check.py does, while all ranks do the
+same. From these numbers alone, the plan predicts every line. Then the job times steps and, with full-shard,
+gathers of all units, one after the other, and a save by rank 0.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from zero_mpi.train.resolve import set_threads
 HERE = Path(__file__).resolve().parent
 STRATEGIES = ("full-shard", "hybrid-shard", "no-shard")
 GATHERS = "gathers of full-shard"
-LARGE, REPEATS = 1 << 19, 6  # bytes of the messages that are timed: all of a host have room in its queue
-PASS, PASSES = 1 << 19, 1.0  # elements of the arrays that are passed over, seconds
-WIDTH = 192  # of the model: a step takes the links some seconds
+LARGE, REPEATS = 1 << 19, 6  # bytes of a timed message (a host's queue can hold one per rank); repeats
+PASS, PASSES = 1 << 19, 1.0  # elements of the arrays that are added; seconds for which they are added
+WIDTH = 192  # width of the model: the transfers of a step take some seconds
 PATIENCE = 240  # seconds for a job
 BOUND = 0.15
 GATHERINGS = 5
-BURST = "32kb"  # bytes that an idle link may send at once: few, compared with a message
+BURST = "32kb"  # bytes that an idle link may send at once: small compared with a message
 
 
 def make_parser() -> Parser:

@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--sweep ranks context vocabulary layers] [--steps 3]
 
 Every line is a job of `step.py`. A sweep changes one size of a workload. Ranks: the batch is per rank, so on
-the same cores twice the ranks take twice the time; the memory of all ranks together shows what exists only
+the same cores twice the ranks take twice the time; the total memory of all ranks shows which arrays exist
 once. Context: the tokens of a step stay the same, so a column that grows shows a cost of the context.
 """
 

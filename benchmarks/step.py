@@ -5,8 +5,8 @@
 The variants take turns, round by round. The table shows medians of the slowest rank's steps. The peak is the
 speed of matmuls of 1024 x 1024 matrices on all ranks at once, measured in the same run. GEMM share: the time
 of the step's matmuls with weights at that peak, divided by the time of the step. Wait: time of the rank that
-waits longest. Memory is that of the process, so run one variant alone to see its own: peak RSS of the largest
-rank, PSS of all ranks (shared memory counts once), and the most activations of a rank.
+waits longest. Memory is measured per process, so run one variant alone to measure it: peak RSS of the largest
+rank, PSS of all ranks (shared memory counts once), and the largest activations of a rank.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python benchmarks/step_hosts.py --hosts 2 --each 2 --rate 1gbit -- --workload W1 --batch 2
 
 Run as root: it makes the hosts on this machine (tools/cluster/hosts_up.sh), with links of known speed. Each
-variant of strategy and transport is a job of step.py. Jobs with few and with many steps show how many bytes a
-step sends over the links; the table has the largest numbers of any host. The hosts share the cores.
+variant of strategy and transport is a job of step.py. A short and a long job show how many bytes a step sends
+over the links; the table has those of the busiest host. The hosts share the cores.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 
 HERE = Path(__file__).resolve().parent
-FEW, PATIENCE = 2, 600  # least number of steps; seconds that a job may take
+FEW, PATIENCE = 2, 600  # number of steps of the short job; seconds that a job may take
 WARMUP = 1
 
 

@@ -65,7 +65,7 @@ class MLP(nn.Module):
 
 
 def norm(size: Workload) -> Any:
-    """Return a norm of the architecture's kind."""
+    """Return the norm that the architecture uses: RMSNorm or LayerNorm."""
     return nn.RMSNorm(size.width, eps=1e-5) if size.arch == "llama" else nn.LayerNorm(size.width, eps=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Measures the cost of a timeline: times training steps with and without it, in turns, and a single span.
+"""Measures the cost of a timeline: times training steps with and without it, and the recording of one span.
 
     mpirun -n 2 python benchmarks/trace_cost.py --workload W3 --rounds 20
 

@@ -1,7 +1,7 @@
-"""Sizes of the training workloads that all benchmarks use, for our models and for those of other libraries.
+"""Sizes of the training workloads that all benchmarks use, for our models and for models of other libraries.
 
-float32 on CPUs. AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) after clipping the global norm at
-1. Tokens are random; each rank and step has another micro-batch. The batch is per rank (weak scaling).
+CPUs use float32. AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) follows clipping to norm 1.
+Tokens are random; each rank cycles through BATCHES micro-batches. The batch is per rank (weak scaling).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Workload:
         return 6 * self.matrix_elements * self.tokens
 
     def flop_of_a_token(self, parameters: int) -> float:
-        """Return the operations of training on one token: 6 per parameter, plus attention without the mask.
+        """Return the FLOP of training on one token: 6 per parameter, plus attention without the mask.
 
         Shares of the peak use this count of Chowdhery et al., "PaLM", 2022, appendix B.
         """

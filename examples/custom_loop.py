@@ -19,7 +19,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
 
 VOCABULARY, CONTEXT = 32, 16
-STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 4  # SEQUENCES: in each micro-batch
+STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 4  # SEQUENCES: sequences per micro-batch
 MODEL = {"vocab_size": VOCABULARY, "context": CONTEXT, "dim": 48, "layers": 2, "heads": 4, "kv_heads": 2}
 
 

@@ -19,7 +19,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.nn import Chain, CrossEntropy, Embedding, Layer, Linear, Param, Residual, RMSNorm, Stage, SwiGLU
 
 VOCABULARY, CONTEXT, WIDTH, BLOCKS = 32, 16, 48, 2
-STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 8  # SEQUENCES: in each micro-batch
+STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 8  # SEQUENCES: sequences per micro-batch
 
 
 class MixPrevious(Layer):

@@ -1,4 +1,4 @@
-"""An optimizer of your own: Lion (Chen et al., 2023) is sharded, saved and resumed like AdamW.
+"""An optimizer of your own: Lion (Chen et al., 2023), sharded, saved and resumed like AdamW.
 
     mpirun -n 3 python examples/lion.py
 

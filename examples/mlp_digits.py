@@ -27,7 +27,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.nn import GELU, Chain, Linear, Stage
 
 PIXELS, HIDDEN, CLASSES, HELD_OUT = 64, 128, 10, 360
-STEPS, MICRO_BATCHES, IMAGES = 60, 4, 64  # IMAGES: in each micro-batch
+STEPS, MICRO_BATCHES, IMAGES = 60, 4, 64  # IMAGES: images per micro-batch
 
 
 def digits() -> tuple[Array, Array]:
@@ -47,7 +47,7 @@ def linear(name: str, inputs: int, outputs: int) -> Linear:
 
 
 def stages() -> list[Stage]:
-    """Return one unit per layer, so that parameters are gathered while the layer before computes."""
+    """Return one stage per layer, so that its parameters are gathered while the previous layer computes."""
     return [
         Stage("first", Chain(linear("first", PIXELS, HIDDEN), GELU())),
         Stage("second", Chain(linear("second", HIDDEN, HIDDEN), GELU())),

@@ -37,7 +37,7 @@ FLAGS = {
     "--eval-windows": "8",
     "--sample": "0",
 }
-MOST = 160  # most characters of an answer
+MOST = 160  # maximum number of characters of an answer
 
 
 def pairs() -> list[dict[str, str]]:

@@ -24,7 +24,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.launch.world import World, run
 from zero_mpi.nn import Layer, Param, Stage
 
-HALF, MICRO_BATCHES, ROWS, WIDTH = 40, 4, 16, 24  # ROWS: in each micro-batch
+HALF, MICRO_BATCHES, ROWS, WIDTH = 40, 4, 16, 24  # ROWS: rows per micro-batch
 
 
 class Affine(Layer):

@@ -41,12 +41,12 @@ class Row:
     outer      tensors outside the blocks; V: vocabulary, C: context
     biased     tensors of a block that always have a bias
     settings   fields other than the sizes; every special setting is in use
-    fit        head types that the architecture accepts
-    blocks     number of blocks in which each kind of block occurs
-    tolerance  for log-probabilities compared with llama.cpp, whose GELU is a table of 16-bit floats
+    fit        function that returns the sizes (such as the head width) changed as the architecture requires
+    blocks     number of blocks; every kind of block occurs
+    tolerance  largest difference of log-probabilities from llama.cpp, whose GELU is a table of 16-bit floats
     ties       whether llama.cpp opens a file without a head and uses the embedding instead
     flags      flags of `zero_mpi.train` other than --arch
-    needed     sizes that only this architecture's `from_flags` needs
+    needed     further sizes that this architecture's `from_flags` requires
     """
 
     block: Mapping[str, str]

@@ -10,13 +10,13 @@ import pytest
 from zero_mpi.comm import Partition
 from zero_mpi.comm.mpi import MPIComm
 
-# (length, quantum): even, ragged and empty slices, no elements
+# (length, quantum): slices that are even, ragged or empty, and arrays without elements
 LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1)]
 
 
 @functools.cache
 def wild(rank, length, kind=np.float32):
-    """Return numbers of different magnitude, also -0 and denormals, which differ by rank but not by call."""
+    """Return numbers of all magnitudes, with -0 and denormals; they depend on the rank, not on the call."""
     generator = np.random.default_rng([rank, length])
     values = generator.standard_normal(length) * 10.0 ** generator.integers(-4, 4, length)
     chance = generator.random(length)
@@ -66,7 +66,7 @@ def on_host():
 
 
 class OfDevices:
-    """Tests that every collective on device memory has the bits of the same collective on the host.
+    """Tests that every collective on device memory is bit-identical to the same collective on the host.
 
     A test module has the transports `comm`, `exact` and `fast` as fixtures, and `side` with `upload` and
     `download`. All collectives of a kind are started before the first wait.

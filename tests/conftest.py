@@ -43,9 +43,9 @@ TIMEOUT = float(os.environ.get("ZERO_MPI_TEST_TIMEOUT", "60"))
 TIMEOUT_STATUS, DISAGREED_STATUS = 86, 3
 SUITE_SIZES = (1, 2, 3, 4, 8)  # sizes that run_sizes.py runs
 MOST_QUICK = 4  # largest size of run_sizes.py with --quick
-QUICK_SIZE = 3  # preferred size of --quick: uneven slices, a middle rank
-MORE_OF_THE_SAME = "more of the same: make test-all"
-THIRD_VALUES = "each pair of values meets without them"
+QUICK_SIZE = 3  # preferred size of --quick: slices are uneven, one rank is in the middle
+MORE_OF_THE_SAME = "adds only more cases: make test-all"
+THIRD_VALUES = "other cases cover every pair of values"
 PATIENCE = 1.0  # seconds after which a failed rank reports by itself if other ranks do not answer
 
 
@@ -83,7 +83,7 @@ def join_world(with_mpi):
 def finalize(MPI):
     """End MPI while a watchdog still runs, because an open request or window makes the call hang."""
     if not MPI.Is_finalized():
-        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # its C thread needs no interpreter lock
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a C thread, without interpreter lock
         MPI.Finalize()
         faulthandler.cancel_dump_traceback_later()
 
@@ -258,7 +258,7 @@ def merge_outcomes(report, outcomes, own_rank):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help="leave out what is only more of the same")
+    parser.addoption("--quick", action="store_true", help="leave out tests that add only more cases")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -266,9 +266,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "world(*sizes): runs only at these world sizes")
     config.addinivalue_line("markers", "timeout_seconds(n): this test's time limit instead of the default")
     config.addinivalue_line(
-        "markers", "carries(*transports): moves GPU memory by these, whatever it is called with"
+        "markers", "carries(*transports): uses these transports for GPU memory, with any parameters"
     )
-    config.addinivalue_line("markers", "long: more of the same; not with --quick")
+    config.addinivalue_line("markers", "long: adds only more cases; left out with --quick")
     harness = Harness(join_world(config.getoption("with_mpi", False)))
     config.pluginmanager.register(harness, "zero_mpi-harness")
     if harness.world.rank != 0:

@@ -1,4 +1,4 @@
-"""Hugging Face models in plain NumPy, written from their classes, as the reference for conversions.
+"""Hugging Face models in NumPy, written after transformers' classes, as the reference for conversions.
 
 Tensors have Hugging Face's names and order: rotary halves, (in, out) matrices in gpt2. This module does not
 use zero_mpi.
@@ -248,7 +248,7 @@ def frequencies(config, D, T):
 
 
 def yarn(freqs, config, D):
-    """Divide frequencies with less than one turn in the original context; keep frequencies above 32 turns."""
+    """Divide frequencies with less than 1 turn in the original context; keep those above 32; blend others."""
     scaling, base = config["rope_scaling"], config["rope_theta"]
     old = scaling["original_max_position_embeddings"]
     low, high = (D * np.log(old / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (32, 1))

@@ -1,4 +1,4 @@
-"""Functions that start MPI jobs from a test (or from run_sizes.py) and always end them.
+"""Functions that start MPI jobs for a test (or for run_sizes.py), and end all their processes.
 
 A job is `mpiexec -n RANKS python ARGS...` in its own session, without stdin, with its output written
 to files, so that neither a hanging rank nor a rank that outlives its launcher can block the caller.
@@ -32,7 +32,7 @@ RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 SETTINGS = re.compile(
     r"OMPI_ALLOW_RUN_AS_ROOT|PRTE_MCA_(rmaps|hwloc)_default_|OMPI_MCA_(rmaps|hwloc)_base_"
-)  # variables that a user sets, not a job
+)  # variables that users set, not launchers
 
 # Messages of Open MPI's launcher and MPI_Abort on stderr in a job whose status is not 0: lines between two
 # rules, sometimes followed by a null byte. MPICH prints on stdout or nothing. Warnings, which look
@@ -46,7 +46,7 @@ NOTES = re.compile(
 
 REFERENCE, COMPILED = {"ZERO_MPI_OPS": "reference"}, {"ZERO_MPI_OPS": "auto"}
 
-OF_A_TEST = "PYTEST_CURRENT_TEST"  # a variable that changes constantly
+OF_A_TEST = "PYTEST_CURRENT_TEST"  # pytest sets this variable again in every phase of a test
 MOST_SERVERS = 4  # a server uses as much memory as a rank
 WARM = Path(__file__).with_name("warm_start.py")
 
@@ -66,7 +66,7 @@ def prepare_process() -> None:
     a barrier takes a scheduler slice. Jobs that a test starts do not inherit these settings, because
     tests also cover the package's own choice.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from a shell's background job
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited if a shell runs it in background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup set it, for this process only
         signal.signal(signal.SIGHUP, lambda number, frame: None)

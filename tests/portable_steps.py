@@ -1,6 +1,6 @@
 """Print digests of twenty steps of each architecture and of the trial of operations, one per line.
 
-ZERO_MPI_BITS selects the kind of bits; an emulator simulates a processor. Models are tiny, because an
+ZERO_MPI_BITS selects native or portable bits; an emulator simulates a processor. Models are tiny, because an
 emulated processor is slow; the trial multiplies larger matrices. A decreasing learning rate, clipping, decay
 and rotary tables are used as in training. Arguments are architectures, by default all.
 """

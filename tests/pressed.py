@@ -14,7 +14,7 @@ def square(sums):
 
 
 class Pressed(Layer):
-    """Layer y = w (x - center). Losses: squared sum of mean y^2 over all layers, and mean y^2 of each layer.
+    """Layer y = w (x - center). Losses: (sum over layers of mean y^2) squared, and mean y^2 of each layer.
 
     The buffer `center` moves a tenth of the way to the mean of x over all micro-batches of a step.
     """

@@ -6,7 +6,7 @@ from zero_mpi.files import file_systems
 
 
 def pretend(monkeypatch, folder, kind):
-    """Simulate a file system of this kind for `folder`; its mountinfo files are in it, one for each rank."""
+    """Make `folder` look like a mount of file system `kind`, by a mountinfo file in it for each rank."""
     mounts = folder / f"mountinfo-{os.getpid()}"
     mounts.write_text(
         f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / {folder} rw shared:1 - {kind} server rw\n"

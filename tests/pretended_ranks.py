@@ -36,7 +36,7 @@ class Echo(SerialComm):
     """Communicator of rank 0 of `size` ranks, PER_NODE per node; each answers with a copy of its message."""
 
     kind, sums_in_place = kinds.MPI, False
-    said = heard = messages = 0  # bytes and number of messages of all ranks
+    said = heard = messages = 0  # bytes that rank 0 sent; bytes that it received; number of its messages
 
     def __init__(self, size: int) -> None:
         self.size = size

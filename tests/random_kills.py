@@ -32,7 +32,7 @@ MODEL += ["--keep", "2", "--timeout", "60"]
 VICTIMS = ("rank", "launcher", "job")
 BY_ALL = ["--checkpoint-io", "parallel"]
 WAYS = (["--async-save"], BY_ALL, ["--async-save", *BY_ALL], [*BY_ALL, "--strategy", "no-shard"], [])
-MARK = "ZERO_MPI_TRIAL"  # variable that identifies all processes of a trial
+MARK = "ZERO_MPI_TRIAL"  # environment variable of all processes of a trial
 PATIENCE = 120.0  # seconds for an expected event on a busy machine
 
 
@@ -160,8 +160,8 @@ def run(folder, data, count, seed):
         job = [*launcher(), "-n", str(ranks), sys.executable, "-m", "zero_mpi.train"]
         job += [*flags, "--out", str(place), *last]
         subprocess.run(job, env=clean_environment(), check=True, stdout=subprocess.DEVNULL)
-    assert not list(out.glob(".*")), "something half written was left"
-    assert bytes_of(out) == bytes_of(folder / "unbroken"), "other bytes than those of an unbroken run"
+    assert not list(out.glob(".*")), "a partly written file is left"
+    assert bytes_of(out) == bytes_of(folder / "unbroken"), "the bytes differ from those of an unbroken run"
     print(f"the bytes of an unbroken run; segments: {left[0]} after one kill, {segments()} at the end")
     return left[0], segments()
 
@@ -172,11 +172,11 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", nargs="+", required=True)
-    parser.add_argument("--shared-shm", action="store_true", help="others use /dev/shm: do not count")
+    parser.add_argument("--shared-shm", action="store_true", help="other jobs use /dev/shm: skip its check")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     first, last = run(asked.out, asked.data, asked.count, asked.seed)
-    assert asked.shared_shm or last <= first, "what kills leave in /dev/shm grows"
+    assert asked.shared_shm or last <= first, "/dev/shm has more segments than after the first kill"
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
 QUICK_SIZES = "1,2,3,4"  # no test needs more than four ranks, as conftest.py checks
 WHOLE = ["tests/serial", "tests/mpi", "tests/gpu"]
-GPU_SIZES = (1, 2, 3)  # few, since pretend streams are threads
+GPU_SIZES = (1, 2, 3)  # few, because simulated streams are threads
 PRETEND = ROOT / "tests" / "pretend"
 LANES = min(len(os.sched_getaffinity(0)) + 2, 8)
 SERIAL_PARTS = 12
@@ -53,8 +53,8 @@ SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.
 COUNT = re.compile(r"(\d+) ([a-z]+)")
 WORTH_SAYING = re.compile(r"(FAILED|ERROR|SKIPPED|XFAIL|deselected) |\d+\.\d+s (call|setup|teardown) ")
 Part = tuple[str, int, list[str]]  # name, ranks, paths
-NOTHING_RAN = 5  # pytest's statuses
-NO_VERDICT = 97  # our own status for an end without a summary
+NOTHING_RAN = 5  # pytest's exit status if no test ran
+NO_VERDICT = 97  # status of run_sizes.py for a part that ended without a summary
 COUNTED_AS = {"passed": "passed", "xpassed": "passed", "failed": "failed", "error": "failed"}
 COUNTED_AS |= {"errors": "failed", "skipped": "skipped", "xfailed": "skipped"}
 
@@ -160,7 +160,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-n", dest="sizes", help=f"world sizes, default {SIZES}, or {QUICK_SIZES}")
-    parser.add_argument("--quick", action="store_true", help="without what is only more of the same")
+    parser.add_argument("--quick", action="store_true", help="leave out tests that add only more cases")
     parser.add_argument("--lanes", type=int, default=LANES, help=f"parts at a time, default {LANES}")
     parser.add_argument("paths", nargs="*")
     args = parser.parse_args(own)

@@ -122,7 +122,7 @@ SPELLINGS = {  # text -> spelling in a charsmap: some of NFKC, spaces, longest p
 
 
 def charsmap(spellings: dict[str, str] = SPELLINGS) -> np.ndarray:
-    """Return a charsmap with these spellings; its double array uses any free positions."""
+    """Return a charsmap with these spellings; its double array is placed at the first free positions."""
     texts, offsets = b"", {}
     for prefix, spelling in spellings.items():
         offsets[prefix.encode()] = len(texts)

@@ -23,7 +23,7 @@ MODELS = {
 }
 SIZES = {"vocab_size": 61, "context_length": 11, "embedding_length": 30, "feed_forward_length": 97}
 SIZES |= {"head_count": 3, "head_count_kv": 1, "key_length": 10, "value_length": 10}
-# further architectures, with which tests of several models use few settings
+# further architectures, which tests run with fewer settings than MODELS
 OTHERS = {arch: architectures.build(arch, SIZES) for arch in architectures.ROWS if arch not in MODELS}
 OTHERS["llama, partial"] = replace(MODELS["llama"], rope_dimension_count=4)
 OTHERS["phi3, partial"] = replace(OTHERS["phi3"], rope_dimension_count=6)

@@ -1,4 +1,4 @@
-"""Tiny base in blocks of every type, and training of adapters on its blocks or its floats."""
+"""Tiny base model in quantized blocks of every type, and training of adapters on its blocks or floats."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from zero_mpi.models import Llama
 from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, PLAIN
 
-SCALES = {  # positions of float16 values in a block
+SCALES = {  # block type -> positions of the float16 values in a block
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),

@@ -1,4 +1,4 @@
-"""Exact transports of the host by their flags; tests of bits, bytes and timelines run on each.
+"""Exact transports of the host, by the value of --transport; tests of bits, bytes and timelines run on each.
 
 `comm.kinds` lists the transports; all these tests fail if a transport has no class here.
 """

@@ -143,7 +143,7 @@ def become(asked: dict) -> list[str]:
     threads = {name: os.environ[name] for name in environment.THREADS if name in os.environ}
     os.environ.clear()
     os.environ.update(asked["environ"])
-    for name, value in threads.items():  # must be equal when NumPy was loaded
+    for name, value in threads.items():  # keep the values with which NumPy was loaded
         os.environ.setdefault(name, value)
     environment.prepare()
     return asked["arguments"]
@@ -163,7 +163,7 @@ def load() -> None:
 
 
 def compute_once() -> None:
-    """Cache results that all ranks would compute, which takes half of a small job's time."""
+    """Cache results that every rank would compute; computing them takes half of a small job's time."""
     import numpy as np
     import numpy.random  # NumPy loads these on first use
 

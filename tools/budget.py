@@ -67,7 +67,7 @@ def held(what: str, found: int, allowed: int, unit: str) -> Iterator[str]:
 
 
 def check_lines(root: Path) -> Iterator[str]:
-    """Check the budgets of the engine, the package and its folders, and the tests. A new folder needs one."""
+    """Check the budgets of the engine, the package and its folders, and the tests. New folders need one."""
     package = root / PACKAGE
     places = {"engine": [package / name for name in ENGINE], "package": [package], "tests": [root / "tests"]}
     for what, allowed in TOTAL.items():

@@ -124,7 +124,7 @@ def near(picture: Picture, unit: Unit, top: float) -> None:
 
 
 def held(of: Case, kind: str, rank: int) -> list[int]:
-    """Return the owners of those slices of `kind` that a rank keeps from step to step."""
+    """Return the owners of the slices of `kind` that a rank keeps from step to step."""
     strategy = of.strategy
     own = [rank % of.owners]
     whole = list(range(of.owners))

@@ -45,7 +45,7 @@ ARROWS = (
 
 
 def used(package: str) -> set[str]:
-    """Return those packages that the modules of a package import."""
+    """Return the packages that the modules of a package import."""
     return {
         layer_of(name.removeprefix("zero_mpi."))
         for path in (PACKAGE / package).rglob("*.py")
@@ -55,7 +55,7 @@ def used(package: str) -> set[str]:
 
 
 def packages() -> str:
-    """Draw the main packages as boxes. Each box is above those of the packages that it imports."""
+    """Draw the main packages as boxes. Each box is above the boxes of the packages that it imports."""
     picture = Picture(
         2 * MARGIN + 7 * COLUMN,
         "The main packages; each is above those that it imports",

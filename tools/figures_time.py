@@ -1,4 +1,4 @@
-"""Draws pictures of a step: when units are gathered and reduced, the ways of sums, and the order of sums.
+"""Draws pictures of a step: when units are gathered and reduced, and the paths and order of sums.
 
 The columns of a schedule are its stages and turns, with the actions that `ShardedModule` runs. The numbers of
 elements in boxes come from `zero_mpi.plan.traffic`, and `Rounds` determines the positions of
@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Story:
-    """Activities of a step by columns: stages and turns of forward, those of backward, the update."""
+    """Activities of a step, by column. Columns: stages and turns of forward, then of backward, the update."""
 
     columns: list[str]
     ahead: int  # number of columns of forward
@@ -94,7 +94,7 @@ def story(layout: Layout, names: list[str]) -> Story:
 
 
 def label(layout: Layout, actions: Actions, names: list[str]) -> str:
-    """Return the name of a column: that of its stage, or the range of the part that a turn brings."""
+    """Return a column's name: its stage, or the range of the part of a unit that a turn gathers."""
     action = next(action for action in actions if isinstance(action, StageAction))
     if not isinstance(action, Turn):
         return names[action.stage]
@@ -139,7 +139,7 @@ def draw_story(
 
 
 def legend(picture: Picture, gathers: bool, after: str) -> None:
-    """Draw a legend of the marks."""
+    """Draw a legend of the marks in a schedule."""
     x = float(MARGIN)
     marks = [
         ("work", "a stage uses the unit"),
@@ -181,7 +181,7 @@ def arrow(picture: Picture, span: Span, kind: str, low: bool = False) -> None:
     """Draw a transfer as an arrow from its start to the point at which it must be complete."""
     y = TOP + HIGH * (span.unit + 0.5)
     start, stop = LEFT + CELL * span.start, LEFT + CELL * span.stop
-    if start == stop:  # it starts where it is needed, so nothing hides it
+    if start == stop:  # the transfer starts where its result is needed, so no computation hides it
         start -= 0.42 * CELL
     picture.arrow((start + 4, y), (stop - 2, y), kind)
 

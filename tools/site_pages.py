@@ -16,7 +16,7 @@ from typing import Any
 from reference import reference_pages
 
 ROOT = Path(__file__).resolve().parents[1]
-# Pages whose path on the site is not that in docs/: pages at the root, and the table of all pages.
+# Pages whose path on the site differs from docs/: pages at the project's root, and docs/index.md.
 MOVED = {
     "README.md": "index.md",
     "docs/index.md": "pages.md",
@@ -79,7 +79,7 @@ def with_links_of_the_site(page: str, text: str, places: dict[str, str]) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add those pages and files of the site that are not in docs/. mkdocs calls this."""
+    """Add the pages and files of the site that are not in docs/. mkdocs calls this."""
     from mkdocs.structure.files import File  # not installed where only tests use this module
 
     def add(path: str, **how: Any) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 PACKAGE = "zero_mpi"
 
-# Packages and files at the top of the package. Each of them imports only those before it.
+# Packages and files at the top of the package. Each of them imports only layers before it.
 ORDER = (
     "errors", "environment", "files", "arguments", "telemetry",
     "device", "data", "cli",

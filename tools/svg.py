@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 MARGIN = 28
-# Colours of ranks, which most colour-blind people can tell apart (Okabe and Ito): on a light and a dark page.
+# Colours of ranks on a light and a dark page; most colour-blind people can tell them apart (Okabe and Ito).
 RANKS = (("#2b7bba", "#5aa5dd"), ("#b96b00", "#f0ad4e"), ("#14805f", "#3fc49a"), ("#a8518c", "#d98cc0"))
 COLOURS = {
     "paper": ("#ffffff", "#15181d"),

@@ -1,8 +1,8 @@
 """Table of events that a run must survive or report, and a real run in which an event happens.
 
-`ROWS` is the table of docs/reliability.md. The table has the expected result of each event at any moment.
-`Trial` is one run of the real command, slowed down so that the event falls in its middle. A rank triggers its
-own faults when the file `now` appears. External events are in test_faults.py.
+`ROWS` is the table of docs/reliability.md. The table has the expected result of each event, whenever it
+happens. `Trial` is one run of the real command, slowed down so that the event falls in its middle. A rank
+triggers its own faults when the file `now` appears. External events are in test_faults.py.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ class Fault:
               <process>: process id of the affected rank
     state     pattern of the state in status.json after all ranks have ended
     reason    pattern of the reason in status.json, if the state is failed
-    seconds   most seconds from the event to the end of the job on a busy machine
-    lost      largest number of repeated steps
+    seconds   maximum seconds from the event to the end of the job, on a busy machine
+    lost      maximum number of steps that a restart repeats
     """
 
     event: str

@@ -33,8 +33,8 @@ LAUNCHERS = {  # MPI -> text in the launcher's --version
     "impi": ("Intel(R) MPI",),
 }
 FORMS = {"impi": "mpich"}  # launchers that use the hostfile format of another MPI
-# MPI cannot see that the hosts share cores, so it must yield. Open MPI's hierarchical collectives
-# abort or hang over such hosts.
+# MPI cannot see that the hosts share cores, so its waits must yield the core. Open MPI's hierarchical
+# collectives abort or hang over such hosts.
 OPENMPI_FLAGS = "--allow-run-as-root --bind-to none --mca mpi_yield_when_idle 1 --mca coll ^han"
 # Open MPI passes only its own variables to other hosts, and BLAS settings change the last bits.
 CARRIED = ("ZERO_MPI_", "OPENBLAS_", "MKL_", "OMP_", "NUMBA_")

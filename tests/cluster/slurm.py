@@ -86,7 +86,7 @@ class Slurm:
     def signal_ranks(self, job: str, name: str) -> None:
         """Send a signal directly to the ranks that a job's srun started, not to the script.
 
-        scancel --batch would wait for the tasks of an array that are still pending.
+        `scancel --batch` on an array would wait for its pending tasks.
         """
         self.command("scancel", f"--signal={name}", f"{self.facts(job)['JobId']}.0")
 

@@ -25,7 +25,7 @@ DEFINITION = ROOT / "packaging/apptainer/zero_mpi.def"
 BOUND = "--bind {}:/opt/mpi --env MPI4PY_LIBMPI=/opt/mpi/lib/libmpi.so.12 --env LD_LIBRARY_PATH=/opt/mpi/lib"
 SIZES = "--layers 2 --dim 32 --heads 2 --context 64 --sample 0 --log-every 1"
 WHEELS = "--only-binary :all: --python-version 3.13 --dest wheels -c pinned.txt"
-PINNED = ("numpy", "numba", "llvmlite", "ml-dtypes")  # packages that change bits
+PINNED = ("numpy", "numba", "llvmlite", "ml-dtypes")  # packages whose version may change bits
 PIP = [sys.executable, "-m", "pip", "-q"]
 
 

@@ -28,7 +28,7 @@ from test_command_bits import assert_same_run, needs_mpiexec
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout_seconds(150)]
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-HAPPENS_AT = 12  # step
+HAPPENS_AT = 12  # step before which the event happens
 TOKENS = 60_000
 FLAGS = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 FLAGS += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--steps", str(STEPS), "--keep", "3"]
@@ -139,7 +139,7 @@ HOUR = 3600
 def loose_clock(trial: Trial) -> Iterator[Stage]:
     """Set rank 0's clock forward by an hour, and some steps later back by two hours."""
     if (compiler := shutil.which("cc")) is None:
-        pytest.skip("no cc to build a clock that jumps: apt-get install gcc libc6-dev")
+        pytest.skip("no cc to build the shifted clock: apt-get install gcc libc6-dev")
     folder = trial.out.parent
     source, library, off = folder / "clock.c", folder / "clock.so", folder / "off"
     source.write_text(CLOCK)

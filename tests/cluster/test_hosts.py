@@ -44,7 +44,7 @@ TABLE = """
 """
 HEADER, *ROWS = [tuple(row.split()) for row in TABLE.strip().splitlines()]
 EACH = 2  # ranks per host
-OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # Open MPI's messages about its own ssh
+OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # Open MPI's warning about its ssh
 
 
 def train_on(here: Hosts, ranks: int, out: Path, *flags: str, mpi: str = "mpich", each: int = EACH) -> str:
@@ -102,7 +102,7 @@ def test_most_of_the_transfers_hide_behind_computation():
         if found["hidden"] >= 0.7:
             break
     assert found["rate"] == "50mbit"
-    least = 1e3 * found["sent"] * 8 / 50  # one direction of the link takes this long
+    least = 1e3 * found["sent"] * 8 / 50  # ms that the bytes of one direction take on the link
     assert 0.9 * least < found["transfers"] < 2 * least
     assert 12 * 3 * 140 <= found["computation"] < found["step"]
     assert found["hidden"] >= 0.7, found

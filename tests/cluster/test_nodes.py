@@ -1,4 +1,4 @@
-"""The links' own counters show that a step sends the bytes between hosts that the formulas give."""
+"""By the counters of the links, a step sends as many bytes between hosts as the plan predicts."""
 
 import pytest
 from hosts import why_no_hosts
@@ -10,9 +10,9 @@ from zero_mpi.plan.traffic import plan_traffic
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
-EACH, SHORT, LONG = 2, 2, 8  # ranks per host, steps
+EACH, SHORT, LONG = 2, 2, 8  # ranks per host; steps of the short and of the long run
 SIZES = {"layers": 4, "dim": 256, "heads": 4, "context": 32, "vocab_size": 256, "tied": False}
-HEADERS = 1.08  # largest overhead of packets
+HEADERS = 1.08  # largest ratio of bytes on the link to payload bytes, because of packet headers
 START = 0.01  # tolerance for start and end of a run, as a fraction of its bytes
 FLAGS = ["--sample", "0", "--val-fraction", "0", "--warmup", "1", "--micro-batch", "1", "--resume", "never"]
 FLAGS += [f"--{name}={SIZES[name]}" for name in ("layers", "dim", "heads", "context")]
@@ -39,6 +39,6 @@ def test_bytes_between_hosts(strategy, hosts, four_hosts, common_path):
     planned = plan_traffic(case).between.reshape(hosts, EACH).sum(1)
     measured = [(m - f) / (LONG - SHORT) for f, m in zip(few, many, strict=True)]
     for host, (found, expected) in enumerate(zip(measured, planned, strict=True)):
-        small = 4 * EACH * plan_traffic(case).vectors.max()  # the small sums
+        small = 4 * EACH * plan_traffic(case).vectors.max()  # bytes of the vectors (losses, norms) of a step
         least, most = (1 - START) * expected, HEADERS * expected + small
         assert least <= found <= most, (host, measured, planned.tolist())

@@ -1,4 +1,4 @@
-"""`--bits portable` gives the bits of this processor on emulated processors of Intel and AMD.
+"""With `--bits portable`, emulated processors of Intel and AMD give results bit-identical to this processor.
 
 QEMU's user mode runs one process with the instructions and identity of another processor, without AVX-512.
 The emulator rounds products, roots and fused sums correctly. It runs the code that was compiled here for the

@@ -19,7 +19,7 @@ from test_stopping import assert_saved
 REQUEUE, BAD_USAGE = 75, 2
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
-STEPS = 300  # some seconds: signals arrive late on a busy machine
+STEPS = 300  # so many that a run takes some seconds, because signals arrive late on a busy machine
 ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # the constant rate does not depend on --steps
 ONE_NODE = "examples/slurm/one_node.sbatch"
 OPENMPI_AS_ROOT = {
@@ -123,7 +123,7 @@ def test_a_job_told_to_stop_saves_is_requeued_and_goes_on(
     log = here.log(job)
     assert "over 4 ranks" in log
     assert f"stopped after step {stopped}; " in log
-    assert f"at step {stopped}" in log.partition("stopped after")[2], "the same log goes on"
+    assert f"at step {stopped}" in log.partition("stopped after")[2], "the log must continue"
     assert_same_run(out, unbroken)
 
 
@@ -164,7 +164,7 @@ def test_a_supervised_job_goes_on_in_its_allocation(here, flags, tmp_path):
 
 
 def test_a_run_saves_before_its_job_is_ended_at_the_limit(here, flags, tmp_path):
-    """No signal is sent; the run itself knows when its minute is over."""
+    """The run saves by its own clock, before Slurm's signal (one second before the limit of one minute)."""
     out = tmp_path / "out"
     job = here.submit(
         [*on_one_node("", 3), "--time=1", "--signal=B:USR1@1"],
@@ -196,7 +196,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(here, flags, tmp_path):
 
 
 def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
-    """After a lost rank, srun alone would leave the others waiting. Without a save, nothing is requeued."""
+    """By default srun lets the other ranks wait for the lost one. A job without a save is not requeued."""
     out = tmp_path / "out"
     job = here.submit(
         on_one_node("", 3), ONE_NODE, ["--out", str(out), *flags, *ENDLESS], env={"SLURM_WAIT": "3"}
@@ -210,7 +210,7 @@ def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
 
 
 def test_the_tasks_of_an_array_go_on_one_after_the_other(here, flags, unbroken, tmp_path):
-    """Two tasks are stopped, the third completes the run, and the fourth is not needed."""
+    """Tasks 1 and 2 are stopped, task 3 completes the run, and task 4 is cancelled."""
     out = tmp_path / "out"
     job = here.submit(
         [*on_one_node("", 4), "--array=1-4%1", f"--output={here.folder}/job-%A_%a.log"],
@@ -238,7 +238,7 @@ def test_the_tasks_of_an_array_go_on_one_after_the_other(here, flags, unbroken, 
     [(["--max-time", "1s"], REQUEUE), (["--steps", "-1"], BAD_USAGE), (["--steps", "1"], 0)],
 )
 def test_the_status_of_a_run_comes_through_the_launcher(start, more, status, here, flags, tmp_path):
-    """A rank that exited before MPI_Finalize would change the status to 137."""
+    """If a rank exited before MPI_Finalize, the launcher's status would be 137."""
     python, _ = prepared(here, "", "mpich")
     _, launcher = installed("mpich")
     command = [launcher if word == "mpirun" else word for word in start] + [python, "-m", "zero_mpi.train"]

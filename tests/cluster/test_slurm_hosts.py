@@ -16,7 +16,7 @@ from zero_mpi.commands.report.runs import read_events
 
 SCRIPT = "examples/slurm/many_nodes.sbatch"
 STEPS = ["--steps", "400", "--save-every", "40", "--keep", "2", "--transport", "mpi"]
-LOST_AFTER = 60  # step
+LOST_AFTER = 60  # step after which the node is lost
 TIMEOUT = 12  # --timeout: a pause of the machine for some seconds must not cause a restart
 
 pytestmark = [

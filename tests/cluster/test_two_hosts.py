@@ -35,7 +35,7 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 @pytest.fixture(params=["locks", "none"])
 def start(request, four_hosts, common_path) -> Iterator[Start]:
-    """Start a job of two ranks on a host; it is ended with the test."""
+    """Return a function that starts a job of two ranks on a host; the test's end ends the jobs."""
     started, setup = list[subprocess.Popen[str]](), NO_LOCKS if request.param == "none" else ""
     script = train_with(common_path / "job.py", WAITING, setup=setup)
     flags = [*SMALL, "--data", *write_text(common_path), "--out", str(common_path / "out")]

@@ -4,7 +4,7 @@
     python tests/cuda_mpi/run_cuda_mpi.py ROOT [-n 2,3] [PYTEST OPTION...]
 
 ROOT is the folder of that Open MPI (with bin/mpiexec), or a folder with subfolders `ompi` and, if needed,
-`ucx`. Without a GPU a pretend driver is needed, ROOT/check/pretend/libcuda.so.1 or the folder in
+`ucx`. Without a GPU, a simulated driver is needed: ROOT/check/pretend/libcuda.so.1 or the folder in
 $ZERO_MPI_PRETEND_DRIVER. The last line counts the tests, as run_sizes.py does.
 """
 
@@ -25,7 +25,7 @@ UCX = {
     "UCX_TLS": "sm,self,cuda_copy,cuda_ipc" if DRIVER.exists() else "sm,self,cuda_copy",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
-WAYS = {"ob1": {"OMPI_MCA_pml": "ob1"}, "ucx": UCX}  # Open MPI's transports
+WAYS = {"ob1": {"OMPI_MCA_pml": "ob1"}, "ucx": UCX}  # transport -> its variables
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def environment(root: Path, prefix: Path) -> dict[str, str]:
     if not DRIVER.exists():
         pretend = Path(os.environ.get("ZERO_MPI_PRETEND_DRIVER", root / "check" / "pretend"))
         if not (pretend / "libcuda.so.1").exists():
-            raise SystemExit(f"no GPU, and no pretend driver: expected {pretend}/libcuda.so.1")
+            raise SystemExit(f"no GPU, and no simulated driver: expected {pretend}/libcuda.so.1")
         folders.append(pretend)
     return os.environ | {
         **dict.fromkeys(("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX"), str(prefix)),

@@ -1,4 +1,4 @@
-"""Each collective on device memory through a CUDA-aware MPI has the bits of the collective on the host.
+"""Each collective on device memory by a CUDA-aware MPI is bit-identical to the collective on the host.
 
 The tests send one message or chunks, from the main or a separate thread, with ragged and empty slices and
 ranks without data. The memory belongs to a driver, so a process that dereferences its address crashes.

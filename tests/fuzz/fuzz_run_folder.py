@@ -30,7 +30,7 @@ FILES = (*RECORDS, *OBJECTS)
 
 
 def small_run() -> dict[str, bytes | str]:
-    """Train four steps; return name -> content of the files, or a text for the target of a link."""
+    """Train four steps; return name -> content of the file (bytes) or target of the link (str)."""
     place = Path(tempfile.mkdtemp(prefix="fuzz-run-"))
     try:
         (place / "text.txt").write_text("a text to train on\n" * 40)

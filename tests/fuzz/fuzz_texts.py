@@ -1,4 +1,4 @@
-"""Faulty inputs of tokenize (lines, packed files, Parquet) and faulty files of an earlier command."""
+"""Faulty inputs of tokenize (lines, compressed files, Parquet) and faulty files of an earlier tokenize."""
 
 from __future__ import annotations
 

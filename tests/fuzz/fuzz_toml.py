@@ -1,6 +1,6 @@
 """Faulty settings and machines in TOML for `train --config ... --dry-run` and `plan`.
 
-Model sizes stay moderate, because large models are slow by themselves.
+Model sizes stay moderate, because a command may be slow for a large model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero_mpi.config.settings import FIELDS
 SIZES = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab_size": 300, "context": 8}
 ALWAYS = {**SIZES, "batch_size": 2, "micro_batch": 1, "data": ["ids.npy"]}
 MODERATE = (0, -1, 1, 2, 3, 7, 64, 255, 1000, 0.5, 1e999, "x", True, [], {}, "\x1b[2J", 10**400)
-# Large values of these settings are slow by themselves.
+# Settings whose large values make a command slow, which is no fault.
 BIG = {*SIZES, "prefetch", "batch_size", "micro_batch", "eval_windows"}
 
 
@@ -128,7 +128,7 @@ def sound(random: Random, folder: Path) -> list[str]:
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"
-# A few micro-batches of this model fit into a node: the plan searches for the largest.
+# Few micro-batches of this model fit into a node, so the plan's search for the largest one is short.
 MODEL = ["--layers", "8", "--dim", "4096", "--heads", "8", "--context", "1024", "--vocab-size", "300"]
 
 

@@ -1,4 +1,4 @@
-"""Faulty timelines for `trace`: events of other types, bombs, holes, special files."""
+"""Faulty timelines for `trace`: wrong types of events, compression bombs, sparse and special files."""
 
 from __future__ import annotations
 

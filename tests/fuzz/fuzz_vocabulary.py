@@ -18,7 +18,7 @@ from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, RULES
 from zero_mpi.data.tokenizers.pretokenizers import PRE_TOKENIZERS
 
-MOST = 20 << 20  # letters of all tokens of a file
+MOST = 20 << 20  # maximum number of characters in all tokens of a file
 KINDS = ("llama", "t5")
 
 

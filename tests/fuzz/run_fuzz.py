@@ -50,23 +50,23 @@ COMMANDS += ("tokenize", "verify")
 
 Case = Callable[[Random, Path], list[str]]
 
-MOST_CPU = 5.0  # CPU seconds of a run
+MOST_CPU = 5.0  # maximum CPU seconds of a run
 OUT_OF_TIME = f"signal {int(signal.SIGXCPU)}"
-MOST_WAIT = 40.0  # wall-clock seconds; generous, because machines are busy
-MOST_GROWTH = 300 << 20  # bytes of resident memory in addition to this process's
+MOST_WAIT = 40.0  # maximum wall-clock seconds of a run; generous, because machines are busy
+MOST_GROWTH = 300 << 20  # maximum bytes of resident memory in addition to this process's
 MOST_HELD = 2 << 30  # limit of a run's memory in bytes
 RESERVED = 3 << 30  # address space that Intel MPI reserves at its start
-MOST_WRITTEN = 256 << 20  # bytes of a file that a run writes
-MOST_MADE = 16 << 30  # bytes of a sparse file of a case
-LONGEST_LINE = 2000  # characters of an error line, with its paths
-SHOWN = 1 << 20  # bytes of output that are checked
-KEPT = 3  # failures kept of each kind, at most
+MOST_WRITTEN = 256 << 20  # maximum bytes of each file that a run writes
+MOST_MADE = 16 << 30  # maximum bytes of a sparse file that a case writes
+LONGEST_LINE = 2000  # maximum number of characters of an error line, with its paths
+SHOWN = 1 << 20  # maximum bytes of output that are checked
+KEPT = 3  # maximum number of failures of each kind whose files are kept
 
 FINE = {0, 2}
 SOUND = "sound"  # a case of this name must succeed; the other cases change its files
-ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1, 3}}  # allowed statuses: damaged, or not equal
-FAILS = {"train": {1}, "tokenize": {1}, "export": {1}}  # statuses of machine failures, also with one line
-FREE_OUTPUT = {"generate"}  # prints a model's text
+ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1, 3}}  # further allowed statuses: damage, difference
+FAILS = {"train": {1}, "tokenize": {1}, "export": {1}}  # further statuses for failures of the machine
+FREE_OUTPUT = {"generate"}  # commands that print text of a model, which may have any characters
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 KIND = re.compile(r"'?numpy\.\w+'?|[0-9]+")  # parts of a message that do not distinguish failures
 WARNING = re.compile(r"^\S+:\d+: \w*Warning: ", re.MULTILINE)
@@ -310,10 +310,10 @@ def prepare() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="stop after so long")
-    parser.add_argument("--rounds", type=int, help="stop after each case was run so often")
+    parser.add_argument("--rounds", type=int, help="stop after each case has run this many times")
     parser.add_argument("--only", default="", help="modules or cases, with commas: gguf,toml.nesting")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of all that is drawn")
-    parser.add_argument("--number", type=int, help="run this one of each case, and no other")
+    parser.add_argument("--number", type=int, help="run only this number of each case")
     parser.add_argument("--keep", type=Path, help="where failures are kept")
     parser.add_argument("--cases", type=Path, default=HERE, help="the folder with fuzz_*.py")
     options = parser.parse_args()

@@ -85,7 +85,7 @@ def changed_json(random: Random, content: Any) -> Any:
         if kind <= 3:
             container[key] = value(random)
         elif kind == 4:
-            many = 3000 if len(json.dumps(container[key])) < 10_000 else 3  # limits copies of copies
+            many = 3000 if len(json.dumps(container[key])) < 10_000 else 3  # limits growth by copying
             container[key] = [container[key]] * random.choice([0, 1, 2, many])
         elif kind == 5:
             del container[key]

@@ -13,10 +13,10 @@ from mpi4py import MPI
 from zero_mpi import device, ops
 
 HERE = Path(__file__).resolve().parent
-NO_GPU = "no GPU: `python tests/run_sizes.py tests/gpu` brings a pretend one"
-NOT_AWARE = "ZERO_MPI_GPU_AWARE=1 does not say that MPI takes the memory of this GPU"
+NO_GPU = "no GPU: `python tests/run_sizes.py tests/gpu` simulates one"
+NOT_AWARE = "without ZERO_MPI_GPU_AWARE=1, MPI is not known to accept the memory of this GPU"
 NO_GPU_EACH = "NCCL needs a GPU for each rank"
-NO_COMPILER = "the pretend GPU runs kernels only where there is g++"
+NO_COMPILER = "the simulated GPU needs g++ to run kernels"
 
 
 def pytest_collection_modifyitems(items):
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 
 
 def skip_what_cannot_travel(items):
-    """Skip tests of transports that a real GPU lacks: CUDA-aware MPI, or NCCL with a GPU for each rank."""
+    """Skip tests of transports that this machine's GPUs lack: CUDA-aware MPI, or NCCL (one GPU per rank)."""
     world = MPI.COMM_WORLD
     if world.size == 1 or not device.gpus() or "pretend" in device.use("cuda").about:
         return

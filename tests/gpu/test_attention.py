@@ -1,6 +1,6 @@
 """Attention on the GPU, by cuDNN and by the package's kernels, matches its definition.
 
-On the simulated device cuDNN's graphs are simulated too (tests/pretend/cudnn). The last test checks that
+On the simulated device, cuDNN's graphs are simulated too (tests/pretend/cudnn). The last test checks that
 the real package accepts our graphs, if it is installed.
 """
 
@@ -230,7 +230,7 @@ def test_own_kernels_go_on_where_cudnn_has_no_plan(gpu, take_way, kind, part, mo
 def pretended(gpu, monkeypatch):
     found = cudnn_or_skip()
     if not hasattr(found.cudnn, "refuses"):
-        pytest.skip("a real cuDNN refuses nothing on demand, and its version stays")
+        pytest.skip("a real cuDNN cannot be made to refuse a graph, or to change its version")
     monkeypatch.setattr(found, "graphs", {})
     monkeypatch.setattr(found, "refusals", [])
     return found
@@ -257,10 +257,10 @@ HEAD = 2 * 64 * 128 * 2  # bytes for 64 positions of the two query heads that sh
 def test_a_backward_with_many_scores_goes_by_sequences_and_heads(
     gpu, take_way, monkeypatch, version, heads, calls
 ):
-    """All calls stay within the limit, in a fixed order, and give the same numbers."""
+    """The calls stay within the memory limit, in a fixed order, and together equal one full call."""
     found, most = cudnn_or_skip(), heads * HEAD
     if not hasattr(found.cudnn, "refuses"):
-        pytest.skip("a real cuDNN's version stays")
+        pytest.skip("the version of a real cuDNN cannot be changed")
     take_way("auto")
     arrays = case("bf16", (4, 64, 64, 6, 3, 16, 16))
     whole = both(gpu, arrays)
@@ -276,7 +276,7 @@ def test_a_backward_with_many_scores_goes_by_sequences_and_heads(
     assert found.cudnn.calls.built - built == 2
     assert found.refusals == []
     assert found.cudnn.calls.in_order[-1]
-    assert sizes.cudnn_group((4, 66, 66, 6), 3, 1) == (4, 3), "logarithms of a part would not be aligned"
+    assert sizes.cudnn_group((4, 66, 66, 6), 3, 1) == (4, 3), "log-sum-exps of a part are not aligned"
 
 
 def test_gradients_may_be_added_in_any_order(gpu, take_way, monkeypatch):
@@ -284,7 +284,7 @@ def test_gradients_may_be_added_in_any_order(gpu, take_way, monkeypatch):
 
     found = cudnn_or_skip()
     if not hasattr(found.cudnn, "refuses"):
-        pytest.skip("a real cuDNN does not tell")
+        pytest.skip("a real cuDNN does not report the order")
     arrays = case("bf16", TAKEN[0])
     for way, ordered in (("any-order", False), ("auto", True), ("any-order", False)):
         monkeypatch.setattr(found, "graphs", {})

@@ -1,4 +1,4 @@
-"""Operations on flat GPU buffers have the bits of the reference for any cut and alignment."""
+"""Operations on flat GPU buffers are bit-identical to the reference, for any cut and alignment."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def special() -> np.ndarray:
 
 @every_kind
 def test_numbers_are_rounded_to_nearest_and_widened_exactly(gpu, kind):
-    """AdamW rounds parameters to a low type, which every kernel can read."""
+    """AdamW writes parameters rounded to low precision; a kernel reads normal numbers back exactly."""
     x = special()
     with np.errstate(all="ignore"):
         wanted = [x.copy(), *[np.zeros(x.size, np.float32) for _ in range(3)]]

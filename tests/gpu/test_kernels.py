@@ -98,7 +98,7 @@ def bits(x: Any) -> bytes:
 
 
 def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
-    """Check equality up to rounding, as sums have another order; float32 relative to the largest element."""
+    """Check equality up to rounding, as sums have another order; float32: relative to the largest element."""
     if isinstance(wanted, tuple):
         assert len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=True):
@@ -203,7 +203,7 @@ def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]]
         else:
             close(x, wanted, kind)
             assert block is None or around(block, x) == around_bytes(given, block, x), (
-                "memory beside it was written"
+                "other memory was written"
             )
     return found
 
@@ -254,7 +254,7 @@ def test_results_end_where_they_end(gpu, monkeypatch, kind):
             for x, block in buffers:
                 fresh = np.full(block.size, np.nan if block.dtype.kind == "f" or block.dtype == BF16 else -1)
                 fresh = fresh.astype(block.dtype).tobytes()
-                assert around(block, x) == around_bytes(fresh, block, x), f"{name} wrote beside a result"
+                assert around(block, x) == around_bytes(fresh, block, x), f"{name} wrote outside a result"
 
 
 @every_kind
@@ -287,7 +287,7 @@ def test_nan_and_infinity_stay_visible(gpu, kind):
     for row in rows:
         found = gpu.to_host(row).astype(np.float32)
         assert np.isnan(found[1]).all()
-        assert np.isfinite(found[[0, 2]]).all(), "other rows have nothing of it"
+        assert np.isfinite(found[[0, 2]]).all(), "other rows must not change"
     assert math.isnan(float(loss))
     assert np.isnan(gpu.to_host(ops.gelu(there)).astype(np.float32)[1, 7])
     x[1, 7] = np.inf
@@ -352,7 +352,7 @@ def test_gradients_keep_their_own_type(gpu, kind, other):
 @every_kind
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 97, 500])
 def test_tokens_may_fill_many_runs(gpu, count, kind):
-    """Some tokens begin and end inside a run, other tokens span several runs."""
+    """Sorted positions are cut into runs: some tokens lie inside one run, others span several runs."""
     for vocabulary in (1, 3, 90):
         tokens = ids(vocabulary, count, kind=np.uint16)
         tokens[count // 3 :: 2] = vocabulary - 1
@@ -378,7 +378,7 @@ def test_tokens_outside_are_seen_and_write_nothing(gpu):
 
 @every_kind
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("part", [1, 0.5, 0.75], ids=str)  # rotated part of a head, even
+@pytest.mark.parametrize("part", [1, 0.5, 0.75], ids=str)  # fraction that is rotated
 @pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 3, 5, 6), (1, 4, 3, 64), (2, 2, 4, 40)], ids=str)
 def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, part, interleaved, kind):
     b, t, heads, width = shape
@@ -394,10 +394,10 @@ def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, part, int
         view = there[..., gap:].reshape(shape)
         fresh = ops.rope(view, *table, interleaved)
         close(fresh, wanted, kind)
-        assert bits(fresh[..., turned:]) == x[..., turned:].tobytes(), "the rest of a head was turned"
+        assert bits(fresh[..., turned:]) == x[..., turned:].tobytes(), "unrotated elements changed"
         assert ops.rope(view, *table, interleaved, view) is view
         assert bits(view) == bits(fresh)
-        assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "columns beside it were written"
+        assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "other columns were written"
 
 
 def test_losses_are_summed_in_float64(gpu):

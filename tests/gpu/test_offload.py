@@ -1,4 +1,4 @@
-"""Moments in host memory have the same bits as on the GPU, allocate nothing and wait for every event."""
+"""Offloaded moments are bit-identical to moments on the GPU; steps allocate nothing and wait for events."""
 
 import gc
 import sys
@@ -92,7 +92,7 @@ def test_the_same_bits_as_on_the_gpu(gpu, pieces, strategy, how, precision):
 
 
 def test_slices_that_are_rows(gpu, pieces):
-    """A row can be longer than a chunk; the chunk is then one row."""
+    """If a row is longer than the chunk size, a chunk is one row."""
     kept, offloaded = optimizers(GPT2.from_flags(ROWS), by_rows=True)
     for number in range(2):
         step(kept, number), step(offloaded, number)
@@ -173,7 +173,7 @@ def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
         ShardedAdamW(module, offload="moments")
 
 
-# event -> stream to delay, which shows a missing wait for the event
+# event -> stream whose delay reveals a missing wait for the event
 HELD = {"filled": "_up", "updated": "stream", "emptied": "_down", "stored": "_down"}
 
 
@@ -203,9 +203,9 @@ def add_one(gpu, arrays):
     ("missing", "count"), [(None, 1), (None, 5), ("filled", 5), ("updated", 5), ("emptied", 5), ("stored", 1)]
 )
 def test_every_event_is_needed(gpu, pieces, monkeypatch, missing, count):
-    """One stream is delayed at its beginning; without the wait for it the values are wrong."""
+    """One stream is delayed at its start; if the others do not wait for its event, the values are wrong."""
     if not is_pretend():
-        pytest.skip("a GPU's streams cannot be held up: only the pretend one shows this")
+        pytest.skip("streams of a real GPU cannot be delayed: only the simulated GPU tests this")
     way = Offload(gpu)
     (moments,) = way.states([(count * 2048, 1024, (FIRST, SECOND))])
     moments[FIRST][...] = np.arange(moments.size)
@@ -222,9 +222,9 @@ def test_every_event_is_needed(gpu, pieces, monkeypatch, missing, count):
 
 
 def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
-    """While the update of the first chunk is delayed, the next two chunks are still copied."""
+    """While the update of the first chunk is delayed, further chunks are copied to the GPU."""
     if not is_pretend():
-        pytest.skip("a GPU's streams cannot be held up: only the pretend one shows this")
+        pytest.skip("streams of a real GPU cannot be delayed: only the simulated GPU tests this")
     way = Offload(gpu)
     (moments,) = way.states([(3 * 2048, 1024, (FIRST, SECOND))])
     gpu.stream.do(lambda: time.sleep(0.2))

@@ -1,6 +1,6 @@
 """Matmuls on the GPU: the linear layer and the head's loss match their definitions.
 
-The pretend device has a strict pretend cuBLASLt (tests/pretend/nvmath). Its names, numbers and
+The simulated device has a strict simulation of cuBLASLt (tests/pretend/nvmath). Its names, numbers and
 sizes are compared with the real bindings if these are installed.
 """
 
@@ -34,7 +34,7 @@ def draw(kind, *shape, seed=0, scale=1.0):
 
 
 def close(got, want, kind, slack=2e-6, added=None):
-    """Check that two results agree up to the order of float32 sums and, in low types, one rounding.
+    """Check that two results agree up to the order of float32 sums and, in bf16 and f16, one rounding.
 
     added: the value that was added to a product, which may have been rounded before.
     """
@@ -146,11 +146,11 @@ def test_a_bias_that_no_algorithm_adds(gpu, kind, monkeypatch):
 
     made = gemm.products()
     if not hasattr(made.lt, "refuses"):
-        pytest.skip("a real cuBLASLt refuses nothing on demand")
+        pytest.skip("a real cuBLASLt cannot be made to refuse a matmul")
     monkeypatch.setattr(made, "plans", {})
     monkeypatch.setattr(made.lt, "refuses", [gemm.EPILOGUE_BIAS])
     x, w, plus = draw(kind, 7, 3), draw(kind, 5, 3), draw(kind, 7, 5, seed=3)
-    for seed in (1, 2):  # the second call uses the kept plan
+    for seed in (1, 2):  # the second call uses the cached plan
         b = draw(kind, 5, seed=seed)
         got = ops.linear(*map(gpu.from_host, (x, w, b, plus)))
         once_more = LOW.get(kind, 1e-6)  # the product is rounded once more before the bias is added
@@ -201,7 +201,7 @@ def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
     got, got_dx = ops.linear_cross_entropy(*given, 1.0 / n, *sums)
     assert got.shape == ()
     assert got.dtype == np.float64
-    rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients have a low type too
+    rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients have this dtype too
     assert abs(float(got) - float(loss)) <= (1e-5 if kind == "f32" else 2 * LOW[kind])
     close(gpu.to_host(got_dx), dx, kind, slack=rough)
     for ours, want in zip(sums, wanted, strict=True):
@@ -355,7 +355,7 @@ def ask_the_real(package, script):
     try:
         importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{package} is not installed: the names used of it are not checked")
+        pytest.skip(f"{package} is not installed: the names that are used from it are not checked")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     options = {"capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run([sys.executable, "-c", script], env=environment, **options)
@@ -372,7 +372,7 @@ def test_names_numbers_and_sizes_are_those_of_the_real_bindings(gpu):
     from zero_mpi.ops.gpu import gemm
 
     if not hasattr(lt, "refuses"):
-        pytest.skip("the real bindings are in use: nothing is pretended")
+        pytest.skip("the real bindings are in use, not the simulated ones")
     kinds_of = {"matmul_desc": lt.MatmulDescAttribute, "matrix_layout": lt.MatrixLayoutAttribute}
     kinds_of["matmul_preference"] = lt.MatmulPreferenceAttribute
     used = {attributes.__name__: [item.name for item in attributes] for attributes in kinds_of.values()}

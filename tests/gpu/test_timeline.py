@@ -1,4 +1,4 @@
-"""Timelines of a GPU have the times of kernels and not of their launches."""
+"""Timelines of a GPU show when kernels run, not when they are launched."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Steps on the GPU have results near the host's, and the same bits at any number of ranks."""
+"""Steps on the GPU have results near the host's, bit-identical at any number of ranks."""
 
 import functools
 
@@ -28,7 +28,7 @@ PRECISIONS = {
 MODELS = tiny.MODELS | tiny.OTHERS
 TRAINED = [("llama", precision) for precision in PRECISIONS]
 TRAINED += [(name, precision) for name in MODELS if name != "llama" for precision in ("fp32", "bf16")]
-NEAR = {"fp32": 1e-5}  # tolerance of losses against the host; other figures 1e-2
+NEAR = {"fp32": 1e-5}  # precision -> relative tolerance of figures against the host; otherwise 1e-2
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recorded_micro_batches_change_no_bit(gpu, strategy, precision, monkeypatch):
-    do, asked = getattr(type(gpu.stream), "do", None), []  # of the simulated stream
+    do, asked = getattr(type(gpu.stream), "do", None), []  # only a simulated stream has `do`
     if do is not None:
         monkeypatch.setattr(
             type(gpu.stream), "do", lambda stream, work: asked.append(work) or do(stream, work)

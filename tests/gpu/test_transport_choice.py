@@ -18,7 +18,7 @@ from zero_mpi.train.setup import choose_transport
 
 WORLD = MPI.COMM_WORLD
 RANKS = WORLD.Get_size()
-several_ranks = pytest.mark.world(2, 3)  # one rank sends nothing
+several_ranks = pytest.mark.world(2, 3)  # a single rank sends nothing
 one_rank = pytest.mark.world(1)
 
 
@@ -97,7 +97,7 @@ def test_the_loaded_library_is_asked():
         "/usr/lib/libmpi.so.40.30.4",
     ]
     with open("/proc/self/maps") as real:
-        assert device_choice.loaded_libraries(real.read()), "the library that is loaded was not found"
+        assert device_choice.loaded_libraries(real.read()), "the loaded MPI library was not found"
     for answer in device_choice.library_says():
         assert "support says" in answer.why
 
@@ -218,7 +218,7 @@ def test_nccl_is_a_choice(monkeypatch):
 @several_ranks
 def test_nccl_that_cannot_start_is_one_line(monkeypatch, gpu):
     if not hasattr(gpu.stream, "do"):
-        pytest.skip("the real NCCL cannot be made to fail: shown on the pretend one")
+        pytest.skip("the real NCCL cannot be made to fail: only the simulated one tests this")
     nccl = gpu.cupy.cuda.nccl
 
     def refuse(self, *arguments):

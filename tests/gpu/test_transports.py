@@ -1,4 +1,4 @@
-"""Collectives on device memory give the bits of the same collectives on the host, over every transport.
+"""Collectives on device memory are bit-identical to those on the host, over every transport.
 
 The simulated CuPy delays copies and kernels to reveal missing waits. Its device memory is host memory, which
 any MPI accepts. Tests also count that later transfers reuse the buffers and pinned memory of the first and
@@ -45,7 +45,7 @@ NAMES = list(WIRES) if RANKS > 1 else ["serial", "mpi", "staged pieces", "nccl"]
 EXACT = [name for name in NAMES if not name.endswith("fast")]
 FAST = [name for name in NAMES if name.endswith("fast")]
 
-several_ranks = pytest.mark.world(2, 3)  # one rank sends nothing
+several_ranks = pytest.mark.world(2, 3)  # a single rank sends nothing
 
 
 @functools.cache
@@ -133,7 +133,7 @@ def is_pretend():
     return hasattr(device.in_use().stream, "do")
 
 
-only_pretend = "work of a real GPU cannot be held up: shown on the pretend one"
+only_pretend = "work of a real GPU cannot be delayed: only the simulated GPU tests this"
 
 
 def hold(stream, seconds=None):
@@ -204,7 +204,7 @@ def gathered(comm):
 @several_ranks
 @pytest.mark.parametrize("name", EXACT)
 def test_computing_comes_after_the_last_copy(name, gpu):
-    """The next kernel waits for the copy, and the host does not, except for NCCL's transfers."""
+    """`wait` makes the next kernel wait for the copy; the host itself waits only in NCCL's transfers."""
     if not is_pretend():
         pytest.skip(only_pretend)
     comm = communicator(name)
@@ -220,7 +220,7 @@ def test_computing_comes_after_the_last_copy(name, gpu):
 @several_ranks
 @pytest.mark.parametrize("name", EXACT)
 def test_sums_are_sent_on_when_they_are_done(name, gpu, monkeypatch):
-    """The second half of an allreduce begins after the last addition."""
+    """An allreduce sends its sums on only after the last addition."""
     comm = communicator(name)
     real = comm.streams.add
 
@@ -267,7 +267,7 @@ def test_more_transfers_than_may_be_under_way(exact, backwards):
 @several_ranks
 @pytest.mark.parametrize("name", EXACT)
 def test_the_runtime_pushes_transfers_to_the_end(name, gpu):
-    """Without a thread, calls between layers advance the transfers; a thread needs no calls."""
+    """Without a progress thread, calls of `progress` advance the transfers; a thread needs no calls."""
     comm = communicator(name)
     handles, checks = start_many(comm, 3)
 
@@ -355,7 +355,7 @@ def test_slices_of_nodes_are_for_one_node(gpu, monkeypatch):
 @pytest.fixture
 def fault(gpu):
     if not hasattr(gpu.cupy.cuda, "fault"):
-        pytest.skip("a GPU that works cannot be made to fail")
+        pytest.skip("a real GPU cannot be made to fail")
     yield gpu.cupy.cuda.fault
     gpu.cupy.cuda.fault.status = 0
 

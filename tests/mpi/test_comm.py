@@ -15,7 +15,7 @@ from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.shared.comm import SharedComm
 
 RANKS = MPI.COMM_WORLD.Get_size()
-SETTINGS = {  # sizes of messages and chunks
+SETTINGS = {  # transport -> options: sizes of messages and chunks
     "exact": {},
     "exact pieces": {"exact_chunk": 3},
     "exact cut": {"most": 5, "exact_chunk": 5},
@@ -32,9 +32,9 @@ FAST = [name for name in NAMES if name.startswith("fast")]
 MESSAGES = [name for name in EXACT if name in SETTINGS]  # exact transports that send messages
 THREADED = [name for name in NAMES if name.endswith("thread")]
 DTYPES = [np.float32, np.float64, np.uint16]
-# (length, quantum): even, ragged, one or few owners, no elements
+# (length, quantum): even or ragged slices, one or few ranks with elements, no elements
 LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1), (0, 10)]
-EDGE = 4  # elements on each side of a buffer that must not be written
+EDGE = 4  # elements before and after a buffer, which no collective may write
 
 BUFFERS = [*((*lengths, np.float32) for lengths in LENGTHS), (101, 10, np.float64), (101, 10, np.uint16)]
 
@@ -134,7 +134,7 @@ def test_gather_to_each_root(comm, length, quantum, dtype):
 
 
 def room(comm, length):
-    """Return a buffer of the transport for reductions, with edges, or None. Collective.
+    """Return a buffer with edges in the transport's shared memory and its slot, or None. Collective.
 
     Shared memory stays allocated while anything refers to it.
     """
@@ -308,7 +308,7 @@ def test_waiting_in_reverse_order(comm):
 
 @pytest.mark.parametrize("name", [*SETTINGS, "shared"])
 def test_the_runtime_pushes_transfers_to_the_end(name):
-    """Without a thread, calls between layers advance the transfers; a thread needs no calls."""
+    """Without a progress thread, calls of `progress` advance the transfers; a thread needs no calls."""
     comm = communicator(name)
     many = Many(comm)
 
@@ -359,7 +359,7 @@ def test_later_reductions_use_the_first_ones_scratch(name):
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_tags_begin_again(name):
-    """More reductions than tags are left start, so tags begin again at 0."""
+    """Two message tags are left and four reductions start, so tags begin again at 0."""
     comm, partition = communicator(name), Partition(101, RANKS)
     assert MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) >= mpi.TAGS - 1
     comm._tags = count(mpi.TAGS - 2)

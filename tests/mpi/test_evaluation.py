@@ -9,7 +9,7 @@ from zero_mpi.nn.loss import PartLosses
 from zero_mpi.sharding.rounds import part_losses
 
 ROWS, MICRO_BATCHES = 2, 5
-PARTS = ((0, slice(0, None)), (1, slice(4, 7)), (1, np.array([0, 2, 10])))  # a row, a run, chosen targets
+PARTS = ((0, slice(0, None)), (1, slice(4, 7)), (1, np.array([0, 2, 10])))  # full row, range, positions
 
 
 def batch(number, config):

@@ -28,7 +28,7 @@ def test_an_evaluation_leaves_nothing_gathered(exact):
 def test_parameters_gradients_and_moments_are_one_nth(exact):
     module, optimizer = one_step(exact, DEEP, FULL_SHARD)
     total = sum(unit.unit.length for unit in module.units)
-    most = total / exact.size + QUANTUM * len(module.units)  # a unit's slices differ by one quantum at most
+    most = total / exact.size + QUANTUM * len(module.units)  # slices of a unit differ by at most one quantum
     held = sum(unit.parameters.master_shard.size for unit in module.units)
     assert held <= most
     assert sum(exact.allgather_object(held)) == total

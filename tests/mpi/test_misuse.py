@@ -1,4 +1,4 @@
-"""Misuse of the API raises a ValueError on all ranks that says what is wrong, and no rank hangs.
+"""Misuse of the API raises a ValueError on all ranks, which names the mistake, and no rank hangs.
 
 Each case is a call of a public name. After it all ranks start a collective of the same communicator,
 which would hang or give another value if a rank had started something else.

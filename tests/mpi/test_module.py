@@ -135,7 +135,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(exact, strategy):
     y = module.forward(x)
     dy = np.zeros_like(y)
     if exact.rank == exact.size - 1:
-        dy[0, 0, 0] = np.inf  # one rank only has an infinite gradient
+        dy[0, 0, 0] = np.inf  # only one rank has an infinite gradient
     with np.errstate(invalid="ignore", over="ignore"):
         module.backward(dy)
         result = optimizer.step(max_norm=1.0)

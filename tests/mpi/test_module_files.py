@@ -1,4 +1,4 @@
-"""Any module that was saved at any number of ranks and strategy resumes elsewhere with the same bits."""
+"""A module saved by any number of ranks under any strategy resumes under others, bit-identically."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Muon has the bits of one rank at any number of ranks, with every strategy, transport and precision, and
+"""Muon on any number of ranks is bit-identical to one rank, with every strategy, transport, precision, and
 after a resume. Weights match a NumPy program in float64."""
 
 import shutil
@@ -94,7 +94,7 @@ def test_a_run_that_was_saved_goes_on(alone, strategy, tmp_path_factory):
     module, optimizer = made(comm, strategy)
     trained(module, optimizer, range(2))
     save(folder, module, optimizer)
-    if WORLD.rank == 0:  # one rank resumes the checkpoint of all ranks
+    if WORLD.rank == 0:  # rank 0 alone resumes the checkpoint that all ranks wrote
         again = made(SerialComm())
         assert load(folder, *again) == 2
         assert trained(*again, range(2, STEPS))[1] == alone["fp32"][1]

@@ -1,4 +1,4 @@
-"""Several nodes have the bits of one process.
+"""Training on several nodes is bit-identical to one process.
 
 Groups of ranks of this machine count as nodes (`ZERO_MPI_RANKS_PER_NODE`); tests/cluster uses separate hosts.
 """
@@ -27,7 +27,7 @@ from zero_mpi.sharding.strategy import STRATEGIES
 
 WORLD = MPI.COMM_WORLD
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
-ORDINARY, MANY_CHUNKS = sums.chain_chunk(2), 700  # elements of a chunk, and of a reduction of many chunks
+ORDINARY, MANY_CHUNKS = sums.chain_chunk(2), 700  # chunk sizes in elements: the usual one, and a small one
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def test_what_is_gathered_lies_once_a_node_and_is_not_overwritten_while_it_is_re
                 time.sleep(dawdle.random() * 3e-3)
                 assert buffer[:length].tobytes() == whole.tobytes()
                 pool.give(buffer)
-            spare = [pool.take(5000) for _ in range(3)]  # more than the shared buffers: private memory
+            spare = [pool.take(5000) for _ in range(3)]  # more than are shared: some are private
             handles = [comm.allgather(whole[partition.part(comm.rank)], room, partition) for room in spare]
             for room, handle in zip(spare, handles, strict=True):
                 handle.wait()
@@ -153,7 +153,7 @@ def test_training_has_the_bits_of_one_process(strategy, kind):
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 @pytest.mark.parametrize("micro_batches", [1, 5])
 def test_ranks_that_dawdle_change_nothing(strategy, micro_batches):
-    """With one micro-batch, all nodes except the first only receive data."""
+    """With one micro-batch, the ranks of all nodes but the first only receive data."""
     options = {"micro_batches": micro_batches, "bucket_mb": 0.01}
     expected = restless(SerialComm(), DEEP, strategy, **options)
     for ranks in per_node():

@@ -1,4 +1,4 @@
-"""Packed documents with some counted tokens have the bits of one process under any sharding."""
+"""Packed documents, with a loss on some or all tokens, are bit-identical to one process when sharded."""
 
 import functools
 from dataclasses import replace
@@ -18,7 +18,7 @@ MODELS = {name: replace(config, context_length=CONTEXT) for name, config in tiny
 
 
 def windows(counts):
-    """Return windows of documents of many lengths; with `counts` only some tokens count."""
+    """Return windows of documents of many lengths; with `counts` only some tokens count in the loss."""
     rng = np.random.default_rng(0)
     documents = []
     for number in range(60):

@@ -202,7 +202,7 @@ def held_bytes(module, optimizer):
             )
     masters = [one.master for one in kept if one.low is not None]
     copies = Snapshot()
-    adapters = kept != [unit.parameters for unit in units]  # then only the adapters are written
+    adapters = kept != [unit.parameters for unit in units]  # with a stored base, only adapters are written
     taken = [
         *copies.take("model", parameters_of(optimizer, adapters)),
         *copies.take("state", states_of(optimizer)),
@@ -220,7 +220,7 @@ def held_bytes(module, optimizer):
 
 
 def check_memory(comm, case):
-    """Check that the largest rank's buffers equal the plan, in shared memory up to padding."""
+    """Check that each figure's largest value over ranks equals the plan; shared memory may add padding."""
     held = held_bytes(*after_step(comm, case))
     if case.shares_gathers:
         held["gathered"] //= case.per_node  # all ranks of a node have the same buffers
@@ -239,7 +239,7 @@ def test_memory_of_every_strategy(exact, name, strategy, rounds):
     check_memory(exact, case_of(exact, MIDDLE[name], strategy, rounds * exact.size, **options))
 
 
-# Three blocks of 12 experts, three experts in a unit; the experts are most of the model.
+# Three blocks of 12 experts, three experts in a unit; most of the model's parameters are in experts.
 MIXTURE = Qwen3MoE.from_flags(
     {"layers": 3, "dim": 64, "heads": 2, "kv_heads": 1, "context": 11, "vocab_size": 99, "tied": True}
     | {"experts": 12, "experts_used": 3, "expert_ffn": 64}

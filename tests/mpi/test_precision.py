@@ -1,4 +1,4 @@
-"""Low precision has the bits of one process under every strategy and transport."""
+"""Training in low precision is bit-identical to one process under every strategy and transport."""
 
 import functools
 

@@ -153,7 +153,7 @@ def test_nobody_reads_what_a_late_rank_has_not_written(shared, strategy, who):
 @pytest.mark.parametrize("who", [0, -1])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 def test_nobody_writes_what_a_late_rank_still_reads(shared, strategy, who):
-    """One rank is slow in an evaluation while the other ranks already load new parameters."""
+    """One rank is still in an evaluation when the other ranks load new parameters."""
     x, _ = tiny.micro_batch(0, 0, CONFIG)
     module = tiny.make(shared, CONFIG, strategy)
     expected = tiny.make(SerialComm(), CONFIG).forward(x, training=False)
@@ -175,7 +175,7 @@ def shared_pss():
 
 @pytest.mark.world(2, 3, 4, 8)
 def test_a_node_holds_parameters_once(shared):
-    """All ranks together use the memory of one copy of the parameters and of the gradient slots."""
+    """All ranks together use the memory of one copy of the parameters plus the gradient slots."""
     config = GPT2.from_flags(
         {"layers": 12, "dim": 192, "heads": 3, "ffn": 768, "context": 8, "vocab_size": 64}
     )
@@ -208,7 +208,7 @@ def test_memory_comes_back_when_modules_are_gone_on_all_ranks(shared):
     gc.collect()
     shared.memory([], [])
     less = shared.shared_bytes
-    assert less < some / 2, "one of three windows is kept, by one rank"
+    assert less < some / 2, "the last rank keeps one window of three"
     assert kept is None or np.array_equal(kept, before)
     del kept
     shared.memory([], [])

@@ -1,4 +1,4 @@
-"""Ranks that wait for rank 0 receive its beats, which count as progress."""
+"""Ranks that wait for rank 0 receive its heartbeats, which count as progress."""
 
 from zero_mpi.launch import world as world_module
 from zero_mpi.launch.world import StopAwareComm, World
@@ -21,4 +21,4 @@ def test_each_beat_is_progress_of_all_ranks(mpi, monkeypatch):
     monkeypatch.setattr(StopAwareComm, "broadcast_object", noted)
     monkeypatch.setattr(world_module, "BEAT", 0.0)
     assert World(mpi.rank, mpi.size, comm=StopAwareComm(mpi)).run_on_root_with_beat(work) == "done"
-    assert len(set(times)) == 5, "three beats, the end and the answer"
+    assert len(set(times)) == 5, "expected progress by three heartbeats, their end and the result"

@@ -1,4 +1,4 @@
-"""A frozen base in the blocks of its file has the bits of the same base in floats."""
+"""Training on a frozen base in the blocks of its file is bit-identical to training on it in floats."""
 
 from dataclasses import replace
 

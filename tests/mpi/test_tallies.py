@@ -1,4 +1,4 @@
-"""Auxiliary losses and buffers have the bits of one process under each strategy and transport."""
+"""Auxiliary losses and buffers are bit-identical to one process under each strategy and transport."""
 
 import functools
 
@@ -27,7 +27,7 @@ def test_losses_norms_parameters_and_buffers(exact, strategy, recompute, precisi
     _, optimizer = pressed.make(exact, strategy, recompute=recompute, precision=PRECISIONS[precision])
     records = pressed.train(optimizer, range(4))
     assert records == alone(precision)
-    assert np.isfinite(records[0][-1]), "a step that is skipped shows nothing"
+    assert np.isfinite(records[0][-1]), "the first step was skipped, so the test would check nothing"
 
 
 def test_row_sharding(mpi):

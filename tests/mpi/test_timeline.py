@@ -1,4 +1,4 @@
-"""Timelines of all ranks have every transfer with bytes, every wait and one clock, and change no bit."""
+"""Timelines have every transfer with its bytes, every wait and one clock for all ranks, and change no bit."""
 
 import errno
 import gzip

@@ -19,7 +19,7 @@ def recorded(comm, config, strategy, **options):
     tiny.run_step(module, accumulator, config, 0, comm.size)
     optimizer.step()
     counted = comm.inner.meter.sent_bytes - before
-    assert counted == sum(event.sent for event in comm.log), "the transport's own account"
+    assert counted == sum(event.sent for event in comm.log), "differs from the meter"
     return [event for event in comm.log if event.label != "vector"], module
 
 

@@ -1,4 +1,4 @@
-"""Tests of ranks that write for their node: number by file system, equal files, and few calls.
+"""Tests of the ranks that write for their node: their number by file system, equal files, few calls.
 
 Groups of ranks count as nodes (`ZERO_MPI_RANKS_PER_NODE`), and the folder appears to be on another file
 system. Writes are counted in Python, and the kernel's own count agrees
@@ -100,7 +100,7 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
 
     def noted(word, action):
         def call(self, *arguments):
-            time.sleep(0.02 * (mpi.rank % 2))  # the rank that does not sync is late
+            time.sleep(0.02 * (mpi.rank % 2))  # the rank that writes without a sync is late
             action(self, *arguments)
             with shared.open("a") as file:
                 file.write(f"{word} {self.path.name} {mpi.rank // 2}\n")

@@ -1,10 +1,10 @@
-"""Table for test_docs.py: how to run each documented command, by the beginning of its line.
+"""Table for test_docs.py: beginning of a documented command line -> how the command is tested.
 
-The longest matching row counts. A line without a row is run unchanged, with small training. `Run`: run by
-test_docs.py in the order of the page, in a folder of the page; `add` has flags that make it small (they come
-last, so they win), `says` is the expected output; 8 and 4 ranks become 2. `Make`: run the output of `make
--n`. `ByTest`: a test runs it, maybe with smaller sizes. `Suite`: a part of `.ci/run`. `Nobody`: not run, with
-the reason.
+The longest matching row applies. A command without a row runs as documented, with a small model. `Run`: run
+by test_docs.py in the order of the page, in a folder of the page; `add` has flags that make it small (they
+come last, so they win), `says` is the expected output; 8 and 4 ranks become 2. `Make`: run the output of
+`make -n`. `ByTest`: a test runs it, maybe with smaller sizes. `Suite`: a part of `.ci/run`. `Nobody`: not
+run, with the reason.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ ROWS: dict[str, How] = {
     "sbatch examples/slurm/one_node.sbatch": of(
         "cluster/test_slurm", "a_job_told_to_stop_saves_is_requeued_and_goes_on"
     ),
-    "sbatch --nodes=4": of(  # the test Slurm has one node
+    "sbatch --nodes=4": of(  # the Slurm of the tests has one node
         "cluster/test_slurm", "slurm_takes_the_header_of_every_script"
     ),
     "sbatch --array": of("cluster/test_slurm", "the_tasks_of_an_array_go_on_one_after_the_other"),

@@ -82,7 +82,7 @@ def test_unused_rows_at_the_end_are_taken_first(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "gemma3", "granite"])
 def test_split_rows_compute_what_the_full_matrices_do(name):
-    """Compare loss and gradients of the added rows, for ids on both sides of the border."""
+    """Compare loss and gradients of the added rows, for ids below and above the first added id."""
     whole = {**tiny.MODELS, **tiny.OTHERS}[name]
     split = replace(whole, lora=LoRA(1, 1.0, ("none",), added=5))
     random = np.random.default_rng(0)
@@ -161,7 +161,7 @@ def test_only_the_new_rows_are_trained_and_the_loss_falls(given, adapted):
 
 
 def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
-    """Base plus adapter gives the logits of the merged file, and llama.cpp confirms them."""
+    """Base plus adapter gives the logits of the merged file, and llama.cpp computes the same logits."""
     (out, _), (_, base) = adapted, given
     llama_cpp()
     merged = tmp_path / "merged.gguf"

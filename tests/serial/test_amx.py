@@ -48,7 +48,7 @@ def test_a_product_is_that_of_float32(size, a_turned, b_turned):
 
 
 def test_a_matrix_has_the_same_bits_wherever_it_lies_and_whatever_lies_beside():
-    """A product does not depend on neighbouring memory, not even on NaN beyond its depth."""
+    """A product does not depend on its address or on neighbouring memory, not even on NaN beside its rows."""
     a, b = matrices(40, 24, False, 3), matrices(24, 50, True, 4)
     whole = MULTIPLY(a, b, np.empty((2, 3, 40, 50), np.float32))
     for x, y in itertools.product(range(2), range(3)):

@@ -35,7 +35,7 @@ def averages(optimizer):
 
 @every_way
 def test_it_is_the_formula_and_a_skipped_step_leaves_it(way):
-    """The average is computed in float32 and has the bits of the same formula in NumPy."""
+    """The average is bit-identical to the formula in NumPy's float32; skipped steps do not change it."""
     module = make_module(**way, frozen=["blk.1*"])
     optimizer = ShardedAdamW(module, **OPTIONS, ema=KEEP)
     expected = {name: array for name, array in module.state_dict().items() if module.is_trainable(name)}

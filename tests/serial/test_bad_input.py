@@ -1,4 +1,4 @@
-"""Bad usage and bad input end with status 2 and one line of rank 0 that names cause and remedy."""
+"""Bad usage and bad input end with status 2; one line of rank 0 names the cause and the remedy."""
 
 import gzip
 import re

@@ -80,7 +80,7 @@ def test_what_qstat_says(monkeypatch):
     monkeypatch.setattr(time_limit, "process_age", lambda: 60.0)
     used = "    resources_used.walltime = {}\n"
     assert pbs_left(QSTAT.format(used=used.format("01:00:30"))) == 3 * 3600 - 30
-    assert pbs_left(QSTAT.format(used="")) == 4 * 3600 - 60, "the job is at least as old as this process"
+    assert pbs_left(QSTAT.format(used="")) == 4 * 3600 - 60, "a job is as old as this process, or older"
     assert pbs_left(QSTAT.format(used=used.format("00:00:02"))) == 4 * 3600 - 60
     assert pbs_left(QSTAT.format(used="").replace("Resource_List.walltime", "x")) is None
     assert pbs_left("qstat: Unknown Job Id 123.server") is None
@@ -204,12 +204,12 @@ def pbs_job(programs, tmp_path) -> dict[str, str]:
 
 
 @needs_mpiexec
-@pytest.mark.timeout_seconds(180)  # five starts of Python, shells and MPI
+@pytest.mark.timeout_seconds(180)  # Python, shells and MPI start five times
 @pytest.mark.parametrize(
     ("name", "number", "submitted"),
     [
         ("one_node", signal.SIGUSR1, "-W depend=afterany:1.x examples/pbs/one_node.pbs\n"),
-        ("one_node", signal.SIGTERM, ""),  # the job was deleted
+        ("one_node", signal.SIGTERM, ""),  # PBS deletes the job, so it submits no successor
     ],
 )
 def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, submitted, pbs_job, tmp_path):
@@ -231,7 +231,7 @@ def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, su
     train(1, tmp_path / "unbroken", *flags)
     status, printed, errors = run_command(script, timeout=50, env=environ)
     assert status == 0, printed + errors
-    assert noted.read_text() == submitted, "a finished run is not submitted again"
+    assert noted.read_text() == submitted, "a finished run must not be submitted again"
     assert_same_run(out, tmp_path / "unbroken")
 
 

@@ -140,6 +140,6 @@ def test_a_run_that_began_without_goes_on_without(folder, monkeypatch, tmp_path,
     point = resume.ResumePoint(tmp_path, SimpleNamespace(state=None))
     config = Config(data=[str(folder / "text")], bos=asked)
     assert resume.settled_bos(config, ASKS, point) == expected
-    assert resume.settled_bos(config, ASKS, None) == ALWAYS, "a new run has the token"
+    assert resume.settled_bos(config, ASKS, None) == ALWAYS, "a new run uses the token"
     assert resume.settled_bos(replace(config, data=[str(folder / "ids.npy")]), ASKS, None) == NEVER
     assert replace(config, bos=expected).fixed()["bos"] == expected

@@ -41,7 +41,7 @@ def test_words_are_merged_and_special_tokens_are_text_unless_asked_for():
     assert plain == [259, *b" <|im_end|>", 261]
     assert SMALL.encode(text, special=True).tolist() == [259, 32, 260, 261]
     assert SMALL.decode(plain) == text.encode()
-    assert SMALL.decode([259, 260, 262, 261]) == b"hello<mark>", "control and unused tokens are no text"
+    assert SMALL.decode([259, 260, 262, 261]) == b"hello<mark>", "control and unused tokens have no text"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_a_prompt_begins_with_bos_where_the_file_asks_for_it():
     assert SMALL.encode_prompt("hello<|im_end|>").tolist() == [259, 260]
     asks = BPETokenizer(KEYS | {"tokenizer.ggml.add_bos_token": True})
     assert asks.encode_prompt("hello").tolist() == [260, 259]
-    assert asks.encode("hello").tolist() == [259], "a document is no prompt"
+    assert asks.encode("hello").tolist() == [259], "a document has no BOS"
     llama = KEYS | {"tokenizer.ggml.pre": "llama-bpe"}
-    assert BPETokenizer(llama).encode_prompt("hello").tolist() == [260, 259], "what llama.cpp does for it"
+    assert BPETokenizer(llama).encode_prompt("hello").tolist() == [260, 259], "as in llama.cpp"
     never = BPETokenizer(llama | {"tokenizer.ggml.add_bos_token": False})
     assert never.encode_prompt("hello").tolist() == [259]
 

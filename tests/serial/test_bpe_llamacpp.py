@@ -175,7 +175,7 @@ def test_code_points_are_letters_digits_and_spaces_as_for_llama_cpp(tmp_path):
     text = "".join(f"{chr(p)}x {chr(p)}1 {chr(p)}!\n" for p in points)
     ours = tokenizer.encode(text).tolist()
     assert ours == tokenize(server, text, parse_special=False)
-    assert len({i for i in ours if i >= 256}) > 150, "too few merges were used to show anything"
+    assert len({i for i in ours if i >= 256}) > 150, "the texts must use many merges"
 
 
 def test_the_byte_tokenizers_file_is_read_as_bpe_too(tmp_path):

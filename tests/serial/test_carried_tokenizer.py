@@ -54,7 +54,7 @@ def test_a_folder_without_one_that_can_be_carried_says_so(folder, content):
         (folder / "tokenizer.json").write_text(content)
     keys, said, _ = trained(folder)
     assert keys["tokenizer.ggml.model"] == "none", (
-        "llama.cpp opens a file without a tokenizer only with this key"
+        "llama.cpp requires this key to open a file without a tokenizer"
     )
     assert "checkpoints will have no tokenizer" in said
 

@@ -141,7 +141,7 @@ THINKING = HERMES.replace(
 
 
 def test_a_call_counts_where_the_prompt_is_written_otherwise(tmp_path):
-    """Earlier turns lack `<think>`, so the call is found by comparing two texts."""
+    """The template drops `<think>` from earlier turns, so two rendered texts are compared for the call."""
     assert THINKING != HERMES
     line = written(tmp_path, {"messages": talk(TEXT)})
     (found,) = reader(THINKING).read([("c", line)])

@@ -48,7 +48,7 @@ def test_each_conversation_is_a_document_and_what_has_no_answer_is_left_out(tmp_
 
 
 def test_the_digest_is_of_the_text_and_of_what_counts(tmp_path):
-    """The digest does not depend on the form of a line."""
+    """The digest is equal for all forms of a row, and depends on template, counted tokens and texts."""
     path = tmp_path / "chat.jsonl"
     first = corpus(write_lines(path, {"messages": TALK})).sha256
     assert corpus(write_lines(path, SAME)).sha256 == first
@@ -104,7 +104,7 @@ def refusal(folder, *command):
 
 @needs_mpiexec
 def test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts(folder):
-    """The checkpoint has the template, and evaluation uses it."""
+    """The checkpoint keeps the chat template, and evaluation uses it."""
     printed = train(2, folder / "out", *FLAGS)
     assert "conversations without an answer: 6" in printed
     model = folder / "out" / "latest" / "model.gguf"

@@ -27,7 +27,7 @@ PROGRESS = TrainingProgress(step=2, tokens=700, skipped=1, updates=3, samples=12
 SETTINGS = {"seed": 0, "model.arch": "llama", "corpus": "ab" * 32}
 MACHINE, PLAN = {"threads": 1, "numpy": "2"}, {"lr": 0.004, "steps": 9}
 DESCRIPTION = Description("llama", CONFIG.metadata(), SETTINGS, MACHINE, PLAN)
-MOST_SECONDS = 2.0  # most seconds of CPU time; an undamaged pair takes 4 ms, with tracing 30 ms
+MOST_SECONDS = 2.0  # limit on CPU seconds per load; an undamaged pair of files takes 4 ms, with tracing 30 ms
 ROOM = 1 << 20  # bytes for the buffers of readers, NumPy and JSON
 
 Pair = dict[str, bytes]
@@ -120,7 +120,7 @@ def test_any_flipped_bit_is_refused_or_changes_nothing(name, bench, quick):
     loaded = [at for at in places if bench.load(bench.pair | {name: flip(content, at, 1 << at // 3 % 8)})]
     assert len(loaded) < 0.5 * len(places), "too many flipped bits had no effect"
     padding = set(places) - tensor_bytes(bench, name)
-    assert set(loaded) <= padding, "a bit of a tensor's data"
+    assert set(loaded) <= padding, "a bit of a tensor's data was accepted"
 
 
 def tensor_bytes(bench: Bench, name: str) -> set[int]:
@@ -139,7 +139,7 @@ JSON_EDITS += [(b'{"corpus"', b'["corpus"')]
 
 
 def test_counts_and_settings_that_were_changed_are_refused(bench):
-    """No checksum of a tensor covers these keys, but the signature does."""
+    """Checksums of tensors do not cover these keys, but the signature does."""
     content = bench.pair[STATE]
     for key in COUNTS:
         at = key_value(content, key)

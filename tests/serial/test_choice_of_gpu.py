@@ -72,7 +72,7 @@ def test_a_gpu_is_claimed_before_mpi_starts(env, name, told, flag, expected):
 
 @needs_mpiexec
 @pytest.mark.skipif(
-    shutil.which("g++") is None, reason="the pretend GPU runs kernels only where there is g++"
+    shutil.which("g++") is None, reason="the simulated GPU needs g++ to compile and run its kernels"
 )
 @pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize("launcher", ["tells", "does not tell"])
@@ -91,6 +91,6 @@ def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
     assert {got for got, *_ in found} == {0, 1, 2}  # Open MPI may number the ranks of a node in another order
     for got, used, loaded in found:
-        assert not loaded, "CPU kernels were loaded for nothing"
+        assert not loaded, "CPU kernels must not be loaded"
         assert {number for number, _ in used} == {got % 2}
         assert used[0][1] == (launcher == "does not tell")

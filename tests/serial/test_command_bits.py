@@ -19,7 +19,7 @@ import pytest
 from jobs import COMPILED, REFERENCE, launcher, run_command, run_job
 
 SIZES = ["--layers", "2", "--dim", "48", "--heads", "3", "--ffn", "97", "--context", "16"]
-# With the default warm-up, weights would hardly change in a few steps.
+# With the default warm-up, weights would hardly change in three steps.
 SETTINGS = ["--steps", "3", "--warmup", "2", "--sample", "0"]
 MODELS = {
     "llama": ["--arch", "llama", "--kv-heads", "1"],
@@ -28,7 +28,7 @@ MODELS = {
     "gpt2-untied": ["--arch", "gpt2", "--no-tied"],
 }
 # Every pair of values of two columns is in some row; ranks and models occur in all combinations.
-# Batches are "sequences a step / sequences a micro-batch": 4, 5 and 2 micro-batches, the last one ragged.
+# Batches are "sequences a step / sequences a micro-batch": 4, 5 and 2 micro-batches, the last one smaller.
 TABLE = """
     ranks  transport  strategy       prefetch  recompute  bucket  model        batch
     2      shared     full-shard     2         yes        0.01    llama        5/1
@@ -86,7 +86,7 @@ def train(
     return printed
 
 
-train_compiled = functools.partial(train, operations=COMPILED)  # the compiled operations, which users run
+train_compiled = functools.partial(train, operations=COMPILED)  # as users run it
 
 
 def fields(out: Path, *names: str) -> list[tuple[str, ...]]:
@@ -149,7 +149,7 @@ def test_same_bytes_as_on_one_rank(
 
 @pytest.mark.timeout_seconds(180)
 def test_more_ranks_than_rows(text, tmp_path):
-    """Most of the eight ranks own nothing of k and v (2 rows) and of norms (6 elements)."""
+    """Of eight ranks, most own no element of some parameters: k and v have 2 rows, norms 6 elements."""
     flags = ["--data", *text, *SETTINGS, "--layers", "1", "--context", "16", "--batch-size", "3"]
     flags += ["--micro-batch", "1", "--dim", "6", "--heads", "3", "--kv-heads", "1", "--ffn", "5"]
     train_compiled(1, tmp_path / "one", *flags)

@@ -77,7 +77,7 @@ def test_values_out_of_range_are_refused_by_name(flags):
 
 
 TEXTS = (["a b", 'quo"te', "back\\slash", "ünï", "tab\there"], [], ["new\nline"])
-# Settings that contradict the odd values of other settings.
+# Values of settings that would otherwise contradict the unusual values of other settings.
 BESIDE = {"offload": "none", "reduction": "exact", "precision": "fp32", "optimizer": "adamw", "qat": None}
 BESIDE |= {"teacher": None}
 GOING_ROUND = [
@@ -93,7 +93,7 @@ GOING_ROUND = [
 
 @pytest.mark.parametrize("values", GOING_ROUND)
 def test_settings_go_through_the_file_and_back(values, tmp_path):
-    """TOML has no None, so these settings are left out; 0, 0.0 and false are written."""
+    """TOML has no None, so settings that are None are left out; 0, 0.0 and false are written."""
     config = Config(**values)
     assert from_file(tmp_path, write_toml(config)) == config
 

@@ -20,7 +20,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.train import resume
 from zero_mpi.train.description import describe
 
-CHAT = "<|begin|>hello <tool>\n<|im_start|>user <|im_start|>a<|endoftext|>"  # of bpe_files.CONTROL, USERS
+CHAT = "<|begin|>hello <tool>\n<|im_start|>user <|im_start|>a<|endoftext|>"  # tokens: bpe_files
 BYTES_CHAT = "<|bos|>hello <|endoftext|>é<|endoftext|><|pad|>"
 
 
@@ -84,7 +84,7 @@ def test_token_files_spell_nothing(tmp_path):
 
 
 def test_a_checkpoint_that_says_nothing_of_it_read_letters(monkeypatch, tmp_path):
-    """Checkpoints from before the flag existed can be resumed."""
+    """Checkpoints from before the flag existed resume with --control-tokens plain only."""
     config = Config()
     description = describe(config, plan_flags.find_model(config), ByteTokenizer(), None)
     before = {key: value for key, value in description.settings.items() if key != "control_tokens"}

@@ -126,7 +126,7 @@ def test_what_is_wrong_with_such_files_is_one_line(name, data, expected, tmp_pat
 
 
 def test_a_damaged_table_is_none_of_conversations(tmp_path):
-    """A damaged table is refused as a Parquet file if it is named."""
+    """A damaged table does not count as conversations; --data refuses it as a damaged Parquet file."""
     path = tmp_path / "t.parquet"
     path.write_bytes(parquet(TABLE)[:-20])
     assert not are_conversations([("t.parquet", path)])
@@ -135,7 +135,7 @@ def test_a_damaged_table_is_none_of_conversations(tmp_path):
 
 
 def test_a_folder_of_the_package_datasets_is_one_of_conversations(tmp_path):
-    """JSON notes are skipped, a table of ids is a token file, and damage gives an error of one line."""
+    """Its JSON files are skipped, a table of ids is a token file, and damage gives a one-line error."""
     (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(TABLE))
     for name in ("state.json", "dataset_info.json"):
         (tmp_path / name).write_text("{}")
@@ -194,7 +194,7 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
     ],
 )
 def test_facts_tell_how_a_row_is_read(template, row, loss_on, expected, tmp_path):
-    """Each fact in `CAUTIONS` gives a caution."""
+    """Each fact in `CAUTIONS` that occurs in the rows gives a caution."""
     totals = facts_of(tmp_path, template, row, loss_on=loss_on)
     names = ("turns", "silent", "tools", *CAUTIONS)
     assert {name: totals.sums[name] for name in names if totals.sums[name]} == expected

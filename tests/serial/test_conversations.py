@@ -114,7 +114,7 @@ def test_a_text_is_that_of_transformers(name, prompt, oracle):
 @settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=2, max_size=5))
 def test_ids_are_those_of_the_whole_text(contents):
-    """The ids of any contents are compared; all characters of the answers count."""
+    """For any contents, the ids are those of the full text, and all characters of the answers count."""
     for name in ("chatml", "plain", "llama 2"):
         each = reader(name).render(Conversation("x:1", tuple(said(*contents))))
         tokenizer = chat_tokenizer()
@@ -161,7 +161,7 @@ def test_ids_are_those_of_transformers_and_answers_count_with_their_end_of_turn(
 
 
 def test_marks_of_a_template_are_taken_at_their_word(tmp_path):
-    """The marks here omit the end of a turn; a conversation without answers has no marks."""
+    """These generation marks exclude the end-of-turn token; a conversation without answers has no marks."""
     template = MARKED.replace("message['content'] + '<|im_end|>' }}{% endg", "message['content'] }}{% endg")
     reads = ConversationReader(
         chat_tokenizer(template.replace("{% endgeneration %}", "{% endgeneration %}."))
@@ -172,7 +172,7 @@ def test_marks_of_a_template_are_taken_at_their_word(tmp_path):
 
 
 def test_a_tokenizer_has_to_have_tokens_for_all_bytes(tmp_path):
-    """A dropped byte would shift all marks after it."""
+    """A byte without a token would shift the counted characters after it."""
     keys = chat_keys(CHATML)
     tokens = ["(none)" if token == "Z" else token for token in keys["tokenizer.ggml.tokens"]]
     reads = ConversationReader(BPETokenizer(keys | {"tokenizer.ggml.tokens": tokens}))
@@ -464,7 +464,7 @@ def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
 
 
 PARTS = [m | {"content": [{"type": "text", "text": text} for text in (m["content"], "x")]} for m in AB]
-WALKS = {  # (template, its text of parts, its text of strings)
+WALKS = {  # (template, its text if contents are lists of parts, its text if they are strings)
     "both": (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endif %}{% endfor %}", "axbx", "ab"

@@ -122,7 +122,7 @@ def test_a_binary_file_that_the_user_names_is_refused_unless_bytes_are_asked_for
 
 
 def test_text_in_another_encoding_is_taken_and_told(tmp_path):
-    """Latin-1 is accepted as text, wherever its first non-ASCII byte is."""
+    """Latin-1 text is accepted with a caution, wherever its first non-ASCII byte is."""
     write(tmp_path, a="né".encode("latin-1") * 9, b="plain " * 9, c=b"x" * (3 << 20) + "é".encode("latin-1"))
     corpus = load(tmp_path)
     assert corpus.documents == 3
@@ -231,7 +231,7 @@ def test_other_data_are_held_out_whole(tmp_path):
     paths, others = [write(tmp_path / name, a=name * 9, b="x" * 9) for name in ("some", "other")]
     corpus, alone = load(paths, val_paths=[others], val_fraction=0.5), load(paths)
     assert bytes(corpus.train.ids.tolist()[:9]) == b"somesomes"
-    assert corpus.train.ids.tolist() == alone.train.ids.tolist(), "nothing of it is held out"
+    assert corpus.train.ids.tolist() == alone.train.ids.tolist(), "it must not be held out"
     assert corpus.val.ids.tolist() == load(others).train.ids.tolist()
     assert (corpus.documents, corpus.val_documents) == (4, 2)
     digests = {each.sha256 for each in (corpus, alone, load(paths, others), load(others, val_paths=[paths]))}

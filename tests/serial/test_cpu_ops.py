@@ -27,7 +27,7 @@ from zero_mpi.models import GPT2, Llama
 from zero_mpi.ops import code_cache, reference
 
 if ops.backend() == "numpy":
-    pytest.skip("numba is not installed, or ZERO_MPI_OPS keeps it away", allow_module_level=True)
+    pytest.skip("numba is not installed, or ZERO_MPI_OPS disables it", allow_module_level=True)
 
 from zero_mpi.ops.cpu import attention
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS
@@ -225,7 +225,7 @@ def test_an_id_out_of_range_is_an_error(bad):
             call()
 
 
-ATTENTION = [  # B, T, S, H, K, D, E
+ATTENTION = [  # B, T queries, S keys, H heads, K key/value heads, widths D of keys and E of values
     (1, 1, 1, 1, 1, 1, 1),
     (2, 5, 5, 6, 2, 3, 4),
     (1, 3, 7, 3, 3, 2, 2),
@@ -271,7 +271,7 @@ def test_attention_is_the_reference(monkeypatch, shape, keep):
         expected, weights = reference.causal_attention(*exact[:3], 0.7, begins)
         close(y, expected)
         close(found, reference.causal_attention_backward(exact[3], *exact[:3], weights, 0.7), 5e-5)
-        assert (side_by_side(found) is not None) == joint, "gradients lie as the inputs do"
+        assert (side_by_side(found) is not None) == joint, "gradients must have the inputs' layout"
 
 
 @contextlib.contextmanager
@@ -345,7 +345,7 @@ def test_an_update_of_runs_that_decay_differently_is_that_of_each_run(operations
 
 @pytest.mark.parametrize("n", [0, 1, 3, 4, 63, 64, 65, 130, 4096])
 def test_the_sum_over_rows_has_the_order_of_its_definition(n):
-    """The kernel adds lanes in the order of the definition, with the same bits."""
+    """The kernel adds rows in the order of the definition, so the results are bit-identical."""
     dy = numbers(n, 40) + 1
     found, defined = numbers(40, seed=5), numbers(40, seed=5)
     cpu.linear_backward_b(dy, found)
@@ -394,7 +394,7 @@ def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
     step()
     step()
     warm = RECYCLED.nbytes
-    assert warm > 2**20, "the test watches arrays that are large enough for the pool"
+    assert warm > 2**20, "the step's arrays must be large enough for the pool"
     growths = []
     tracemalloc.start()
     try:
@@ -465,7 +465,7 @@ print(json.dumps([y, [pool["num_threads"] for pool in pools]]))
 """,
         OPENBLAS_NUM_THREADS="1",
     )
-    assert found == [[[0, 1, 2], [3, 4, 5]], [1, 1]], "two libraries, and both know the number of threads"
+    assert found == [[[0, 1, 2], [3, 4, 5]], [1, 1]], "both libraries must have the number of threads"
 
 
 CACHED = """
@@ -489,7 +489,7 @@ print(json.dumps([len(said), compiled == len(kernels), loaded, unasked, str(code
 
 def test_kernels_are_loaded_when_they_are_used():
     said, compiled, loaded, unasked, _ = python(CACHED)
-    assert (said, compiled, loaded) == (0, False, ["gelu_forward"]), "one, and nothing to compile"
+    assert (said, compiled, loaded) == (0, False, ["gelu_forward"]), "it compiles nothing"
     assert unasked == []
 
 
@@ -497,11 +497,11 @@ def test_kernels_are_loaded_when_they_are_used():
 @pytest.mark.timeout_seconds(300)
 def test_kernels_are_compiled_once_and_then_loaded(tmp_path):
     cold = python(CACHED, NUMBA_CACHE_DIR=str(tmp_path))
-    assert (cold[:2], len(cold[2]) > 20) == ([2, True], True), "it says so, and compiles all"
-    assert cold[3] == ["numba.np.linalg"], "but none for bfloat16, and without SciPy's BLAS"
+    assert (cold[:2], len(cold[2]) > 20) == ([2, True], True), "it says so and compiles all"
+    assert cold[3] == ["numba.np.linalg"], "no bfloat16 kernel, no SciPy's BLAS"
     assert Path(cold[4]).parent == tmp_path
     warm = python(CACHED, NUMBA_CACHE_DIR=str(tmp_path))
-    assert warm == [0, False, ["gelu_forward"], [], cold[4]], "one kernel is loaded, and nothing to compile"
+    assert warm == [0, False, ["gelu_forward"], [], cold[4]], "it loads one kernel and compiles none"
 
 
 @pytest.fixture

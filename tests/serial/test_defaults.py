@@ -59,7 +59,7 @@ def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
 
 @needs_mpiexec
 def test_a_run_goes_on_with_the_defaults_that_it_began_with(folder):
-    """A run of an earlier version keeps its defaults too; flags override them."""
+    """A run that began with an earlier version keeps that version's defaults; flags override them."""
     model(folder, 200)
     begun = [part for name, value in OF_0_1_0.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     assert "warning: --warmup 40" in train(1, folder / "out", *FLAGS, *begun)

@@ -1,4 +1,4 @@
-"""Kernels that decode GGUF blocks have the bits of the package gguf, for any bytes."""
+"""Kernels that decode GGUF blocks are bit-identical to the package gguf, for any bytes."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""Distillation from stored predictions: the divergence and its gradient by formulas, files, and runs."""
+"""Tests of distillation from stored predictions: divergence, gradient, files and runs."""
 
 import json
 

@@ -72,4 +72,4 @@ def test_a_run_whose_loss_is_nan_has_failed(total, reason, tmp_path):
         assert reason in line
         assert told(tmp_path / "out") == ("failed", line.removeprefix("zero_mpi train: error: "))
     assert fields(tmp_path / "out")[-1][1] is None
-    assert not list((tmp_path / "out").glob("*step-*")), "a checkpoint of weights that are not sound"
+    assert not list((tmp_path / "out").glob("*step-*")), "weights that are not finite were saved"

@@ -33,7 +33,7 @@ def functions(path: Path) -> set[str]:
 
 def test_rows_are_of_commands_tests_and_parts_of_the_suite_that_exist():
     lines, script = all_lines(), (ROOT / ".ci" / "run").read_text()
-    assert sorted(ROWS.keys() - set(map(row_of, lines))) == [], "no page has these"
+    assert sorted(ROWS.keys() - set(map(row_of, lines))) == [], "no page has these commands"
     for how in ROWS.values():
         if isinstance(how, ByTest):
             path, _, test = how.test.partition("::")

@@ -141,7 +141,7 @@ def test_a_host_on_which_others_compute_is_a_note(threads, cores, others, tmp_pa
     monkeypatch.setattr(hosts, "PROC", tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     where = place((0, 1))
-    assert list(hosts.load(where)) == [], "what is not known is no note"
+    assert list(hosts.load(where)) == [], "unknown load gives no note"
     (tmp_path / "loadavg").write_text(f"0.23 0.27 0.14 {threads}/931 7039\n")
     found = [(row.verdict, row.value.split()[0]) for row in hosts.load(where)]
     assert found == [(NOTE, str(others))] * (others is not None)
@@ -185,7 +185,7 @@ def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch
 
 
 def test_a_driver_that_does_not_work_is_a_note_and_the_probe_knows_nothing_of_the_job():
-    """The probe runs without a driver, and another probe cannot be started."""
+    """One probe finds no driver and gives a note; another program for the probe does not exist."""
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
     assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept

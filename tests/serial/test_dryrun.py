@@ -105,7 +105,7 @@ def test_without_mpirun_it_says_what_it_left_out(folder):
 
 @needs_mpiexec
 def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
-    """A plan of 54 GiB of parameters allocates none of it, and the run is refused."""
+    """A dry run of a huge model plans messages and allocates no parameters; then memory is refused."""
     huge = ["--layers", "64", "--dim", "16384", "--heads", "64"]
     status, printed, errors = train(2, folder, *huge, "--dry-run")
     assert status == 2
@@ -142,7 +142,7 @@ def test_a_checkpoint_is_as_large_as_it_says(folder):
         status, _, errors = train(1, folder, *more)
         assert (status, errors) == (0, "")
         written = sum(path.stat().st_size for path in (folder / name / "step-00000001").iterdir())
-        keys = 40_000  # bytes of keys, names and digests in three files
+        keys = 40_000  # maximum bytes of keys, names and digests in the files of a checkpoint
         assert written - keys < float(said[1]) * 2 ** {"K": 10, "M": 20}[said[2]] < written
 
 

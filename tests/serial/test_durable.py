@@ -1,4 +1,4 @@
-"""Small files of a run are always complete, even if any file operation fails or is the last."""
+"""Small files of a run are always complete, even if a file operation fails or the process is killed."""
 
 import errno
 import itertools
@@ -90,7 +90,7 @@ def test_a_file_whose_writing_is_refused_is_as_it_was(name, tmp_path):
         if stopping.count < stop_at:
             break
         content = (tmp_path / name).read_text()
-        assert content == OLD or name == "status.json", "only the last word is worth writing over another"
+        assert content == OLD or name == "status.json", "only status.json may be overwritten"
         assert content.strip(), "an empty file"
         assert [path.name for path in tmp_path.iterdir()] == [name]
     assert stop_at > 4, "the sweep has not seen the calls of a write"

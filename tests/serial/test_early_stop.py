@@ -65,7 +65,7 @@ def stopped(flags, tmp_path_factory):
 def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     out, said = stopped
     last, best = expected_end(endless, 3)
-    assert best > 2, "the first one would show little"
+    assert best > 2, "the best must not be the first"
     assert last < 40
     assert losses(out) == {step: loss for step, loss in endless.items() if step <= last}
     assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # the best and the newest
@@ -122,12 +122,12 @@ def test_it_stays_as_it_is_until_more_patience_is_given(again, endless, flags):
 
 @needs_mpiexec
 def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
-    """A new run has no best at first; a run that goes back keeps the best of earlier steps."""
+    """`best` may be the last checkpoint. A run that starts over drops the link and later sets its own."""
     first = min(endless)
     said = train(2, tmp_path / "new", *flags, "--steps", str(first), "--patience", "3")
     assert f"{endless[first]:.4f} nats per token, of step {first}: " in said
     new = tmp_path / "new"
-    assert os.readlink(new / "best") == os.readlink(new / "latest"), "the last may be the best"
+    assert os.readlink(new / "best") == os.readlink(new / "latest"), "the last checkpoint may be the best"
     train(1, again, *flags, "--steps", "1", "--resume", "never")
     assert not (again / "best").is_symlink()
     train(1, again, *flags, "--steps", "2", "--patience", "9")
@@ -136,7 +136,7 @@ def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
 
 @needs_mpiexec
 def test_a_best_that_lies_elsewhere_is_not_taken_for_one_here(stopped, endless, flags, tmp_path):
-    """The run continues in another folder, which has a checkpoint of the same step from another training."""
+    """A run that resumes in another folder does not link `best` to that folder's checkpoint of this step."""
     last, best = expected_end(endless, 3)
     other = tmp_path / "other"
     train(1, other, *flags, "--steps", str(best), "--lr", "0.001", "--patience", "40")

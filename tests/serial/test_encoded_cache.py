@@ -245,7 +245,7 @@ def test_encoding_goes_on_where_it_was_ended(kind, form, cache, batches, tmp_pat
     ends_at[0] = None
     found = corpus(path, kind)
     assert ids(found.train) == wanted
-    assert len(seen) <= number + 2, "only what was harmed is encoded twice"
+    assert len(seen) <= number + 2, "only damaged batches are encoded again"
     (entry,) = cache.iterdir()
     assert (entry / "ids.bin").exists()
 

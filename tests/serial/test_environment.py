@@ -36,7 +36,7 @@ def test_one_thread_where_nothing_is_set():
 
 @pytest.mark.parametrize("name", THREADS)
 def test_one_setting_of_the_user_leaves_all_alone(name):
-    """OMP_NUM_THREADS=8 also sets OpenBLAS, unless OPENBLAS_NUM_THREADS is set too."""
+    """If the user sets one variable, no other is set: OMP_NUM_THREADS=8 also sets OpenBLAS."""
     assert prepared(**{name: "8"}) == {name: "8"}
 
 
@@ -81,7 +81,7 @@ def test_open_mpi_4_beside_python_is_told_where_it_is(monkeypatch, tmp_path):
 
 
 def test_ranks_are_counted_by_the_launcher_before_the_batch_system():
-    """Without srun, one rank inside an allocation of eight tasks counts as one; Slurm may write 4(x2)."""
+    """SLURM_NTASKS_PER_NODE does not count without srun; it may have forms such as 4(x2)."""
     for value in ("", "4(x2)", "-3", "many"):
         assert local_ranks({"SLURM_NTASKS_PER_NODE": value}) == 1
     assert local_ranks({"SLURM_NTASKS_PER_NODE": "8", "MPI_LOCALNRANKS": "2"}) == 2
@@ -126,10 +126,10 @@ def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
     ("environ", "own", "parents", "ranks", "together", "each"),
     [
         ({}, 4, 4, 1, 4, 4),  # a single rank
-        ({}, 2, 8, 1, 2, 2),  # no launcher, since the parent is a shell
-        ({"PMI_RANK": "0"}, 8, 8, 4, 8, 2),  # not bound to cores
-        ({"PMI_RANK": "0"}, 2, 8, 4, 8, 2),  # bound to two of eight
-        ({"PMI_RANK": "0"}, 2, 8, 8, 8, 1),  # two ranks on two cores
+        ({}, 2, 8, 1, 2, 2),  # no launcher: the parent is a shell with more cores
+        ({"PMI_RANK": "0"}, 8, 8, 4, 8, 2),  # ranks are not bound to cores
+        ({"PMI_RANK": "0"}, 2, 8, 4, 8, 2),  # the rank is bound to two of eight cores
+        ({"PMI_RANK": "0"}, 2, 8, 8, 8, 1),  # two ranks share two cores
         ({"PMI_RANK": "0"}, 2, 2, 8, 2, 1),  # more ranks than cores
         ({"SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "8"}, 1, 64, 8, 8, 1),
         ({"SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "2"}, 2, 64, 8, 2, 1),

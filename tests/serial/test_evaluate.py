@@ -137,7 +137,7 @@ def test_the_loss_is_the_validation_loss_of_training(tmp_path):
     printed, figures = evaluate(tmp_path, "run/latest", *flags, ranks=2)
     assert figures["models"][0]["text"]["loss"] == pytest.approx(last["val_loss"], rel=1e-12)
     assert f" {last['val_loss']:.6f} " in printed
-    assert figures["text"]["bytes"] is None, "the bytes of ids are unknown"
+    assert figures["text"]["bytes"] is None, "ids have no known bytes"
     assert figures["models"][0]["text"]["bits_per_byte"] is None
 
 
@@ -161,7 +161,7 @@ def test_windows_are_spread_and_precision_is_a_choice(folder):
     assert some["models"][0]["text"]["window_losses"] == chosen
     assert (some["text"]["windows"], some["text"]["windows_of_the_text"]) == (3, count)
     flags = ["new.gguf", "--data", "text", "--precision", "bf16", "--json", "low.json"]
-    assert run_job(2, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)[0] == 0  # with a caution on speed
+    assert run_job(2, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)[0] == 0  # prints a caution on speed
     low = json.loads((folder / "low.json").read_text())
     here, there = (found["models"][0]["text"]["loss"] for found in (low, exact))
     assert here != there
@@ -195,7 +195,7 @@ def test_a_second_model_reads_the_same_windows(folder):
 
 @needs_mpiexec
 def test_answers_have_the_likelihood_of_their_tokens(folder):
-    """Rows of different lengths in a micro-batch do not affect each other."""
+    """Log-likelihoods do not depend on other rows of a micro-batch, which may have other lengths."""
     printed, figures = evaluate(
         folder, "new.gguf", "--choices", "questions.jsonl", "--micro-batch", "3", ranks=2
     )

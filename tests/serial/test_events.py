@@ -32,7 +32,7 @@ def test_entries_have_time_event_and_step_and_nothing_is_ever_cut(tmp_path):
         events.note("saved", folder="step-00000007")
         events.end("stopped", "SIGTERM")
     first, *others = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert first == '{"time": "2026', "an incomplete line is not continued"
+    assert first == '{"time": "2026', "a new line follows an incomplete line"
     found = [json.loads(line) for line in others]
     assert [(entry["event"], entry["step"]) for entry in found] == [
         ("started", 5), ("saved", 7), ("stopped", 7), ("started", 2), ("saved", 7), ("stopped", 7),

@@ -1,4 +1,4 @@
-"""Exports have the right bits, llama.cpp opens them, and partial exports have no final name."""
+"""Exports have the expected bytes, llama.cpp opens them, and an interrupted export has no final name."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def expected_kind(name: str, array: np.ndarray, wanted: str, pure: bool = False)
 def test_stored_bits_are_those_of_the_gguf_package(
     tmp_path: Path, name: str, pure: bool, wanted: str
 ) -> None:
-    """Rows of 97 elements (llama's ffn_down) become F16; gpt2's embedding is also its head."""
+    """Rows of 97 elements (llama's ffn_down) become F16, because 97 is no multiple of a block."""
     source = write_model(tmp_path / "m.gguf", MODELS[name])
     export(source, tmp_path / "x.gguf", "--type", wanted, *(["--pure"] * pure))
     found, bits = GGUFFile.open(tmp_path / "x.gguf"), stored(tmp_path / "x.gguf")
@@ -275,7 +275,7 @@ EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
 def test_an_export_names_the_tokens_that_end_an_answer(
     tmp_path: Path, template: str | None, keys: dict[str, str], eot: str | None, eom: str | None
 ) -> None:
-    """The end tokens are EOS, the template's end tokens, and tokens of llama.cpp's list."""
+    """A folder lists as EOS: EOS, the end tokens of the template and keys, and tokens of llama.cpp's list."""
     all_keys: Any = chat_keys(template)
     ids = {token: place for place, token in enumerate(all_keys["tokenizer.ggml.tokens"])}
     all_keys |= {name: np.uint32(ids[token]) for name, token in keys.items()}

@@ -21,7 +21,7 @@ from zero_mpi.launch import watchdog
 pytestmark = needs_mpiexec
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
-AT_ONCE = 25.0  # seconds for start, failure and end of a job on a busy machine; a hang takes LIMIT
+AT_ONCE = 25.0  # limit in seconds for start, failure and end of a job; a job that hangs takes LIMIT
 LIMIT = 30.0
 
 # A command run by `launch.world.run`: one rank fails, the other ranks wait in a barrier.
@@ -124,7 +124,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
     status, _ = run_script(4, tmp_path, script, *flags, "--steps", "6", "--save-every", "3")
     assert status != 0
     assert len(fields(tmp_path / "out")) == 5
-    assert told(tmp_path / "out") == ("running", ""), "no rank was left to write another state"
+    assert told(tmp_path / "out") == ("running", ""), "no rank was left to update the state"
     printed = train(3, tmp_path / "out", *flags[:-2], "--steps", "6")
     assert "at step 3" in printed
     assert_same_run(tmp_path / "out", tmp_path / "whole")

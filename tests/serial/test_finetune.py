@@ -140,7 +140,7 @@ def test_the_example_teaches_answers_and_shows_what_was_gained(stand_in, tmp_pat
     ]
     assert [set(pair) for side in pairs for pair in side] == [{"prompt", "completion"}] * sum(map(len, pairs))
     answers = [pair["completion"] for side in pairs for pair in side]
-    assert len(set(answers)) == len(answers) > 1000, "a held-out answer is in the training data"
+    assert len(set(answers)) == len(answers) > 1000, "answers must not repeat"
     assert all(20 <= len(answer) <= 300 for answer in answers)
 
 

@@ -16,7 +16,7 @@ from zero_mpi.data import tokenizer_from_json
 from zero_mpi.files.open import MOST_LINE, read_file, read_lines
 from zero_mpi.files.parse import parse_json, parse_toml
 
-LITTLE = 8 << 20  # bytes of memory for a configuration, headers and JSON
+LITTLE = 8 << 20  # maximum bytes of memory to read a configuration, headers and JSON
 ROPE = hf_models.LLAMA3
 
 

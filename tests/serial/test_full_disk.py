@@ -96,7 +96,7 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk,
     assert status == 1, errors
     assert_one_line(errors, "No space left on device")
     done = len(fields(out))
-    assert done == 4 if "--async-save" not in SAVES[how] else 4 <= done <= 6, "step 6 waits for the save"
+    assert done == 4 if "--async-save" not in SAVES[how] else 4 <= done <= 6, "step 6 must wait for the save"
     state = status_of(out)
     assert (state["state"], state["reason"] in errors) == ("failed", True)
     assert_goes_on(out, flags, whole, tmp_path / "on")

@@ -13,7 +13,7 @@ from jobs import run_command
 
 DRIVER = Path(__file__).parents[1] / "fuzz" / "run_fuzz.py"
 ROUNDS = 2
-SECONDS = 25  # limit on a slow machine
+SECONDS = 25  # limit on the fuzzing time, for slow machines
 
 
 @pytest.mark.timeout_seconds(180)

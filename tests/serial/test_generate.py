@@ -63,7 +63,7 @@ def full_forward(model: TextModel, ids: list[int]) -> np.ndarray:
 def test_cached_logits_are_those_of_the_full_forward(model, pieces):
     ids = np.random.default_rng(0).integers(256, size=sum(pieces)).tolist()
     expected = full_forward(model, ids)
-    assert np.ptp(expected, axis=-1).min() > 1, "flat logits would agree in any case"
+    assert np.ptp(expected, axis=-1).min() > 1, "logits must not be flat"
     model.reset()
     ends = np.cumsum(pieces)
     found = [model.logits(ids[end - piece : end]) for piece, end in zip(pieces, ends, strict=True)]
@@ -243,7 +243,7 @@ def test_on_a_terminal_control_letters_are_escaped_and_elsewhere_bytes_are_exact
     line = [sys.executable, "-m", "zero_mpi", "generate", *arguments]
     subprocess.run(line, stdout=terminal, timeout=50, check=True, env=jobs.clean_environment(), cwd=ROOT)
     os.close(terminal)
-    assert os.read(master, 1000).decode() == "a\\x1b[2Jï\r\n\\r\r\n", "the terminal makes \\r\\n of \\n"
+    assert os.read(master, 1000).decode() == "a\\x1b[2Jï\r\n\\r\r\n", "terminals write \\r\\n for \\n"
     os.close(master)
 
 

@@ -1,4 +1,4 @@
-"""The reader decodes files like the package gguf, and refuses damaged files."""
+"""The reader decodes files as the package gguf does, and refuses damaged files."""
 
 from __future__ import annotations
 
@@ -324,4 +324,4 @@ def test_an_index_stays_on_the_file_it_was_opened_on(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("2")
     assert file.read("x").tolist() == [1, 1, 1, 1]
 
-    assert pickle.loads(pickle.dumps(file)) == file, "it can be sent to another process"
+    assert pickle.loads(pickle.dumps(file)) == file, "a file can be pickled"

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py says in one line that there is no GPU, and it works on the simulated CuPy."""
+"""benchmarks/gpu_check.py reports in one line that there is no GPU, and runs on the simulated CuPy."""
 
 import json
 import re
@@ -24,7 +24,7 @@ CHECK = [sys.executable, BENCHMARKS / "gpu_check.py"]
 
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="no g++: the pretend CuPy compiles kernels by it"
+    shutil.which("g++") is None, reason="no g++, with which the simulated CuPy compiles kernels"
 )
 
 
@@ -35,7 +35,7 @@ def has_gpu():
         return False
 
 
-@pytest.mark.skipif(has_gpu(), reason="there is a GPU, on which the check would begin")
+@pytest.mark.skipif(has_gpu(), reason="this machine has a GPU, so the check would start")
 def test_without_a_gpu_it_is_one_line(tmp_path):
     status, printed, errors = run_command([*CHECK, "--out", tmp_path / "report"], timeout=20)
     assert (status, printed) == (2, "")

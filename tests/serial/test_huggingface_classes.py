@@ -1,7 +1,7 @@
 """Configurations that are read and written agree with the configuration classes of transformers.
 
-For each family and setting, the class says what a config.json means, and plain NumPy (`hf_models`) computes
-the model's logits.
+For each family and setting, the class completes config.json's settings, and NumPy code (`hf_models`) computes
+the logits.
 """
 
 from __future__ import annotations

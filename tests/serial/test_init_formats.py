@@ -66,7 +66,7 @@ def test_the_same_run_as_from_the_float32_file(arch, form, models, text, tmp_pat
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_records_have_the_sizes_of_the_model_and_replay_it(arch, models, text, tmp_path):
-    """config.toml has the sizes of the model, repeats the run and resumes it."""
+    """config.toml has the sizes of the model; with it the run can be repeated and resumed."""
     out, again = start(1, tmp_path / "out", models[arch], text), tmp_path / "again"
     settings = tomllib.loads((out / "config.toml").read_text())
     sizes = {"arch": arch, "layers": 2, "dim": 64, "heads": 4, "kv_heads": 4, "ffn": 96}

@@ -158,7 +158,7 @@ def test_a_foreign_file_has_no_checksums(tmp_path):
 
 @pytest.mark.parametrize("name", SCALES)
 def test_values_of_blocks_that_are_not_finite_are_counted(name):
-    """The count of non-finite values is right, although only blocks with non-finite scales are decoded."""
+    """`not_finite` counts correctly, although it decodes only blocks whose scales are not finite."""
     kind = gguf.GGMLQuantizationType[name]
     shape = (4000, gguf.constants.GGML_QUANT_SIZES[kind][1])
     raw = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).tobytes()
@@ -219,7 +219,7 @@ def test_every_element_is_looked_at(tmp_path):
         flip(tmp_path / "b.gguf", "t", element)
     put(tmp_path / "b.gguf", "t", 9, -1.0)
     put(tmp_path / "a.gguf", "u", 2, 0.0)
-    put(tmp_path / "b.gguf", "u", 2, -0.0)  # zeros of both signs differ in a bit
+    put(tmp_path / "b.gguf", "u", 2, -0.0)  # 0.0 and -0.0 differ in the sign bit
     assert len(compare(tmp_path / "a.gguf", tmp_path / "b.gguf")["differing"]) == 2
     put(tmp_path / "b.gguf", "t", 9, 1.0)
     put(tmp_path / "b.gguf", "t", 5, -6.0)  # largest difference; a later chunk differs less

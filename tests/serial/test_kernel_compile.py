@@ -149,8 +149,8 @@ def test_kernels_compile_and_keep_their_registers(architecture):
         assert "warning" not in made.log, made.log
         noted = re.findall(r"properties for (\w+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill", made.log)
         silent = kernels_of(source) - {name for name, _, _ in noted}
-        assert not silent, "the assembler says nothing of these kernels"
-        # Measured on an H100: the gradient of a norm is faster with all reads first, though it spills some.
+        assert not silent, "the assembler's log lacks these kernels"
+        # On an H100, the gradient of a norm is faster if all reads come first, although registers spill.
         spills = {name: max(int(stack), int(spilled)) for name, stack, spilled in noted}
         most = {name: 128 if "norm_backward" in name else 0 for name in spills}
         assert not [name for name in spills if spills[name] > most[name]], "spilled registers"
@@ -175,7 +175,7 @@ def test_kernels_take_what_the_table_says():
 
 @pytest.mark.timeout_seconds(300)
 def test_flat_buffers_and_sums_keep_numbers_below_the_smallest_normal_one():
-    """AdamW and sums of transports keep denormals, to have the host's bits."""
+    """AdamW and sums of transports keep denormals, because they must be bit-identical to the host's."""
     for name, body in all_compiled("sm_100")["flat.cu"].bodies().items():
         flushing = set(re.findall(r"\b\w+(?:\.\w+)*\.ftz(?:\.\w+)*", body))
         assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # used only for 1 - lr * decay, which is near 1

@@ -1,4 +1,4 @@
-"""Files of killed jobs in shared memory: the kernel shows whether a process has a file open.
+"""Tests of files that killed jobs left in shared memory: only files that no process has open are removed.
 
 `test_kills.py` kills jobs in a private /dev/shm and counts the remaining files.
 """

@@ -24,7 +24,7 @@ from zero_mpi.train.timeline import write_parts
 
 PRECIOUS = "what somebody else has written\n"
 LINKS: dict[str, Callable[[Path, Path], None]] = {"symbolic": os.symlink, "hard": os.link}
-WRITERS: dict[str, Callable[[Path], object]] = {  # each command writes to a path
+WRITERS: dict[str, Callable[[Path], object]] = {  # name of a writer -> function that writes to a path
     "proof": lambda path: Proof(path, JobStart(0, {})),
     "events": lambda path: append_line(path, "{}"),
     "status": lambda path: overwrite(path, b"{}"),

@@ -138,7 +138,7 @@ def test_log_probabilities_are_llama_cpps(case, tmp_path):
     server = open_server(path)
     for count in PREFIXES:
         expected = next_token(server, ids[:count])
-        assert expected.max() - expected.min() > 2, "logits are flat: agreement would say little"
+        assert expected.max() - expected.min() > 2, "logits must not be flat"
         for found in (generated, trained):
             np.testing.assert_allclose(found[count - 1], expected, rtol=0, atol=case.tolerance)
 
@@ -155,7 +155,7 @@ def test_greedy_text_is_llama_cpps(readable):
     path, server = readable
     ours = bytes(TextModel(path).generate(list(b"def "), 16, temperature=0)).decode()
     theirs = greedy(server, "def ", 16)
-    assert len(set(theirs)) > 4, "a text of few characters would show little"
+    assert len(set(theirs)) > 4, "the text needs many characters"
     assert ours == theirs
 
 
@@ -251,7 +251,7 @@ def test_an_evaluation_has_llama_cpps_losses(tmp_path):
         assert likelihood == pytest.approx(-sum(got), abs=1e-3)
 
 
-# "Water boils at a lower temperature on a mountain because the air pressure is lower there"
+# ids of "Water boils at a lower temperature on a mountain because the air pressure is lower there"
 WATER = [12615, 36411, 418, 253, 2208, 2779, 335, 253, 6740, 975, 260, 1512, 2456, 314, 2208, 665]
 
 

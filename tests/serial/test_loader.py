@@ -1,4 +1,4 @@
-"""The samples of a micro-batch depend on seed, step and number, and not on the number of ranks."""
+"""The samples of a micro-batch depend on seed, step and micro-batch number, not on the number of ranks."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_the_order_is_pinned():
 
 
 def test_the_steps_of_an_epoch_read_each_window_once():
-    """10 windows in steps of 4: five steps are two epochs, and step 2 spans two epochs."""
+    """With 10 windows and 4 per step, five steps are two epochs, and step 2 (from 0) spans two epochs."""
     loader = StepLoader(windows_of(10), batch_size=4, micro_batch=3, seed=3)
     read = [loader.micro(step, i).inputs for step in range(5) for i in range(loader.micro_batches)]
     starts = np.concatenate(read)[:, 0] // 4

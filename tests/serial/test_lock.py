@@ -129,7 +129,7 @@ def test_of_those_that_take_over_from_a_dead_one_one_gets_the_folder(kind, child
     begun = time.monotonic()
     winner = winner_of(tmp_path, rivals, [0.0, 0.0, 0.0])
     if kind != "locks":
-        assert time.monotonic() - begun > PATIENCE, "it was not waited for a sign of life"
+        assert time.monotonic() - begun > PATIENCE, "it must wait for a sign of life"
     assert winner.ask("drop") == "done"
 
 
@@ -171,7 +171,7 @@ def test_a_holder_that_was_stopped_and_taken_for_dead_knows_it(children, tmp_pat
     assert f"was taken over by process {second.pid} on " in first.ask("lost")
     assert first.ask("drop") == "done"
     assert unpacked((tmp_path / ".lock").read_bytes()).pid == second.pid, (
-        "it is not the first one's to remove"
+        "the first must not remove the second one's lock"
     )
 
 

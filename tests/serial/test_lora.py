@@ -74,13 +74,13 @@ def test_a_resume_goes_on_from_adapter_and_base(alone, tmp_path):
 
 
 def test_the_loss_before_the_first_step_is_the_bases(alone, base):
-    """The loss before training is the base model's, because the products of new adapters are zero."""
+    """The loss before training is the base model's, because new adapters add zero."""
     of_base, of_run = (
         [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         for out in (base.parents[1], alone[0])
     )
     assert [record.get("val_loss_before") for record in of_run] == [of_base[-1]["val_loss"], None, None, None]
-    assert not any("val_loss_before" in record for record in of_base), "it starts from nothing"
+    assert not any("val_loss_before" in record for record in of_base), "it has no base model"
     assert of_run[-1]["val_loss"] < of_run[0]["val_loss_before"]
 
 
@@ -89,7 +89,7 @@ def test_only_adapters_are_trained_and_written(alone, base):
     adapter = GGUFFile.open(out / "latest" / "adapter.gguf")
     assert len(adapter.tensors) == 2 * 7 * 2
     assert all(name.endswith((".lora_a", ".lora_b")) for name in adapter.tensors)
-    assert all(adapter.tensor(name).any() for name in adapter.tensors), "b starts at zero, and learns"
+    assert all(adapter.tensor(name).any() for name in adapter.tensors), "lora_b must change"
     state = GGUFFile.open(out / "latest" / "optimizer.gguf")
     assert len(state.tensors) == 2 * len(adapter.tensors)
     losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -177,12 +177,12 @@ def test_evaluate_takes_an_adapter_with_its_base(alone, base, text, tmp_path):
 
     both = losses("both", 2, str(base), "--lora", adapter, "--against", str(base))
     assert both == losses("each", 1, merged, "--against", str(base))
-    assert both[0] < both[1], "it was trained on this text"
+    assert both[0] < both[1], "the adapter must reduce the loss"
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 3e38])
 def test_an_adapter_that_is_not_finite_is_the_one_that_is_named(value, alone, base, text, tmp_path):
-    """An adapter value of 3e38 overflows in the product."""
+    """The message names the adapter's file. A value of 3e38 is finite, but overflows in a product."""
     source, path = GGUFFile.open(alone[0] / "latest" / "adapter.gguf"), tmp_path / "adapter.gguf"
     factors = {name: source.tensor(name) for name in source.tensors}
     for factor in list(factors.values())[:2]:

@@ -78,7 +78,7 @@ def test_base_with_adapter_is_the_merged_model_and_llama_cpps(name, tmp_path):
     for each in (merged, others):
         np.testing.assert_allclose(each, trained, rtol=0, atol=1e-4)
     alone = log_softmax(TextModel(base).logits(ids))
-    assert abs(alone - trained).max() > 0.3, "the adapter does little"
+    assert abs(alone - trained).max() > 0.3, "the adapter changes little"
     server = open_server(base, adapter)
     for count in PREFIXES:
         expected = next_token(server, ids[:count])

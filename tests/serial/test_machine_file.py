@@ -37,7 +37,7 @@ def test_what_the_file_says_reaches_the_plan(tmp_path, capsys):
         100e9,
         8e9,
         4 << 20,
-    )  # the flag goes first
+    )  # --memory overrides the file
     assert read_machine(EXAMPLES / "large.toml").numbers["memory"] == 15_625_000_000
     assert machine["node"] == {"alpha": 1e-6, "beta": 1e-10}
     assert [level["nodes"] for level in machine["levels"]] == [16, 128, None]
@@ -51,7 +51,7 @@ def test_what_the_file_says_reaches_the_plan(tmp_path, capsys):
     [
         (["--precision", "fp32"], 100e9),
         (["--precision", "bf16"], 1e12),
-        (["--precision", "fp16"], 100e9),  # CPUs compute in float32
+        (["--precision", "fp16"], 100e9),  # CPUs compute fp16 in float32
         (["--precision", "fp16", "--device", "cuda"], 1e12),
         (["--precision", "fp32", "--device", "cuda"], 100e9),
     ],

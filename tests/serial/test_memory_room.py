@@ -32,11 +32,11 @@ def with_shm(size, ranks, *command):
 
 @needs_mpiexec
 def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
-    """Without a check, MPICH dies of SIGSEGV with 14 ranks in Docker's 64 MiB."""
+    """Without a check, MPICH would die of SIGSEGV with 14 ranks if /dev/shm has 64 MiB, Docker's default."""
     if reason := why_no_mount():
         pytest.skip(f"no private /dev/shm: {reason}")
     if launcher_kind() != "mpich":
-        pytest.skip("the room was measured of MPICH; Open MPI takes 0.1 MB a rank")
+        pytest.skip("the requirement is MPICH's; Open MPI takes 0.1 MB per rank")
     line = r"zero_mpi {}: error: .* 4\.3 MiB .* /dev/shm .* 3\.0 MiB .*--shm-size.*\n"
     for name in ("doctor", "train"):
         status, said, errors = with_shm("3m", 4, "zero_mpi", name, "--out", tmp_path / "run")
@@ -102,7 +102,7 @@ def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
 
 @needs_mpiexec
 def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
-    """The limit by `ulimit -v` needs no root and exceeds the address space of ranks at their start."""
+    """`ulimit -v` needs no root. The limit is larger than the address space that ranks need to start."""
     flags = ["--data", *write_text(tmp_path), "--layers", "9", "--dim", "4096", "--heads", "32"]
     job = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *flags, "--transport", "mpi"]
     command = ["sh", "-c", 'ulimit -v 9000000; exec "$@"', "sh", *job]
@@ -141,8 +141,8 @@ def proportional(folder):
 @needs_mpiexec
 @pytest.mark.timeout_seconds(180)
 def test_what_is_asked_for_is_what_ranks_take(tmp_path):
-    """Memory use never exceeds the request, and the request is at most a quarter too large. The one-time
-    compiler is left out if another test has filled its cache, so its memory counts as part of the excess."""
+    """Ranks never use more than the request, which is at most 25 % too large. It includes 64 MiB for the
+    compiler, which ranks do not load if another test has filled its cache."""
     data = write_text(tmp_path)
     most, said = resident_pages(["--data", *data, *MODEL, "--transport", "shared"], tmp_path)
     asked = float(re.search(r"request ([0-9.]+) GiB per node", said)[1]) * 2**30

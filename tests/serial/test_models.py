@@ -25,7 +25,7 @@ SIZES |= {"rms_epsilon": EXACT, "norm_epsilon": EXACT, "rope_freq_base": 500000.
 MODELS = architectures.every(SIZES)
 LLAMA, GPT, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "gpt2", "qwen2", "qwen3"))
 PHI3 = MODELS["phi3"]
-WINDOWED = ("olmo2", "gemma3")  # architectures whose window llama.cpp reads
+WINDOWED = ("olmo2", "gemma3")  # architectures whose attention window llama.cpp reads from the file
 MIXTURES = [arch for arch in MODELS if ARCHITECTURES[arch].needs_experts]
 ROTARY = [config for config in MODELS.values() if isinstance(config, RotaryModel)]
 
@@ -40,7 +40,7 @@ def from_flags(arch: str) -> ModelConfig:
     return replace(ARCHITECTURES[arch].from_flags(sizes), **{name: EXACT})
 
 
-# float32 numbers that reveal a conversion with fewer digits
+# float32 numbers that change if a conversion loses digits
 FACTORS = tuple(np.array([1.0, 1 / 3, 8.0, 1e-45, 3.4028235e38], np.float32).tolist())
 CONFIGS = {
     **MODELS,
@@ -103,7 +103,7 @@ def test_a_configuration_comes_back_from_its_file(config, tmp_path):
     found = config_from_gguf(file.metadata, shapes, str(path), file.read)
     assert found == config
     found.check_tensors(shapes, str(path))
-    assert list(shapes) == [*found.params(), *found.constants()], "the file has the model's order"
+    assert list(shapes) == [*found.params(), *found.constants()], "the file must keep the order"
 
 
 @pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)

@@ -1,4 +1,4 @@
-"""Tests of Muon against published figures and a NumPy program in float64, and of the owner of each matrix."""
+"""Tests of Muon against published figures and NumPy code in float64, and of the owner of each matrix."""
 
 import numpy as np
 import pytest

@@ -145,7 +145,7 @@ def test_large_products_of_float32_are_as_defined(rows):
 
 @needs_library
 def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
-    """Results of a row do not depend on the number of rows, which differs between packed windows."""
+    """The cache holds MOST_PRODUCTS products and destroys the others; a destroyed one is created again."""
     monkeypatch.setattr(onednn, "MOST_PRODUCTS", 4)
     monkeypatch.setattr(LIBRARY.own, "products", {})
     given_back = []
@@ -161,7 +161,7 @@ def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
 @needs_library
 @pytest.mark.parametrize("kind", [BF, np.float32])
 def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, kind):
-    """An expert's product may cover further rows, such as other experts' rows with NaN."""
+    """A product for an expert may be computed with additional rows, such as another expert's rows of NaN."""
     monkeypatch.setattr(LIBRARY.own, "products", {})
     w, random = drawn(5, 240, 400).astype(kind), np.random.default_rng(0)
     for number in range(12):
@@ -178,7 +178,7 @@ def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, k
         assert_near(found, expected)
         assert_near(into, other)
         assert_near(ops.grouped_linear(x, w, starts, plus), defined.grouped_linear(x, w, starts, plus))
-    assert len(LIBRARY.own.products) <= 4 * 10  # few for 60 numbers of rows and 3 kinds
+    assert len(LIBRARY.own.products) <= 4 * 10  # few: 60 numbers of rows, 3 kinds
 
 
 @needs_library
@@ -256,5 +256,5 @@ def test_a_run_says_once_what_is_slow(precision, environ, expected, tmp_path):
     assert len(said) == (expected is not None), printed
     if expected:
         assert re.search(expected, said[0])
-    # A message names oneDNN as the backend, or says that it is missing.
+    # With bf16, a message names oneDNN as the backend or reports that it is missing.
     assert ("oneDNN" in (tmp_path / "out" / "events.jsonl").read_text() + printed) == (precision == "bf16")

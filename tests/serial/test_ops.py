@@ -63,7 +63,7 @@ def test_every_operation_has_a_test():
 
 @shows("dequantize")
 def test_a_block_is_a_scale_and_what_it_scales():
-    """Q8_0 is a float16 and 32 one-byte integers. test_dequantize compares other types with gguf."""
+    """A block of Q8_0 is a float16 scale and 32 one-byte integers. test_dequantize tests the other types."""
     blocks = np.zeros(5, [("scale", "<f2"), ("whole", "i1", 32)])
     blocks["scale"], blocks["whole"] = numbers(5), (40 * numbers(5, 32)).astype("i1")
     raw, found = blocks.view(np.uint8), np.zeros(5 * 32, np.float32)
@@ -134,14 +134,14 @@ def test_embedding_picks_rows():
 @pytest.mark.parametrize("kind", [np.int64, np.uint16])
 def test_embedding_backward_adds_a_row_for_every_place_of_a_token(kind):
     rng = np.random.default_rng(0)
-    tokens = rng.integers(5, size=(3, 17)).astype(kind)  # every id about ten times, two ids never
+    tokens = rng.integers(5, size=(3, 17)).astype(kind)  # ids 0 to 4 of 7, repeatedly
     dy, dw = numbers(3, 17, 7), numbers(7, 7)
     expected = dw.copy()
     np.add.at(expected, tokens, dy)
     with unchanged(tokens, dy):
         ops.embedding_backward(tokens, dy, dw)
     close(dw, expected)
-    assert np.array_equal(dw[5:], numbers(7, 7)[5:]), "rows of tokens that did not come stay as they were"
+    assert np.array_equal(dw[5:], numbers(7, 7)[5:]), "rows of other tokens must not change"
 
 
 @shows("positions", "positions_backward")
@@ -177,7 +177,7 @@ def test_rms_norm_backward_is_the_slope_and_adds():
     before = dw.copy()
     with unchanged(x, w, r, dy):
         dx = ops.rms_norm_backward(dy, x, w, r, dw)
-        assert np.array_equal(ops.rms_norm_backward(dy, x, w, r, None), dx), "a frozen w changes dx"
+        assert np.array_equal(ops.rms_norm_backward(dy, x, w, r, None), dx), "a frozen w must not change dx"
     check_slope(lambda x, w: np.vdot(ops.rms_norm(x, w, 0.1)[0], dy), [x, w], [dx, dw - before])
 
 
@@ -355,9 +355,9 @@ def test_rope_backward_is_the_turn_back(interleaved):
     close(ops.rope(ops.rope(x, cos, sin, interleaved), cos, -sin, interleaved), x)
 
 
-SHAPES = [  # B, T, S, H, K, D, E
+SHAPES = [  # B, T queries, S keys, H heads, K key/value heads, widths D of keys and E of values
     (2, 5, 5, 6, 2, 3, 4),
-    (1, 3, 7, 3, 3, 2, 2),  # more positions than queries, which are the last positions
+    (1, 3, 7, 3, 3, 2, 2),  # more keys than queries; the queries are at the last positions
     (2, 1, 4, 5, 1, 3, 1),
     (1, 1, 1, 1, 1, 1, 1),
 ]
@@ -538,7 +538,7 @@ def test_a_moving_average_is_its_formula_wherever_it_is_cut(size, cuts):
         ops.moving_average(pieces[start:stop], p[start:stop], 0.99)
     assert whole.tobytes() == pieces.tobytes()
     expected = np.float32(0.99) * e + np.float32(1 - 0.99) * p
-    assert whole.tobytes() == expected.tobytes(), "each product and the sum rounded once"
+    assert whole.tobytes() == expected.tobytes(), "a product or sum is not rounded once"
 
 
 @shows("chunk_squares")

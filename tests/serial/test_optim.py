@@ -201,7 +201,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(way, bad):
     assert not math.isfinite(result.grad_norm)
     assert state_bytes(optimizer) == before
     assert (optimizer.steps, optimizer.skipped) == (1, 1)
-    for each in (optimizer, untroubled):  # both behave as if there had been no skipped step
+    for each in (optimizer, untroubled):  # the skipped step must not affect later steps
         accumulate_gradients(each.module, 2)
         assert not each.step(max_norm=1.0).skipped
     assert state_bytes(optimizer) == state_bytes(untroubled)
@@ -219,7 +219,7 @@ def test_step_on_params_is_plain_adamw_too():
         optimizer.step_on_params(params, grads, lr)
         plain.step({str(i): g.astype(np.float64) for i, g in enumerate(grads)}, lr)
     assert_same({str(number): p for number, p in enumerate(params)}, plain.p)
-    assert optimizer.steps == 0, "the module's own steps are counted apart"
+    assert optimizer.steps == 0, "step_on_params must not count as steps of the module"
 
 
 def test_wsd_falls_in_a_tenth_of_the_steps_unless_told():
@@ -232,7 +232,7 @@ def test_wsd_falls_in_a_tenth_of_the_steps_unless_told():
     assert (rate(190), rate(200)) == pytest.approx((0.55, 0.1))
 
 
-LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of the generator
+LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of random numbers
 
 
 def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
@@ -242,13 +242,13 @@ def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
 def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
     whole = draw()
     others = [draw(name="b.weight"), draw(seed=2), draw(name="a.weight.")]
-    others += [whole[DRAW_BLOCK:], whole[2 * DRAW_BLOCK :]]  # each block has its own random stream
+    others += [whole[DRAW_BLOCK:], whole[2 * DRAW_BLOCK :]]  # each block has a separate random stream
     for other in others:
         a, b = whole[: other.size], other
         assert np.mean(a == b) < 1e-3
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(other.size)
     assert draw().tobytes() == draw(param=Param((DRAW_BLOCK, 3), std=0.05)).tobytes() == whole.tobytes()
-    # Blocks cut from one stream of the generator would share numbers.
+    # Blocks that were cut from one random stream could overlap and share numbers.
     assert np.unique(whole).size > 0.95 * 3 * DRAW_BLOCK  # one number in a hundred occurs twice by chance
 
 
@@ -257,7 +257,7 @@ def test_initial_values_are_normal_with_the_std_asked_for():
     error = 1 / math.sqrt(values.size)
     assert abs(values.mean()) < 5 * error
     assert abs(values.std() - 1) < 5 * error
-    assert abs(np.mean(values**4) - 3) < 5 * error * math.sqrt(96)  # the deviation of the fourth moment
+    assert abs(np.mean(values**4) - 3) < 5 * error * math.sqrt(96)  # 96: variance of x^4
     assert np.mean(np.abs(values) < 1) == pytest.approx(math.erf(math.sqrt(0.5)), abs=5 * error)
 
 

@@ -69,7 +69,7 @@ def test_dependencies_of_easybuild():
         if name in BUNDLED:
             assert BUNDLED[name] in found
         elif name == "numpy":
-            assert found[EASYBUILD[name]] >= "2025"  # the first with NumPy 2
+            assert found[EASYBUILD[name]] >= "2025"  # the first bundles with NumPy 2
         else:
             assert numbers(found[EASYBUILD.get(name, name)]) >= numbers(floor), name
     assert numbers(found["Python"]) >= numbers(PYTHON)

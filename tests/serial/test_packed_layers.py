@@ -22,7 +22,7 @@ def documents_of(begins):
     return Documents(Packed(np.ones_like(begins), begins))
 
 
-CONTEXT, CUTS = 150, (0, 70, 73, 130)  # longer than a block of either kind, with a document of three tokens
+CONTEXT, CUTS = 150, (0, 70, 73, 130)  # longer than a block of queries or keys; one document has three tokens
 MODELS = {
     name: replace(config, context_length=CONTEXT) for name, config in (tiny.MODELS | tiny.OTHERS).items()
 }
@@ -61,7 +61,7 @@ def test_another_text_before_it_moves_no_bit_of_a_document(name, precision, reco
     other[:, :70] = drawn(seed=1)[0][:, :70]
     second = module.forward(Packed(other, begins), training=False)
     assert first[:, 70:].tobytes() == second[:, 70:].tobytes()
-    assert (first[:, :70] != second[:, :70]).any(axis=(0, 2)).all(), "the first text is another"
+    assert (first[:, :70] != second[:, :70]).any(axis=(0, 2)).all(), "the first documents must differ"
 
 
 def gradients(module):
@@ -186,4 +186,4 @@ def test_a_step_allocates_nothing_large_though_documents_differ():
         accumulator.accumulate(Packed(ids, begins_of(cuts, 8)), CrossEntropy(targets, 1e-3))
         optimizer.step()
         fresh.append(RECYCLED.nbytes)
-    assert fresh[-1] == fresh[2 * ROW_STEPS], "a head has been given all numbers of rows twice"
+    assert fresh[-1] == fresh[2 * ROW_STEPS], "memory must not grow"

@@ -49,7 +49,7 @@ def test_scales_tell_values_that_are_not_finite(name, scale):
     matrix, values = some_matrix(name)
     assert finite_blocks(matrix.raw.reshape(-1), name).all()
     assert np.isfinite(values).all()
-    place = BLOCK_KINDS[name].nbytes + SCALES[name][-1]  # a scale in the second block of a row
+    place = BLOCK_KINDS[name].nbytes + SCALES[name][-1]  # position of a scale in the second block of a row
     matrix.raw[5, place : place + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     assert not finite_blocks(matrix.raw.reshape(-1), name).all()
     with np.errstate(all="ignore"):

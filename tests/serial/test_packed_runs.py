@@ -51,4 +51,4 @@ def test_it_says_how_documents_are_packed_and_counts_what_is_learned(alone):
     tokens = np.diff([0, *(record["tokens"] for record in records)])
     assert all(0.8 * 6 * 32 < count <= 6 * 32 for count in tokens)
     assert len(set(tokens)) > 1
-    assert not any("mfu" in record for record in records), "what is computed depends on the documents"
+    assert not any("mfu" in record for record in records), "no MFU: the work depends on documents"

@@ -46,7 +46,7 @@ def test_every_target_of_a_text_is_there_once_and_from_its_own_document(lengths,
     assert windows.counted(range(len(windows))) == len(expected)
     for row in pairs(windows):
         for (x, _, place), (y, _, after) in pairwise(row):
-            assert after == 0 or (after, y) == (place + 1, x + 1), "a position goes on in its document"
+            assert after == 0 or (after, y) == (place + 1, x + 1), "positions must be consecutive"
 
 
 @given(
@@ -64,7 +64,7 @@ def test_of_conversations_what_counts_is_there_once_up_to_the_end_of_a_window(ma
     for packs in (True, False):
         windows = PackedWindows(talks(*masks), context, packs)
         assert counted(windows) == expected
-        assert all(windows.counted([i]) > 0 for i in range(len(windows))), "there is something to learn"
+        assert all(windows.counted([i]) > 0 for i in range(len(windows))), "each window has counted tokens"
     assert len(windows) == sum(any(mask[1 : context + 1]) for mask in masks), "unpacked: one a window"
     cut = sum(len(mask) - 1 > context for mask in masks)
     notes = " ".join(windows.notes())
@@ -79,7 +79,7 @@ def test_best_fit_overfills_nothing_and_begins_a_window_only_where_nothing_fits(
     assert max(filled, default=0) <= 20
     assert sorted(set(window.tolist())) == list(range(len(filled)))
     if len(filled) > 1:
-        assert sum(sorted(filled)[:2]) > 20, "two windows would have been one"
+        assert sum(sorted(filled)[:2]) > 20, "two windows would fit into one"
 
 
 def test_many_documents_fill_their_windows():

@@ -12,7 +12,7 @@ from jobs import clean_environment
 from test_command_bits import needs_mpiexec, train, write_text
 
 OBEDIENT = Path(__file__).with_name("obedient.py")
-PLACES = {  # problem -> path in the folder of `places`
+PLACES = {  # problem -> path in the folder that the fixture `places` makes
     "locked folder": "locked/in",
     "locked": "secret",
     "a locked folder": "locked",
@@ -62,7 +62,7 @@ WRITE = {
 }
 
 
-REPLACED = {"report --out: locked"}  # a rename replaces the page, whatever its mode
+REPLACED = {"report --out: locked"}  # a rename replaces a page without write permission
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_layers_on_fakes_take_what_real_ones_take(name, recompute, monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"context": 700, "micro_batch": 1},  # weights of attention are not kept
+        {"context": 700, "micro_batch": 1},  # attention weights are computed again in backward
         {"context": 1100, "micro_batch": 1},  # early rows add to other arrays
         {"context": 129, "micro_batch": 5},
         {"strategy_name": "no-shard"},
@@ -139,7 +139,7 @@ def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     player.play([*starts, second, StepEvent(WAIT, 0, GATHER), StepEvent(WAIT, 1, GATHER)])
     time = player.time
     assert time.communication == pytest.approx(sum(takes))
-    assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # the transfers use the same link
+    assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # they share a link
     assert time.seconds == pytest.approx(time.computation + time.exposed)
 
 
@@ -207,7 +207,7 @@ def test_a_doctor_s_rates_are_taken(tmp_path):
     assert (machine["flops"], machine["memory"]) == (7e10, 1 << 25)
     for rate, precision, expected in [(3e11, "bf16", 3e11), (3e11, "fp32", 7e10), (0, "bf16", 7e10)]:
         known = found | {"bf16_flops_per_second_per_rank": rate}
-        del known["memory_bytes_per_rank"]  # the search for the largest model is slow
+        del known["memory_bytes_per_rank"]  # skips the slow search for a model
         (tmp_path / "doctor.json").write_text(json.dumps(known))
         flags = [*TINY, "--doctor", tmp_path / "doctor.json", "--precision", precision]
         assert planned(*flags, folder=tmp_path)["machine"]["flops"] == expected
@@ -250,7 +250,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 
 
 def test_the_table_of_the_page_is_planned():
-    """Each command of the page gives one row; its last flags belong to the last column."""
+    """Each command of the page gives one row of its table; the printed flags give the last column."""
     text = PAGE.read_text(encoding="utf-8")
     commands = re.findall(r"^zero-mpi plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
     rows = re.findall(r"^\| [0-9]+[MB] \| [0-9]+ \| (.*iB) \|$", text, re.MULTILINE)

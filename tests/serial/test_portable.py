@@ -152,7 +152,7 @@ def test_what_trains_takes_no_function_from_a_library():
     files = [path for place in places for path in (place.rglob("*.py") if place.is_dir() else [place])]
     found = [text for path in files for text in of_libraries(path)]
     found = [text for text in found if f"{text.split(':')[0]}: {text.split()[-1]}" not in CHOSEN]
-    assert not found, "take these from ops.elementary, or of kernels from ops.cpu.jit"
+    assert not found, "use ops.elementary; in kernels, use ops.cpu.jit"
 
 
 def test_other_processors_are_refused():

@@ -107,7 +107,7 @@ def test_kernels_round_as_the_definition_does():
 
 
 X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
-TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # ids, most of which occur several times
+TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # ids; most of them occur several times
 ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
 
 
@@ -161,7 +161,7 @@ def by_signature(o, name):
 
 
 ELSEWHERE = {"rms_norm_backward", "layer_norm_backward", "causal_attention", "causal_attention_backward"}
-ELSEWHERE |= {name for name in OPERATIONS if name.startswith("linear")}  # test_onednn.py
+ELSEWHERE |= {name for name in OPERATIONS if name.startswith("linear")}  # tested in test_onednn.py
 ELSEWHERE |= OPERATIONS.keys() - VERSIONS.get(np.ndarray, OPERATIONS).keys()
 ELSEWHERE |= {
     name for name, version in VERSIONS.get(np.ndarray, {}).items() if getattr(version, "native", None) == ()
@@ -191,7 +191,7 @@ def test_kernels_of_bfloat16_do_what_is_defined(name):
 
 
 def attention_and_errors(q, k, v, dy, scale):
-    """Return [(y, error), (dq, error), ...] of one head in float32; error: bound of the rounding.
+    """Return [(y, error), (dq, error), ...] of one head in float64; error: bound of the rounding errors.
 
     A rounded bfloat16 has a relative error of at most 2^-8. All other bounds follow from this bound.
     """
@@ -204,7 +204,7 @@ def attention_and_errors(q, k, v, dy, scale):
     ds = p * (dp - (p * dp).sum(1, keepdims=True))
     e = 2.0**-8
     along = e * p * (p * abs(dp)).sum(1, keepdims=True)
-    of_ds = e * (2 + e) * abs(ds) + (1 + e) ** 2 * along  # errors by rounding p, ds, and the sum of p
+    of_ds = e * (2 + e) * abs(ds) + (1 + e) ** 2 * along  # bound of rounding p, ds and the sum of p
     found = [(p @ v, e * p @ abs(v)), (scale * ds @ k, scale * of_ds @ abs(k))]
     found += [(scale * ds.T @ q, scale * of_ds.T @ abs(q)), (p.T @ dy, e * p.T @ abs(dy))]
     return [(x, error + e * (abs(x) + error) + 1e-5) for x, error in found]  # the results are rounded too
@@ -254,8 +254,8 @@ def test_numbers_that_are_not_finite_stay_so():
     odd = np.array([np.inf, -np.inf, np.nan, 1, 3e38], np.float32).astype(BF)
     assert np.isnan(ops.rms_norm(odd[None], np.ones(5, BF), 1e-5)[0].astype(np.float32)).any()
     assert np.isnan(ops.add(odd, odd[::-1]).astype(np.float32)).sum() == 1
-    assert np.isinf(ops.add(odd, odd).astype(np.float32)).sum() == 3, "3e38 twice is beyond"
-    huge = np.full((2, 4), 1e30, np.float32)  # undefined here, and visible in the gradient's norm
+    assert np.isinf(ops.add(odd, odd).astype(np.float32)).sum() == 3, "2 x 3e38 is infinite"
+    huge = np.full((2, 4), 1e30, np.float32)  # overflows; the gradient's norm shows it
     assert not ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)[0].any()
 
 

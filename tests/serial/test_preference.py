@@ -22,7 +22,7 @@ from zero_mpi.nn.loss import PartLosses
 from zero_mpi.nn.preference import PREFERENCES, Preference
 from zero_mpi.train.objective import PairStep, as_input
 
-VALUES = {  # (loss, its derivative by C) for C -12, R -15, references -13 and -14.5, 6 and 5 tokens
+VALUES = {  # (loss, d loss / d C); log-likelihoods C -12, R -15; of the reference -13, -14.5; 6 and 5 tokens
     ("dpo", 0.1, 0.0): (0.6209570477895321, -0.04625701546562505),
     ("dpo", 0.1, 0.1): (0.6359570477895321, None),
     ("ipo", 0.1, 0.0): (22.404444444444444, -1.5777777777777777),
@@ -77,7 +77,7 @@ def of_answers(loss, x, kl):
 
 
 def program(loss, logits, step, pairs):
-    """Return loss, gradient by the logits, answer sums and counts, by the formulas in float64."""
+    """Return loss, gradient with respect to the logits, sums and counts per answer, in float64."""
     logp, targets = log_softmax(logits), pairs.batch.targets
     everything = np.where(targets == UNCOUNTED, pairs.rest, targets)
 
@@ -229,7 +229,7 @@ def test_what_counts_of_a_pair_is_each_answer_to_the_end_of_its_turn(tmp_path):
     ]
     assert [text.replace(b"<|im_end|>", b"") for text in read] == [b" blue.", b" green.", b"a", b"b"]
     held = corpus(tmp_path, [FORMS[0][0]] * 9, "dpo", val_fraction=0.3)
-    assert [len(side.ends) % 2 for side in (held.train, held.val)] == [0, 0], "pairs are held out whole"
+    assert [len(side.ends) % 2 for side in (held.train, held.val)] == [0, 0], "a pair must not be split"
     assert held.val_documents == 3
 
 
@@ -254,7 +254,7 @@ def test_both_sides_of_a_pair_are_in_one_window_cut_alike(packs):
             assert (pairs.batch.targets[0, span] >= 0).sum() == count
     assert (windows.pieces.cut, len(windows) < 4) == (1, packs)
     sizes = windows.sequences(np.arange(len(windows)))
-    assert dict(zip(*sizes[::2], strict=True))[3] == 24 - 7, "the longer side gets the rest"
+    assert dict(zip(*sizes[::2], strict=True))[3] == 24 - 7, "the longer one gets the rest"
 
 
 def test_mismatched_prompts_have_answers_to_others_in_as_much_room():
@@ -269,7 +269,7 @@ def test_mismatched_prompts_have_answers_to_others_in_as_much_room():
         first = int(np.argmax(ids.targets[row, span] >= 0))
         return ids.inputs[row, span][: first + 1].tolist(), ids.targets[row, span][first:].tolist()
 
-    before = {0: 5, 2: 0, 4: 2, 1: 4, 3: 1, 5: 3}  # sequences of better sides first, then of worse sides
+    before = {0: 5, 2: 0, 4: 2, 1: 4, 3: 1, 5: 3}  # sequence -> sequence whose answer it gets
     for n in range(6):
         assert text(found, n) == (text(pairs, n)[0], text(pairs, before[n])[1])
     assert as_input(found.batch).ids.shape == (1, 40)

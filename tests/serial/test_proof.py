@@ -63,7 +63,7 @@ def test_lines_hold_what_is_bits_and_each_stands_for_those_before(path):
         (4, "checkpoint"),
     ]  # fmt: skip
     assert lines[0].value == {"from": None, **RUN}
-    assert lines[1].value == {"loss": 1.0}, "no time is in it"
+    assert lines[1].value == {"loss": 1.0}, "a record has no times"
     assert lines[3].value == {"id": "id 2", "state": "state 2"}
     head = FIRST
     for line, raw in zip(lines, path.read_bytes().splitlines(), strict=True):
@@ -119,7 +119,7 @@ def test_a_chain_of_0_1_0_is_read_and_gone_on_with(path):
     ids=["machine", "other id", "elsewhere", "not saved", "gap", "anew"],
 )
 def test_what_does_not_simply_go_on_says_from_where(path, start, kept):
-    """A resume with another machine, checkpoint or step adds a line; a new run keeps no lines."""
+    """A resume with another machine, checkpoint or step adds a line with its origin; a new run keeps none."""
     before = kinds(path)
     write(path, start, range(start.step + 1, start.step + 2))
     assert kinds(path) == [*before[:kept], (start.step, "run"), (start.step + 1, "record")]

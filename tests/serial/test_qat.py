@@ -28,7 +28,7 @@ TYPES = ("q4_0", "q8_0", "q4_k")
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "F16"])
 def test_rounding_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Rounding matches ggml's library and, if it supports the type, the package gguf."""
+    """Rounded weights equal those of ggml's library and, if it supports the type, of the package gguf."""
     monkeypatch.setattr("zero_mpi.ops.rounding.CHUNK", 1 << 11)
     x, kind = np.random.default_rng(0).standard_normal(5 << 10).astype(np.float32), Kind[name]
     x[:256] = 0

@@ -131,4 +131,4 @@ def test_a_cray_tells_of_the_whole_node(host, tmp_path):
     assert measured.take() == 250.0
     (tmp_path / "energy").unlink()
     measured.count()
-    assert measured.take() is None, "it told, and tells no more"
+    assert measured.take() is None, "the counter was removed, so the energy is unknown"

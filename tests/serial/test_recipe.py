@@ -1,4 +1,4 @@
-"""docs/recipe.md matches the code: defaults, learning rates, initial weights, clipping and decay."""
+"""docs/recipe.md matches the code in defaults, learning rates, initial weights, clipping and decay."""
 
 import math
 import re

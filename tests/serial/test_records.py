@@ -52,7 +52,7 @@ def test_the_command_records_what_is_promised(tmp_path):
     train(2, tmp_path / "out", *SIZES, *flags)
     found = read(tmp_path / "out")
     assert all(entry.keys() >= FIELDS | COSTS for entry in found)
-    assert len({entry["sent_bytes"] for entry in found}) == 1, "the same every step"
+    assert len({entry["sent_bytes"] for entry in found}) == 1, "all steps send equal bytes"
     assert all(0 < entry["wait_seconds"] < entry["step_seconds"] for entry in found)
     assert [(entry["step"], entry["tokens"]) for entry in found] == [(1, 64), (2, 128), (3, 192)]
     assert ["val_loss" in entry for entry in found] == [False, True, True]
@@ -114,13 +114,13 @@ def test_what_is_no_record_is_dropped(tail, tmp_path):
 def test_the_last_whole_record_is_found_from_the_end(text, step, tmp_path):
     path = tmp_path / "metrics.jsonl"
     keep_until(path, 5)
-    assert path.read_text() == "", "an empty file where none was"
+    assert path.read_text() == "", "a new file must be empty"
     path.unlink()
     assert last_step(path) == 0, "no file"
     path.write_text(text)
     assert last_step(path) == step
     path.write_text('{"step": 1, "x": "' + "y" * 2**18 + '"}\n' + text)
-    assert last_step(path) == step, "of a large file only the end is read"
+    assert last_step(path) == step, "it reads only a large file's end"
 
 
 def test_log_lines_come_first_now_and_then_at_evaluations_each_minute_and_last(tmp_path, capsys, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# The launcher's state is R while it has a pending signal but gets no core.
+# The launcher's state stays R while it has a pending signal but no core to run on.
 STATE = """
 import os, time
 def state():

@@ -126,7 +126,7 @@ def wait_for_lines(path: Path, count: int, process: Any, seconds: float = 30) ->
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(number, flags, endless, tmp_path):
     if number == signal.SIGTERM and not hands_sigterm_on():
-        pytest.skip("this launcher does not hand SIGTERM on")
+        pytest.skip("this launcher does not forward SIGTERM")
     out = tmp_path / "out"
     command = [*launcher(), "-n", "3", sys.executable, "-m", "zero_mpi.train"]
     command += ["--out", str(out), *flags, *ENDLESS]

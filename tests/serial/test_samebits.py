@@ -28,9 +28,9 @@ from zero_mpi.train import description as same_bits
 
 MACHINE = {"threads": 1, "operations": "numpy", "BLAS": "K 1"}
 MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
-EXACT = {"dequantize"}  # operations whose bits are equal on all processors: integers times scales
+EXACT = {"dequantize"}  # parts of the trial that are bit-identical on all processors: integers times scales
 NAMES = sorted(OPERATIONS.keys() - EXACT)
-KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor that runs the tests
+KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # kernels for an older processor than any that runs the tests
 several_cores = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="BLAS takes no second thread here"
 )
@@ -176,7 +176,7 @@ def test_another_number_of_threads_on_one_rank_is_refused(flags, tmp_path):
 
 @needs_mpiexec
 def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
-    """The trial's bits decide, because OpenBLAS may use one kernel name for two processors."""
+    """The results of the trial decide, because OpenBLAS may use one kernel name for two processors."""
     script = tmp_path / "other.py"
     script.write_text(
         "import numpy as np\n"

@@ -22,7 +22,7 @@ COMPUTES = (Forward, Backward, Loss, Evaluate)
 
 
 class Around:
-    """Unit numbers by kind of action around one stage that computes."""
+    """Units that are gathered, awaited, released and reduced around one stage that computes."""
 
     def __init__(self, actions):
         (self.compute,) = [action for action in actions if isinstance(action, COMPUTES)]
@@ -65,10 +65,10 @@ def walk(moves_in_order, needs, prefetch, held):
         held.update(plan.start)
         ever.update(plan.start)
         window = {u for units in needs[position : position + prefetch + 1] for u in units}
-        assert held <= window | shared, "held longer than need be"
+        assert held <= window | shared, "held longer than needed"
         assert plan.need == need
-        assert set(need) <= held, "not there when it is needed"
-        assert set(plan.drop) <= held, "dropped what is not held"
+        assert set(need) <= held, "missing when needed"
+        assert set(plan.drop) <= held, "a dropped unit is not held"
         assert len(set(plan.drop)) == len(plan.drop)
         held.difference_update(plan.drop)
     return held
@@ -102,7 +102,7 @@ def test_units_are_there_when_needed_and_no_longer(model):
     carried = walk(made.forward, uses, prefetch, set())
     for unit in carried:
         assert unit in uses[-1] or apart(uses, unit), "kept without a reason"
-        assert any(unit in units for units in needs), "kept though backward does not need it"
+        assert any(unit in units for units in needs), "kept although backward does not need the unit"
     assert walk(made.inference, uses, prefetch, set()) == set()
     assert walk(made.backward, needs, prefetch, carried) == set()
 
@@ -124,18 +124,18 @@ def test_every_trained_unit_is_reduced_once_after_its_last_backward_use(model):
 @settings(deadline=None, max_examples=300)
 @given(models())
 def test_no_more_reductions_are_in_flight_than_the_limit(model):
-    """Over several rounds, each wait for a reduction is for the oldest one in flight."""
+    """Over three rounds, no more reductions than allowed are in flight; each wait is for the oldest one."""
     made = make_schedule(*model)
     in_flight = []
     for action in made.training * 3:
         if isinstance(action, WaitReduce):
-            assert action.unit not in in_flight[1:], "another one is older"
+            assert action.unit not in in_flight[1:], "the wait is not for the oldest reduction"
             in_flight = [unit for unit in in_flight if unit != action.unit]
         elif isinstance(action, Reduce):
             in_flight = [unit for unit in in_flight if unit != action.unit]  # backward waited for it
             in_flight.append(action.unit)
         assert len(in_flight) <= REDUCTIONS_IN_FLIGHT
-    assert len(in_flight) == min(REDUCTIONS_IN_FLIGHT, len(made.reductions)), "waited for too early"
+    assert len(in_flight) == min(REDUCTIONS_IN_FLIGHT, len(made.reductions)), "waits come too early"
 
 
 @settings(deadline=None, max_examples=300)

@@ -78,7 +78,7 @@ def test_white_space_behind_tokens_of_phi_3_is_left_out(tmp_path):
     text = "<|user|>\n  Hello <s> you </s> \n\t<|tool|> \u00a0x<|user|> \n<|user|>\n"
     assert_same(server, tokenizer, text)
     plain = tokenizer_from_metadata(files.merged()).encode(text, special=True)
-    assert len(plain) > len(tokenizer.encode(text, special=True)), "the name must decide"
+    assert len(plain) > len(tokenizer.encode(text, special=True)), "the name must change the ids"
     again = tokenizer_from_metadata(tokenizer.metadata())
     assert again.encode(text, special=True).tolist() == tokenizer.encode(text, special=True).tolist()
     [(ids, lengths)] = tokenizer.encode_with_lengths([text])

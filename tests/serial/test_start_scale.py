@@ -13,8 +13,8 @@ SCRIPT, PACKAGE = TESTS / "pretended_ranks.py", TESTS.parent / "zero_mpi"
 FLAGS = ["--layers", "12", "--dim", "32", "--heads", "2", "--ffn", "64", "--context", "16"]
 FLAGS += ["--batch-size", "4096", "--micro-batch", "1", "--steps", "3", "--sample", "0"]
 FEW, MORE, MOST = 64, 1024, 4096
-HEARD = 1700  # bytes of short messages per rank: 22 agreements, process and host
-KEPT = 400  # bytes per rank: its shards of units of four lengths, process and host
+HEARD = 1700  # maximum received bytes per additional rank: 22 agreements, process and host
+KEPT = 400  # maximum bytes kept per additional rank: borders of its shards, process and host
 
 
 def begun(ranks, folder):
@@ -32,10 +32,10 @@ def begun(ranks, folder):
 def test_what_a_start_costs_a_rank_hardly_grows_with_the_ranks(tmp_path, quick):
     ranks = MORE if quick else MOST
     first, found = begun(FEW, tmp_path / "few"), begun(ranks, tmp_path / "more")
-    sources = len(list(PACKAGE.rglob("*.py")))  # read once and compared over ranks
+    sources = len(list(PACKAGE.rglob("*.py")))  # rank 0 reads each source file once to compare it over ranks
     assert sources < first["files"] < sources + 200
     assert found["messages"] == first["messages"]
-    assert abs(found["files"] - first["files"]) <= 20  # signs of life depend on the clock
-    assert abs(found["said"] - first["said"]) <= 64  # numbers have more digits
+    assert abs(found["files"] - first["files"]) <= 20  # the number of sign-of-life files depends on the clock
+    assert abs(found["said"] - first["said"]) <= 64  # messages have numbers with more digits
     assert found["heard"] - first["heard"] <= HEARD * (ranks - FEW)
     assert found["kept"] - first["kept"] <= KEPT * (ranks - FEW)

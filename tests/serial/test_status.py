@@ -1,4 +1,4 @@
-"""`status.json` says whether a run is running, done, stopped or failed."""
+"""`status.json` has the state of a run: running, done, stopped or failed."""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -46,7 +46,7 @@ def test_another_rank_that_ends_the_job_has_the_last_word(tmp_path, often):
     assert (said["state"], said["reason"], said["step"]) == (FAILED, "rank 1: RuntimeError: the fault", 3)
     assert {key: said[key] for key in ("pid", "host", "started")}.items() <= before.items()
     root.end(FAILED, "rank 0 was ended")
-    assert status_of(tmp_path)["reason"] == "rank 1: RuntimeError: the fault", "the first reason stays"
+    assert status_of(tmp_path)["reason"] == "rank 1: RuntimeError: the fault", "the first reason must stay"
 
 
 def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 Jobs run on their own terminal if a user would press keys. Launchers treat signals differently: MPICH's
 forwards them, but a second Ctrl-C and a closed terminal make it kill its ranks. Open MPI's kills its ranks on
-every signal but SIGUSR1, and is stopped (`zero_mpi.launch.ending`) until they have saved.
+every signal but SIGUSR1, and is paused (`zero_mpi.launch.ending`) until they have saved.
 """
 
 import contextlib
@@ -382,20 +382,20 @@ def test_a_sample_is_cut_short(flags, tmp_path):
 
 
 def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path):
-    """If the signal's lead time exceeds the job's limit, the signal comes at each job's start."""
+    """If the signal comes at each job's start, the second job without a step fails, so the chain ends."""
     out, soon = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
     program(tmp_path, "squeue", "exit 1")  # squeue does not know the job, so its variables are used
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
-    assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once may be chance"
+    assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once is allowed"
     status, _, errors = run_command(command, timeout=40, env=told_at_once)
     (line,) = errors.splitlines()
     assert status == FAILED
     assert re.search(r"signal came 1\d\d s before the end of Slurm job 17, .*--signal=B:USR1@", line)
     assert run_command(command, timeout=40, env=job)[0] == 0
     assert run_command([*command, "--steps", "5"], timeout=40, env=told_at_once)[0] == REQUEUE, (
-        "there was a step"
+        "a run that made a step is requeued"
     )
 
 
@@ -416,7 +416,7 @@ def test_by_default_a_run_saves_now_and_then_by_the_clock_of_rank_0(flags, tmp_p
     more = [*flags, "--steps", "4", "--keep", "2"]
     printed = train(2, tmp_path / "out", *more, script=script)
     assert printed.count("saved ") == 4
-    assert len(list((tmp_path / "out").glob("step-*"))) == 2, "--keep holds"
+    assert len(list((tmp_path / "out").glob("step-*"))) == 2, "--keep must apply"
     printed = train(2, tmp_path / "at-the-end", *more, "--save-every", "0", script=script)
     assert printed.count("saved ") == 1
     assert_same_run(tmp_path / "out", tmp_path / "at-the-end")

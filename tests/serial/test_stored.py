@@ -1,4 +1,4 @@
-"""Adapters of a base in GGUF blocks have the same files as adapters of a base in floats."""
+"""Training adapters writes the same files for a base in GGUF blocks as for a base in floats."""
 
 import shutil
 from dataclasses import replace

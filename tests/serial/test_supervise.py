@@ -176,7 +176,7 @@ def test_the_limit_counts_restarts_without_a_new_checkpoint(tmp_path, capfd):
     starts = [fails.format(1), saves.format(20), fails.format(21), fails.format(22), fails.format(23)]
     trial = Trial(tmp_path, *starts, DONE)
     assert trial.run("--restarts", "2") == 9
-    assert len(trial.starts) == 4, "one, then two after the checkpoint"
+    assert len(trial.starts) == 4, "the count begins again at a checkpoint"
     assert "2 restarts" in capfd.readouterr().err
 
 
@@ -380,7 +380,7 @@ def test_a_signal_is_handed_on_and_ends_all(number, start, status, tmp_path):
         until((tmp_path / "ready").exists, "the run is there")
         process.send_signal(number)
         assert process.wait(60) == status
-    assert (tmp_path / "told").read_text() == "told\n", "the launcher alone hears it, once"
+    assert (tmp_path / "told").read_text() == "told\n", "the launcher alone gets one signal"
     assert len(trial.starts) == 1
 
 

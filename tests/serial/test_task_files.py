@@ -203,7 +203,7 @@ def test_solved_questions_stand_between_subject_and_question(tmp_path):
 
 
 def test_the_delimiter_is_of_the_question(tmp_path):
-    """CORE's language modeling counts only the text after `prompt.strip()`."""
+    """The delimiter belongs to the question: as in CORE, only the text after `prompt.strip()` counts."""
     (tmp_path / "q.jsonl").write_text(json.dumps({"context": "Who?", "continuation": "Ada"}))
     found = encode_choices(tmp_path / "q.jsonl", ByteTokenizer(), 64, delimiter="\nAnswer: ")
     assert bytes(found.sequences[0][1:].tolist()) == b"Who?\nAnswer: Ada"
@@ -228,7 +228,7 @@ def test_rolling_perplexity_is_lm_evals(small, tmp_path, which):
         [sum(found) for found in figures["log_likelihoods"]], each, rtol=1e-4, atol=1e-4
     )
     words, nbytes = sum(len(text.split()) for text in texts) + 1, sum(len(text.encode()) for text in texts)
-    words -= which != "small"  # lm-eval counts an additional word for the first text, which ends in a space
+    words -= which != "small"  # only "small" has a text that ends in a space: lm-eval adds a word
     assert figures["word_perplexity"] == pytest.approx(math.exp(-sum(each) / words), rel=1e-4)
     assert figures["byte_perplexity"] == pytest.approx(math.exp(-sum(each) / nbytes), rel=1e-4)
     assert figures["bits_per_byte"] == pytest.approx(-sum(each) / nbytes / math.log(2), rel=1e-4)
@@ -316,7 +316,7 @@ def test_the_likeliest_continuation_is_right(small, tmp_path):
         if word.isalpha() and harness.encode(f"{context} {word}") == [*ids[1:], best]:
             break
     else:
-        pytest.fail("no context is gone on with a word")
+        pytest.fail("no context continues with a word")
     figures, _ = evaluate(tmp_path, small, [{"context": context, "continuation": x} for x in (word, "zq")])
     assert figures["acc"] == 0.5
 

@@ -110,7 +110,7 @@ def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tm
     )
     given = [{}, {"variables": {"v": 1}}, {"system": "s"}, {"day": "2025-01-01"}]
     found = [corpus(path, SHOWING, inputs=TemplateInputs(**each)).sha256 for each in given]
-    assert len(set(found)) == 3, "the day is asked by no template here"
+    assert len(set(found)) == 3, "no template here uses the date"
     assert len({repr(sorted(each.items())) for each in keys}) == 4
 
 

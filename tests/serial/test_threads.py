@@ -1,4 +1,4 @@
-"""Kernels on several threads have the bits of one thread, except sums over rows."""
+"""Kernels on several threads are bit-identical to one thread, except sums over rows."""
 
 import os
 from functools import partial
@@ -14,13 +14,13 @@ from zero_mpi.ops import threads, trial
 from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.train.resolve import set_threads
 
-# Indices of sums over rows in the trial's results: gradients of biases and norms, and losses.
+# Part of the trial -> indices of its results that are sums over rows (gradients of biases and norms, losses).
 SUMS = {"products": range(4, 42, 6)}  # all other results with fewer than two axes are sums over rows
 
 
 @pytest.fixture
 def of_threads(monkeypatch):
-    """Set the number of threads and small limits for sharing; use one thread afterwards."""
+    """Return a function that sets the number of threads; small operations are shared too."""
     monkeypatch.setattr(threads, "LEAST", 64)
     monkeypatch.setattr(threads, "LEAST_PRODUCT", 64)
     yield threads.use
@@ -39,7 +39,7 @@ def results_by_place():
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("least", [64, 1 << 40])
 def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
-    """With products on one thread, only sums over rows differ from the bits of one thread.
+    """If products stay on one thread, only sums over rows differ in bits from a run on one thread.
 
     Several threads may use BLAS for parts of a product that one thread computes by oneDNN: the sums have
     different orders, and the rounding depends on the terms even if they cancel.

@@ -52,7 +52,7 @@ def write_megatron(folder, code=8, dtype="<u2", **changes):
 
 
 def write_arrow(folder, kind="int32", column="input_ids", large=False, stream=True, **options):
-    """Write a stream of batches as `datasets` does; the first batch lacks its first row."""
+    """Write a stream of batches as `datasets` does; the first batch is a slice without its first row."""
     arrow = pytest.importorskip(
         "pyarrow", reason="the package pyarrow is not installed", exc_type=ImportError
     )

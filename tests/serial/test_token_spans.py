@@ -107,7 +107,7 @@ main()
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4, 8))])
 def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
-    """The ranks hold less than 1 % of 20 GB of ids and read little of it.
+    """20 GB of ids add less than 1 % of their size to the ranks' memory, and a start reads little of them.
 
     Shared pages count fully for each rank, because their split depends on other processes.
     """
@@ -123,9 +123,9 @@ def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
         assert len(lines) == ranks
         held[gigabytes] = 1024 * sum(int(words[1]) for words in lines)
         read[gigabytes] = max(int(words[3]) for words in lines)
-    assert read[20] - read[1] < 64 << 20, "a start reads the data"
+    assert read[20] - read[1] < 64 << 20, "the bytes that a start reads grow with the data"
     assert held[20] - held[1] < 0.01 * 20 * 2**30
-    assert held[20] - held[1] < 0.05 * held[1], "a vocabulary of windows is held"
+    assert held[20] - held[1] < 0.05 * held[1], "the memory of a rank grows with the number of windows"
 
 
 CUT = """

@@ -166,7 +166,7 @@ main()
 
 
 def test_a_rank_that_stands_still_ends_the_job(some, whole, tmp_path):
-    """A hung rank ends the job after other ranks finish their parts; a second start completes it."""
+    """If a rank hangs, --timeout ends the job after other ranks' parts; a second start completes it."""
     out, script = tmp_path / "out", tmp_path / "hanging.py"
     script.write_text(HANGING)
     job = [str(script), *some, "--out", str(out), "--timeout", "3"]

@@ -242,7 +242,7 @@ def test_flags_of_the_configuration_go_before_those_of_the_file(plain, tmp_path)
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama-bpe"])
 def test_ignore_merges_is_the_folders(kind, tmp_path):
-    """With ignore_merges, a word that is a token is not split; the name in a GGUF tells llama.cpp so."""
+    """With ignore_merges, a word that is a token is not split; in a GGUF, tokenizer.ggml.pre implies this."""
     content = bpe_files.trained_json(kind, tokens=300)
     model, ignores = content["model"], kind == "qwen2"
     first = len(model["vocab"]) + len(content["added_tokens"])

@@ -43,7 +43,7 @@ CASES = [  # events of a step of length 100, and the columns
             event(0, "optimizer", "norm", 60, 80),
             event(0, "waits", "allreduce", 65, 75),
             event(0, "optimizer", "update", 80, 90),
-            event(0, "gathers", "allgather", 6, 40, bytes=1000),  # 24 of 34 hidden
+            event(0, "gathers", "allgather", 6, 40, bytes=1000),  # 24 of 34 units of time are hidden
         ],
         {"data": 5, "moving": 15, "exposed": 20, "compute": 30, "optimizer": 20, "other": 10},
     ),

@@ -143,7 +143,7 @@ def test_a_record_is_read_back_from_the_text_file(tmp_path):
     ranks = {("memory_bytes", "0"): 1024, ("memory_bytes", "1"): 2048}
     assert found == {(name, None): value for name, value in numbers.items()} | ranks
     assert {of for _, of, _ in parsed(file.path)} == {str(run)}
-    assert os.listdir(tmp_path) == [file.path.name], "what is written beside it is gone"
+    assert os.listdir(tmp_path) == [file.path.name], "no temporary file may stay"
     assert file.path.name.startswith("zero_mpi_my_run_")
     assert text_file(tmp_path, tmp_path / "elsewhere" / "my run").path != file.path
 
@@ -158,7 +158,7 @@ def test_the_file_is_written_once_a_second_and_at_the_end(tmp_path, monkeypatch)
         file.step({"step": step, "loss": 1.0 / step} | ({"val_loss": 7.0} if step == 2 else {}))
         seen.append(parsed(file.path)["zero_mpi_step", run, None])
     assert seen == [1, 1, 3, 3]
-    assert parsed(file.path)["zero_mpi_val_loss", run, None] == 7.0, "of a step that was not written"
+    assert parsed(file.path)["zero_mpi_val_loss", run, None] == 7.0, "the val_loss of step 2 must stay"
     file.close()
     at_end = parsed(file.path)
     assert (at_end["zero_mpi_step", run, None], at_end["zero_mpi_running", run, None]) == (4, 0)

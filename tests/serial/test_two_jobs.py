@@ -90,7 +90,7 @@ def test_the_second_job_is_refused_and_touches_nothing(first, job, tmp_path):
         assert_refused(run_job(3, [*job, *more], timeout=30, cwd=tmp_path), out, pid)
     assert snapshot(out) == before
     status, _, errors = run_job(1, [*job, "--dry-run"], timeout=30, cwd=tmp_path)
-    assert (status, errors) == (0, ""), "a dry run disturbs nobody"
+    assert (status, errors) == (0, ""), "a dry run needs no lock"
     (tmp_path / "go").touch()
     assert first.wait(30) == 0
     assert [step for step, *_ in fields(out)] == [str(step) for step in range(1, 9)]
@@ -110,7 +110,7 @@ def test_after_a_kill_the_next_job_starts_at_once(first, job, tmp_path):
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_job_whose_folder_goes_in_a_long_step_does_not_wait_for_its_end(is_replaced, first, tmp_path):
-    """Rank 0 of the job waits in a step until the end of the test."""
+    """The job ends although rank 0 is in a step, which would last until the end of the test."""
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     if is_replaced:
         (tmp_path / "out").mkdir()

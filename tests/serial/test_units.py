@@ -76,7 +76,7 @@ def test_buckets_hold_every_parameter_once_and_keep_the_limit(chosen, limit, fro
     assert all(bytes_of(unit) <= limit or len(unit.params) == 1 for unit in buckets)
     for unit, following in pairwise(buckets):
         first = next(iter(following.params.values()))
-        assert bytes_of(unit) + 4 * first.size > limit, "closed though the next one would have fitted"
+        assert bytes_of(unit) + 4 * first.size > limit, "the next parameter would fit"
     rest = [name for unit in made if not unit.trainable for name in unit.params]
     assert rest == [name for name in params if name not in free]
     assert len(made) - len(buckets) == bool(rest)

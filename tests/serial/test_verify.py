@@ -108,7 +108,7 @@ main()
 
 
 def test_no_cache_is_read(whole, tmp_path):
-    """`verify` encodes the text again, because a faulty cache would affect both computations equally."""
+    """`verify` encodes the text again, because a faulty cache would affect run and verification equally."""
     script = tmp_path / "uncached.py"
     script.write_text(UNCACHED)
     status, _, errors = run_job(1, [str(script), str(whole)], timeout=50)
@@ -122,7 +122,7 @@ def test_the_chain_is_the_same_at_any_number_of_ranks_and_the_run_prints_its_hea
 
 
 def test_the_head_depends_on_no_checkpoint(whole, text, tmp_path):
-    """The head is the same for a run that saves in the background, at other steps, and at a signal."""
+    """The chain's head is the same if a run saves in the background, at other steps, or after a signal."""
     stops = "if (rank, done) == (0, 2): os.kill(os.getpid(), signal.SIGTERM)"
     script = train_with(tmp_path / "stops.py", stops, method="rounds")
     flags = [*SMALL, *OFTEN, "--save-every", "5", "--async-save", "--data", *text]
@@ -190,7 +190,7 @@ def test_yes_and_no_on_other_ranks_strategies_and_transports(run):
     status, lines = compute(run, *flags, ranks=ranks)
     assert status == 1
     assert lines[-1].startswith("no: step 4: loss is 4.25 in the records, ")
-    assert not any("3 to 4" in line for line in lines), "a stretch that differs is not called the same"
+    assert not any("3 to 4" in line for line in lines), "a segment that differs is called equal"
 
 
 def test_a_resume_on_other_ranks_leaves_the_chain_of_the_unbroken_run(run, whole, text):
@@ -417,7 +417,7 @@ def test_other_data_are_named(run, text, tmp_path):
 
 
 def test_another_head_than_the_published_one_is_named(run, verify):
-    """A forger of all files cannot forge the published head."""
+    """If all files are forged, the head still differs from the published head."""
     published = head(run)
     forge_record(run, 4)
     assert verify(run, "--expect", published)[1][-1] == (

@@ -1,4 +1,4 @@
-"""Ranks that make no progress report their state, and one report ends the job."""
+"""A rank without progress prints a report and ends the job on all ranks."""
 
 import sys
 
@@ -8,7 +8,7 @@ from zero_mpi.launch.watchdog import STATUS, RankReports, RankState
 
 
 def test_what_another_job_left_misleads_nobody(tmp_path):
-    """Files of a job that was killed during a roll call do not matter to the next job."""
+    """The reports that the ranks of a killed job left do not affect the next job."""
     for rank in range(2):
         RankReports(tmp_path, rank, "the job before").sign(
             RankState("step 3", "barrier", "barrier", 2.0, "stacks")
@@ -37,7 +37,7 @@ time.sleep(60)
 
 
 def test_before_ranks_know_of_each_other_one_that_stands_still_ends_them_all():
-    """A rank without progress ends all ranks, not only itself."""
+    """Before ranks know of each other, a rank without progress ends the job on all ranks."""
     status, said, errors = run_command([sys.executable, "-c", ALONE], timeout=30)
     assert (status, said) == (STATUS, f"all are to end with {STATUS}\n")
     assert "zero_mpi: rank 3: no progress for 0." in errors

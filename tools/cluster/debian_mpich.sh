@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Debian's MPICH unpacked into a folder, as a site would have one: nothing is installed, and root is not needed.
+# Unpacks Debian's MPICH into a folder, like the MPICH of a site. Installs nothing, and does not need root.
 #
-#   tools/cluster/debian_mpich.sh FOLDER    unpacks it, and prints the variables to set as VARIABLE=VALUE
+#   tools/cluster/debian_mpich.sh FOLDER    unpacks it, and prints the variables to set, as VARIABLE=VALUE
 #
-# It stands for a library of MPICH's ABI that is not the wheel's (Cray MPICH, MVAPICH): mpi4py's wheel is to open the
-# site's libmpi.so.12. Debian calls the file libmpich.so.12, so the folder gets a link by the name of the ABI.
+# It represents any library with MPICH's ABI (Cray MPICH, MVAPICH) outside the wheel: mpi4py's wheel must open the
+# site's libmpi.so.12. Debian calls this file libmpich.so.12, so the folder gets a link with the name libmpi.so.12.
 set -euo pipefail
 
 [[ $# = 1 ]] || { echo "debian_mpich.sh: expected: debian_mpich.sh FOLDER; got: $*" >&2; exit 2; }
-command -v apt-get > /dev/null || { echo "debian_mpich.sh: it needs apt-get, of Debian" >&2; exit 2; }
+command -v apt-get > /dev/null || { echo "debian_mpich.sh: apt-get is missing: this script needs Debian" >&2; exit 2; }
 mkdir -p "$1"
 folder=$(realpath "$1")
 cd "$folder"
 
-# What would be installed here: MPICH itself, and of what it needs all that this machine lacks.
+# The packages that apt-get would install: MPICH, and its dependencies that this machine lacks.
 apt-get -s install --reinstall --no-install-recommends mpich libmpich12 | awk '/^Inst/ { print $2 }' > packages
 grep -qx libmpich12 packages || { echo "debian_mpich.sh: no package libmpich12: apt-get update?" >&2; exit 1; }
 xargs apt-get -qq download < packages 2> /dev/null
@@ -24,7 +24,7 @@ done
 libraries=$(dirname "$(echo root/usr/lib/*/libmpich.so.12)")
 ln -sf libmpich.so.12 "$libraries/libmpi.so.12"
 mkdir -p bin
-ln -sf ../root/usr/bin/hydra_pmi_proxy bin/   # beside the launcher, which looks for it there
+ln -sf ../root/usr/bin/hydra_pmi_proxy bin/   # the launcher looks for it in its own folder
 for name in mpiexec mpirun; do
     ln -sf ../root/usr/bin/mpiexec.hydra "bin/$name"
 done

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Ends the hosts of hosts_up.sh, with everything that runs in them, and nothing else.
+# Ends the hosts of hosts_up.sh and all processes in them, and nothing else.
 #
-#   tools/cluster/hosts_down.sh STATE     the folder that hosts_up.sh printed; it goes if nothing else is in it
+#   tools/cluster/hosts_down.sh STATE     the folder that hosts_up.sh printed; it is removed if nothing else is in it
 set -euo pipefail
 shopt -s nullglob
 
@@ -10,7 +10,7 @@ shopt -s nullglob
     exit 2
 }
 
-begun() {   # when a process was started: another one may have its number by now
+begun() {   # print when a process started, because another process may have its id by now
     sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20
 }
 
@@ -28,7 +28,7 @@ for file in *.pid; do
     done
 done
 rm -f ./*.pid h[0-9]*.log host_key host_key.pub user_key user_key.pub sshd_config ssh enter hosts
-# mount points, empty out here
+# Mount points, which are empty outside the hosts.
 [[ ! -d kept ]] || find kept -depth -type d -exec rmdir --ignore-fail-on-non-empty {} +
 cd /
 rmdir --ignore-fail-on-non-empty "$state"

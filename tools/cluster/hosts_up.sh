@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Several hosts on one Linux machine, to run jobs of many nodes on.
+# Makes several simulated hosts on one Linux machine, for jobs on many nodes.
 #
 #   tools/cluster/hosts_up.sh COUNT [RATE|none] [STATE]   makes h1 ... hCOUNT and prints the folder STATE
 #   tools/cluster/hosts_down.sh STATE                     ends them
@@ -21,18 +21,18 @@ refuse() {
     exit 2
 }
 
-begun() {   # when a process was started, in clock ticks: tells it from a later one with the same number
+begun() {   # print when a process started, in clock ticks, because a later process may get the same id
     sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20
 }
 
-note() {   # note NAME PID: what hosts_down.sh is to end
+note() {   # note NAME PID: record a process that hosts_down.sh must end
     echo "$2 $(begun "$2")" > "$state/$1.pid"
 }
 
-first_child() {   # of process $1, which is about to fork
+first_child() {   # print the first child of process $1, which is about to fork
     local children=()
     for _ in {1..200}; do
-        read -ra children < "/proc/$1/task/$1/children" 2>/dev/null || true   # a line without an end
+        read -ra children < "/proc/$1/task/$1/children" 2>/dev/null || true   # no newline: read fails
         ((${#children[@]} == 0)) || break
         sleep 0.02
     done
@@ -43,16 +43,16 @@ read_arguments() {
     [[ $# -ge 1 && $# -le 3 && $1 =~ ^[1-9][0-9]{0,2}$ && $1 -le 250 ]] ||
         refuse "expected: hosts_up.sh COUNT [RATE|none] [STATE], COUNT from 1 to 250; got: $*"
     count=$1 rate=${2:-none}
-    [[ $(id -u) = 0 ]] || refuse "only root may make namespaces"
+    [[ $(id -u) = 0 ]] || refuse "needs root, to make namespaces"
     for program in "${needed[@]}"; do
         command -v "$program" > /dev/null ||
             refuse "$program is missing: apt-get install openssh-server iproute2 util-linux"
     done
     state=$(realpath -m "${3:-$(mktemp -d /var/tmp/zero_mpi-hosts.XXXXXX)}")
     case $state/ in
-        /tmp/* | /dev/shm/*) refuse "$state: the hosts have a /tmp and /dev/shm of their own; choose another" ;;
+        /tmp/* | /dev/shm/*) refuse "$state: the hosts have private /tmp and /dev/shm; choose another folder" ;;
     esac
-    ! compgen -G "$state/*.pid" > /dev/null || refuse "$state: has hosts already; end them by hosts_down.sh"
+    ! compgen -G "$state/*.pid" > /dev/null || refuse "$state: hosts are running in it; end them by hosts_down.sh"
     mkdir -p "$state" /run/sshd
 }
 
@@ -75,7 +75,7 @@ exec ssh -F none -i "$state/user_key" -o StrictHostKeyChecking=no -o UserKnownHo
 END
     cat > "$state/enter" <<END
 #!/usr/bin/env bash
-# enter HOST COMMAND...: in the present folder
+# enter HOST COMMAND...: run a command inside a host, in the current folder
 read -r pid _ < "$state/\$1.pid" || exit 1
 exec nsenter --target "\$pid" --net --uts --ipc --pid --mount --wd="\$PWD" -- "\${@:2}"
 END
@@ -89,7 +89,7 @@ make_bridge() {
     bridge=$(first_child $!)
     note bridge "$bridge"
     nsenter --target "$bridge" --net ip link add br0 type bridge
-    nsenter --target "$bridge" --net ip link set br0 addrgenmode none up   # no IPv6: its solicitations go to all
+    nsenter --target "$bridge" --net ip link set br0 addrgenmode none up   # no IPv6: its solicitations go to every host
 }
 
 make_host() {   # make_host NAME NUMBER
@@ -102,9 +102,9 @@ make_host() {   # make_host NAME NUMBER
         after+="mkdir -p '$folder' && mount --bind '$state/kept/$number' '$folder' && "
         number=$((number + 1))
     done
-    # A person's start-up file may take long and print to every rank's stderr.
+    # A user's ~/.bashrc may take long and print to every rank's stderr.
     [[ -f ~/.bashrc ]] && before+="mount --bind /dev/null ~/.bashrc && "
-    # The first process of a process namespace: with it ends everything inside.
+    # sshd is the first process of its process namespace: when it ends, all processes of the host end.
     inside="hostname $1 && mount --bind '$state/hosts' /etc/hosts && mount -t tmpfs none /dev/shm &&
         $before mount -t tmpfs none /tmp && $after ip link set lo up && exec /usr/sbin/sshd -D -e -f '$state/sshd_config'"
     unshare --net --uts --ipc --mount --pid --fork --mount-proc bash -c "$inside" \
@@ -116,10 +116,10 @@ make_host() {   # make_host NAME NUMBER
     nsenter --target "$host" --net ip addr add "10.77.0.$2/24" dev eth0
     nsenter --target "$host" --net ip link set eth0 addrgenmode none up
     [[ $rate != none ]] || return 0
-    # What an idle link saves up for later is to be little, but enough for the large segments that TCP hands
-    # down: what is larger than the burst the kernel cuts into packets, which takes as long as the computation.
-    # HOSTS_BURST=32kb is for slow links, where 256 KB are as much as a message. The queue is as long at any rate
-    # as at 1 Gbit for 50 ms: a full one drops packets, after which TCP may wait 0.2 s.
+    # An idle link may later send `burst` bytes at once. This must be small, but hold TCP's large segments: the kernel
+    # would cut larger ones into packets, which takes as long as the computation. Use HOSTS_BURST=32kb for slow links,
+    # where a message has about 256 KB. The queue holds 50 ms of 1 Gbit/s at any rate: a full queue drops packets, and
+    # TCP may then wait 0.2 s.
     local burst=${HOSTS_BURST:-256kb} limit=6500kb
     nsenter --target "$host" --net tc qdisc add dev eth0 root tbf rate "$rate" burst $burst limit $limit
     nsenter --target "$bridge" --net tc qdisc add dev "to-$1" root tbf rate "$rate" burst $burst limit $limit

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Ends the Slurm of slurm_up.sh, its jobs first, and nothing else.
+# Cancels the jobs of the Slurm of slurm_up.sh, then ends this Slurm, and nothing else.
 #
-#   tools/cluster/slurm_down.sh STATE    the folder that slurm_up.sh printed; it goes if nothing else is in it
+#   tools/cluster/slurm_down.sh STATE    the folder that slurm_up.sh printed; it is removed if nothing else is in it
 set -euo pipefail
 
 [[ $# = 1 && -d $1 ]] || {
@@ -14,20 +14,20 @@ export SLURM_CONF=$state/slurm.conf
 hosts=$(cat "$state/over_hosts" 2> /dev/null) || hosts=""
 [[ $hosts ]] && first=h1 || first=here
 
-inside() {   # inside HOST COMMAND...: in a host that may be lost, or here where there are none
+inside() {   # inside HOST COMMAND...: run in a host, which may be lost, or on this machine without hosts
     if [[ $hosts ]]; then timeout 20 "$hosts/enter" "$@"; else "${@:2}"; fi
 }
 
-daemon() {   # the process of daemon $1 on host $2, by file $3: another may have the number in it by now
+daemon() {   # print the process id in file $3 if it still belongs to daemon $1 on host $2
     local pid
     pid=$(cat "$3" 2> /dev/null) || return
     [[ $(inside "$2" cat "/proc/$pid/comm" 2> /dev/null) = "$1" ]] && echo "$pid"
 }
 
-cancel_jobs() {   # while the daemons are there to end them
+cancel_jobs() {   # before the daemons end, because they end the jobs
     inside $first squeue --noheader --format=%A | sort -u |
         while read -r job; do inside $first scancel "$job" < /dev/null; done || true
-    for _ in {1..600}; do   # Slurm kills after KillWait what does not end; a busy machine takes its time
+    for _ in {1..600}; do   # Slurm kills jobs after KillWait seconds; a busy machine may need longer
         [[ -n $(inside $first squeue --noheader) ]] || break
         sleep 0.1
     done
@@ -50,7 +50,7 @@ for file in "$state"/slurmd{,-*}.pid; do
     end_daemon slurmd "${name%.pid}" "$file"
 done
 end_daemon slurmctld $first "$state/slurmctld.pid"
-hosts=""   # which munged is not in
+hosts=""   # munged runs outside the hosts
 end_daemon munged here "$state/munged.pid"
 cd "$state"
 rm -rf saved spool

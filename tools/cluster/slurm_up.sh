@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# A Slurm of its own on this machine, with its own munge, to run batch jobs on.
+# Starts a private Slurm with a private munge on this machine, for batch jobs.
 #
 #   tools/cluster/slurm_up.sh [CPUS] [STATE]    starts it (CPUS: 8) and prints the folder STATE
 #   tools/cluster/slurm_down.sh STATE           cancels the jobs in it and ends it
 #   export SLURM_CONF=STATE/slurm.conf          what sbatch, squeue and scontrol need to find it
 #
-# One node of CPUS processors, however many the machine has: Slurm takes the number on trust. Or, with
-# HOSTS_STATE=FOLDER of hosts_up.sh, a node for each of these hosts: Slurm's commands are run inside of them, its
-# controller is in h1, and a host that is lost takes its node along, which Slurm sees after ten seconds. Jobs of
-# the partition "urgent" preempt those of the other one, which are told a minute before. Nothing is written
-# outside of STATE and no service of the system is used. Needs root and
+# It has one node of CPUS processors; Slurm does not check how many the machine has. Or, with
+# HOSTS_STATE=FOLDER of hosts_up.sh, each of these hosts is a node: Slurm's commands run inside them, its
+# controller is in h1, and Slurm notices a lost host after ten seconds. Jobs of
+# partition "urgent" preempt jobs of partition "all", which are warned a minute before. Nothing is written
+# outside STATE and no system service is used. Needs root and
 #   apt-get install -y --no-install-recommends slurm-wlm munge
-# and libpmix-dev for srun --mpi=pmix, whose plugin opens the library by a name that only this package has.
+# and libpmix-dev for srun --mpi=pmix, whose plugin opens a library by a name that only this package has.
 set -euo pipefail
 
 here=$(dirname "$(realpath "$0")")
@@ -23,11 +23,11 @@ refuse() {
     exit 2
 }
 
-inside() {   # inside HOST COMMAND...: in a host, or here where there are none
+inside() {   # inside HOST COMMAND...: run a command in a host, or on this machine without hosts
     if [[ $hosts ]]; then "$hosts/enter" "$@"; else "${@:2}"; fi
 }
 
-name_nodes() {   # nodes, and lines with their addresses
+name_nodes() {   # set the names of the nodes, and slurm.conf's lines with their addresses
     nodes=$(hostname -s) first=$nodes address=127.0.0.1 lines="NodeName=$nodes NodeAddr=127.0.0.1"
     [[ $hosts ]] || return 0
     nodes= lines= first=h1
@@ -40,7 +40,7 @@ name_nodes() {   # nodes, and lines with their addresses
     done < "$hosts/hosts"
 }
 
-free_port() {   # a port of the loopback that nobody listens on, from $1: below those that systems give to clients
+free_port() {   # print an unused loopback port, at least $1; systems give clients only higher ports
     local port
     while port=$((RANDOM % 3000 + $1)); do
         (: < "/dev/tcp/127.0.0.1/$port") 2> /dev/null || break
@@ -52,14 +52,14 @@ read_arguments() {
     [[ $# -le 2 && ${1:-8} =~ ^[1-9][0-9]{0,3}$ ]] ||
         refuse "expected: slurm_up.sh [CPUS] [STATE], CPUS from 1 to 9999; got: $*"
     cpus=${1:-8}
-    [[ $(id -u) = 0 ]] || refuse "only root may run jobs for others"
+    [[ $(id -u) = 0 ]] || refuse "needs root, to run jobs for other users"
     for program in munged slurmctld slurmd sbatch; do
         command -v "$program" > /dev/null ||
             refuse "$program is missing: apt-get install --no-install-recommends slurm-wlm munge"
     done
     state=$(realpath -m "${2:-$(mktemp -d /var/tmp/zero_mpi-slurm.XXXXXX)}")
     [[ ! $hosts || -x $hosts/enter ]] || refuse "HOSTS_STATE=$hosts: expected the folder of hosts_up.sh"
-    [[ ! -e $state/slurm.conf ]] || refuse "$state: has a Slurm already; end it by slurm_down.sh"
+    [[ ! -e $state/slurm.conf ]] || refuse "$state: a Slurm is running in it; end it by slurm_down.sh"
 }
 
 write_files() {
@@ -68,10 +68,10 @@ write_files() {
     name_nodes
     mkdir -p "$state"/{saved,spool}
     [[ ! $hosts ]] || echo "$hosts" > "$state/over_hosts"
-    chmod 755 "$state"   # munge wants everybody to reach its socket
+    chmod 755 "$state"   # munge requires that all users can reach its socket
     (umask 077 && head -c 1024 /dev/urandom > "$state/munge.key")
-    # cred_expire: as long waits a requeued job, two minutes otherwise. config_overrides: take CPUS on trust.
-    # FirstJobId: MPICH names memory after the job; what a killed one left would be in the way of its namesake.
+    # cred_expire: a requeued job waits this long (default: two minutes). config_overrides: do not check CPUS.
+    # FirstJobId is random: MPICH names shared memory by job id, and a killed job's memory would be in the way.
     cat > "$state/slurm.conf" <<END
 ClusterName=zero_mpi
 SlurmctldHost=$first($address)
@@ -109,7 +109,7 @@ PartitionName=all Nodes=$nodes Default=YES PriorityTier=1 GraceTime=60 State=UP
 PartitionName=urgent Nodes=$nodes PriorityTier=2 State=UP
 END
     echo "CgroupAutomount=no" > "$state/cgroup.conf"
-    # Pretended, so that a job that asks for a GPU is taken.
+    # A fake GPU, so that Slurm accepts jobs that ask for one.
     echo "Name=gpu File=/dev/null" > "$state/gres.conf"
 }
 
@@ -129,14 +129,14 @@ is_idle() {
     return 1
 }
 
-say_why() {   # the node is not idle: what Slurm and its daemons say
+say_why() {   # print what Slurm and its daemons report, because the node is not idle
     echo "slurm_up.sh: the node is not ready: $(inside "$first" sinfo --noheader --format='%T %E' 2>&1)"
     tail -n 5 "$state"/{munged,slurmctld,slurmd*}.log
 } >&2
 
 read_arguments "$@"
 trap '"$here/slurm_down.sh" "$state"' EXIT
-for attempt in 1 2 3; do   # a port may be taken between the look and the start: then once more with others
+for attempt in 1 2 3; do   # another process may take a port before the start; then retry with other ports
     write_files
     start
     if is_idle; then

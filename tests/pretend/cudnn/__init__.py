@@ -1,4 +1,4 @@
-"""Subset of cudnn-frontend that the package uses, on the pretend device: graphs of one attention node.
+"""Subset of cudnn-frontend that the package uses, on the simulated device: graphs of one attention node.
 
 It has the names of the real package and is stricter: a graph must have passed all build steps, a call must
 have the addresses of exactly its tensors, and every tensor must be inside one allocation. Attention is
@@ -196,7 +196,7 @@ class pygraph:
         q, k, v = (x.dim for x in self.inputs)
         fit = q[0] == k[0] == v[0] and q[1] % k[1] == 0 and k[1:3] == v[1:3] and q[3] == k[3]
         assert fit, (q, k, v)
-        assert q[2] == k[2], "as many queries as keys were promised"
+        assert q[2] == k[2], "the package promised equal numbers of queries and keys"
 
     def build_operation_graph(self) -> None:
         self._step("build_operation_graph")

@@ -84,7 +84,7 @@ class ndarray:
         self.base: ndarray | None = None
         memory = (ctypes.c_char * max(1, size)).from_address(self.data.ptr)
         if not size and strides is None:
-            strides = (0,) * len(shape)  # CuPy has this attribute, NumPy does not
+            strides = (0,) * len(shape)  # strides of an empty array, as in CuPy
         self._host = np.ndarray(shape, kind, memory, strides=strides, order=order)
 
     def _view(self, host: np.ndarray) -> ndarray:

@@ -1,4 +1,4 @@
-"""Streams, events and memory of the pretend device. A stream is a thread that runs its work in order."""
+"""Streams, events and memory of the simulated device. A stream is a thread that runs its work in order."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def delay() -> float:
 
 
 LIVE: dict[int, int] = {}  # size of each allocation by its address
-_known: dict[int, int] = {}  # allocation in which an address was found before
+_known: dict[int, int] = {}  # address -> start of the allocation in which it was found before
 
 
 def inside(ptr: int, size: int) -> bool:
-    """Return whether a byte range is inside one allocation. For the pretend libraries; not in CuPy."""
+    """Return whether a byte range is inside one allocation. For the simulated libraries; not in CuPy."""
     start = _known.get(ptr, -1)
     if not start <= ptr < start + LIVE.get(start, 0):
         start = next((at for at, length in LIVE.copy().items() if at <= ptr < at + length), -1)
@@ -170,7 +170,7 @@ fault = SimpleNamespace(status=0)  # status of all calls; set by tests
 
 
 def event_query(ptr: int) -> int:
-    assert hasattr(_local, "device"), "a thread that has chosen no GPU makes a context on the first one"
+    assert hasattr(_local, "device"), "in CUDA, a thread without a chosen GPU opens the first one"
     return fault.status or (0 if Event._all[ptr]._passed.is_set() else 600)
 
 
@@ -297,7 +297,7 @@ def get_current_stream() -> Stream:
 
 
 class CUDARuntimeError(RuntimeError):
-    """Error of the pretend runtime."""
+    """Error of the simulated CUDA runtime."""
 
 
 def gpus() -> int:
@@ -308,7 +308,7 @@ def gpus() -> int:
 
 
 class Device:
-    """One of the pretend GPUs."""
+    """One of the simulated GPUs."""
 
     def __init__(self, device: int | None = None) -> None:
         self.id = getattr(_local, "device", 0) if device is None else int(device)
@@ -374,4 +374,4 @@ def __getattr__(name: str) -> Any:
         from . import nccl
 
         return nccl
-    raise AttributeError(f"the pretend CuPy has no cuda.{name}; see tests/pretend/cupy")
+    raise AttributeError(f"the simulated CuPy has no cuda.{name}; see tests/pretend/cupy")

@@ -59,7 +59,7 @@ class Launch(ctypes.Structure):
 def compiler() -> str:
     found = shutil.which("g++")
     if found is None:
-        raise RuntimeError("the pretend CuPy runs kernels only where there is g++")
+        raise RuntimeError("the simulated CuPy needs g++ to run kernels")
     return found
 
 
@@ -82,7 +82,7 @@ def with_shared_memory(code: str) -> str:
     code = DYNAMIC.sub(r"\1* \2 = (\1*)emulator::now.dynamic.data();", code)
     code = STATIC.sub(r"static \1 \2\3; emulator::begin_shared((void*)&\2, sizeof \2);", code)
     if "__shared__" in re.sub(r"//.*", "", code):
-        raise RuntimeError("the pretend CuPy wants one shared variable in a declaration")
+        raise RuntimeError("the simulated CuPy expects one shared variable per declaration")
     return code
 
 
@@ -127,7 +127,7 @@ class RawModule:
         if not isinstance(options, tuple):
             raise TypeError("Argument 'options' has incorrect type (expected tuple)")
         if name_expressions is not None or backend != "nvrtc":
-            raise NotImplementedError("the pretend CuPy knows only kernels with C names, by nvrtc")
+            raise NotImplementedError("the simulated CuPy has only kernels with C names, by nvrtc")
         self.code, self.options = code, options
 
     def compile(self) -> None:
@@ -141,7 +141,7 @@ class RawModule:
 
 
 class RawKernel:
-    """`cupy.RawKernel`: a call asks the stream to run the kernel."""
+    """`cupy.RawKernel`: a call queues the kernel on the stream."""
 
     def __init__(self, found: Any, name: str, most_threads: int) -> None:
         self.name, self._most_threads = name, most_threads
@@ -186,7 +186,7 @@ class RawKernel:
             raise ValueError(f"{self.name}: a block of {block}, at most {self._most_threads} threads")
 
     def _argument(self, letter: str, value: Any) -> Any:
-        """Return an argument for C. Raise TypeError if a GPU would misread it, ValueError for no address."""
+        """Return an argument for C. Raise TypeError for a wrong type, ValueError for a wrong address."""
         if letter == "P" and hasattr(value, "__cuda_array_interface__"):
             value = value.data.ptr
         taken, c_type = LETTERS[letter]

@@ -1,4 +1,4 @@
-"""Subset of cupyx that the package uses: pinned memory, which is ordinary memory on the pretend device."""
+"""Subset of cupyx that the package uses: pinned memory, which is ordinary memory on the simulated device."""
 
 from typing import Any
 

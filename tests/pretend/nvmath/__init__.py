@@ -1,3 +1,3 @@
-"""Subset of nvmath-python that the package uses, on the pretend device: the bindings of cuBLASLt."""
+"""Subset of nvmath-python that the package uses, on the simulated device: the bindings of cuBLASLt."""
 
 from . import bindings as bindings

@@ -1,4 +1,4 @@
-"""cuBLASLt on the pretend device: the calls that the package uses, with the real names and numbers.
+"""cuBLASLt on the simulated device: the calls that the package uses, with the real names and numbers.
 
 It is stricter than the library: each matrix must be inside one allocation, an algorithm may only be used for
 the descriptors and alignment for which it was requested, and an attribute must have the right size. A product
@@ -63,7 +63,7 @@ PREFERENCE_TYPES = {P.MAX_WORKSPACE_BYTES: "u8"} | {name: "u4" for name in P if 
 
 
 def _dtype(table: dict[Any, str], attribute: int) -> type:
-    demand(attribute in table, f"attribute {attribute} is not known to the pretend cuBLASLt")
+    demand(attribute in table, f"attribute {attribute} is not known to the simulated cuBLASLt")
     return np.dtype(table[attribute]).type
 
 
@@ -183,7 +183,7 @@ def destroy(light_handle: int) -> None:
 
 
 def matrix_layout_create(type: int, rows: int, cols: int, ld: int) -> int:
-    demand(type in TYPES, f"type {type} is not known to the pretend cuBLASLt", NOT_SUPPORTED)
+    demand(type in TYPES, f"type {type} is not known to the simulated cuBLASLt", NOT_SUPPORTED)
     demand(rows > 0 and cols > 0 and ld >= rows, f"a matrix of {rows} rows, {cols} columns by {ld}")
     return _make(Layout(type, rows, cols, ld))
 
@@ -198,7 +198,7 @@ def matrix_layout_set_attribute(mat_layout: int, attr: int, buf: int, size_in_by
 
 
 def matmul_desc_create(compute_type: int, scale_type: int) -> int:
-    demand((compute_type, scale_type) == (68, 0), "only COMPUTE_32F by float32 scalars is pretended")
+    demand((compute_type, scale_type) == (68, 0), "only COMPUTE_32F with float32 scalars is simulated")
     return _make(Product(compute_type, scale_type))
 
 
@@ -236,7 +236,7 @@ def _check_shapes(product: Product, a: Layout, b: Layout, c: Layout, d: Layout) 
         (c.rows, c.cols) == (d.rows, d.cols) == (m, n), f"{(m, n)} into {(c.rows, c.cols, d.rows, d.cols)}"
     )
     demand(len({x.batch for x in (a, b, c, d)}) == 1, "batches of several lengths")
-    demand(a.type == b.type and c.type == d.type, "A and B have one type, C and D one", NOT_SUPPORTED)
+    demand(a.type == b.type and c.type == d.type, "types of A and B, or of C and D, differ", NOT_SUPPORTED)
     demand((a.type, d.type) in COMBINATIONS, f"type {a.type} into {d.type}", NOT_SUPPORTED)
     if d.batch > 1:
         demand(d.apart >= (d.cols - 1) * d.ld + d.rows, "the results of a batch overlap")
@@ -297,13 +297,13 @@ def matmul(
     demand(workspace_size_in_bytes >= chosen.workspace, "the workspace is too small")
     demand(workspace % WORKSPACE_ALIGNMENT == 0, "the workspace is not aligned")
     _inside(workspace, workspace_size_in_bytes, "workspace")
-    demand(c != d or layouts[2] == layouts[3], "C in place of D has another layout")
+    demand(c != d or layouts[2] == layouts[3], "C and D share memory, so they need one layout")
     bias = 0
     epilogue = product.set.get(D.EPILOGUE, 1)
     demand(epilogue in (1, 4), f"epilogue {epilogue} is not pretended", NOT_SUPPORTED)
     if epilogue == 4:
         bias = product.set.get(D.BIAS_POINTER, 0)
-        demand(bias, "the epilogue wants a bias and none is set")
+        demand(bias, "the epilogue needs a bias, and none is set")
         demand(
             product.set.get(D.BIAS_DATA_TYPE, layouts[3].type) == layouts[3].type, "a bias of another type"
         )

@@ -40,6 +40,6 @@ class PyZeroMpi(PythonPackage):
     depends_on("py-numba@0.61:", type=("build", "run"), when="+fast")
     depends_on("py-tokenizers@0.21:", type=("build", "run"), when="+tokenizers")
     depends_on("py-pyarrow@18:", type=("build", "run"), when="+arrow")
-    depends_on("arrow+parquet", type="run", when="+arrow")  # else it lacks Parquet
+    depends_on("arrow+parquet", type="run", when="+arrow")  # without it, Arrow cannot read Parquet
 
     skip_modules = ["zero_mpi.comm.gpu", "zero_mpi.ops.gpu"]  # these need CuPy
