@@ -42,7 +42,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--mb", type=float, default=64, help="MB of state: parameters and two moments")
     add("--folder", default=".", help="folder for the temporary files, which are removed again")
-    add("--system", help="file system to assume: lustre, gpfs, nfs4 (default: the folder's own)")
+    add("--system", help="file system to assume, such as lustre, instead of the folder's")
     add("--ranks-per-node", type=int, help="number of ranks that are treated as one node")
     add("--checkpoint-io", choices=("gather", "parallel"), default="parallel", help="as in zero_mpi.train")
     add("--writers-per-node", type=int, help="as in zero_mpi.train")

@@ -43,7 +43,7 @@ from zero_mpi.train.setup import choose_transport, layout_config, make_optimizer
 
 WARM_UP = 4
 RATES = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS, "weight_decay": DECAY}
-RUNS = f"a workload of {', '.join(ALL)}, a colon and a precision"
+RUNS = f"WORKLOAD:PRECISION, such as W3:fp32; workloads: {', '.join(ALL)}"
 
 
 def make_parser() -> Parser:

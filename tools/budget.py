@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9447, "package": 50520, "tests": 42771}
+TOTAL = {"engine": 9447, "package": 50535, "tests": 42779}
 ROOMS = {
     "checkpoint": 4360,
     "cli": 254,
@@ -26,7 +26,7 @@ ROOMS = {
     "commands": 7825,
     "compat": 777,
     "config": 1350,
-    "data": 5936,
+    "data": 5951,
     "device": 763,
     "environment": 378,
     "files": 905,
@@ -46,7 +46,7 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # limits on the lines of functions
-WORDS = {"pages": 25227, "README.md": 1000}  # number of words, as `wc -w` counts them
+WORDS = {"pages": 25224, "README.md": 1000}  # number of words, as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),

@@ -124,7 +124,7 @@ def seconds(text: str | None) -> float | None:
 
 
 class Rule(NamedTuple):
-    """Setting that is invalid or has no effect if `when` is true. `why`: message; {name}: a flag's value."""
+    """Setting that is invalid or has no effect if `when` is true. `why`: message; {x}: value of setting x."""
 
     name: str
     when: Callable[..., bool]  # gets the configuration, and for IDLE also the kind of data

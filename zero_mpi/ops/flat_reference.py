@@ -19,8 +19,8 @@ ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of this size stay in th
 CHUNK = 1 << 18  # elements unpacked at a time, to bound temporary arrays; a multiple of every block size
 
 # Order of the sums over rows in gradients of biases and norms. A single sum over thousands of rows loses
-# a bit whenever the number of rows grows fourfold. So of each LANES * LANE_ROWS rows, row i is added to lane
-# i mod LANES, lanes are added in pairs, and the results of these short sums are added one after the other.
+# one bit of precision whenever the number of rows grows fourfold. So rows are summed in blocks of LANES *
+# LANE_ROWS: row i of a block is added to lane i mod LANES, lanes are added in pairs, then block after block.
 # The order depends only on the number of rows. GPU blocks use another order, with equally short sums.
 LANES, LANE_ROWS = 4, 16
 

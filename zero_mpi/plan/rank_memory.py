@@ -178,7 +178,7 @@ def node_shared(case: Case) -> int:
 # compiled operations; bytes of the compiler while a rank compiles the operations for the first time.
 PLAIN_RANK, PLAIN_FILES = 44 << 20, 22 << 20
 RANK, FILES, COMPILER = 88 << 20, 96 << 20, 64 << 20
-STEP = 1 << 24  # a request is a multiple of this number of bytes
+STEP = 1 << 24  # the request for a node is a multiple of this number of bytes
 BYTES_OF_TOKEN = 3  # bytes of text per token, unless a token is a byte
 READING = 2  # extra memory while rank 0 reads text, as a multiple of the tokens' bytes
 

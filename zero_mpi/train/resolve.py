@@ -56,7 +56,7 @@ class RunSpec:
     checkpoint: resume.ResumePoint | None  # checkpoint to resume from
     description: Description  # facts that the run's checkpoints store
     adapter: WeightSource | None = None  # source of the initial adapter weights
-    unsaid: frozenset[str] = frozenset()  # names of settings whose defaults depend on the data
+    unsaid: frozenset[str] = frozenset()  # names of settings that no flag or file gives
     corpus: Corpus | None = None
     loader: StepLoader | None = None  # on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start

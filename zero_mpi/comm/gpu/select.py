@@ -145,7 +145,7 @@ def alone() -> bool:
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
-    """Return the claim on device memory: FORCED if it is set, else the first positive, else the first."""
+    """Return whether MPI claims to accept device memory: FORCED, or the first yes, or the first answer."""
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")

@@ -188,7 +188,7 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
 
 
 def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
-    """Return the ids of special tokens: all that end an answer, and None for a token that is missing."""
+    """Return the ids of bos, eos and padding; None if missing, a list if several tokens end an answer."""
     keys = GGUFKeys(source.metadata, str(source.path))
     # The keys read from a Hugging Face folder do not include its tokenizer.
     config = source.config if isinstance(source, hf_folder.HuggingFaceFolder) else {}
