@@ -347,7 +347,7 @@ P, M = "proof.jsonl", "metrics.jsonl"
 
 
 def lines(name: str, order: Callable[[list[bytes]], list[bytes]]) -> Callable[[Path], object]:
-    """Damage a run by another order of a file's lines."""
+    """Damage a run by changing the lines of a file."""
     return lambda run: rows_of(run / name, order)
 
 

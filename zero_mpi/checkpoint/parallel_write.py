@@ -357,7 +357,7 @@ def write_together(
 
 
 def agree(comm: Comm, outputs: Iterable[Output]) -> None:
-    """Raise JobError on all ranks if any rank had a problem. Before this, close open files."""
+    """Raise JobError on all ranks if any rank had a problem. It closes open files first."""
     problems = [output.problem for output in outputs if output.problem is not None]
     try:
         agree_on(comm, explain(problems[0]) if problems else None)

@@ -45,7 +45,7 @@ NUMBERS: dict[str, tuple[float, int, str]] = {  # flag -> default, minimum, help
 
 
 def make_parser() -> Parser:
-    """Return the parser of the flags, which come before BEFORE."""
+    """Return the parser of the flags before the command."""
     parser = Parser(
         prog="zero-mpi supervise",
         usage="%(prog)s [flags] -- COMMAND ...",
