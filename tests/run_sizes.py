@@ -127,7 +127,7 @@ def parts(sizes: list[int], paths: list[str]) -> list[Part]:
 
 
 def share_out(paths: list[str]) -> list[tuple[str, list[str]]]:
-    """Divide files of folders, and other paths unchanged, into at most `SERIAL_PARTS` named parts."""
+    """Return at most `SERIAL_PARTS` named parts of the paths; a folder is replaced by its files."""
     files = []
     for path in paths:
         inside = sorted(str(file.relative_to(ROOT)) for file in (ROOT / path).glob("**/test_*.py"))

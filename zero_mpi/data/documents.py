@@ -270,7 +270,7 @@ class Stream:
 
     def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of tokens in the full data, held-out tokens included; -1 stays -1."""
-        assert self.runs is not None, "positions in the data need a stream of stream_of"
+        assert self.runs is not None, "positions in the data need a stream made by stream_of"
         here, there = self.runs.reshape(-1, 2).T
         run = np.searchsorted(here, np.maximum(places, 0), "right") - 1
         return np.where(places < 0, -1, places - here[run] + there[run])

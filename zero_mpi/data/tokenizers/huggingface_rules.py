@@ -52,7 +52,7 @@ class Rules:
         self._is_local = kinds_of(self.normalizer) <= _LOCAL
 
     def splitting(self, pre: PreTokenizer) -> PreTokenizer:
-        """Return `pre` with the regexes and the merging that these rules demand instead."""
+        """Return `pre` with its regexes and merging replaced by those of these rules."""
         regexes = (self._original and pre.original) or pre.regexes
         merges = pre.ignore_merges if self._ignore_merges is None else bool(self._ignore_merges)
         return pre._replace(regexes=regexes, ignore_merges=merges)
