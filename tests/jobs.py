@@ -223,6 +223,14 @@ def hands_sigterm_on() -> bool:
     return launcher_kind() != "openmpi"
 
 
+def start(
+    command: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None, **more: Any
+) -> subprocess.Popen[bytes]:
+    """Start a command without input in a session of its own; `env` is added to a clean environment."""
+    env = clean_environment() | dict(env or {})
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True, **more)
+
+
 def run_command(
     command: Sequence[str | os.PathLike[str]],
     *,
@@ -232,15 +240,7 @@ def run_command(
     merge: bool = False,
 ) -> tuple[int, str, str]:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            command,
-            env=clean_environment() | dict(env or {}),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT if merge else err,
-            start_new_session=True,
-        )
+        process = start(command, env, cwd=cwd, stdout=out, stderr=subprocess.STDOUT if merge else err)
         _running.add(process.pid)
         try:
             status = process.wait(timeout)
@@ -257,15 +257,7 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in a session of its own that writes to a file; end it with the block."""
     with output.open("ab") as file:  # ranks may write around their launcher
-        process = subprocess.Popen(
-            command,
-            env=clean_environment() | dict(env or {}),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+        process = start(command, env, cwd=cwd, stdout=file, stderr=file)
     try:
         yield process
     finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9447, "package": 50535, "tests": 42779}
+TOTAL = {"engine": 9447, "package": 50535, "tests": 42770}
 ROOMS = {
     "checkpoint": 4360,
     "cli": 254,
