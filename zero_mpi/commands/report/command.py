@@ -220,7 +220,7 @@ def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
         {"label": f"{kind} loss", "method": "relayout", "args": ["yaxis2.type", kind]}
         for kind in ("linear", "log")
     ]
-    corner = {"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}
+    corner = {"x": 1, "xanchor": "right", "y": 1 - (strip + GAP) / full, "yanchor": "bottom", "pad": {"b": 4}}
     return {
         **axes,
         **dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)"),
