@@ -236,7 +236,9 @@ def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
     for array in given.values():
         array.fill(np.nan)  # if `saved` had a view of a weight, the gradients would change
     g = copied({name: array for name, array in s.g.items() if name not in frozen})
-    dx = s.layer.backward(copied(s.p) if s.layer.backward_reads_params else {}, saved, dy, g)
+    p = copied(s.p) if s.layer.backward_reads_params else {}
+    dx = s.layer.backward(p, saved, dy, g)
+    assert all(p[name].tobytes() == s.p[name].tobytes() for name in p), "a parameter was written"
     assert fingerprint(s.x) == x_before, "x was written"
     assert fingerprint(dy) == dy_before, "dy was written"
     return Run(y, dx, g)
