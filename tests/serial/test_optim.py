@@ -208,20 +208,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step(way, bad):
     assert (optimizer.steps, optimizer.skipped) == (2, 1)
 
 
-def test_step_on_params_is_plain_adamw_too():
-    rng = np.random.default_rng(0)
-    params = [rng.standard_normal(shape).astype(np.float32) for shape in [(3, 5), (7,), (2, 3, 2)]]
-    optimizer = ShardedAdamW(make_module(), **OPTIONS)
-    plain = PlainAdamW({str(number): p for number, p in enumerate(params)}, **OPTIONS)
-    for number in range(5):
-        grads = [rng.standard_normal(p.shape).astype(np.float32) for p in params]
-        lr = None if number < 3 else 0.003
-        optimizer.step_on_params(params, grads, lr)
-        plain.step({str(i): g.astype(np.float64) for i, g in enumerate(grads)}, lr)
-    assert_same({str(number): p for number, p in enumerate(params)}, plain.p)
-    assert optimizer.steps == 0, "step_on_params must not count as steps of the module"
-
-
 def test_wsd_falls_in_a_tenth_of_the_steps_unless_told():
     flags = ["--schedule", "wsd", "--decay-steps", "0", "--lr", "1", "--steps", "9", "--warmup"]
     never = schedule_of(parse([*flags, "3"]))
