@@ -175,10 +175,6 @@ def dot(a: Any, b: Any) -> float:
     return sum(float(np.vdot(x, y)) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
-def floats(x: Any) -> bool:
-    return all(leaf.dtype.kind == "f" for leaf in leaves(x))
-
-
 def fingerprint(x: Any) -> list[bytes]:
     return [leaf.tobytes() for leaf in leaves(x)]
 
@@ -262,7 +258,8 @@ def test_backward_is_the_derivative_and_adds(case):
     result = run(s)
     rng = np.random.default_rng(1)
     p_way = {name: rng.standard_normal(array.shape) for name, array in s.p.items()}
-    x_way = each(lambda leaf: rng.standard_normal(leaf.shape), s.x) if floats(s.x) else None
+    is_float = all(leaf.dtype.kind == "f" for leaf in leaves(s.x))
+    x_way = each(lambda leaf: rng.standard_normal(leaf.shape), s.x) if is_float else None
     terms = [dot(result.g[name] - s.g[name], p_way[name]) for name in s.p]
     if x_way is not None:
         assert [leaf.shape for leaf in leaves(result.dx)] == [leaf.shape for leaf in leaves(s.x)]

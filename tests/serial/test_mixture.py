@@ -89,18 +89,14 @@ def test_a_path_that_is_there_is_a_path(tmp_path, monkeypatch):
     ]
 
 
-def put_texts(folder):
-    for name, words in (("prose", "the cat sat on the mat; "), ("code", "for x in y: print(x)\n")):
-        for number in range(6):
-            path = folder / name / f"{number}.txt"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(words * (20 + number))
-    return [f"{folder}/prose=0.75", f"{folder}/code=0.25"]
-
-
 @needs_mpiexec
 def test_a_mixture_has_the_same_bits_anywhere_and_goes_on(tmp_path):
-    flags = ["-m", "zero_mpi.train", *SIZES, "--data", *put_texts(tmp_path), "--sample", "0"]
+    for name, words in (("prose", "the cat sat on the mat; "), ("code", "for x in y: print(x)\n")):
+        (tmp_path / name).mkdir()
+        for number in range(6):
+            (tmp_path / name / f"{number}.txt").write_text(words * (20 + number))
+    data = [f"{tmp_path}/prose=0.75", f"{tmp_path}/code=0.25"]
+    flags = ["-m", "zero_mpi.train", *SIZES, "--data", *data, "--sample", "0"]
     flags += ["--val-fraction", "0.2", "--eval-every", "2", "--batch-size", "4", "--warmup", "40", "--steps"]
     said = {}
     for ranks in (1, 3):

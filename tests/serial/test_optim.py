@@ -10,9 +10,6 @@ import pytest
 from zero_mpi.comm import SerialComm
 from zero_mpi.compat.module import ShardedModule
 from zero_mpi.compat.optimizer import ShardedAdamW
-from zero_mpi.config.command_line import parse
-from zero_mpi.config.optimizer import schedule_of
-from zero_mpi.config.settings import Config
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
 from zero_mpi.nn.layer import DRAW_BLOCK, initial_values
 from zero_mpi.sharding.strategy import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
@@ -206,16 +203,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step(way, bad):
         assert not each.step(max_norm=1.0).skipped
     assert state_bytes(optimizer) == state_bytes(untroubled)
     assert (optimizer.steps, optimizer.skipped) == (2, 1)
-
-
-def test_wsd_falls_in_a_tenth_of_the_steps_unless_told():
-    flags = ["--schedule", "wsd", "--decay-steps", "0", "--lr", "1", "--steps", "9", "--warmup"]
-    never = schedule_of(parse([*flags, "3"]))
-    assert [never(step) for step in (2, 3, 8)] == [1.0] * 3
-    assert schedule_of(parse([*flags, "12"]))(8) == 0.75
-    rate = schedule_of(Config(schedule="wsd", steps=200, warmup=10, lr=1.0))
-    assert {rate(step) for step in range(10, 181)} == {1.0}
-    assert (rate(190), rate(200)) == pytest.approx((0.55, 0.1))
 
 
 LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of random numbers

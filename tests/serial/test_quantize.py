@@ -49,12 +49,10 @@ MODELS = {
 WIDE = model("llama", dim=512, heads=8, kv_heads=2, ffn=768)
 
 
-def golden() -> list[Any]:
-    lines = [line for line in GOLDEN.read_text().splitlines() if not line.startswith("#")]
-    return [pytest.param(line, id=line.partition(":")[0].replace(" ", "-")) for line in lines]
+LINES = [line for line in GOLDEN.read_text().splitlines() if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("line", golden())
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.partition(":")[0].replace(" ", "-"))
 def test_types_of_tensors_are_those_of_llama_cpp(line: str) -> None:
     case, _, parts = line.partition(":")
     name, mix = case.split()
