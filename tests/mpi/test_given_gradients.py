@@ -1,4 +1,4 @@
-"""Gradients and arrays passed by name, partial states, and a forward without a backward."""
+"""Tests of gradients and arrays passed by name, partial states, and a forward without a backward."""
 
 import numpy as np
 import pytest

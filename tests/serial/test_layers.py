@@ -301,7 +301,7 @@ def inside(x: Any) -> Iterator[np.ndarray]:
 
 @every_case
 def test_neither_layer_nor_saved_keeps_a_weight(case):
-    """`saved` has no view of a weight, which would keep the gathered unit in memory."""
+    """`saved` has no view of a weight: a view would keep the gathered unit in memory."""
     s = setting(case)
     y, saved = s.layer.forward(s.p, s.x)
     s.layer.backward(s.p, saved, s.loss(y)[1], copied(s.g))

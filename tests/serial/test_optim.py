@@ -1,4 +1,4 @@
-"""Tests of ShardedAdamW against AdamW in float64; of clipping, skipped steps, schedules, initial values."""
+"""Tests of ShardedAdamW against AdamW in float64, of clipping and skipped steps, and of initial values."""
 
 from __future__ import annotations
 

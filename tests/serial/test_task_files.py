@@ -33,7 +33,7 @@ FLAT = {"question": "Why?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}
 LISTED = "Why?\nA. a\nB. b\nAnswer:"
 ABOUT = "The following are multiple choice questions (with answers) about us history.\n\n"
 SCIQ = {"question": "Why?", "distractor1": "a", "distractor2": "b", "distractor3": "c", "correct_answer": "d"}
-PUBLISHED = [  # file, line, contexts, answers, right: after lm_eval/tasks; CORE with a delimiter
+PUBLISHED = [  # file, line, contexts, answers, index of the right answer, as in lm_eval/tasks or CORE
     ("ARC-Easy-Test.jsonl", {"id": "MCAS_2000_4", "question": STEM, "answerKey": "B"}, [QA.format("Why?")],
      [" a", " b"], 1),
     ("OpenBookQA.jsonl", {"id": "8-343", "question": STEM, "answerKey": "A"}, ["Why?"], [" a", " b"], 0),

@@ -40,7 +40,7 @@ def inside(ptr: int, size: int) -> bool:
 
 
 class Memory:
-    """Device memory, in the host's. As in CuPy, freed memory is not reused before its stream has finished."""
+    """Simulated device memory. As in CuPy, freed memory is not reused before its stream has finished."""
 
     def __init__(self, size: int) -> None:
         self._room = np.empty(max(1, size) + ALIGNMENT, np.uint8)
