@@ -48,11 +48,7 @@ def stopped_once(flags, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stopped(stopped_once, tmp_path) -> Path:
-    return copy(stopped_once, tmp_path / "out")
-
-
-def copy(run: Path, place: Path) -> Path:
-    return Path(shutil.copytree(run, place, symlinks=True))
+    return Path(shutil.copytree(stopped_once, tmp_path / "out", symlinks=True))
 
 
 def refused(ranks: int, out: Path, *flags: str) -> str:
@@ -61,16 +57,6 @@ def refused(ranks: int, out: Path, *flags: str) -> str:
     assert (status, printed) == (2, ""), errors
     (line,) = errors.splitlines()
     return line
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "no-shard"), (3, "full-shard")])
-def test_goes_on_at_another_number_of_ranks(ranks, strategy, stopped, flags, unbroken):
-    more = ["--strategy", strategy, "--bucket-mb", "0.01"]
-    printed = train(ranks, stopped, *flags, *CONSTANT, "--steps", "6", *more)
-    assert "resuming from" in printed
-    assert "at step 3" in printed
-    assert_same_run(stopped, unbroken)
-    assert fields(stopped, "lr", "tokens") == fields(unbroken, "lr", "tokens")
 
 
 def test_goes_on_from_a_named_folder_into_another(stopped, flags, unbroken, tmp_path):
