@@ -243,12 +243,13 @@ class Trial:
             if entry.name.isdecimal():
                 try:
                     arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                    got = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                    lines = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                 except OSError:
                     continue  # the process has ended in the meantime
-                rank = rank_of(got) if str(self.script) in arguments else None
-                if rank is not None:
-                    found[rank] = int(entry.name)
+                got = dict(line.partition("=")[::2] for line in lines)
+                own = [got[name] for name in RANK_VARIABLES if name in got]
+                if own and str(self.script) in arguments:
+                    found[int(own[0])] = int(entry.name)
         return found
 
     def end_of_job(self, seconds: float) -> float:
@@ -273,8 +274,3 @@ class Trial:
     def close(self) -> None:
         if hasattr(self, "job"):
             end(self.job)
-
-
-def rank_of(environment: Sequence[str]) -> int | None:
-    got = dict(line.partition("=")[::2] for line in environment)
-    return next((int(got[name]) for name in RANK_VARIABLES if name in got), None)

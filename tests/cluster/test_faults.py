@@ -77,19 +77,6 @@ def unbroken() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def inside(trial: Trial) -> Iterator[Stage]:
-    yield Stage(lambda trial: trial.now.touch())
-
-
-def sends(number: int) -> Callable[[Trial], contextlib.AbstractContextManager[Stage]]:
-    @contextlib.contextmanager
-    def stage(trial: Trial) -> Iterator[Stage]:
-        yield Stage(lambda trial: os.kill(trial.victim, number))
-
-    return stage
-
-
-@contextlib.contextmanager
 def little_memory(trial: Trial) -> Iterator[Stage]:
     """Put one rank into a group with 64 MiB and let it allocate more."""
     try:
@@ -163,31 +150,28 @@ def loose_clock(trial: Trial) -> Iterator[Stage]:
     yield Stage(fire, mend=check, env={"LD_PRELOAD": str(library), "TEST_CLOCK": str(off)})
 
 
-@contextlib.contextmanager
-def short_data(trial: Trial) -> Iterator[Stage]:
-    path = trial.out.parent / "tokens.npy"
-    yield Stage(lambda trial: os.truncate(path, 4096), mend=lambda trial: write_tokens(path))
+def tokens_of(trial: Trial) -> Path:
+    return trial.out.parent / "tokens.npy"
 
 
-@contextlib.contextmanager
-def short_checkpoint(trial: Trial) -> Iterator[Stage]:
-    """Kill a rank, then truncate the newest checkpoint."""
-
-    def cut(trial: Trial) -> None:
-        path = trial.out / "latest" / "model.gguf"
-        os.truncate(path, path.stat().st_size // 2)
-
-    yield Stage(lambda trial: os.kill(trial.victim, signal.SIGKILL), mend=cut)
+def cut_newest(trial: Trial) -> None:
+    path = trial.out / "latest" / "model.gguf"
+    os.truncate(path, path.stat().st_size // 2)
 
 
-EVENTS = dict.fromkeys(INSIDE, inside) | {
-    "SIGKILL of one rank": sends(signal.SIGKILL),
-    "SIGSTOP of one rank": sends(signal.SIGSTOP),
+KILL = Stage(lambda trial: os.kill(trial.victim, signal.SIGKILL))
+STAGES = dict.fromkeys(INSIDE, Stage(lambda trial: trial.now.touch())) | {
+    "SIGKILL of one rank": KILL,
+    "SIGSTOP of one rank": Stage(lambda trial: os.kill(trial.victim, signal.SIGSTOP)),
+    "token file cut short": Stage(
+        lambda trial: os.truncate(tokens_of(trial), 4096), lambda trial: write_tokens(tokens_of(trial))
+    ),
+    "newest checkpoint cut short": Stage(KILL.fire, mend=cut_newest),
+}
+PREPARED = {  # events whose stage needs preparation and a clean-up
     "killed for memory (cgroup)": little_memory,
     "disk full": small_disk,
     "clock jumps by an hour": loose_clock,
-    "token file cut short": short_data,
-    "newest checkpoint cut short": short_checkpoint,
 }
 TO_HOSTS: dict[str, Callable[[Hosts], None]] = {
     "host lost": lambda here: here.lose("h2"),
@@ -275,11 +259,15 @@ def happen(fault: Fault, trial: Trial, stage: Stage, unbroken: Path) -> None:
     assert_same_run(trial.out, unbroken)
 
 
-@rows([*EVENTS])
+@rows([*STAGES, *PREPARED])
 def test_a_run_ends_and_goes_on(fault, unbroken, common_path):
     trial = Trial(common_path, INSIDE.get(fault.event, "pass"))
-    with contextlib.closing(trial), EVENTS[fault.event](trial) as stage:
-        happen(fault, trial, stage, unbroken)
+    with contextlib.closing(trial):
+        if fault.event in STAGES:
+            happen(fault, trial, STAGES[fault.event], unbroken)
+            return
+        with PREPARED[fault.event](trial) as stage:
+            happen(fault, trial, stage, unbroken)
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())

@@ -9,19 +9,19 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from faults import Trial
 from hosts import Hosts, hosts, installed, why_no_hosts
-from jobs import run_command, status_of
+from jobs import status_of
 from test_command_bits import assert_same_run, needs_mpiexec
-from test_faults import flags, write_tokens
+from test_faults import flags, unbroken, write_tokens
 
 from zero_mpi.commands.report.runs import read_events
 
+__all__ = ["unbroken"]  # a fixture
 pytestmark = [
     needs_mpiexec,
     pytest.mark.timeout_seconds(240),
@@ -48,10 +48,6 @@ def kill_a_rank(here: Hosts, trial: Trial, host: str) -> None:
     os.kill(next(process for process in trial.ranks().values() if process in inside), signal.SIGKILL)
 
 
-def lose(here: Hosts, trial: Trial, host: str) -> None:
-    here.lose(host)
-
-
 def hang(here: Hosts, trial: Trial, host: str) -> None:
     for process in processes_of(here, host):
         with contextlib.suppress(ProcessLookupError):
@@ -59,7 +55,8 @@ def hang(here: Hosts, trial: Trial, host: str) -> None:
 
 
 Event = Callable[[Hosts, Trial, str], None]
-EVENTS: dict[str, Event] = {"rank": kill_a_rank, "lost": lose, "hung": hang}
+EVENTS: dict[str, Event] = {"rank": kill_a_rank, "hung": hang}
+EVENTS["lost"] = lambda here, trial, host: here.lose(host)
 
 
 def supervised(here: Hosts, trial: Trial, mpi: str = "mpich") -> None:
@@ -70,34 +67,6 @@ def supervised(here: Hosts, trial: Trial, mpi: str = "mpich") -> None:
     start = [enter, first, sys.executable, "-m", "zero_mpi", "supervise", *SUPERVISE, *of_hosts, "--", *job]
     write_tokens(trial.out.parent / "tokens.npy")
     trial.start(start, [*flags(trial.out.parent, TIMEOUT), "--transport", "mpi"])
-
-
-def restarted(trial: Trial) -> int:
-    return (
-        trial.errors.count(" on 3 hosts (")
-        + trial.errors.count(" on 2 hosts (")
-        + trial.errors.count(" on 1 host (")
-    )
-
-
-def assert_done(trial: Trial, unbroken: Path) -> None:
-    assert trial.job.wait(2 * SECONDS) == 0, trial.errors
-    assert status_of(trial.out)["state"] == "done"
-    assert_same_run(trial.out, unbroken)
-
-
-def undisturbed(folder: Path) -> Path:
-    write_tokens(folder / "tokens.npy")
-    start = [sys.executable, "-m", "zero_mpi.train", "--out", str(folder / "out"), *flags(folder)]
-    status, printed, errors = run_command(start, timeout=90)
-    assert (status, errors) == (0, ""), printed
-    return folder / "out"
-
-
-@pytest.fixture(scope="module")
-def unbroken() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="zero_mpi-test-", dir="/var/tmp") as folder:
-        yield undisturbed(Path(folder))
 
 
 @pytest.mark.timeout_seconds(500)
@@ -113,11 +82,13 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, unbroken)
             trial.until(lambda step=step: trial.done >= step, f"step {step}", 2 * SECONDS)
             EVENTS[name](here, trial, host)
             trial.until(
-                lambda number=number: restarted(trial) == number + 1,
+                lambda number=number: len(re.findall(r" on \d hosts? \(", trial.errors)) == number + 1,
                 f"restart after {name}",
                 2 * SECONDS,  # a launcher may continue for a minute
             )
-        assert_done(trial, unbroken)
+        assert trial.job.wait(2 * SECONDS) == 0, trial.errors
+        assert status_of(trial.out)["state"] == "done"
+        assert_same_run(trial.out, unbroken)
         said = re.findall(r"restart 1 of 10 from step-\d+ on (.*)", trial.errors)
         assert said == [
             "3 hosts (h1, h2, h3), 3 ranks",

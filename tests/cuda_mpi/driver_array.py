@@ -57,7 +57,7 @@ class DriverArray:
 
 
 class DriverSide:
-    """Device as transports use it; all work is complete when its call returns."""
+    """Device interface that transports use; all work is complete when its call returns."""
 
     def __init__(self) -> None:
         self.driver = Driver()

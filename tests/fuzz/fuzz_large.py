@@ -13,7 +13,6 @@ import fuzz_gguf
 import fuzz_safetensors
 import fuzz_texts
 import fuzz_tokens
-import fuzz_trace
 import numpy as np
 
 COUNTS = (0, 1, 50, 10**5, 10**7, 2 * 10**8, 10**9, 2**31, 2**40, 2**62, 2**64 - 1)
@@ -83,9 +82,6 @@ def bombs(random: Random, folder: Path) -> list[str]:
     raw = random.choice([b"", gzip.compress(fuzz_texts.GOOD)]) + member(unit, size) * many
     if random.random() < 0.2:
         raw = gzip.compress(raw)
-    if random.random() < 0.2:
-        (folder / "trace.json.gz").write_bytes(raw)
-        return [*fuzz_trace.COMMAND, "trace.json.gz"]
     return [*fuzz_texts.tokenize(random, folder, f"{name}.gz", raw), *LARGE_PARTS]
 
 

@@ -1,4 +1,4 @@
-"""Token files with faulty headers, lengths, types or ids, and other files with their names."""
+"""Token files with faulty headers, lengths, types or ids, and other kinds of files with such names."""
 
 from __future__ import annotations
 

@@ -56,22 +56,6 @@ def test_adamw_has_the_bits_of_the_reference(gpu, size, runs, kind):
     assert [gpu.to_host(x).tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 
-@pytest.mark.parametrize("cuts", [(), (1024,), (2048, 3072), (1024, 2048, 3072, 4096)])
-def test_adamw_does_not_depend_on_cuts(gpu, cuts):
-    size, run = 5120, 1024
-    decay = 0.1 * np.arange(size // run, dtype=np.float64)
-    whole = [gpu.from_host(x) for x in state(size)]
-    low = gpu.zeros(size, BF16)
-    for start, stop in zip((0, *cuts), (*cuts, size), strict=True):
-        part = slice(start, stop)
-        some = gpu.from_host(decay[start // run : stop // run])
-        ops.adamw(*(x[part] for x in whole), **RATES, decay=some, low=low[part])
-    wanted = state(size)
-    reference.adamw(*wanted, **RATES, decay=decay)
-    assert [gpu.to_host(x).tobytes() for x in whole] == [x.tobytes() for x in wanted]
-    assert gpu.to_host(low).tobytes() == wanted[0].astype(BF16).tobytes()
-
-
 @pytest.mark.parametrize(("count", "chunk"), [(1, 1), (5, 3), (3, 1024), (33, 130), (2, 5000)])
 def test_squares_of_chunks(gpu, count, chunk):
     g = numbers(count * chunk)

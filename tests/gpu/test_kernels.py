@@ -12,9 +12,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
+from test_flat import BF16, F16, F32, KINDS, every_kind
 
 from zero_mpi import device, ops
 from zero_mpi.device.arrays import pool_of
@@ -22,10 +22,7 @@ from zero_mpi.ops import OPERATIONS, low_precision, reference
 
 pytestmark = pytest.mark.world(1)  # a single process
 
-F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
-KINDS = [F32, BF16, F16]
 ULP = {F32: 2.0**-23, BF16: 2.0**-7, F16: 2.0**-10}
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 every_pair = pytest.mark.parametrize(
     ("kind", "other"), [(a, b) for a in KINDS for b in KINDS], ids=lambda kind: str(kind)
 )

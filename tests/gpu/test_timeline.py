@@ -4,25 +4,15 @@ import json
 
 import pytest
 import tiny
+from test_training import transport
 from timelines import check_events, lasting
 
-from zero_mpi import FULL_SHARD, NO_SHARD, GradAccum, ShardedAdamW, device, tracing
+from zero_mpi import FULL_SHARD, NO_SHARD, GradAccum, ShardedAdamW, tracing
 from zero_mpi.commands.trace import read, shares
 from zero_mpi.sharding.precision import BF16
 
+__all__ = ["transport"]  # a fixture
 CONFIG = tiny.MODELS["llama"]
-
-
-@pytest.fixture(scope="module")
-def transport(the_gpu):
-    """Transport of all ranks through host memory."""
-    from zero_mpi.comm import kinds
-    from zero_mpi.comm.gpu import select as device_choice
-
-    device.adopt(the_gpu)
-    comm = device_choice.make(kinds.STAGED, exact=True)
-    yield comm
-    comm.close()
 
 
 def run(comm, strategy, steps, begin=lambda number: None):

@@ -27,13 +27,6 @@ def exact(request, made):
 
 
 @pytest.fixture(scope="session")
-def pieces():
-    comm = MPIComm(threaded=True)
-    comm.exact_chunk, comm.most = 700, 5000
-    return comm
-
-
-@pytest.fixture(scope="session")
 def fast():
     comm = MPIComm(exact=False)
     comm.fast_chunk = 3000

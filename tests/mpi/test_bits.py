@@ -61,11 +61,6 @@ def alone_of(arch):
     return tiny.train(SerialComm(), tiny.OTHERS[arch], steps=2, prefetch=0)
 
 
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_cut_reductions_and_a_progress_thread(pieces, strategy):
-    assert tiny.train(pieces, tiny.MODELS["llama"], strategy) == alone("llama", 5)
-
-
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_fast_reductions_stay_close(fast, strategy):
     records, _ = tiny.train(fast, tiny.MODELS["gpt2 tied"], strategy)

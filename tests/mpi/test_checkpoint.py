@@ -1,7 +1,6 @@
 """A checkpoint written by any number of ranks, under any strategy, is the same file and loads anywhere."""
 
 import errno
-import hashlib
 import io
 import threading
 import tracemalloc
@@ -10,6 +9,7 @@ import pytest
 import tiny
 from checkpoints import save_checkpoint
 from recording import RecordingComm
+from test_module_files import digests
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import parallel_write
@@ -20,7 +20,6 @@ from zero_mpi.models import GPT2
 
 CONFIG = tiny.MODELS["gpt2 tied"]
 DESCRIPTION = Description("gpt2", CONFIG.metadata(), {"seed": 0}, {"threads": 1})
-FILES = ("model.gguf", "optimizer.gguf")
 
 
 def trained(comm, strategy, steps=2):
@@ -35,10 +34,6 @@ def go_on(optimizer, steps):
     for step in steps:
         tiny.run_step(optimizer.module, accumulator, CONFIG, step, 3)
         optimizer.step(max_norm=1.0)
-
-
-def digests(folder):
-    return [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES]
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])

@@ -38,12 +38,7 @@ def test_each_part_has_its_loss(exact, name):
     np.testing.assert_allclose(losses(exact, config), direct(config), rtol=1e-5)
 
 
-def test_losses_have_the_bits_of_one_rank(exact):
-    config = tiny.MODELS["llama tied"]
-    assert losses(exact, config).tobytes() == losses(SerialComm(), config).tobytes()
-
-
 def test_nothing_needs_to_be_trained(exact):
     config = tiny.MODELS["llama"]
     assert tiny.make(exact, config, frozen=["*"]).gradient_pool.nbytes == 0
-    assert losses(exact, config, frozen=["*"]).tobytes() == losses(exact, config).tobytes()
+    assert losses(exact, config, frozen=["*"]).tobytes() == losses(SerialComm(), config).tobytes()

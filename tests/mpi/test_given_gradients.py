@@ -1,4 +1,4 @@
-"""Gradients and arrays passed by name, partial states, and a forward without a backward."""
+"""Tests of gradients and arrays passed by name, partial states, and a forward without a backward."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
     module, own = (tiny.make(exact, CONFIG, strategy) for _ in range(2))
     optimizer, other = ShardedAdamW(module, lr=1e-2), ShardedAdamW(own, lr=1e-2)
     accum = GradAccum(module, COUNT)
-    for step in range(2):
+    for step, lr in enumerate([None, 0.003]):
         tiny.run_step(module, accum, CONFIG, step, COUNT)
         module.sync_gradients()
         grads = {
@@ -73,10 +73,11 @@ def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
             for unit in module.units
             for segment in unit.unit.segments(unit.part)
         }
-        optimizer.step()
+        optimizer.step(lr)
         own.drop_gathered()
-        other.step_on_params(dict(own.named_parameters()), grads)
+        other.step_on_params(dict(own.named_parameters()), grads, lr)
         own.broadcast_updated_params()
+    assert other.steps == 0, "step_on_params must not count as steps of the module"
     assert tiny.digest(own.state_dict()) == tiny.digest(module.state_dict())
     x, _ = tiny.micro_batch(0, 0, CONFIG)
     assert own.forward(x, training=False).tobytes() == module.forward(x, training=False).tobytes()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from mpi4py import MPI
+from test_module_files import refused
 
 from zero_mpi import (
     DDP,
@@ -36,6 +37,7 @@ SIZE = MPI.COMM_WORLD.Get_size()
 RANK = MPI.COMM_WORLD.Get_rank()
 ODD = SIZE - 1
 several = pytest.mark.world(2, 3, 4, 8)
+fails = partial(refused, kind=ValueError)
 
 
 class Odd(Layer):
@@ -82,12 +84,6 @@ def comm():
 @pytest.fixture
 def kit(comm):
     return Kit(comm)
-
-
-def fails(comm, call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-    assert comm.allgather_object("on") == ["on"] * comm.size
 
 
 def stages(**params):

@@ -86,6 +86,14 @@ def check_traffic(comm, case):
         assert comm.allgather_object(sum(event.sent for event in recording.log)) == planned
 
 
+def check_sent(comm, case):
+    before = comm.meter.sent_bytes
+    kept = after_step(comm, case)
+    sent = comm.allgather_object(comm.meter.sent_bytes - before)
+    assert sent == plan_traffic(case, flags=0).sent.tolist()
+    del kept  # its shared memory
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_traffic_of_every_model(mpi, name, strategy):
@@ -149,11 +157,7 @@ def test_traffic_of_the_library_s_reductions(fast, strategy, kind):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_traffic_of_shared_memory(shared, strategy):
-    case = case_of(shared, tiny.MODELS["llama"], strategy, shared.size + 1)
-    before = shared.meter.sent_bytes
-    after_step(shared, case)
-    sent = shared.allgather_object(shared.meter.sent_bytes - before)
-    assert sent == plan_traffic(case, flags=0).sent.tolist()
+    check_sent(shared, case_of(shared, tiny.MODELS["llama"], strategy, shared.size + 1))
 
 
 @pytest.fixture(scope="module", params=["nodes", "messages"])
@@ -172,12 +176,7 @@ def apart(request):
 @pytest.mark.parametrize("strategy", EVERY_STRATEGY)
 def test_traffic_over_nodes(apart, strategy, kind):
     count = micro_batches(kind, apart.size)
-    case = case_of(apart, tiny.MODELS["llama"], strategy, count, nodes=apart.size // PER_NODE)
-    before = apart.meter.sent_bytes
-    kept = after_step(apart, case)
-    sent = apart.allgather_object(apart.meter.sent_bytes - before)
-    assert sent == plan_traffic(case, flags=0).sent.tolist()
-    del kept
+    check_sent(apart, case_of(apart, tiny.MODELS["llama"], strategy, count, nodes=apart.size // PER_NODE))
 
 
 @pytest.mark.world(4, 8)

@@ -53,7 +53,7 @@ def test_full_shard_order_of_starts_and_waits(mpi):
         ("allgather", second), ("wait", first),
         ("allgather", head), ("wait", second),
         ("wait", head),
-        ("allgather", second),  # backward of the head: it is still here, the block before it starts
+        ("allgather", second),  # backward of the head, which is still gathered: the gather of blk.1 starts
         ("allgather", first), ("wait", second),
         ("wait", first),
     ]  # fmt: skip

@@ -175,10 +175,6 @@ def dot(a: Any, b: Any) -> float:
     return sum(float(np.vdot(x, y)) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
-def floats(x: Any) -> bool:
-    return all(leaf.dtype.kind == "f" for leaf in leaves(x))
-
-
 def fingerprint(x: Any) -> list[bytes]:
     return [leaf.tobytes() for leaf in leaves(x)]
 
@@ -236,7 +232,9 @@ def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
     for array in given.values():
         array.fill(np.nan)  # if `saved` had a view of a weight, the gradients would change
     g = copied({name: array for name, array in s.g.items() if name not in frozen})
-    dx = s.layer.backward(copied(s.p) if s.layer.backward_reads_params else {}, saved, dy, g)
+    p = copied(s.p) if s.layer.backward_reads_params else {}
+    dx = s.layer.backward(p, saved, dy, g)
+    assert all(p[name].tobytes() == s.p[name].tobytes() for name in p), "a parameter was written"
     assert fingerprint(s.x) == x_before, "x was written"
     assert fingerprint(dy) == dy_before, "dy was written"
     return Run(y, dx, g)
@@ -260,7 +258,8 @@ def test_backward_is_the_derivative_and_adds(case):
     result = run(s)
     rng = np.random.default_rng(1)
     p_way = {name: rng.standard_normal(array.shape) for name, array in s.p.items()}
-    x_way = each(lambda leaf: rng.standard_normal(leaf.shape), s.x) if floats(s.x) else None
+    is_float = all(leaf.dtype.kind == "f" for leaf in leaves(s.x))
+    x_way = each(lambda leaf: rng.standard_normal(leaf.shape), s.x) if is_float else None
     terms = [dot(result.g[name] - s.g[name], p_way[name]) for name in s.p]
     if x_way is not None:
         assert [leaf.shape for leaf in leaves(result.dx)] == [leaf.shape for leaf in leaves(s.x)]
@@ -302,7 +301,7 @@ def inside(x: Any) -> Iterator[np.ndarray]:
 
 @every_case
 def test_neither_layer_nor_saved_keeps_a_weight(case):
-    """`saved` has no view of a weight, which would keep the gathered unit in memory."""
+    """`saved` has no view of a weight: a view would keep the gathered unit in memory."""
     s = setting(case)
     y, saved = s.layer.forward(s.p, s.x)
     s.layer.backward(s.p, saved, s.loss(y)[1], copied(s.g))

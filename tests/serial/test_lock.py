@@ -184,7 +184,6 @@ def test_a_file_removed_under_a_living_holder_is_made_again(children, tmp_path):
 
 
 def replace(folder: Path) -> None:
-    """Replace the folder by a new folder."""
     shutil.rmtree(folder)
     folder.mkdir()
 

@@ -78,12 +78,6 @@ def test_the_tensors_are_those_of_the_architecture(config):
     assert shapes_of(config) == architectures.tensors(config)
 
 
-def write_zeros(path: Any, config: ModelConfig) -> None:
-    constants = config.constants()
-    zeros = {name: np.zeros(param.shape, np.float32) for name, param in config.params().items()}
-    write_tensors(path, config.arch, config.metadata(), zeros | constants)
-
-
 def keys_of(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     keys = {"general.architecture": config.arch, **config.metadata()}
     keys |= {f"{config.arch}.{name.replace('__', '.')}": value for name, value in changes.items()}
@@ -97,7 +91,8 @@ def read_back(config: ModelConfig, **changes: Any) -> ModelConfig:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_a_configuration_comes_back_from_its_file(config, tmp_path):
     path = tmp_path / "model.gguf"
-    write_zeros(path, config)
+    zeros = {name: np.zeros(param.shape, np.float32) for name, param in config.params().items()}
+    write_tensors(path, config.arch, config.metadata(), zeros | config.constants())
     file = GGUFFile.open(path)
     shapes = {name: info.shape for name, info in file.tensors.items()}
     found = config_from_gguf(file.metadata, shapes, str(path), file.read)

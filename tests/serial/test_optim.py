@@ -1,4 +1,4 @@
-"""Tests of ShardedAdamW against AdamW in float64; of clipping, skipped steps, schedules, initial values."""
+"""Tests of ShardedAdamW against AdamW in float64, of clipping and skipped steps, and of initial values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import pytest
 from zero_mpi.comm import SerialComm
 from zero_mpi.compat.module import ShardedModule
 from zero_mpi.compat.optimizer import ShardedAdamW
-from zero_mpi.config.command_line import parse
-from zero_mpi.config.optimizer import schedule_of
-from zero_mpi.config.settings import Config
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
 from zero_mpi.nn.layer import DRAW_BLOCK, initial_values
 from zero_mpi.sharding.strategy import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
@@ -206,30 +203,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step(way, bad):
         assert not each.step(max_norm=1.0).skipped
     assert state_bytes(optimizer) == state_bytes(untroubled)
     assert (optimizer.steps, optimizer.skipped) == (2, 1)
-
-
-def test_step_on_params_is_plain_adamw_too():
-    rng = np.random.default_rng(0)
-    params = [rng.standard_normal(shape).astype(np.float32) for shape in [(3, 5), (7,), (2, 3, 2)]]
-    optimizer = ShardedAdamW(make_module(), **OPTIONS)
-    plain = PlainAdamW({str(number): p for number, p in enumerate(params)}, **OPTIONS)
-    for number in range(5):
-        grads = [rng.standard_normal(p.shape).astype(np.float32) for p in params]
-        lr = None if number < 3 else 0.003
-        optimizer.step_on_params(params, grads, lr)
-        plain.step({str(i): g.astype(np.float64) for i, g in enumerate(grads)}, lr)
-    assert_same({str(number): p for number, p in enumerate(params)}, plain.p)
-    assert optimizer.steps == 0, "step_on_params must not count as steps of the module"
-
-
-def test_wsd_falls_in_a_tenth_of_the_steps_unless_told():
-    flags = ["--schedule", "wsd", "--decay-steps", "0", "--lr", "1", "--steps", "9", "--warmup"]
-    never = schedule_of(parse([*flags, "3"]))
-    assert [never(step) for step in (2, 3, 8)] == [1.0] * 3
-    assert schedule_of(parse([*flags, "12"]))(8) == 0.75
-    rate = schedule_of(Config(schedule="wsd", steps=200, warmup=10, lr=1.0))
-    assert {rate(step) for step in range(10, 181)} == {1.0}
-    assert (rate(190), rate(200)) == pytest.approx((0.55, 0.1))
 
 
 LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of random numbers

@@ -22,7 +22,7 @@ from zero_mpi.nn.loss import PartLosses
 from zero_mpi.nn.preference import PREFERENCES, Preference
 from zero_mpi.train.objective import PairStep, as_input
 
-VALUES = {  # (loss, d loss / d C); log-likelihoods C -12, R -15; of the reference -13, -14.5; 6 and 5 tokens
+VALUES = {  # (loss, d loss / d C); log-likelihoods C = -12, R = -15 of 6 and 5 tokens; reference -13, -14.5
     ("dpo", 0.1, 0.0): (0.6209570477895321, -0.04625701546562505),
     ("dpo", 0.1, 0.1): (0.6359570477895321, None),
     ("ipo", 0.1, 0.0): (22.404444444444444, -1.5777777777777777),

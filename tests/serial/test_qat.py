@@ -54,10 +54,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def digest_of(run: Path) -> str:
-    return str(GGUFFile.open(run / "latest/model.gguf").metadata["training.state_digest"])
-
-
 @needs_mpiexec
 @pytest.mark.parametrize("name", TYPES)
 def test_a_checkpoint_and_its_export_hold_rounded_weights(runs: Path, tmp_path: Path, name: str) -> None:
@@ -102,7 +98,8 @@ def test_bits_are_the_same_on_any_ranks_and_after_a_resume(
     train_compiled(ranks, tmp_path / "half", *flags, "--steps", "4", "--resume", str(half))
     expected = fields(runs / name)
     assert (fields(tmp_path / "all"), fields(tmp_path / "half")) == (expected, expected[2:])
-    assert len({digest_of(folder) for folder in (runs / name, tmp_path / "all", tmp_path / "half")}) == 1
+    models = (run / "latest/model.gguf" for run in (runs / name, tmp_path / "all", tmp_path / "half"))
+    assert len({GGUFFile.open(model).metadata["training.state_digest"] for model in models}) == 1
 
 
 @needs_mpiexec

@@ -60,10 +60,13 @@ def test_the_formula_of_the_rate(name, f, warmup):
         assert rate(s) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("warmup", "steps", "last"), [(0, 20, 5), (3, 20, 17), (0, 1, 1), (4, 30, 1)])
+WSD = [(0, 20, 5), (3, 20, 17), (0, 1, 1), (4, 30, 1), (3, 9, 0), (12, 9, 0), (10, 200, None)]
+
+
+@pytest.mark.parametrize(("warmup", "steps", "last"), WSD)
 def test_the_formula_of_wsd(warmup, steps, last):
     assert "D = max(W, S - N)" in section("Learning rate")
-    high, low, begin = 0.3, 0.01, max(warmup, steps - last)
+    high, low, begin = 0.3, 0.01, max(warmup, steps - (steps // 10 if last is None else last))
     flags = {"schedule": "wsd", "warmup": warmup, "steps": steps, "decay_steps": last}
     rate = schedule_of(Config(lr=high, min_lr=low, **flags))
     for s in range(steps):

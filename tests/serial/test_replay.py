@@ -38,7 +38,9 @@ def test_the_file_goes_on_with_the_run_from_another_folder(tmp_path):
 def test_a_run_that_is_done_says_so_and_stays_as_it_is(tmp_path):
     flags = [*SMALL, "--data", *write_text(tmp_path), "--sample", "9"]
     assert "sample of" in train(2, tmp_path / "run", *flags, "--steps", "3")
-    before = snapshot(tmp_path / "run")
+    before, said = snapshot(tmp_path / "run"), status_of(tmp_path / "run")
+    assert (said["steps"], said["ranks"], said["reason"]) == (3, 2, "")
+    assert said["started"] < said["updated"]
     for steps in ("3", "2"):
         printed = train(2, tmp_path / "run", *flags, "--steps", steps)
         (line,) = printed.splitlines()

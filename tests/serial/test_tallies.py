@@ -13,7 +13,7 @@ FACTORS = {"pressure": 0.3, "size": 0.02}
 
 
 def objective(model, p, x, d):
-    """Return the value whose gradient backward computes for a gradient d of the output."""
+    """Return the scalar whose gradient backward computes if `d` is the gradient of the output."""
     batch = BatchContext(factors=FACTORS)
     y, _ = model.forward(StageWeights(p, batch), x)
     return np.vdot(y, d) + sum(

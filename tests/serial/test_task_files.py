@@ -28,58 +28,51 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.train.text_model import TextModel
 
 QA = "Question: {}\nAnswer:"
-# name: (line, contexts, choices, right) of each question, as in lm_eval/tasks
-TASKS: dict[str, list[tuple[dict[str, Any], list[str], list[str], int]]] = {
-    "hellaswag": [
-        (
-            {"activity_label": "Making tea", "ctx_a": "A woman [title] boils water.", "ctx_b": "SHE then",
-             "ctx": "unused", "endings": ["pours it  into a cup.", "[step] flies away."], "label": "0"},
-            ["Making tea: A woman. boils water. She then"], ["pours it into a cup.", " flies away."], 0,
-        ),
-        (
-            {"ctx": "The dog sees a cat and", "endings": ["barks loudly.", "reads."], "label": 1},
-            ["The dog sees a cat and"], ["barks loudly.", "reads."], 1,
-        ),
-    ],
-    "arc": [
-        (
-            {"question": "What do plants need?", "answerKey": "2",
-             "choices": {"text": ["Sand", "Light from the sun", "Iron"], "label": ["1", "2", "3"]}},
-            [QA.format("What do plants need?")], ["Sand", "Light from the sun", "Iron"], 1,
-        ),
-        (
-            {"question": "Which is cold?", "answerKey": "A",
-             "choices": {"text": ["Ice", "Fire"], "label": ["A", "B"]}},
-            [QA.format("Which is cold?")], ["Ice", "Fire"], 0,
-        ),
-    ],
-    "piqa": [
-        (
-            {"goal": "Open a jar.", "sol1": "Turn the lid.", "sol2": "Été: wait for it to turn.", "label": 0},
-            [QA.format("Open a jar.")], ["Turn the lid.", "Été: wait for it to turn."], 0,
-        ),
-    ],
-    "openbookqa": [
-        (
-            {"question_stem": "The sun is a", "answerKey": "B",
-             "choices": {"text": ["dog", "star"], "label": ["A", "B"]}},
-            ["The sun is a"], ["dog", "star"], 1,
-        ),
-    ],
-    "winogrande": [
-        (
-            {"sentence": "The cup fell as _ was wet.", "option1": "the cup", "option2": "a cow",
-             "answer": "1"},
-            ["The cup fell as the cup", "The cup fell as a cow"], ["was wet."] * 2, 0,
-        ),
-    ],
-    "boolq": [
-        (
-            {"passage": "Snow is white.", "question": "is snow white", "label": 1},
-            ["Snow is white.\n" + QA.format("is snow white?")], ["no", "yes"], 1,
-        ),
-    ],
-}  # fmt: skip
+STEM = {"stem": "Why?", "choices": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}]}
+FLAT = {"question": "Why?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}}
+LISTED = "Why?\nA. a\nB. b\nAnswer:"
+ABOUT = "The following are multiple choice questions (with answers) about us history.\n\n"
+SCIQ = {"question": "Why?", "distractor1": "a", "distractor2": "b", "distractor3": "c", "correct_answer": "d"}
+PUBLISHED = [  # file, line, contexts, answers, index of the right answer, as in lm_eval/tasks or CORE
+    ("ARC-Easy-Test.jsonl", {"id": "MCAS_2000_4", "question": STEM, "answerKey": "B"}, [QA.format("Why?")],
+     [" a", " b"], 1),
+    ("OpenBookQA.jsonl", {"id": "8-343", "question": STEM, "answerKey": "A"}, ["Why?"], [" a", " b"], 0),
+    ("dev_rand_split.jsonl", {"question": {"question_concept": "x", **STEM}, "answerKey": "B"},
+     [f"Question: {LISTED}"], [" A", " B"], 1),
+    ("csqa.jsonl", {**FLAT, "question_concept": "x", "answerKey": "A"}, [f"Question: {LISTED}"],
+     [" A", " B"], 0),
+    ("mmlu.jsonl", {"question": " Why?\n", "subject": "us_history", "choices": ["a", "b"], "answer": 1},
+     [ABOUT + LISTED], [" A", " B"], 1),
+    ("sciq.jsonl", {**SCIQ, "support": " So. "}, ["So. \n" + QA.format("Why?")],
+     [" a", " b", " c", " d"], 3),
+    ("boolq.jsonl", {"passage": "It is.", "question": "is it", "title": "x", "answer": True},
+     ["It is.\n" + QA.format("is it?")], [" no", " yes"], 1),
+    ("lambada_test_en.jsonl", {"text": "He ate the  bread"}, ["He ate the "], [" bread"], 0),
+    ("docs.jsonl", {"text": "He ate the bread"}, [""], ["He ate the bread"], 0),
+    ("winogrande.jsonl", {"sentence": "A _ or _ .", "option1": "b", "option2": "c", "answer": "2"},
+     ["A b", "A c"], [" or _ ."] * 2, 1),
+    ("jeopardy.jsonl", {"context": " Who? ", "continuation": "Ada"}, ["Who?\nAnswer: "], ["Ada"], 0),
+    ("arc.jsonl", {"query": "Why?", "choices": ["a", "b"], "gold": 1}, ["Why?\nAnswer: "], ["a", "b"], 1),
+    ("hellaswag.jsonl",
+     {"activity_label": "Making tea", "ctx_a": "A woman [title] boils water.", "ctx_b": "SHE then",
+      "ctx": "unused", "endings": ["pours it  into a cup.", "[step] flies away."], "label": "0"},
+     ["Making tea: A woman. boils water. She then"], [" pours it into a cup.", "  flies away."], 0),
+    ("hellaswag.jsonl", {"ctx": "The dog sees a cat and", "endings": ["barks loudly.", "reads."], "label": 1},
+     ["The dog sees a cat and"], [" barks loudly.", " reads."], 1),
+    ("arc_easy.jsonl", {"question": "What do plants need?", "answerKey": "2",
+     "choices": {"text": ["Sand", "Light from the sun", "Iron"], "label": ["1", "2", "3"]}},
+     [QA.format("What do plants need?")], [" Sand", " Light from the sun", " Iron"], 1),
+    ("arc_easy.jsonl", {**FLAT, "answerKey": "A"}, [QA.format("Why?")], [" a", " b"], 0),
+    ("piqa.jsonl", {"goal": "Open a jar.", "sol1": "Turn the lid.", "sol2": "Été: wait for it.", "label": 0},
+     [QA.format("Open a jar.")], [" Turn the lid.", " Été: wait for it."], 0),
+    ("openbookqa.jsonl", {"question_stem": "The sun is a", "choices": FLAT["choices"], "answerKey": "B"},
+     ["The sun is a"], [" a", " b"], 1),
+    ("boolq.jsonl", {"passage": "Snow is white.", "question": "is snow white", "label": 1},
+     ["Snow is white.\n" + QA.format("is snow white?")], [" no", " yes"], 1),
+    ("winogrande.jsonl", {"sentence": "The cup fell as _ was wet.", "option1": "the cup", "option2": "a cow",
+     "answer": "1"}, ["The cup fell as the cup", "The cup fell as a cow"], [" was wet."] * 2, 0),
+]  # fmt: skip
+HARNESS = ("hellaswag", "arc_easy", "piqa", "openbookqa", "winogrande", "boolq")
 
 
 def evaluate(folder: Path, model: Path, lines: Sequence[Any], *flags: str) -> tuple[dict[str, Any], str]:
@@ -136,54 +129,27 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_mpiexec
 @pytest.mark.timeout_seconds(300)
-@pytest.mark.parametrize(("which", "name"), [("SmolLM2", "hellaswag"), *(("small", name) for name in TASKS)])
+@pytest.mark.parametrize(("which", "name"), [("SmolLM2", HARNESS[0]), *(("small", one) for one in HARNESS)])
 def test_shares_and_log_likelihoods_are_lm_evals(small, tmp_path, which, name):
     path = small if which == "small" else Path(smollm2())
-    figures, printed = evaluate(tmp_path, path, [line for line, *_ in TASKS[name]])
+    questions = [question for file, *question in PUBLISHED if file == f"{name}.jsonl"]
+    figures, printed = evaluate(tmp_path, path, [line for line, *_ in questions])
     harness, norms = (
         Harness(path),
         {"acc": lambda text: 1, "acc_norm": len, "acc_bytes": lambda t: len(t.encode())},
     )
     hits = dict.fromkeys(norms, 0)
-    for (_, contexts, choices, right), found in zip(TASKS[name], figures["log_likelihoods"], strict=True):
-        pairs = zip(contexts * (len(choices) // len(contexts)), choices, strict=True)
-        expected = [harness.log_likelihood(context, " " + choice) for context, choice in pairs]
+    for (_, contexts, answers, right), found in zip(questions, figures["log_likelihoods"], strict=True):
+        pairs = zip(contexts * (len(answers) // len(contexts)), answers, strict=True)
+        expected = [harness.log_likelihood(*pair) for pair in pairs]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
         for figure, size in norms.items():
             hits[figure] += (
-                int(np.argmax([ll / size(t) for ll, t in zip(expected, choices, strict=True)])) == right
+                int(np.argmax([ll / size(t[1:]) for ll, t in zip(expected, answers, strict=True)])) == right
             )
     for figure, count in hits.items():
-        assert figures[figure] == count / len(TASKS[name])
+        assert figures[figure] == count / len(questions)
         assert f" {figures[figure]:.4f}" in printed
-
-
-STEM = {"stem": "Why?", "choices": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}]}
-FLAT = {"question": "Why?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}}
-LISTED = "Why?\nA. a\nB. b\nAnswer:"
-ABOUT = "The following are multiple choice questions (with answers) about us history.\n\n"
-SCIQ = {"question": "Why?", "distractor1": "a", "distractor2": "b", "distractor3": "c", "correct_answer": "d"}
-PUBLISHED = [  # file, line, contexts, answers, right: after lm_eval/tasks; CORE with a delimiter
-    ("ARC-Easy-Test.jsonl", {"id": "MCAS_2000_4", "question": STEM, "answerKey": "B"}, [QA.format("Why?")],
-     [" a", " b"], 1),
-    ("OpenBookQA.jsonl", {"id": "8-343", "question": STEM, "answerKey": "A"}, ["Why?"], [" a", " b"], 0),
-    ("dev_rand_split.jsonl", {"question": {"question_concept": "x", **STEM}, "answerKey": "B"},
-     [f"Question: {LISTED}"], [" A", " B"], 1),
-    ("csqa.jsonl", {**FLAT, "question_concept": "x", "answerKey": "A"}, [f"Question: {LISTED}"],
-     [" A", " B"], 0),
-    ("mmlu.jsonl", {"question": " Why?\n", "subject": "us_history", "choices": ["a", "b"], "answer": 1},
-     [ABOUT + LISTED], [" A", " B"], 1),
-    ("sciq.jsonl", {**SCIQ, "support": " So. "}, ["So. \n" + QA.format("Why?")],
-     [" a", " b", " c", " d"], 3),
-    ("boolq.jsonl", {"passage": "It is.", "question": "is it", "title": "x", "answer": True},
-     ["It is.\n" + QA.format("is it?")], [" no", " yes"], 1),
-    ("lambada_test_en.jsonl", {"text": "He ate the  bread"}, ["He ate the "], [" bread"], 0),
-    ("docs.jsonl", {"text": "He ate the bread"}, [""], ["He ate the bread"], 0),
-    ("winogrande.jsonl", {"sentence": "A _ or _ .", "option1": "b", "option2": "c", "answer": "2"},
-     ["A b", "A c"], [" or _ ."] * 2, 1),
-    ("jeopardy.jsonl", {"context": " Who? ", "continuation": "Ada"}, ["Who?\nAnswer: "], ["Ada"], 0),
-    ("arc.jsonl", {"query": "Why?", "choices": ["a", "b"], "gold": 1}, ["Why?\nAnswer: "], ["a", "b"], 1),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from corpora import load_corpus
-from test_command_bits import needs_mpiexec, tensors, train
 
 from zero_mpi.data.documents import TokenSpans
 from zero_mpi.data.text_files import collect_files
@@ -110,6 +109,8 @@ def test_ids_without_a_header_are_said_to_be_some(tmp_path):
     ((name, there),) = collect_files([f"nanogpt:{path}"])
     assert (name, there) == ("nanogpt:tokens.bin", path)
     assert ids_of(read(there, name)) == IDS
+    options = {"val_fraction": 0.0, "context": 4, "seed": 0, "tokenizer": None, "vocab_size": VOCABULARY}
+    assert load_corpus([f"nanogpt:{path}"], **options).train.ids.held().tolist() == IDS
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(UsageError, match=r"cannot read .*odd.bin as a token file: expected ids of two bytes"):
         read(tmp_path / "odd.bin", "nanogpt:odd.bin")
@@ -182,18 +183,3 @@ def test_documents_of_token_files_are_packed(tmp_path):
     assert load_corpus(paths, packs=True, **options).train.ends.tolist() == ENDS
     with pytest.raises(UsageError, match=r"tokens.npy does not mark the ends of documents"):
         load_corpus([str(write_npy(tmp_path))], packs=True, **options)
-
-
-@needs_mpiexec
-def test_runs_read_the_formats_alike(tmp_path):
-    flags = ["--vocab-size", "60000", "--dim", "8", "--heads", "1", "--layers", "1", "--context", "4"]
-    flags += ["--batch-size", "2", "--micro-batch", "1", "--steps", "2"]
-    flags += ["--val-fraction", "0", "--sample", "0"]
-    models = []
-    for name, write in {"npy": write_npy, "nanogpt": write_nanogpt, "megatron": write_megatron}.items():
-        (tmp_path / name).mkdir()
-        data = f"{'nanogpt:' if name == 'nanogpt' else ''}{write(tmp_path / name)}"
-        train(1 + (name != "npy"), tmp_path / name / "out", "--data", data, *flags)
-        models.append(tensors(tmp_path / name / "out" / "latest" / "model.gguf"))
-    for name, values in models[0].items():
-        assert all(np.array_equal(values, other[name]) for other in models[1:])

@@ -126,37 +126,3 @@ def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
     assert read[20] - read[1] < 64 << 20, "the bytes that a start reads grow with the data"
     assert held[20] - held[1] < 0.01 * 20 * 2**30
     assert held[20] - held[1] < 0.05 * held[1], "the memory of a rank grows with the number of windows"
-
-
-CUT = """
-import os, sys
-from zero_mpi.data import documents
-from zero_mpi.train import observers
-from zero_mpi.train.command import main
-
-documents.MOST_HELD = 0
-begins = observers.Costs.begins
-
-def cut(self, number):
-    if number == 4:
-        os.truncate(sys.argv[sys.argv.index("--data") + 1], 200)
-    begins(self, number)
-
-observers.Costs.begins = cut
-main()
-"""
-
-
-@needs_mpiexec
-def test_a_file_that_is_cut_ends_the_job_with_a_word_and_what_was_saved_stays(tmp_path):
-    (tmp_path / "cut.py").write_text(CUT)
-    np.save(tmp_path / "ids.npy", np.arange(60_000, dtype=np.uint16) % 300)
-    flags = [*SIZES, "--vocab-size", "300", "--steps", "9", "--save-every", "2"]
-    flags += ["--out", str(tmp_path / "run")]
-    status, said, errors = run_job(
-        2, [str(tmp_path / "cut.py"), *flags, "--data", str(tmp_path / "ids.npy")], timeout=50
-    )
-    assert status == 1, said + errors
-    assert "ids.npy: it ends at byte 200; " in errors
-    assert "Traceback" not in errors
-    assert (tmp_path / "run" / "latest").exists()

@@ -14,6 +14,7 @@ import pytest
 from jobs import clean_environment, end, hands_sigterm_on, launcher, run_job, warm_python
 from random_kills import descendants
 from test_command_bits import fields, needs_mpiexec, train
+from test_newest_valid import everything as files
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.data import library_files
@@ -29,11 +30,6 @@ def tokenize(ranks, *flags, out, status=0):
     found, printed, errors = run_job(ranks, [*TOKENIZE, *map(str, flags), "--out", str(out)], timeout=ENOUGH)
     assert found == status, f"status {found}\n{printed}\n{errors}"
     return printed, errors
-
-
-def files(out):
-    """Return name -> bytes of all files of a folder, hidden files included."""
-    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +59,6 @@ def whole(some, tmp_path_factory):
     tokenize(1, *some, out=out)
     assert len(list(out.glob("*.bin"))) > 20
     return files(out)
-
-
-def test_the_same_bytes_on_more_ranks(some, whole, tmp_path):
-    tokenize(3, *some, out=tmp_path / "out")
-    assert files(tmp_path / "out") == whole
 
 
 def start(ranks, flags, out, program=TOKENIZE):

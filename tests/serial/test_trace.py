@@ -1,13 +1,11 @@
 """The table of a timeline adds up and names the slow rank; flags select the steps."""
 
-import functools
 import gzip
 import json
 import logging
 import random
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from jobs import run_command
@@ -155,18 +153,13 @@ FLAGS = ["--steps", "5", "--sample", "0", "--batch-size", "6", "--eval-every", "
 FLAGS += ["--save-every", "2", "--async-save"]
 
 
-@functools.cache
-def traced_run(folder: Path):
-    data = ["--data", *write_text(folder)]
-    train(2, folder / "plain", *SIZES, *FLAGS, *data)
-    flags = ["--trace", str(folder / "trace.json.gz"), "--trace-steps", "2:5"]
-    return train(2, folder / "traced", *SIZES, *FLAGS, *data, *flags)
-
-
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traced")
-    return folder, traced_run(folder)
+    data = ["--data", *write_text(folder)]
+    train(2, folder / "plain", *SIZES, *FLAGS, *data)
+    flags = ["--trace", str(folder / "trace.json.gz"), "--trace-steps", "2:5"]
+    return folder, train(2, folder / "traced", *SIZES, *FLAGS, *data, *flags)
 
 
 @needs_mpiexec

@@ -81,6 +81,18 @@ def compute(run: Path, *arguments: object, ranks: int = 1) -> tuple[int, list[st
     return status, printed.splitlines()
 
 
+def assert_yes(run: Path, *arguments: object) -> list[str]:
+    """Verify all steps in a job on one rank; return the segments that it names."""
+    status, lines = compute(run, *arguments)
+    assert status == 0, lines
+    assert "steps 1-6 have the same bits" in lines[-1]
+    return segments(lines)
+
+
+def segments(lines: list[str]) -> list[str]:
+    return [line.partition(":")[0] for line in lines if line.startswith("steps ")]
+
+
 def content(folder: Path) -> dict[str, Any]:
     return {
         str(path): os.readlink(path) if path.is_symlink() else (path.stat().st_mtime_ns, path.read_bytes())
@@ -131,11 +143,8 @@ def test_the_head_depends_on_no_checkpoint(whole, text, tmp_path):
     train(1, out, *flags)
     assert sorted(path.name[-1] for path in out.glob("step-*")) == ["3", "5", "6"]
     assert head(out) == head(whole)
-    status, lines = compute(out, "--expect", head(whole))
-    assert status == 0
-    assert [line.partition(":")[0] for line in lines if line.startswith("steps ")] == [
-        "steps 1 to 3", "steps 4 to 5", "steps 6 to 6",
-    ]  # fmt: skip
+    named = assert_yes(out, "--expect", head(whole))
+    assert named == ["steps 1 to 3", "steps 4 to 5", "steps 6 to 6"]
 
 
 def as_0_1_0(run: Path) -> str:
@@ -154,17 +163,13 @@ def as_0_1_0(run: Path) -> str:
 def test_a_run_of_0_1_0_is_verified_held_to_its_head_and_gone_on_with(run, whole, text):
     old = as_0_1_0(run)
     assert old != head(whole)
-    status, lines = compute(run, "--expect", old)
-    assert status == 0, lines
-    assert "steps 1-6 have the same bits" in lines[-1]
+    assert_yes(run, "--expect", old)
     shutil.rmtree(run / "step-00000006")
     rows_of(run / "proof.jsonl", lambda rows: rows[:8])
     before = (run / "proof.jsonl").read_bytes()
     train(2, run, *SMALL, *OFTEN, "--data", *text)
     assert (run / "proof.jsonl").read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:7]))
-    status, lines = compute(run)
-    assert status == 0, lines
-    assert "steps 1-6 have the same bits" in lines[-1]
+    assert_yes(run)
 
 
 def test_yes_on_one_rank(whole):
@@ -174,9 +179,7 @@ def test_yes_on_one_rank(whole):
     assert status == 0
     assert lines[0] == f"chain: complete, proof {head(whole)}"
     assert re.match("files: .* 3 checkpoints", lines[1])
-    assert [line.partition(":")[0] for line in lines[2:5]] == [
-        f"steps {n}" for n in ("1 to 2", "3 to 4", "5 to 6")
-    ]
+    assert segments(lines[2:5]) == ["steps 1 to 2", "steps 3 to 4", "steps 5 to 6"]
     assert re.match("yes: .*; steps 1-6 have the same bits, .* 1 rank$", lines[5])
     assert content(whole) == before
 
@@ -219,10 +222,7 @@ def test_a_run_goes_on_with_other_settings_each_job_is_computed_with_its_own(tex
     train(1, out, *flags, "--steps", "5", "--lr", "1e-3")
     status, lines = compute(out)
     assert status == 0, lines
-    assert [line.partition(":")[0] for line in lines if line.startswith("steps")] == [
-        "steps 1 to 3",
-        "steps 4 to 5",
-    ]
+    assert segments(lines) == ["steps 1 to 3", "steps 4 to 5"]
     shutil.rmtree(out / "step-00000003")
     status, lines = compute(out)
     assert status == 3, lines
@@ -243,11 +243,7 @@ OTHERS = {
 def test_yes_for_runs_of_other_kinds(kind, text, tmp_path):
     """--keep 1 leaves the last checkpoint, so one segment leads to it from the first weights."""
     train(2, tmp_path / "out", *SMALL, *OFTEN, *OTHERS[kind], "--data", *text)
-    status, lines = compute(tmp_path / "out")
-    assert status == 0, lines
-    assert "steps 1-6 have the same bits" in lines[-1]
-    got = [line for line in lines if line.startswith("steps ")]
-    assert len(got) == (1 if kind == "keep" else 3)
+    assert len(assert_yes(tmp_path / "out")) == (1 if kind == "keep" else 3)
 
 
 def test_data_may_lie_elsewhere_now(run, text, tmp_path, verify):
@@ -434,7 +430,7 @@ def test_parts_are_whole_stretches_and_a_sample_is_drawn_by_its_seed(run):
     assert re.search("steps 3-4 have the same bits, .* 1 rank$", lines[-1])
     lines = compute(run, "--sample", 2, "--seed", 5)[1]
     assert re.match("sample: 2 of 3 .*--seed 5$", lines[2])
-    assert [line.startswith("steps ") for line in lines].count(True) == 2
+    assert len(segments(lines)) == 2
 
 
 def invent(run: Path) -> None:

@@ -40,7 +40,7 @@ def inside(ptr: int, size: int) -> bool:
 
 
 class Memory:
-    """Device memory, in the host's. As in CuPy, freed memory is not reused before its stream has finished."""
+    """Simulated device memory. As in CuPy, freed memory is not reused before its stream has finished."""
 
     def __init__(self, size: int) -> None:
         self._room = np.empty(max(1, size) + ALIGNMENT, np.uint8)
@@ -63,13 +63,6 @@ def is_device_address(ptr: int) -> bool:
     return inside(ptr, 1)
 
 
-class UnownedMemory:
-    """Memory of an owner that this object keeps alive."""
-
-    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
-        self.ptr, self.size, self._owner = ptr, size, owner
-
-
 class MemoryPointer:
     """Address in device memory."""
 
@@ -82,11 +75,8 @@ class Pool:
 
     def __init__(self) -> None:
         self._used = self._kept = 0
-        self.limit: int | None = None
 
     def allocated(self, size: int) -> None:
-        if self.limit is not None and self._used + size > self.limit:
-            raise MemoryError(f"Out of memory allocating {size} bytes (pretend)")
         self._used += size
         self._kept = max(self._kept, self._used)
 
@@ -257,11 +247,6 @@ class Stream:
     def done(self) -> bool:
         return self._finished >= self._asked
 
-    def record(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
     def wait_event(self, event: Event) -> None:
         passed = event._passed
         self.do(lambda: passed.wait() and None)
@@ -318,14 +303,6 @@ class Device:
             raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
         _local.device = self.id
 
-    def __enter__(self) -> Device:
-        self._before = getattr(_local, "device", 0)
-        self.use()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        _local.device = self._before
-
     def synchronize(self) -> None:
         for stream in list(Stream._all.values()):
             stream.synchronize()
@@ -338,15 +315,10 @@ def memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     Stream._all[stream].do(lambda: ctypes.memmove(dst, src, size) and None)
 
 
-def memset_async(dst: int, value: int, size: int, stream: int) -> None:
-    Stream._all[stream].do(lambda: ctypes.memset(dst, value, size) and None)
-
-
 runtime = SimpleNamespace(
     getDeviceCount=gpus,
     CUDARuntimeError=CUDARuntimeError,
     memcpyAsync=memcpy_async,
-    memsetAsync=memset_async,
     eventQuery=event_query,
     free=lambda ptr: None,
     memcpyHostToDevice=1,

@@ -130,9 +130,6 @@ class RawModule:
             raise NotImplementedError("the simulated CuPy has only kernels with C names, by nvrtc")
         self.code, self.options = code, options
 
-    def compile(self) -> None:
-        library(self.code)
-
     def get_function(self, name: str) -> RawKernel:
         found, names = library(self.code)
         if name not in names:
