@@ -54,7 +54,7 @@ class CollectiveRecords:
     """Records of the last collectives that this process has started.
 
     of_comms   records of the communicators, which all ranks make in the same order
-    threads    threads that have started a collective of a script, or have tried to
+    threads    identifiers of a script's threads that have started a collective, or have tried to
     ended      exit status of a rank that will start no more collectives; None before that
     """
 
@@ -164,7 +164,7 @@ class CheckedComm(CommWrapper):
 
 
 def spelled(about: Array | Partition | str) -> str:
-    """Return a text for an argument that must be equal on all ranks: an array's size, a partition's cuts."""
+    """Return the properties of an argument that must be equal on all ranks, such as an array's size."""
     if isinstance(about, str):
         return about
     if isinstance(about, Partition):

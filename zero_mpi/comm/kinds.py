@@ -123,7 +123,7 @@ def on_gpus(depth: int, place: int, asked: Reductions) -> int:
 
 
 def staged_chunk(others: int) -> int:
-    """Return the bytes of pinned memory for a chunk of one of `others` other ranks."""
+    """Return the bytes of pinned memory for a chunk of each of `others` other ranks."""
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 

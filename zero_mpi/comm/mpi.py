@@ -61,7 +61,7 @@ class MPIComm(Comm):
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
-        """Return whether a progress thread helps: MPI allows it, and cores are free or hosts several."""
+        """Return whether a progress thread helps: MPI allows it, and a core is free or hosts are several."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here, alone = node.Get_size(), node.Get_size() == self.size
         node.Free()
@@ -204,7 +204,7 @@ class MPIComm(Comm):
                 time.sleep(POLL_SECONDS)
 
     def _gathering(self, kind: str) -> Any:
-        """Wait for all ranks, without spinning if patient; return the communicator for objects."""
+        """Return the communicator for objects; if patient, first wait for all ranks without spinning."""
         if self._patient:
             self._finish(self._control.Ibarrier(), kind)
         return self._control

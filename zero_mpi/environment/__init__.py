@@ -36,7 +36,7 @@ BINDING = {  # the first variable that is set decides; Slurm's are set in every 
 }
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message, as pipelines switch ranks often
+    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # pipelines switch ranks often
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
@@ -125,7 +125,7 @@ def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def binding(count: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the launcher's flag that binds each rank to `count` cores, or without a launcher every flag."""
+    """Return the launcher's flag that binds a rank to `count` cores; without a launcher, every such flag."""
     found = next((flag for variable, flag in BINDING.items() if variable in environ), "; ".join(CORES_FLAGS))
     return found.replace("{n}", str(count))
 

@@ -157,7 +157,7 @@ class WatchedScript:
 
 
 def meeting_place(world: World) -> Path | None:
-    """Return a path in the temporary or current folder where all ranks see a new folder, or None. Collective.
+    """Return a path in the temporary or current folder, if all ranks share that folder. Collective.
 
     With several hosts, the temporary folder is local and the current folder is usually shared.
     """

@@ -2,8 +2,8 @@
 
 *CUDA-aware MPI* reads and writes device memory itself. Exact mode needs only point-to-point messages, which
 every such library supports; in some libraries, nonblocking reductions of device memory end the process. MPI
-has no streams: an exchange's buffers receive data only after the sums that read them, and the library's own
-reductions (`fast`) block.
+has no streams: an exchange's buffers receive data only after the sums that read them are done, and the
+library's own reductions (`fast`) block.
 
 *Staged* sends through host memory. This works with every MPI library, and for several ranks on one GPU. The
 chunks of an exchange are copied into pinned memory, sent, received into pinned memory and copied back.
@@ -100,7 +100,7 @@ class CudaAwareBackend(Backend):
         return min(most, self._summed) if summed else most
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        read: dict[int, Any] = {}  # by buffer: event after the sum that reads it
+        read: dict[int, Any] = {}  # number of a buffer -> event after the sum that reads it
         steps = (
             self._one(exchange, next(tags), number % self.depth, read)
             for number, exchange in enumerate(exchanges)

@@ -72,7 +72,7 @@ class StreamHandle(ProgressingHandle):
 
 
 class DeviceAdoptingWrapper(CommWrapper):
-    """Wrapper of a host transport that sets the device, since calls may advance messages of device memory."""
+    """Wrapper that makes the GPU current before each call, since a call may advance device messages."""
 
     def __init__(self, inner: Comm, streams: GpuStreams) -> None:
         self._comm, self._streams = inner, streams
@@ -103,7 +103,7 @@ class DeviceComm(ProgressingWrapper):
         self._tickets, self._alone = Tickets(TRANSFERS), Tickets(1)
         self._tag, self._others = 0, others(self.rank, self.size)
         self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # reduction buffers by type
-        self._arrivals: dict[int, list[Array]] = defaultdict(list)  # by size: buffers for the library's sums
+        self._arrivals: dict[int, list[Array]] = defaultdict(list)  # size -> buffers for the library's sums
 
     @property
     def about(self) -> str:
@@ -186,7 +186,7 @@ class DeviceComm(ProgressingWrapper):
         """Run exchanges that send a chunk of each slice to its owner, which adds all ranks' chunks."""
         full, partition = asked.full, asked.partition
 
-        def new() -> list[Array]:  # buffers of exchanges in flight, for a chunk from each other rank
+        def new() -> list[Array]:  # for each exchange in flight, space for a chunk of every other rank
             length = (self.size - 1) * starts.step
             return [self.streams.empty(length, full.dtype) for _ in range(self.backend.depth)]
 

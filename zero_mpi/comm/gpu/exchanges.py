@@ -33,8 +33,8 @@ class GpuStreams:
     that still reads memory to be overwritten. At its end the computing stream waits for the side stream
     (`join`), on the GPU and not on the host, so the host can launch further work.
 
-    MPI and CUDA have a current device per thread, and any thread may advance a transfer. So each thread
-    adopts the GPU first. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
+    MPI and CUDA have a current device per thread, and any thread may advance a transfer. So each thread first
+    calls `adopt`. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
     `view(uint8)` of an array, and `__cuda_array_interface__` (or DLPack), by which mpi4py finds its memory.
     """
 
@@ -73,7 +73,7 @@ class GpuStreams:
     # -------------------------------------------------------------------------- memory and work
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a flat array in device memory, which the caller keeps for all transfers."""
+        """Return a flat array in device memory, which the caller reuses for later transfers."""
         self.adopt()
         with self.gpu.stream:  # earlier computation may still use its memory
             array = self.gpu.empty(size, dtype)
@@ -162,7 +162,7 @@ def overlapped(runs: Iterable[Running], depth: int) -> Running:
     waiting = iter(runs)
     under_way = deque(map(RunningExchange, islice(waiting, depth)))
     while under_way:
-        # push() asks MPI here, and not in the condition, so that an error is attributed to this transfer.
+        # push() tests requests here, not in the condition, so that an error is attributed to this transfer.
         for step in under_way:
             step.push()
         if under_way[0].done:

@@ -25,7 +25,7 @@ import numpy as np
 
 # CUDA_ERROR_DEVICE_UNAVAILABLE
 MEANING = {46: ": another process uses it, and its compute mode allows only one"}
-BYTES = 1 << 20  # too many for libraries to send them together with the message's header
+BYTES = 1 << 20  # bytes of the message: too many to travel together with its header
 # Variables of a launcher that make a process act as a rank. Users' settings are kept.
 JOB = re.compile(
     r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"

@@ -5,8 +5,8 @@
 
 A library that does not support device memory crashes the process when it reads such a pointer. So the user,
 the library or a setting of the site must first state support. Some libraries claim support wrongly, so
-`probe_says` then runs a test on one rank of each node. If a GPU admits only one process, only `try_out` tests
-it. All ranks get the same answer.
+`probe_says` then runs a test on one rank of each node. If a GPU admits only one process, `try_out` is the
+only test. All ranks get the same answer.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def alone() -> bool:
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
-    """Return whether MPI claims to accept device memory: FORCED, or the first yes, or the first answer."""
+    """Return MPI's claim about device memory: from FORCED, else the first positive one, else the first."""
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")
@@ -156,7 +156,7 @@ def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
 
 
 def memory_kinds(world: Any) -> Iterator[Answer]:
-    """Yield the answer of MPI's list of supported kinds of memory, if the library has one."""
+    """Yield an answer by MPI's list of the kinds of memory that it supports, if it has such a list."""
     info = world.Get_info()
     kinds = info.get(KINDS)
     info.Free()
@@ -200,7 +200,7 @@ def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
 
 
 def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:
-    """Return the answer of the test process, whose reason begins with that of the claim `said`."""
+    """Return the answer of the test process; its reason begins with the reason of the claim `said`."""
     lines, end = run_probe(command)
     facts = [json.loads(line) for line in lines]
     if facts and facts[-1].get("takes_memory"):

@@ -43,9 +43,9 @@ class MPIComm(Messages):
     _owners: Comm | None = None
 
     def shard_group(self) -> Comm:
-        """Return the transport of this node's owners, or on one node this transport. Collective.
+        """Return a transport of this node's ranks, or this transport if there is one node. Collective.
 
-        Raise UsageError if the nodes have different shapes.
+        Raise UsageError unless the nodes have equally many, consecutive ranks.
         """
         if self._owners is None:
             world = self._control

@@ -68,7 +68,7 @@ class Reduction(Handle):
 
 
 class OverMPI(ProgressingHandle):
-    """A transfer of the inner transport. A rank that waits for it also adds its reductions meanwhile.
+    """Handle of a transfer of the inner transport; a rank that waits for it also adds its reductions.
 
     Another rank may need these sums before it can start the same transfer.
     """
@@ -114,8 +114,8 @@ class SharingWrapper(ProgressingWrapper):
 class SharedComm(SharingWrapper):
     """The ranks of an MPI communicator, by default COMM_WORLD, which must all be on one node.
 
-    `full`, `buffers`: arguments of the first call of `memory`, which is reserved at once. Collective; raises
-    NoSharedMemory on all ranks if the ranks are on several nodes or there is not enough memory.
+    `full`, `buffers`: arguments of the first call of `memory`; its memory is reserved at once. Collective;
+    raises NoSharedMemory on all ranks if the ranks are on several nodes or there is not enough memory.
     """
 
     def __init__(
@@ -199,6 +199,6 @@ class SharedComm(SharingWrapper):
             spans.end(self._recorded.popleft().record)
 
     def close(self) -> None:
-        """Free all windows except those that contain arrays, which stay until the process ends."""
+        """Free all windows except those with arrays in use, which stay until the process ends."""
         self._memory.close()
         self._inner.close()

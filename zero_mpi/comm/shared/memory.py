@@ -57,7 +57,7 @@ class NodesApart(NoSharedMemory):
 class Window:
     """Window of `nbytes` bytes of shared memory. Collective; raises NoSharedMemory on all ranks.
 
-    own: byte ranges that this rank writes first.
+    own: byte ranges whose pages this rank allocates.
     """
 
     def __init__(self, node: Any, nbytes: int, own: Iterable[Range] = ()) -> None:
@@ -269,7 +269,7 @@ class NodeMemory:
             raise
 
     def allot(self, full: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
-        """Return zeroed arrays as long as `full`, of which each rank first writes its part, and a pool.
+        """Return arrays with the lengths of `full`, of which each rank has zeroed its part, and a pool.
 
         Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks.
         """
@@ -338,7 +338,7 @@ class NodeMemory:
         return self.counters.nbytes + sum(window.nbytes for window in self._windows)
 
     def close(self) -> None:
-        """Free all windows except those that contain arrays, which stay until the process ends."""
+        """Free all windows except those with arrays in use, which stay until the process ends."""
         self._prepared = None
         self._free_unused()
         self.counters.close()
