@@ -6,10 +6,7 @@ claims support, a test in a child process succeeds (`probe`) and a test between 
 `staged`. In exact mode backends only move data. Our own kernel adds in rank order, so the results of every
 backend are bit-identical to those of the host.
 
-A transfer begins when the computing stream has passed an event, recorded when the transfer was started. By
-then the data to send are complete, and no earlier work still reads the memory that will be overwritten. At
-the end the computing stream waits for the transfer's stream, on the GPU and not on the host. Only
-`GpuStreams` handles streams, events and the device of a thread. At most four transfers are in flight, in
+Only `GpuStreams` handles streams, events and the device of a thread. At most four transfers are in flight, in
 start order, so buffers and pinned memory are allocated once. After a GPU fault no event completes; testing an
 event raises the error, so the fault is not mistaken for a late rank.
 """

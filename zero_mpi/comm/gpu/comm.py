@@ -1,9 +1,9 @@
 """Collectives on device memory. This module decides which chunks go to which rank; backends send them.
 
 The exact reduction is the same as on the host (`comm.mpi`): every rank sends each owner its slice, and the
-owner adds the slices in rank order, in float32, chunk by chunk. So all backends give bit-identical sums. A
-backend only moves data, because not every library can reduce device memory, or bfloat16. Host data (vectors,
-objects, checkpoints, the corpus) uses the host's transport.
+owner adds the slices in rank order, in float32, chunk by chunk. Backends do not add, because not every
+library can reduce device memory, or bfloat16. Host data (vectors, objects, checkpoints, the corpus) uses the
+host's transport.
 """
 
 from __future__ import annotations

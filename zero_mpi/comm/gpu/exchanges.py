@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -81,7 +80,6 @@ class GpuStreams:
         return array
 
     def copy(self, target: Array, source: Array) -> None:
-        """Copy `source` to `target`, both on the device."""
         self._move(target, source, self._runtime.memcpyDeviceToDevice, self.stream)
 
     def fetch(self, target: Array, source: Array) -> None:
@@ -145,7 +143,6 @@ class RunningExchange:
         self.push()
 
     def ready(self) -> bool:
-        """Return whether the generator can continue."""
         return has_come(self._needed)
 
     def push(self) -> None:
@@ -169,12 +166,7 @@ def overlapped(runs: Iterable[Running], depth: int) -> Running:
             under_way.popleft()
             under_way.extend(map(RunningExchange, islice(waiting, 1)))
         else:
-            yield partial(any_ready, [step for step in under_way if not step.done])
-
-
-def any_ready(steps: Sequence[RunningExchange]) -> bool:
-    """Return whether any of the exchanges can continue."""
-    return any(step.ready() for step in steps)
+            yield lambda: any(step.ready() for step in under_way if not step.done)
 
 
 class Tickets:
@@ -196,9 +188,7 @@ class Tickets:
         return number
 
     def has_come(self, number: int) -> bool:
-        """Return whether a transfer may begin."""
         return number in self._waiting[: self._most]
 
     def end(self, number: int) -> None:
-        """Remove a finished transfer from the queue."""
         self._waiting.remove(number)

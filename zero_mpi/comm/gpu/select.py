@@ -88,9 +88,9 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
         staged = StagedBackend(streams)
         inner = MPIComm(exact=True, poll=POLL_SECONDS)
         return DeviceComm(inner, staged, streams, f"staged, through {staged.about}")
-    nccl = NcclBackend(streams)
-    sums = "sums in rank order" if exact else "sums in its own order: not exact"
     inner = MPIComm(exact=exact, threaded=False)  # the stream advances transfers
+    nccl = NcclBackend(streams, inner)
+    sums = "sums in rank order" if exact else "sums in its own order: not exact"
     return DeviceComm(inner, nccl, streams, f"nccl {nccl.version}, {sums}")
 
 
