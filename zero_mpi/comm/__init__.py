@@ -12,8 +12,7 @@ library's Reduce_scatter and Allreduce instead, in chunks of 4 MiB.
 
 MPICH and Open MPI do not advance a nonblocking collective while no thread calls the library. If cores are
 free, or ranks are on several hosts, a thread calls the library (`transfer`). If the ranks fill all cores of
-one node, the runtime tests transfers between layers instead. A transfer of several steps is a generator that
-yields the requests that it waits for. So any thread can test and advance a transfer.
+one node, a thread would only take time from them, so the runtime tests transfers between layers instead.
 """
 
 from zero_mpi.comm.base import DONE, AllOf, Comm, Handle

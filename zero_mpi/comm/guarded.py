@@ -94,7 +94,6 @@ class GuardedComm(NumberedComm):
     _thread = 0  # identifier of the thread that owns this communicator
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Record a collective; raise ThreadError if this thread may not start it."""
         me = threading.current_thread()
         assert me.ident is not None
         if me.ident != self._thread:
@@ -126,7 +125,6 @@ class CheckedComm(CommWrapper):
         return CheckedComm(other)
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Raise JobError on all ranks unless all of them start this collective."""
         details = f" ({', '.join(map(spelled, about))})" if about else ""
         own = collective((kind, label)) + details
         number, self._number = self._number, self._number + 1

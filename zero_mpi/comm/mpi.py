@@ -1,7 +1,7 @@
-"""MPI transport: the library gathers, and reduces unless sums are exact (pairwise exchange, ordered sum).
+"""MPI transport. The library gathers; exact reductions are a pairwise exchange and an ordered sum.
 
-The exact reduction is at least as fast as Reduce_scatter, because its receive buffers stay in cache.
-Each purpose has its own communicator, so that parameters, gradients and control messages cannot be mixed up.
+They are at least as fast as Reduce_scatter, because their receive buffers stay in cache. Parameters,
+gradients and control messages have separate communicators, so they cannot be mixed up.
 """
 
 from __future__ import annotations

@@ -38,7 +38,6 @@ class Partition:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Number of elements that each rank owns."""
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def part(self, rank: int) -> slice:
@@ -51,7 +50,6 @@ class Partition:
         return slice(min(first + start, last), min(first + start + length, last))
 
     def outside(self, rank: int) -> int:
-        """Return the number of elements that other ranks own."""
         return self.length - self.counts[rank]
 
     def cut(self, most: int) -> Iterator[Chunk]:

@@ -41,7 +41,6 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return len(self.members)
 
     @property

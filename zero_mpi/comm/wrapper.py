@@ -1,4 +1,4 @@
-"""Wrappers of a transport, which forward every call. Subclasses override some calls."""
+"""Wrappers of a transport, which forward the calls that they do not change."""
 
 from __future__ import annotations
 

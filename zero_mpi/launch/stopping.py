@@ -143,7 +143,6 @@ class StopSignals:
         self._heard: dict[signal.Signals, float] = {}
 
     def listen(self) -> None:
-        """Record signals from now on."""
         if self._listens:
             return
         self._listens = True

@@ -1,8 +1,7 @@
 """Runner of a command on all ranks, which ends all ranks with one message and one exit status.
 
 If a rank of an MPI job dies of an exception, the other ranks wait for it. So this module catches all
-exceptions of a command. For bad input, on which all ranks agree, rank 0 prints a line and the status is 2. An
-error of a single rank is printed with the rank's number and aborts the job.
+exceptions of a command.
 """
 
 from __future__ import annotations

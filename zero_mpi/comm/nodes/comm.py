@@ -97,12 +97,10 @@ class NodesComm(ProgressingWrapper):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that all ranks of this node together use now."""
         return self._memory.nbytes
 
     @property
     def about(self) -> str:
-        """Description of the transport for messages."""
         return (
             f"shared inside {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks, mpi between "
             f"them, {self.shared_bytes / 2**20:.1f} MiB of each node's shared memory"
@@ -142,7 +140,6 @@ class NodesComm(ProgressingWrapper):
         return self._sums.start(self, asked, replicated=False)
 
     def close(self) -> None:
-        """Free all windows except those with arrays in use, which stay until the process ends."""
         if self._owners is not None:
             self._owners.close()
         self._memory.close()

@@ -1,8 +1,4 @@
-"""Transports for sharding within each node and replication between nodes (HYBRID_SHARD).
-
-The ranks of each node own all slices, so a node gathers without other nodes, by shared memory or messages.
-Reductions sum over the ranks of all nodes, in rank order, and each sum goes to its owner on every node.
-"""
+"""Transports for sharding within each node and replication between nodes (HYBRID_SHARD)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ class Item:
 
     @property
     def span(self) -> slice:
-        """Slice of the unit that the item covers."""
         return slice(self.start, self.stop)
 
     @property
@@ -72,7 +71,6 @@ class Sum:
     done: list[str] = field(default_factory=list)  # finished parts of this rank's work
 
     def tag(self, kind: int) -> int:
-        """Return the tag of this reduction's messages of a kind."""
         return kind + 4 * (self.number % TAGS)
 
 
@@ -190,14 +188,12 @@ class NodeSums:
         if self.topology.node <= total.last:
             yield source.ready
             yield lambda: total.lends
+            dtype = total.asked.out.dtype
             with borrowed(
-                self._buffers[total.asked.out.dtype], lambda: self._new_buffers(total.asked.out.dtype)
+                self._buffers[dtype], lambda: [empty(self.chunk, dtype) for _ in range(CHAIN_DEPTH)]
             ) as slots:
                 yield from self._add_and_pass_on(total, source, slots)
         total.done.append("carried")
-
-    def _new_buffers(self, dtype: Any) -> list[Array]:
-        return [empty(self.chunk, dtype) for _ in range(CHAIN_DEPTH)]
 
     def _add_and_pass_on(self, total: Sum, source: Source, slots: list[Array]) -> Running:
         items = total.items

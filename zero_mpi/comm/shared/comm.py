@@ -1,6 +1,6 @@
 """Transport for ranks that share a node's memory: parameters are stored once, gradients added in place.
 
-*Full arrays.* A buffer in which ranks own slices is one array for all ranks. A gather waits until the owners
+*Full arrays.* An array in which ranks own slices exists once for all ranks. A gather waits until the owners
 have written: each rank counts its writes (`signal_written`), and a reader waits until all ranks' counts have
 reached its own (`wait_written`). Before slices are written again, all ranks must have finished reading them
 (`barrier_readers`).
@@ -151,12 +151,10 @@ class SharedComm(SharingWrapper):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that all ranks together use now."""
         return self._memory.nbytes
 
     @property
     def about(self) -> str:
-        """Description of the transport for messages."""
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
@@ -199,6 +197,5 @@ class SharedComm(SharingWrapper):
             spans.end(self._recorded.popleft().record)
 
     def close(self) -> None:
-        """Free all windows except those with arrays in use, which stay until the process ends."""
         self._memory.close()
         self._inner.close()

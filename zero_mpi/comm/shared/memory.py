@@ -3,8 +3,9 @@
 *Windows.* An MPI shared window is created only if there is enough space. The libraries back a window with a
 file in /dev/shm that has the full length but no pages yet; if a page has no space, its first use, maybe hours
 later, kills the process by SIGBUS. So free space is checked first, and each rank allocates its own pages as
-soon as the window exists, which also puts them near its cores. A failure is raised on all ranks. The file has
-no name once the window exists, so no file remains after a crash.
+soon as the window exists, which also puts them near its cores. A failure is raised on all ranks (Open MPI
+itself finds it on one rank, and the others wait). The file has no name once the window exists, so no file
+remains after a crash.
 
 *Counters.* A counter only grows, is written by one rank, and has its own cache line. A writer writes the data
 that the counter announces, then a fence, then the counter. A reader goes in the other order: counter, fence,
@@ -187,7 +188,6 @@ class Counters:
         self._words[self._first + TABLE + entry % ENTRIES] = value
 
     def noted(self, rank: int, entry: int) -> int:
-        """Return an entry of a rank's table."""
         return self._words[rank * WORDS + TABLE + entry % ENTRIES]
 
     def close(self) -> None:
@@ -197,7 +197,6 @@ class Counters:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all ranks' counters."""
         return self._window.nbytes
 
 
@@ -316,12 +315,10 @@ class NodeMemory:
                 self._windows.remove(window)
 
     def signal_written(self) -> None:
-        """Announce that this rank has finished writing its parts of arrays."""
         self._writes += 1
         self.counters.raise_to(WRITTEN, self._writes)
 
     def all_written(self) -> bool:
-        """Return whether every rank of the node has signalled as often as this rank."""
         return self.counters.all_reached(WRITTEN, self._writes)
 
     def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:
