@@ -1,7 +1,7 @@
 """Wrappers of transports that record or compare each collective before it starts.
 
-`NumberedComm` records the collectives that were started. From the records, ranks that have waited for a while
-learn whether they wait for different collectives or for a rank that has ended (`launch.watchdog`).
+`NumberedComm` records the collectives that were started. Ranks that have waited for a while find in the
+records whether they wait for different collectives or for a rank that has ended (`launch.watchdog`).
 `GuardedComm`, for scripts, also belongs to one thread: collectives of two threads have no order, so ranks
 could mix them up. `CheckedComm` (`--check-collectives`) compares the collectives that ranks are about to
 start: digests are gathered over separate communicators, and if one differs, all ranks learn which rank starts

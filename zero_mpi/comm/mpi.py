@@ -19,7 +19,7 @@ from zero_mpi.comm.base import DONE, Comm, Handle, ReduceScatter
 from zero_mpi.comm.kinds import EXACT_CHUNK, EXACT_DEPTH
 from zero_mpi.comm.partition import Chunk, Partition, others
 from zero_mpi.comm.start_mpi import MPI, mpi_type
-from zero_mpi.comm.topology import nodes_of
+from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import POLL_SECONDS, ProgressEngine, Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
@@ -237,7 +237,10 @@ class MPIComm(Comm):
         return found
 
     def nodes(self) -> list[int]:
-        return nodes_of(self._control)
+        node = node_communicator(self._control)
+        members = find_topology(self._control, node).members
+        node.Free()
+        return [n for _, n in sorted((rank, n) for n, ranks in enumerate(members) for rank in ranks)]
 
     def close(self) -> None:
         self._progress.close()

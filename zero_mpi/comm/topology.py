@@ -73,11 +73,3 @@ def find_topology(world: Any, node: Any) -> Topology:
     """Return the topology of `world`, where `node` is the communicator of this rank's node. Collective."""
     members = members_of(world.allgather(node.bcast(world.Get_rank()))).values()
     return Topology(tuple(map(tuple, members)), world.Get_rank())
-
-
-def nodes_of(world: Any) -> list[int]:
-    """Return the number of the node of each rank of `world`. Collective."""
-    node = node_communicator(world)
-    members = find_topology(world, node).members
-    node.Free()
-    return [number for _, number in sorted((rank, n) for n, ranks in enumerate(members) for rank in ranks)]

@@ -22,7 +22,7 @@ from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, Tickets, pass
 from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.partition import Partition, others
-from zero_mpi.comm.topology import find_topology, node_communicator
+from zero_mpi.comm.topology import node_communicator
 from zero_mpi.comm.transfer import Running, borrowed
 from zero_mpi.comm.wrapper import CommWrapper, ProgressingHandle, ProgressingWrapper
 from zero_mpi.device.types import Array
@@ -89,12 +89,9 @@ class DeviceAdoptingWrapper(CommWrapper):
 
 
 class DeviceComm(ProgressingWrapper):
-    """Transport of the ranks of `inner`, a host transport, that sends device memory by `backend`.
+    """Transport of the ranks of `inner`, a host transport, that sends device memory by `backend`."""
 
-    about: name of the library, for messages
-    """
-
-    def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str = "") -> None:
+    def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str) -> None:
         node = node_communicator(MPI.COMM_WORLD)
         super().__init__(inner, node.Get_size())
         node.Free()
@@ -107,7 +104,7 @@ class DeviceComm(ProgressingWrapper):
 
     @property
     def about(self) -> str:
-        return self._about or self.kind.name
+        return self._about
 
     # ------------------------------------------------------------------------------------ transfers
 
@@ -273,9 +270,7 @@ class DeviceComm(ProgressingWrapper):
         return DeviceAdoptingWrapper(self._inner.background(), self.streams)
 
     def shard_group(self) -> Comm:
-        node = node_communicator(MPI.COMM_WORLD)
-        nodes = find_topology(MPI.COMM_WORLD, node).nodes
-        node.Free()
+        nodes = len(set(self.nodes()))
         if nodes > 1:
             raise UsageError(
                 f"--strategy hybrid-shard: with --device cuda it works only on one node, found {nodes}; use "
