@@ -100,7 +100,7 @@ def cores_per_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks on this node according to the launcher, or 1."""
+    """Return the number of ranks on this node according to the launcher; 1 without a launcher."""
     return next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), 1)
 
 
@@ -115,7 +115,7 @@ def records_graphs(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def launch_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank according to the launcher, or 0."""
+    """Return this process's rank according to the launcher; 0 without a launcher."""
     return next((int(environ[name]) for name in LAUNCHER if environ.get(name, "").isdigit()), 0)
 
 

@@ -39,7 +39,7 @@ POLL_SECONDS = 5e-4  # seconds between polls; a poll takes the GIL from the thre
 TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: large enough for libraries' protocol for large messages
 FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library supports device memory, whatever it reports; 0: it does not
 KINDS = "mpi_memory_alloc_kinds"  # key of a communicator's info object since MPI 4.1
-SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # variables of HPE Cray and MVAPICH
+SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # of HPE Cray and MVAPICH
 LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
 CUDA = 0  # MPICH's number for this kind of GPU
 COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
@@ -149,7 +149,8 @@ def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")
-    said = [*memory_kinds(world), *library_says(), *site_says(environ)]
+    said = [*memory_kinds(world), *library_says()]
+    said += [Answer(environ[name] == "1", f"{name}={environ[name]}") for name in SITE if name in environ]
     return next(
         (answer for answer in said if answer.yes), said[0] if said else Answer(False, "support not reported")
     )
@@ -190,13 +191,6 @@ def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
             if hasattr(library, name):
                 found = ask(getattr(library, name))
                 yield Answer(found == 1, f"{name} says {found}")
-
-
-def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
-    """Yield an answer for each environment variable by which sites enable device memory in MPI."""
-    for name in SITE:
-        if name in environ:
-            yield Answer(environ[name] == "1", f"{name}={environ[name]}")
 
 
 def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:

@@ -184,7 +184,7 @@ class Counters:
         return True
 
     def note(self, entry: int, value: int) -> None:
-        """Write an entry of this rank's table. To announce it, raise a counter afterwards."""
+        """Write an entry of this rank's table; `raise_to` then announces it to the other ranks."""
         self._words[self._first + TABLE + entry % ENTRIES] = value
 
     def noted(self, rank: int, entry: int) -> int:
@@ -206,8 +206,8 @@ class Counters:
 class SharedGradientPool(BufferPool):
     """A pool of fixed size: this rank's block of shared memory, cut into buffers of the given lengths.
 
-    `blocks`: the blocks of all ranks, as bytes. All are cut in the same way, but ranks may use their buffers
-    in different orders. An owner reads gradients where the ranks wrote them.
+    `blocks`: the blocks of all ranks, as bytes, all cut in the same way. Ranks may use their buffers in
+    different orders. An owner reads gradients where the ranks wrote them.
     """
 
     def __init__(self, blocks: Sequence[Array], rank: int, lengths: Sequence[int]) -> None:
