@@ -5,7 +5,7 @@ with the process, and renews its record every few seconds. If the system refuses
 holder is alive. If it grants the flock, a holder on this machine is dead; other machines' flocks may be
 invisible (NFS and Lustre, depending on mount options). A holder on another machine counts as dead if its
 record stops changing, by the local clock. The file is then renamed, which only one process can do, and a new
-file is made. A holder that finds a new file, or no folder, after a pause ends its job.
+file is made. If a holder that was paused finds a new file, or no folder, it ends its job.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Proof:
         """Continue after the kept lines; add a RUN line unless the run simply resumes from its checkpoint."""
         run = json.loads(json.dumps(now.run))
         goes_on = kept.tip == (now.step, now.origin)
-        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # killed before it wrote this line
+        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # the job was killed before this line
             self._append(now.step, SAVED, {ID: now.origin, "state": now.state})
             goes_on = True
         if kept.at != now.step or not goes_on:

@@ -55,7 +55,7 @@ class StreamHandle(ProgressingHandle):
 
     def __init__(self, comm: DeviceComm, inner: Handle, result: Result, kind: str, label: str) -> None:
         super().__init__(comm, inner)
-        self.kind, self.label = kind, label  # also set if no wait is needed
+        self.kind, self.label = kind, label  # `inner` may be DONE, which has no label
         self._streams, self._result = comm.streams, result
 
     def test(self) -> bool:

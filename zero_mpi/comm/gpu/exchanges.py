@@ -1,6 +1,6 @@
 """Transfers of device memory: streams, and exchanges, which are chunks that are sent together.
 
-`comm` describes the data to send, and their targets, as exchanges. A backend decides how to send them:
+`comm` describes the chunks to send, and their targets, as `Exchange`s. A backend decides how to send them:
 directly from device memory, through pinned memory, or by NCCL. A backend runs each exchange as a separate
 generator. `overlapped` runs these generators concurrently: while one copies, another is in the MPI library.
 """
