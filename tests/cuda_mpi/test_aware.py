@@ -20,7 +20,7 @@ from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 
 LONG = [*LENGTHS, (100_001, 1024)]  # one is longer than a library's single message
-SMALL = {"most_bytes": 40 << 10, "summed": 5 << 10}
+SMALL = {"most_bytes": 40 << 10, "most_summed": 5 << 10}
 SETTINGS = {"whole": {}, "pieces": SMALL, "thread": SMALL, "fast": {}, "fast pieces": SMALL}
 EXACT = [name for name in SETTINGS if not name.startswith("fast")]
 
@@ -38,7 +38,9 @@ def side():
 @functools.cache
 def communicator(name):
     inner = MPIComm(exact=not name.startswith("fast"), threaded=name == "thread")
-    return DeviceComm(inner, CudaAwareBackend(streams(), **SETTINGS[name]), streams(), name)
+    backend = CudaAwareBackend(streams())
+    vars(backend).update(SETTINGS[name])
+    return DeviceComm(inner, backend, streams(), name)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,8 +28,8 @@ from zero_mpi.errors import UsageError
 
 RANKS = MPI.COMM_WORLD.Get_size()
 BF16 = np.dtype(ml_dtypes.bfloat16)
-SMALL = {"most_bytes": 40, "summed": 7}
-PIECES = {"stage_bytes": 40, "least_bytes": 40}
+SMALL = {"most_bytes": 40, "most_summed": 7}
+PIECES = {"chunk_bytes": 40}
 WIRES = {
     "mpi": (CudaAwareBackend, {}),
     "mpi pieces": (CudaAwareBackend, SMALL),
@@ -38,7 +38,7 @@ WIRES = {
     "staged": (StagedBackend, {}),
     "staged pieces": (StagedBackend, PIECES),
     "staged thread": (StagedBackend, PIECES),
-    "nccl": (NcclBackend, {"summed": 7}),
+    "nccl": (NcclBackend, {"most_summed": 7}),
     "nccl fast": (NcclBackend, {}),
 }
 NAMES = list(WIRES) if RANKS > 1 else ["serial", "mpi", "staged pieces", "nccl"]
@@ -55,7 +55,9 @@ def communicator(name):
     backend, options = WIRES[name]
     streams = GpuStreams(device.in_use())
     inner = MPIComm(exact=not name.endswith("fast"), threaded=name.endswith("thread"))
-    return DeviceComm(inner, backend(streams, **options), streams, name)
+    made = backend(streams, inner) if backend is NcclBackend else backend(streams)
+    vars(made).update(options)
+    return DeviceComm(inner, made, streams, name)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,24 +168,23 @@ def test_kernels_and_rooms_are_of_the_stream_that_computes(gpu):
 
 
 @several_ranks
-@pytest.mark.parametrize("name", EXACT)
-def test_a_transfer_begins_after_what_was_computed(name, gpu):
-    comm, whole = communicator(name), wild(7, 101)
-    parts, partition = [wild(rank, 101) for rank in range(comm.size)], Partition(101, comm.size)
-    part = partition.part(comm.rank)
+def test_a_transfer_begins_after_what_was_computed(exact, gpu):
+    whole = wild(7, 101)
+    parts, partition = [wild(rank, 101) for rank in range(exact.size)], Partition(101, exact.size)
+    part = partition.part(exact.rank)
     shard, out = (gpu.zeros(part.stop - part.start) for _ in range(2))
     full, given, sent = (gpu.zeros(101) for _ in range(3))
     gpu.synchronize()
     if is_pretend():
         hold(gpu.stream, 0.05)
     shard.set(whole[part], stream=gpu.stream)
-    given.set(parts[comm.rank], stream=gpu.stream)
-    if comm.rank == 0:
+    given.set(parts[exact.rank], stream=gpu.stream)
+    if exact.rank == 0:
         sent.set(whole, stream=gpu.stream)
     started = [
-        comm.allgather(shard, full, partition),
-        comm.reduce_scatter(given, out, partition),
-        comm.broadcast(sent, 0),
+        exact.allgather(shard, full, partition),
+        exact.reduce_scatter(given, out, partition),
+        exact.broadcast(sent, 0),
     ]
     for handle in started:
         handle.wait()
@@ -192,25 +193,18 @@ def test_a_transfer_begins_after_what_was_computed(name, gpu):
     same_bits(sent, whole)
 
 
-def gathered(comm):
-    partition, whole = Partition(2 * comm.size, comm.size), wild(7, 2 * comm.size)
-    full = device.in_use().zeros(whole.size)
-    shard = on_device(whole[partition.part(comm.rank)])
-    device.in_use().synchronize()
-    gate = hold(comm.streams.stream)
-    return comm.allgather(shard, full, partition), full, whole, gate
-
-
 @several_ranks
-@pytest.mark.parametrize("name", EXACT)
-def test_computing_comes_after_the_last_copy(name, gpu):
+def test_computing_comes_after_the_last_copy(exact, gpu):
     """`wait` makes the next kernel wait for the copy; the host itself waits only in NCCL's transfers."""
     if not is_pretend():
         pytest.skip(only_pretend)
-    comm = communicator(name)
-    handle, full, whole, gate = gathered(comm)
+    partition, whole = Partition(2 * exact.size, exact.size), wild(7, 2 * exact.size)
+    full, shard = gpu.zeros(whole.size), on_device(whole[partition.part(exact.rank)])
+    gpu.synchronize()
+    gate = hold(exact.streams.stream)
+    handle = exact.allgather(shard, full, partition)
     assert not handle.test()
-    if not comm.backend.in_order:
+    if not exact.backend.in_order:
         handle.wait()
     threading.Timer(0.02, gate.set).start()
     handle.wait()
@@ -218,21 +212,19 @@ def test_computing_comes_after_the_last_copy(name, gpu):
 
 
 @several_ranks
-@pytest.mark.parametrize("name", EXACT)
-def test_sums_are_sent_on_when_they_are_done(name, gpu, monkeypatch):
+def test_sums_are_sent_on_when_they_are_done(exact, gpu, monkeypatch):
     """An allreduce sends its sums on only after the last addition."""
-    comm = communicator(name)
-    real = comm.streams.add
+    real = exact.streams.add
 
     def late(*arguments):
         if is_pretend():
-            hold(comm.streams.stream, 0.02)
+            hold(exact.streams.stream, 0.02)
         real(*arguments)
 
-    monkeypatch.setattr(comm.streams, "add", late)
-    array = on_device(wild(comm.rank, 9))
-    comm.allreduce(array).wait()
-    same_bits(array, functools.reduce(np.add, [wild(rank, 9) for rank in range(comm.size)]))
+    monkeypatch.setattr(exact.streams, "add", late)
+    array = on_device(wild(exact.rank, 9))
+    exact.allreduce(array).wait()
+    same_bits(array, functools.reduce(np.add, [wild(rank, 9) for rank in range(exact.size)]))
 
 
 def start_many(comm, count):

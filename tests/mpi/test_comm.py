@@ -31,7 +31,6 @@ EXACT = [name for name in NAMES if not name.startswith("fast")]
 FAST = [name for name in NAMES if name.startswith("fast")]
 MESSAGES = [name for name in EXACT if name in SETTINGS]  # exact transports that send messages
 THREADED = [name for name in NAMES if name.endswith("thread")]
-DTYPES = [np.float32, np.float64, np.uint16]
 # (length, quantum): even or ragged slices, one or few ranks with elements, no elements
 LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1), (0, 10)]
 EDGE = 4  # elements before and after a buffer, which no collective may write
@@ -39,7 +38,6 @@ EDGE = 4  # elements before and after a buffer, which no collective may write
 BUFFERS = [*((*lengths, np.float32) for lengths in LENGTHS), (101, 10, np.float64), (101, 10, np.uint16)]
 
 over_lengths = pytest.mark.parametrize(("length", "quantum"), LENGTHS)
-over_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 over_buffers = pytest.mark.parametrize(("length", "quantum", "dtype"), BUFFERS)
 
 
@@ -218,7 +216,7 @@ def test_sum_vector_is_exact_where_one_rank_fills_each_place(comm):
     assert same_bits(ones, np.ones(101))
 
 
-@over_dtypes
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint16])
 @pytest.mark.parametrize("shape", [(101,), (7, 5), (0,)], ids=str)
 def test_broadcast_from_each_root(comm, shape, dtype):
     whole = pattern(int(np.prod(shape)), dtype)

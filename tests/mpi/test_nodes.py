@@ -63,18 +63,17 @@ def in_order(length, contributors, rounds):
     return total
 
 
-def reduce_rounds(comm, size, index, length, contributors, rounds, pool, dawdle=None):
-    partition = Partition(length, size, 16)
-    out = np.full(partition.counts[index], np.nan, np.float32)
+def reduce_rounds(comm, length, contributors, rounds, pool, dawdle):
+    partition = Partition(length, comm.size, 16)
+    out = np.full(partition.counts[comm.rank], np.nan, np.float32)
     for round_ in range(rounds):
         buffer = pool.take(length)
         full = buffer[:length]
-        if dawdle is not None:
-            time.sleep(dawdle.random() * 2e-3)
+        time.sleep(dawdle.random() * 2e-3)
         full[:] = values(WORLD.rank, length, round_)
         comm.reduce_scatter(full, out, partition, contributors=contributors, accumulate=round_ > 0).wait()
         pool.give(buffer)
-    return out, partition.part(index)
+    return out, partition.part(comm.rank)
 
 
 SUMS = [(5000, 1), (4096, 3), (1, 2), (40, 2), (0, 1), (100_000, 2)]
@@ -85,8 +84,7 @@ def check_sums(comm, group):
     for length, rounds in SUMS:
         pool = group.memory([], [length + 1000]).buffers
         for contributors in range(1, comm.size + 1):
-            given = length, contributors, rounds, pool, dawdle
-            out, part = reduce_rounds(group, group.size, group.rank, *given)
+            out, part = reduce_rounds(group, length, contributors, rounds, pool, dawdle)
             assert out.tobytes() == in_order(length, contributors, rounds)[part].tobytes()
         del pool
 

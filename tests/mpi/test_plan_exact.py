@@ -79,19 +79,12 @@ def after_step(comm, case):
 def check_traffic(comm, case):
     recording = Recorder(comm)
     before = comm.meter.sent_bytes
-    after_step(recording, case)
+    kept = after_step(recording, case)
     planned = plan_traffic(case, flags=0).sent.tolist()
     assert comm.allgather_object(comm.meter.sent_bytes - before) == planned
-    if comm.exact:
+    del kept
+    if comm.exact and case.nodes == 1 and comm.kind == kinds.MPI:
         assert comm.allgather_object(sum(event.sent for event in recording.log)) == planned
-
-
-def check_sent(comm, case):
-    before = comm.meter.sent_bytes
-    kept = after_step(comm, case)
-    sent = comm.allgather_object(comm.meter.sent_bytes - before)
-    assert sent == plan_traffic(case, flags=0).sent.tolist()
-    del kept  # its shared memory
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -157,7 +150,7 @@ def test_traffic_of_the_library_s_reductions(fast, strategy, kind):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_traffic_of_shared_memory(shared, strategy):
-    check_sent(shared, case_of(shared, tiny.MODELS["llama"], strategy, shared.size + 1))
+    check_traffic(shared, case_of(shared, tiny.MODELS["llama"], strategy, shared.size + 1))
 
 
 @pytest.fixture(scope="module", params=["nodes", "messages"])
@@ -176,7 +169,7 @@ def apart(request):
 @pytest.mark.parametrize("strategy", EVERY_STRATEGY)
 def test_traffic_over_nodes(apart, strategy, kind):
     count = micro_batches(kind, apart.size)
-    check_sent(apart, case_of(apart, tiny.MODELS["llama"], strategy, count, nodes=apart.size // PER_NODE))
+    check_traffic(apart, case_of(apart, tiny.MODELS["llama"], strategy, count, nodes=apart.size // PER_NODE))
 
 
 @pytest.mark.world(4, 8)

@@ -116,10 +116,6 @@ def test_a_program_that_does_not_answer_is_no_answer(text, programs, monkeypatch
     assert ask(job_that_asks("squeue" if text is not None else str(programs / "missing"))) is None
 
 
-def without_a_thread(monkeypatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-
-
 @pytest.mark.parametrize(
     ("own", "at_start", "left", "name"),
     [
@@ -131,7 +127,7 @@ def without_a_thread(monkeypatch) -> None:
     ],
 )
 def test_the_earlier_end_counts(own, at_start, left, name, monkeypatch):
-    without_a_thread(monkeypatch)
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     monkeypatch.setattr(time_limit, "process_age", lambda: 0.0)
     limit = TimeLimit(own, job_that_asks("false", at_start=at_start))
     assert limit.left() == pytest.approx(left, abs=0.1)

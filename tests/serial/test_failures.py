@@ -59,12 +59,6 @@ def tracebacks(errors: str) -> int:
     return errors.count("Traceback (most recent call last)")
 
 
-def assert_one_line(errors: str) -> None:
-    assert tracebacks(errors) == 0, errors
-    assert len(re.findall("^zero_mpi", errors, re.MULTILINE)) == 1, errors
-    assert errors.startswith("zero_mpi train: error: ")
-
-
 FAULTS = {  # (ranks, where, fault, error): the other ranks would wait for a rank that exits silently
     "all ranks": (4, "True", "raise RuntimeError('the fault')", r"zero_mpi: rank \d of 4 failed"),
     "interrupt": (2, "world.rank == 1", "raise KeyboardInterrupt()", "rank 1 of 2 (failed|was interrupted)"),
@@ -240,7 +234,9 @@ def test_checked_collectives_name_the_first_difference(transport, flags, tmp_pat
     checks = ["--check-collectives", "--transport", transport]
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5", *checks)
     assert status == 1, errors
-    assert_one_line(errors)
+    assert tracebacks(errors) == 0, errors
+    assert len(re.findall("^zero_mpi", errors, re.MULTILINE)) == 1, errors
+    assert errors.startswith("zero_mpi train: error: ")
     assert "is barrier on rank 1, where 2 of 3 ranks start" in errors
     state, reason = told(tmp_path / "out")
     assert state == "failed"

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import sys
 import tempfile
 
@@ -150,7 +149,6 @@ def test_in_a_notebook_nothing_ends_the_kernel():
     """A single process keeps its hooks, signals and threads; an interrupt ends the cell."""
     found = run_command([sys.executable, "-c", NOTEBOOK], timeout=60)
     assert found == (0, "in the cell\nstill here [1.]\n", "")
-    assert signal.SIGINT  # a notebook's interrupt sends this signal
 
 
 @pytest.mark.parametrize("told", ["long", "-1", "nan", "inf"])

@@ -111,5 +111,4 @@ def test_a_failure_leaves_no_window(text, tmp_path):
         status, said, left[transport] = run_with_shm("200m", 3, tmp_path / transport, *flags, how="kill")
         assert status != 0, said
         assert f"transport: {transport}" in said
-    print(left)
     assert left["shared"] <= left["mpi"] + (1 << 20), left

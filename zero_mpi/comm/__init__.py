@@ -7,13 +7,12 @@ compares descriptions of objects that ranks are about to make. `meter` counts by
 
 Exact reductions do not use the sums of the MPI library, because their order changes with the library and the
 number of ranks. Each owner receives its slice from every rank, in chunks of 1 MiB with two in flight, and
-adds in rank order: ((out + rank 0) + rank 1) + ... in float32. `fast` reductions call the library's
-Reduce_scatter and Allreduce instead, in chunks of 4 MiB.
+adds the slices in rank order: ((out + rank 0) + rank 1) + ... in float32. `fast` reductions call the
+library's Reduce_scatter and Allreduce instead, in chunks of 4 MiB.
 
 MPICH and Open MPI do not advance a nonblocking collective while no thread calls the library. If cores are
 free, or ranks are on several hosts, a thread calls the library (`transfer`). If the ranks fill all cores of
-one node, the runtime tests transfers between layers instead. A transfer of several steps is a generator that
-yields the requests that it needs next. So any thread can test and advance a transfer.
+one node, a thread would only take time from them, so the runtime tests transfers between layers instead.
 """
 
 from zero_mpi.comm.base import DONE, AllOf, Comm, Handle

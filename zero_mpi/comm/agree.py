@@ -1,9 +1,9 @@
 """Agreement among ranks on the objects that they are about to make, on errors, and on results of rank 0.
 
-Each rank checks its arguments, which may fail, and describes them by a few facts. Errors and a digest of the
-facts are gathered, in one short message if there is no error. An error on any rank is raised on all. If the
-digests differ, the ranks exchange the facts themselves, and all ranks raise the same error, which names the
-first difference. A single rank runs the same code.
+Each rank checks its arguments, which may raise an error, and describes them by a few facts. The ranks
+exchange their errors and a digest of the facts in one short message. An error on any rank is raised on all.
+If the digests differ, the ranks exchange the facts themselves, and all ranks raise the same error, which
+names the first difference. A single rank runs the same code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST = 80  # maximum number of characters of a value in a message
 
 
 class Differs(Exception):
-    """Error on all ranks: a run differs from its records. The text, one line, names the first difference."""
+    """Error on all ranks: a run differs from its records. Its text is one line with the first difference."""
 
 
 REFUSALS = (UsageError, JobError, Differs)  # errors that a command reports in one line; other errors are bugs
@@ -34,10 +34,10 @@ KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
 def agreed(comm: Comm, what: str, prepare: Callable[[], tuple[T, Facts]]) -> T:
-    """Return the first item of prepare() if its facts are the same on all ranks. Collective.
+    """Return the result of prepare() if its facts are the same on all ranks. Collective.
 
-    `what` names the object to be made, for messages. If `prepare` raises ValueError on any rank, all ranks
-    raise it; if facts differ, all raise UsageError. `prepare` must not communicate.
+    prepare() returns (result, facts) and must not communicate. `what` names the object in messages. If
+    prepare() raises ValueError on any rank, all ranks raise it; if facts differ, all raise UsageError.
     """
     return alike(comm, prepare, (ValueError,), f" in {what}")
 
@@ -51,7 +51,7 @@ def run_on_all(comm: Comm, action: Callable[[], T]) -> T:
 
 
 def results(comm: Comm, action: Callable[[], T]) -> list[T]:
-    """Return the results of action() on all ranks, in rank order; errors as in `run_on_all`. Collective."""
+    """Return action() of every rank, in rank order; raise errors like `run_on_all`. Collective."""
     return exchange(comm, action, REFUSALS, lambda result: result)[1]
 
 
@@ -62,7 +62,7 @@ def alike(
     what: str = "",
     remedy: str = "",
 ) -> T:
-    """Return the first item of prepare() if no rank has a `caught` error and all have the same facts.
+    """Return the result of prepare(), which returns (result, facts). Raise `caught` errors on all ranks.
 
     If facts differ, raise a UsageError on all ranks that names the first differing fact, the first rank with
     another value, and its host. `what` and `remedy` become parts of the message. Collective.
@@ -90,9 +90,9 @@ def alike(
 def exchange(
     comm: Comm, action: Callable[[], T], caught: tuple[type[Exception], ...], word: Callable[[T], Any]
 ) -> tuple[T, list[Any]]:
-    """Return the result of action(), and the word(result) of every rank; raise the first `caught` error.
+    """Return this rank's result of action(), and word(result) of every rank; raise the first `caught` error.
 
-    A rank whose action fails raises its own error; all other ranks name that rank. Collective.
+    A rank whose action fails raises its own error; the other ranks' errors name that rank. Collective.
     """
     result: Any = None
     problem: Exception | None = None
@@ -109,7 +109,7 @@ def exchange(
 
 
 def odd_fact(all_facts: Sequence[Mapping[str, str]]) -> tuple[str, list[str], int, str]:
-    """Return the first fact that differs: its name, all ranks' values, the odd rank, the usual value."""
+    """Return the first fact that differs: its name, its value on every rank, and the result of `odd_one`."""
     names = dict.fromkeys(name for facts in all_facts for name in facts)
     columns = ((name, [facts.get(name, NOTHING) for facts in all_facts]) for name in names)
     return next((name, values, *odd) for name, values in columns if (odd := odd_one(values)))
@@ -118,7 +118,7 @@ def odd_fact(all_facts: Sequence[Mapping[str, str]]) -> tuple[str, list[str], in
 def odd_one(values: Sequence[str]) -> tuple[int, str] | None:
     """Return the first rank whose value differs from most ranks', and the usual value; None if all are equal.
 
-    If two values are equally frequent, rank 0 counts as right.
+    Of several values that are most frequent, the one of the lowest rank is the usual value.
     """
-    usual = Counter(values).most_common(1)[0][0]  # the first of several equally frequent values
+    usual = Counter(values).most_common(1)[0][0]
     return next(((rank, usual) for rank, value in enumerate(values) if value != usual), None)

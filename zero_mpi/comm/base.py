@@ -53,7 +53,7 @@ class AllOf(Handle):
             handle.wait()
 
     def test(self) -> bool:
-        return sum(not handle.test() for handle in self._handles) == 0  # not all(): it tests every handle
+        return sum(not handle.test() for handle in self._handles) == 0  # unlike all(), it tests every handle
 
 
 DONE = Handle()
@@ -63,7 +63,7 @@ DONE = Handle()
 class ModuleMemory:
     """Memory that a transport provides for the units of a module.
 
-    full    for each requested partition: one array that all ranks see, each writing its slice; None if
+    full      for each partition: an array that all ranks see, of which each rank writes its slice; None if
               slices are private
     buffers   pool of buffers for gradients before reduction
     gathers   pool of buffers for gathered parameters that have no shared array
@@ -93,7 +93,7 @@ class Comm(ABC):
     size: int
     kind: Transport = MPI  # kind of this transport; default: MPI messages
     exact: bool  # whether reductions add in rank order, not in the library's order
-    sums_in_place = False  # whether `full` and `out` may be the same array in a first addition
+    sums_in_place = False  # whether `out` may be `full` itself if a reduction does not accumulate
     replicates_by_node = False  # whether replicated state should be divided among the ranks of each node
 
     @property
@@ -110,7 +110,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        """Fill `full` on all ranks from every rank's `shard`, or None if the slice is in `full` already."""
+        """Fill `full` on all ranks from every rank's `shard`, or if None, from its slice of `full`."""
 
     def reduce_scatter(
         self,
@@ -124,8 +124,8 @@ class Comm(ABC):
     ) -> Handle:
         """Set `out` to the sum over ranks of this rank's slice of `full`; add it to `out` if `accumulate`.
 
-        Ranks from `contributors` on contribute nothing: if exact, their `full` is not read; if fast, it must
-        be zeros. Exact sums are ((out + rank 0) + rank 1) + ..., one float32 addition after the other.
+        Only ranks below `contributors` contribute: if exact, the `full` of other ranks is not read; if fast,
+        it must be zeros. Exact sums are ((out + rank 0) + rank 1) + ..., one float32 addition after another.
         """
         ranks = self.size if contributors is None else contributors
         return self._reduce(ReduceScatter(full, out, partition, ranks, accumulate, label))
@@ -150,7 +150,7 @@ class Comm(ABC):
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Return on `root` the small objects `value` of all ranks, in rank order, else None. Blocking."""
+        """Return every rank's small object `value` on `root`, in rank order; None elsewhere. Blocking."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
@@ -158,7 +158,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the small objects `value` of all ranks, in rank order. Blocking."""
+        """Return every rank's small object `value`, in rank order. Blocking."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -208,8 +208,8 @@ class Comm(ABC):
     ) -> ModuleMemory:
         """Return memory for a module: arrays in which ranks own slices, and gradient buffers. Collective.
 
-        `buffers`, `gathers`: float32 lengths of all gradients, and of all gathered units, that are ever in
-        use at the same time. Raise UsageError if ranks share memory and there is not enough of it.
+        `buffers`, `gathers`: lengths in float32 elements of the gradients, and of the gathered units, that
+        are in use at the same time. Raise UsageError if ranks share memory and there is not enough of it.
         """
         return ModuleMemory([None] * len(full), BufferPool())
 
@@ -220,7 +220,7 @@ class Comm(ABC):
         """Return when every rank has signalled as often as this rank. Shared arrays may then be read."""
 
     def barrier_readers(self) -> None:
-        """Return when all ranks that share arrays are here. Slices may then be written. Collective."""
+        """Return when all ranks that share arrays call this. Slices may then be written. Collective."""
 
 
 def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:

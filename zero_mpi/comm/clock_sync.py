@@ -1,8 +1,8 @@
-"""Offsets of other hosts' clocks from the clock of rank 0, measured by messages there and back.
+"""Offsets of other hosts' clocks from the clock of rank 0, measured by round trips of messages.
 
-Rank 0 sends a word to all ranks, and each rank sends back the time of its clock, which falls between two
-readings of rank 0's clock. Of several tries, the shortest round trip is used; its error is at most half of
-the round-trip time (F. Cristian, Probabilistic clock synchronization, 1989).
+Rank 0 sends a number to all ranks, and each rank sends back the time of its clock, which falls between two
+readings of rank 0's clock. Of several round trips, the shortest is used; its error is at most half of its
+duration (F. Cristian, Probabilistic clock synchronization, 1989).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRIES = 10
 
 
 class Offset(NamedTuple):
-    """Seconds by which a clock that shows `at` is `ahead` of rank 0's clock; the error is at most `wrong`."""
+    """Offset of a clock: at time `at` it is `ahead` seconds ahead of rank 0's, within `wrong` seconds."""
 
     ahead: float
     wrong: float

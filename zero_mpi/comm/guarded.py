@@ -1,7 +1,7 @@
 """Wrappers of transports that record or compare each collective before it starts.
 
-`NumberedComm` records the collectives that were started. From the records, ranks that have waited for a while
-learn whether they wait for different collectives or for a rank that has ended (`launch.watchdog`).
+`NumberedComm` records the collectives that were started. Ranks that have waited for a while find in the
+records whether they wait for different collectives or for a rank that has ended (`launch.watchdog`).
 `GuardedComm`, for scripts, also belongs to one thread: collectives of two threads have no order, so ranks
 could mix them up. `CheckedComm` (`--check-collectives`) compares the collectives that ranks are about to
 start: digests are gathered over separate communicators, and if one differs, all ranks learn which rank starts
@@ -54,7 +54,7 @@ class CollectiveRecords:
     """Records of the last collectives that this process has started.
 
     of_comms   records of the communicators, which all ranks make in the same order
-    threads    threads that have started a collective of a script, or have tried to
+    threads    identifiers of a script's threads that have started a collective, or have tried to
     ended      exit status of a rank that will start no more collectives; None before that
     """
 
@@ -94,7 +94,6 @@ class GuardedComm(NumberedComm):
     _thread = 0  # identifier of the thread that owns this communicator
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Record a collective; raise ThreadError if this thread may not start it."""
         me = threading.current_thread()
         assert me.ident is not None
         if me.ident != self._thread:
@@ -126,7 +125,6 @@ class CheckedComm(CommWrapper):
         return CheckedComm(other)
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Raise JobError on all ranks unless all of them start this collective."""
         details = f" ({', '.join(map(spelled, about))})" if about else ""
         own = collective((kind, label)) + details
         number, self._number = self._number, self._number + 1
@@ -164,7 +162,7 @@ class CheckedComm(CommWrapper):
 
 
 def spelled(about: Array | Partition | str) -> str:
-    """Return a text for an argument that must be equal on all ranks: an array's size, a partition's cuts."""
+    """Return the properties of an argument that must be equal on all ranks, such as an array's size."""
     if isinstance(about, str):
         return about
     if isinstance(about, Partition):

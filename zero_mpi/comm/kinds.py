@@ -1,8 +1,7 @@
-"""The transports as data: their names, the sizes of their chunks, and the memory that they need.
+"""Facts about the transports: names, sizes of chunks, and the memory that they need.
 
 Every `Comm` has a kind (`comm.kind`). This is the only list of kinds: the values of `--transport`, the
-choices of a run and the numbers of a plan come from here. Transports and plans use the sizes below, so their
-numbers agree. This module needs neither MPI nor a GPU.
+choices of a run and the numbers of a plan come from here. This module needs neither MPI nor a GPU.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class Reductions:
 
     @property
     def longest(self) -> int:
-        """Number of elements of the largest slice."""
         return max(self.slices, default=0)
 
 
@@ -123,7 +121,7 @@ def on_gpus(depth: int, place: int, asked: Reductions) -> int:
 
 
 def staged_chunk(others: int) -> int:
-    """Return the bytes of pinned memory for a chunk of one of `others` other ranks."""
+    """Return the bytes of pinned memory for a chunk of each of `others` other ranks."""
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 

@@ -37,7 +37,6 @@ class Meter:
 
     @property
     def waits(self) -> bool:
-        """Return whether a thread is waiting now."""
         return self._depth > 0
 
     def beat(self) -> None:

@@ -1,7 +1,7 @@
-"""MPI transport: the library gathers, and reduces unless sums are exact (pairwise exchange, ordered sum).
+"""MPI transport. The library gathers; exact reductions are a pairwise exchange and an ordered sum.
 
-The exact reduction is at least as fast as Reduce_scatter, because its receive buffers stay in cache.
-Each purpose has its own communicator, so that parameters, gradients and control messages cannot be mixed up.
+They are at least as fast as Reduce_scatter, because their receive buffers stay in cache. Parameters,
+gradients and control messages have separate communicators, so they cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero_mpi.comm.base import DONE, Comm, Handle, ReduceScatter
 from zero_mpi.comm.kinds import EXACT_CHUNK, EXACT_DEPTH
 from zero_mpi.comm.partition import Chunk, Partition, others
 from zero_mpi.comm.start_mpi import MPI, mpi_type
-from zero_mpi.comm.topology import nodes_of
+from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import POLL_SECONDS, ProgressEngine, Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
@@ -61,7 +61,7 @@ class MPIComm(Comm):
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
-        """Return whether a progress thread helps: MPI allows it, and cores are free or hosts several."""
+        """Return whether a progress thread helps: MPI allows it, and a core is free or hosts are several."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here, alone = node.Get_size(), node.Get_size() == self.size
         node.Free()
@@ -204,7 +204,7 @@ class MPIComm(Comm):
                 time.sleep(POLL_SECONDS)
 
     def _gathering(self, kind: str) -> Any:
-        """Wait for all ranks, without spinning if patient; return the communicator for objects."""
+        """Return the communicator for objects; if patient, first wait for all ranks without spinning."""
         if self._patient:
             self._finish(self._control.Ibarrier(), kind)
         return self._control
@@ -237,7 +237,10 @@ class MPIComm(Comm):
         return found
 
     def nodes(self) -> list[int]:
-        return nodes_of(self._control)
+        node = node_communicator(self._control)
+        members = find_topology(self._control, node).members
+        node.Free()
+        return [n for _, n in sorted((rank, n) for n, ranks in enumerate(members) for rank in ranks)]
 
     def close(self) -> None:
         self._progress.close()

@@ -38,7 +38,6 @@ class Partition:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Number of elements that each rank owns."""
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def part(self, rank: int) -> slice:
@@ -51,7 +50,6 @@ class Partition:
         return slice(min(first + start, last), min(first + start + length, last))
 
     def outside(self, rank: int) -> int:
-        """Return the number of elements that other ranks own."""
         return self.length - self.counts[rank]
 
     def cut(self, most: int) -> Iterator[Chunk]:
@@ -65,7 +63,7 @@ class Partition:
 
 @lru_cache(maxsize=4096)
 def dealt_out(length: int, parts: int, quantum: int, ends: tuple[int, ...] = ()) -> Partition:
-    """Return a cached partition, one object for all equal ones, since its bounds take 72 bytes per rank."""
+    """Return a cached partition; equal calls share an object, since its bounds take 72 bytes per rank."""
     return Partition(length, parts, quantum, ends)
 
 
@@ -85,5 +83,5 @@ class Chunk:
 
 
 def others(rank: int, size: int) -> list[int]:
-    """Return the other ranks, beginning with the next rank, so that all ranks begin differently."""
+    """Return the other ranks, beginning with the next one, so that no two ranks begin with the same rank."""
     return [(rank + step) % size for step in range(1, size)]

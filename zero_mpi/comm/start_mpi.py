@@ -1,4 +1,4 @@
-"""The MPI library. The first import of this module starts it; no other module does.
+"""The MPI library. The first import of this module starts it; no other module imports mpi4py.
 
 MPI is started with support for calls from any thread, because any idle thread may advance a transfer.
 """

@@ -1,8 +1,8 @@
 """Topology of a job: which ranks are on each node.
 
 Traffic between nodes costs ten times as much as inside a node. Transports for several nodes therefore divide
-it into lanes: the ranks with the same position on their nodes form a lane. Lanes need equally many ranks on
-every node. For sums in rank order, the ranks of each node must also be consecutive.
+this traffic among lanes: the ranks with the same position on their nodes form a lane. Lanes need equally many
+ranks on every node. For sums in rank order, the ranks of each node must also be consecutive.
 
 With ZERO_MPI_RANKS_PER_NODE=n in the environment, every n ranks count as a node, whatever the hardware. So
 features for several nodes can be tried on one machine.
@@ -41,7 +41,6 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return len(self.members)
 
     @property
@@ -74,11 +73,3 @@ def find_topology(world: Any, node: Any) -> Topology:
     """Return the topology of `world`, where `node` is the communicator of this rank's node. Collective."""
     members = members_of(world.allgather(node.bcast(world.Get_rank()))).values()
     return Topology(tuple(map(tuple, members)), world.Get_rank())
-
-
-def nodes_of(world: Any) -> list[int]:
-    """Return the number of the node of each rank of `world`. Collective."""
-    node = node_communicator(world)
-    members = find_topology(world, node).members
-    node.Free()
-    return [number for _, number in sorted((rank, n) for n, ranks in enumerate(members) for rank in ranks)]

@@ -1,11 +1,8 @@
 """Transfers of several steps, as generators that any idle thread can advance.
 
 A generator yields what it waits for: a list of MPI requests, or a function that tests a condition (such as a
-counter in shared memory). So the progress thread, a call of `test` between layers, or the caller's `wait` can
-advance a reduction of many chunks.
-
-If a core is free, one thread tests the transfers in progress and sleeps between rounds (`ProgressEngine`). If
-ranks fill the cores, such a thread would only take time from the computation.
+counter in shared memory). So the progress thread (`ProgressEngine`), a call of `test` between layers, or the
+caller's `wait` can advance a reduction of many chunks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wrappers of a transport, which forward every call. Subclasses override some calls."""
+"""Wrappers of a transport, which forward the calls that they do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
-    """Return a method that reports a collective and forwards it; `about` returns texts equal on all ranks."""
+    """Return a method that reports and forwards a collective; `about` returns what all ranks must share."""
 
     def method(self: CommWrapper, *given: Any, **named: Any) -> Any:
         self.on_collective(name, "", *about(*given, **named))
@@ -38,8 +38,8 @@ class CommWrapper(Comm):
         self._group: tuple[Comm, Comm] | None = None  # inner shard group, and its wrapper
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Handle a collective that is about to start. `about` must be equal on all ranks; for an array in it,
-        size and type must be equal. Arrays are passed as they are, since few implementations need a text."""
+        """Note a collective that is about to start. `about` must be equal on all ranks; for an array in it,
+        size and type must be equal. Arrays are not passed as text, since few implementations need it."""
 
     def wrapped(self, inner: Handle) -> Handle:
         """Return the handle that the caller gets for a handle of the inner transport."""

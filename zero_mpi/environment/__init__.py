@@ -36,7 +36,7 @@ BINDING = {  # the first variable that is set decides; Slurm's are set in every 
 }
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message, as pipelines switch ranks often
+    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # pipelines switch ranks often
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
@@ -100,7 +100,7 @@ def cores_per_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks on this node according to the launcher, or 1."""
+    """Return the number of ranks on this node according to the launcher; 1 without a launcher."""
     return next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), 1)
 
 
@@ -115,7 +115,7 @@ def records_graphs(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def launch_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank according to the launcher, or 0."""
+    """Return this process's rank according to the launcher; 0 without a launcher."""
     return next((int(environ[name]) for name in LAUNCHER if environ.get(name, "").isdigit()), 0)
 
 
@@ -125,7 +125,7 @@ def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def binding(count: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the launcher's flag that binds each rank to `count` cores, or without a launcher every flag."""
+    """Return the launcher's flag that binds a rank to `count` cores; without a launcher, every such flag."""
     found = next((flag for variable, flag in BINDING.items() if variable in environ), "; ".join(CORES_FLAGS))
     return found.replace("{n}", str(count))
 

@@ -81,7 +81,7 @@ def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, in
 def folders(groups: Path, own: Path) -> Iterator[Path]:
     """Yield the folders of our control groups, from the innermost to the root of each hierarchy.
 
-    In a container, the root of the mount may be its own group, while `own` has the path on the host.
+    In a container, the root of the mount may be its own group, while the file `own` has the host's path.
     """
     try:
         text = own.read_text()

@@ -8,8 +8,8 @@ Errors. Rank 0 checks inputs such as files, and all ranks get the result (`World
 Any other error is printed with the number of its rank and aborts the job (`ending`). If all ranks fail at
 once, the job ends after the first rank's message, because other ranks wait a moment before they print.
 
-Hangs. A `Meter` records the name and time of every wait and numbers the collectives. A thread watches the
-meter, and ranks without progress compare their states (`watchdog`).
+Hangs. A `Meter` records the name and time of every wait, and `comm.guarded` numbers the collectives. A thread
+watches these records, and ranks without progress compare their states (`watchdog`).
 
 Run folders. Rank 0 locks `OUT/.lock` before the job changes anything in OUT (`folder_lock`).
 """

@@ -1,8 +1,8 @@
 """`connect`: communicator for a user's script or notebook. An error on one rank ends all ranks.
 
 If a rank of a script fails, ends early, or starts a different collective, the other ranks would wait for it
-forever. So `connect` makes an uncaught exception end all ranks, and a wait that cannot succeed or takes many
-minutes end the job (`watchdog`). In a single process `connect` installs nothing.
+forever. So after `connect` an uncaught exception ends all ranks, and a wait that cannot succeed or takes many
+minutes ends the job (`watchdog`). In a single process `connect` installs nothing.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class WatchedScript:
 
 
 def meeting_place(world: World) -> Path | None:
-    """Return a path in the temporary or current folder where all ranks see a new folder, or None. Collective.
+    """Return a path in the temporary or current folder, if all ranks share that folder. Collective.
 
     With several hosts, the temporary folder is local and the current folder is usually shared.
     """

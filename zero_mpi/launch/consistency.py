@@ -39,7 +39,7 @@ def check(comm: Comm, facts: Facts, remedy: str) -> None:
 
 
 def same(comm: Comm, prepare: Callable[[], tuple[T, Facts]], remedy: str) -> T:
-    """Return the first item of prepare(); raise if it fails on any rank or facts differ. Collective."""
+    """Return the result of prepare(); raise if it fails on any rank or facts differ. Collective."""
     return alike(comm, prepare, REFUSALS, remedy=f"; {remedy}")
 
 

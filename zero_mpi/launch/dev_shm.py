@@ -7,8 +7,8 @@ ranks of a node get the same result, because MPI makes the segment after all ran
 
 A segment is a file, and it keeps its memory when a job is killed. So a rank removes the file's name as soon
 as all ranks have mapped it (`unname`), and a run first removes stale segments (`sweep`), which no process has
-open or mapped. The test is a lease, which the kernel grants only if no other process has the file open. A
-file's name does not identify its job, and a list of processes would not contain other containers.
+open or mapped. To find out, it asks for a lease, which the kernel grants only if no other process has the
+file open. A file's name does not identify its job, and a list of processes lacks those of other containers.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def sweep(place: Path = PLACE) -> None:
 def is_unused(path: Path) -> bool:
     """Return True if no process has the file open, according to the kernel; False if unknown.
 
-    The test's lease lasts a moment. If another process opens the file meanwhile, it waits, and this process
-    gets a signal without effect.
+    The lease lasts a moment. If another process opens the file meanwhile, that process waits, and this
+    process gets a signal without effect.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with (

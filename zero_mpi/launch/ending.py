@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FAILED, BAD_USAGE, REQUEUE = 1, 2, 75
 DRAIN = 0.2  # seconds for the launcher to forward messages, because an abort drops unread output
-STAGGER = 0.3  # seconds per rank: if all fail at once, the first prints and ends the job before the others
+STAGGER = 0.3  # seconds per rank: if all fail at once, the first ends the job before the others print
 MOST_TURNS = 20  # ranks above this number print at the same time as the rank with this number
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
@@ -39,7 +39,7 @@ HOLD = 120.0  # longest pause in seconds; after it the launcher may end ranks th
 POLL = 0.2  # seconds between checks of the ranks of the node
 LATER = 5.0  # seconds after HOLD at which the separate process continues the launcher if no rank did
 
-_is_over = threading.Event()  # set when there is nothing left to wait for
+_is_over = threading.Event()  # set once the launcher must not be paused any more
 _held: list[tuple[int, subprocess.Popen[bytes]]] = []  # (pid of a launcher, process that continues it)
 
 

@@ -34,7 +34,7 @@ OF_PEOPLE = ("SIGINT", "SIGHUP")  # people send these signals, batch systems do 
 START, PREPARING, STEPS, OVER = "start", "preparing", "steps", "over"
 NO_STEP = "before the first step"
 WHEN = {START: NO_STEP, PREPARING: NO_STEP, STEPS: "after this step", OVER: "at the end of the run"}
-TWICE = 0.4  # two signals within these seconds count as one, as terminal and launcher may both send it
+TWICE = 0.4  # seconds within which two signals count as one, as terminal and launcher may both send it
 GRACE = 3.0  # seconds for all ranks to agree while a run is prepared
 STAGGER = 0.5  # seconds per rank, so that only the first prints if all ranks end the job
 
@@ -143,7 +143,6 @@ class StopSignals:
         self._heard: dict[signal.Signals, float] = {}
 
     def listen(self) -> None:
-        """Record signals from now on."""
         if self._listens:
             return
         self._listens = True

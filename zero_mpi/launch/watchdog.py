@@ -1,14 +1,14 @@
 """Watchdog that ends a job without progress and prints the state of each rank.
 
-The main thread names its work (`beat`), and a `Meter` records waits for other ranks and collectives. A thread
-watches these records. A second thread ends the job some seconds later if the first thread cannot; it uses no
-files, because file systems may hang too.
+The main thread names its work (`beat`), a `Meter` records waits for other ranks, and `comm.guarded` records
+collectives. A thread watches these records. A second thread ends the job some seconds later if the first
+thread cannot; it uses no files, because file systems may hang too.
 
 Ranks without progress exchange their states through small files in a shared folder, because a rank inside the
 MPI library cannot answer messages. A rank that has waited for a while starts a roll call: it writes its state
-there (it signs). Other waiting ranks that see this sign too, and the lowest of them reads all states. If two
-ranks have started different collectives with the same number, or a rank has ended before a collective that
-another rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job.
+there (it signs). Other waiting ranks that see its file also sign, and the lowest of them reads all states. If
+two ranks have started different collectives with the same number, or a rank has ended before a collective
+that another rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job.
 Otherwise, after the limit, a rank without progress prints the report for all. A rank that was stopped, or
 whose host is lost, has not signed, so the report names it. The times in the states are corrected by the file
 system's clock, because the clocks of hosts differ. Each file's name contains its job.
@@ -182,7 +182,7 @@ def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
 
 
 def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
-    """Return lines with the states of all ranks, beginning with ranks for which others wait.
+    """Return lines with the states of all ranks, beginning with the ranks that others wait for.
 
     places: process and host of each rank
     """
@@ -294,7 +294,7 @@ class Watchdog:
 
     @property
     def _counts(self) -> bool:
-        """Return True if time counts as lack of progress now; in a script, only during a wait."""
+        """Return True if time without change counts as lack of progress; in a script, only during a wait."""
         return not self.only_waits or (waits() and records.ended is None)
 
     def standing(self, with_stacks: bool = True) -> RankState:
@@ -389,7 +389,7 @@ class Watchdog:
             late = self._counts and age > self.limit + GRACE
 
     def _end(self, age: float) -> NoReturn:
-        """End this process without using files."""
+        """End the job without using files."""
         place = self.standing(with_stacks=False).place
         say(f"zero_mpi: rank {self.rank}: no progress for {age:.1f} s: {place}; ending the job")
         faulthandler.dump_traceback(file=2, all_threads=True)

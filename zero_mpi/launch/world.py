@@ -1,8 +1,7 @@
 """Runner of a command on all ranks, which ends all ranks with one message and one exit status.
 
 If a rank of an MPI job dies of an exception, the other ranks wait for it. So this module catches all
-exceptions of a command. For bad input, on which all ranks agree, rank 0 prints a line and the status is 2. An
-error of a single rank is printed with the rank's number and aborts the job.
+exceptions of a command.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ BEAT = 0.25  # minimum seconds between two beats of rank 0
 
 
 class StopAwareComm(CommWrapper):
-    """Communicator for agreements. Before the first step, a stop signal makes it raise Stopped on all ranks.
+    """Communicator for agreements, which raise Stopped on all ranks if a signal came before the first step.
 
     lost: function that returns, on rank 0, why the job has lost its run folder; all ranks then raise JobError
     """
@@ -56,7 +55,7 @@ class StopAwareComm(CommWrapper):
         return [theirs for _, theirs, _ in answers]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        with self.meter.waiting("the word of rank 0"):
+        with self.meter.waiting("the result of rank 0"):
             return self._inner.broadcast_object(value, root)
 
 
@@ -162,7 +161,7 @@ class World:
         return agree.results(self.comm, lambda: self._unless_over(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
-        """Call action() on one rank of each node, then on the other ranks, which use the files it made."""
+        """Call action() on one rank of each node, then on the others, which use the files that it made."""
         for turn in (True, False):
             if (self.node.rank == 0) == turn:
                 signals.cut_short(action)
@@ -247,7 +246,7 @@ def run(
 def end_interrupted(world: World) -> int:
     """Print that this process was interrupted and end the job; in a single process return the status."""
     stopping.say_interrupted()
-    if world.size > 1:  # rank 0 has printed a line; another rank prints only if no other was interrupted
+    if world.size > 1:  # rank 0 has printed a line; another rank prints only if no lower rank was interrupted
         await_turn(world.rank)
         text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
         world.end(stopping.INTERRUPTED, "interrupted", text if world.rank else "")

@@ -1,9 +1,8 @@
 """Log of a run, by the logger "zero_mpi" of the standard library.
 
 Users of the package as a library see nothing unless they configure that logger. A command installs one
-handler: rank 0 logs at the level of `--log-level`, to stdout or above the progress bar; the other ranks
-log only warnings, to stderr, with the prefix `[rank/size]`. At level debug all lines have this
-prefix.
+handler: rank 0 logs at the level of `--log-level`, to stdout or above the progress bar; the other ranks log
+only warnings, to stderr, with the prefix `[rank/size]`. At level debug all lines have this prefix.
 """
 
 import logging
@@ -86,6 +85,6 @@ def says(level: str) -> bool:
 
 
 def write_through(write: Callable[[str], object] | None) -> None:
-    """Send lines to `write`, for example to a progress bar; None: print them again."""
+    """Send log lines to `write`, such as a progress bar's; if it is None, print them again."""
     for handler in installed():
         handler.write = write or handler.print

@@ -1,9 +1,9 @@
 """Spans: named intervals of a rank's work, recorded for a timeline.
 
-`active` is the recorder, or None if nothing is recorded; then instrumented code only checks it. A
-span is a tuple in a list that only grows; names and times are computed from stamps after the last step.
-Computing is stamped by the clock of the device (`device.stopwatch`), since the host only launches work on a
-GPU; waits and transfers are stamped by the host's clock. `train.timeline` starts recorders on all ranks.
+`active` is the recorder; it is None if nothing is recorded, and instrumented code checks only that. A span is
+a tuple in a list that only grows; names and times are computed from stamps after the last step. Computing is
+stamped by the clock of the device (`device.stopwatch`), since the host only launches work on a GPU; waits and
+transfers are stamped by the host's clock. `train.timeline` starts recorders on all ranks.
 """
 
 import threading
@@ -162,12 +162,12 @@ def computing(name: str, label: str) -> Iterator[None]:
 
 
 def restart() -> None:
-    """Start the next lap now, if a recorder is active."""
+    """Begin now the interval that the next `lap` records, if a recorder is active."""
     if active is not None:
         active.restart()
 
 
 def lap(track: str, name: str, label: str = "") -> None:
-    """End the current lap now and record it as a span, if a recorder is active."""
+    """Record the interval since the last `lap` or `restart` as a span, if a recorder is active."""
     if active is not None:
         active.lap(track, name, label)

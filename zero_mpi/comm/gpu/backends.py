@@ -2,8 +2,8 @@
 
 *CUDA-aware MPI* reads and writes device memory itself. Exact mode needs only point-to-point messages, which
 every such library supports; in some libraries, nonblocking reductions of device memory end the process. MPI
-has no streams: an exchange's buffers receive data only after the sums that read them, and the library's own
-reductions (`fast`) block.
+has no streams: an exchange's buffers receive data only after the sums that read them are done, and the
+library's own reductions (`fast`) block.
 
 *Staged* sends through host memory. This works with every MPI library, and for several ranks on one GPU. The
 chunks of an exchange are copied into pinned memory, sent, received into pinned memory and copied back.
@@ -11,31 +11,31 @@ Exchanges overlap: while MPI sends one, the next is copied to the host and the p
 chunk for several ranks is copied to the host once. The pinned memory is divided once and reused. Sums are
 always in rank order.
 
-*NCCL*, on request: one stream orders all work, and the host does not wait. In exact mode NCCL only moves
-data, by groups of sends and receives, and our kernel adds. With `fast`, NCCL adds in its own order; slices of
-unequal lengths are then reduced to one owner after the other, in a group. Ranks connect through MPI, which
-also transfers all data that is not on a GPU.
+*NCCL*, on request: one stream orders all work, and the host does not wait. In exact mode NCCL moves data by
+groups of sends and receives. With `fast`, NCCL adds in its own order; slices of unequal lengths need one
+reduction per owner, in a group. Ranks connect through MPI, which also transfers all data outside GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from zero_mpi.comm.agree import run_on_all
+from zero_mpi.comm.base import Comm
 from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, arrived, as_message, overlapped, passed
 from zero_mpi.comm.kinds import (
     AWARE_CHUNK,
     AWARE_DEPTH,
     GPU_MPI,
-    LEAST_STAGE,
     NCCL,
     NCCL_CHUNK,
     NCCL_DEPTH,
-    STAGE_BYTES,
     STAGED,
     STAGED_ALIGNED,
     STAGED_DEPTH,
     Transport,
+    staged_chunk,
 )
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.transfer import Running, borrowed
@@ -43,8 +43,6 @@ from zero_mpi.device import Done
 from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-
-MOST_BYTES = 1 << 30  # maximum bytes of a message, because counts are C ints in older interfaces
 
 
 class Backend:
@@ -88,19 +86,15 @@ class CudaAwareBackend(Backend):
     """Backend that passes device memory to MPI."""
 
     depth, kind = AWARE_DEPTH, GPU_MPI
-
-    def __init__(
-        self, streams: GpuStreams, *, most_bytes: int = MOST_BYTES, summed: int = AWARE_CHUNK
-    ) -> None:
-        super().__init__(streams)
-        self._most_bytes, self._summed = most_bytes, summed
+    most_bytes = 1 << 30  # maximum bytes of a message, because counts are C ints in older interfaces
+    most_summed = AWARE_CHUNK  # maximum elements of a chunk that is added
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        most = max(1, self._most_bytes // itemsize)
-        return min(most, self._summed) if summed else most
+        most = max(1, self.most_bytes // itemsize)
+        return min(most, self.most_summed) if summed else most
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        read: dict[int, Any] = {}  # by buffer: event after the sum that reads it
+        read: dict[int, Any] = {}  # number of a buffer -> event after the sum that reads it
         steps = (
             self._one(exchange, next(tags), number % self.depth, read)
             for number, exchange in enumerate(exchanges)
@@ -148,27 +142,24 @@ class StagedBackend(Backend):
 
     depth, kind = STAGED_DEPTH, STAGED
 
-    def __init__(
-        self, streams: GpuStreams, *, stage_bytes: int = STAGE_BYTES, least_bytes: int = LEAST_STAGE
-    ) -> None:
+    def __init__(self, streams: GpuStreams) -> None:
         super().__init__(streams)
         self._others: int = max(1, self._comm.Get_size() - 1)
-        self._chunk_bytes: int = max(least_bytes, stage_bytes // self._others)
+        self.chunk_bytes = staged_chunk(self._others)
         self._rings: list[list[PinnedBuffers]] = []
 
     @property
     def about(self) -> str:
-        """Size of the pinned memory of a transfer, as text for messages."""
-        nbytes = self._chunk_bytes * self._others * 2 * self.depth
+        nbytes = self.chunk_bytes * self._others * 2 * self.depth
         return f"{nbytes / 2**20:.0f} MiB of pinned memory per transfer"
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        elements = max(1, self._chunk_bytes // itemsize)
+        elements = max(1, self.chunk_bytes // itemsize)
         return elements - elements % STAGED_ALIGNED if elements > STAGED_ALIGNED else elements
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
         def new() -> list[PinnedBuffers]:
-            return [PinnedBuffers(self.streams, self._chunk_bytes * self._others) for _ in range(self.depth)]
+            return [PinnedBuffers(self.streams, self.chunk_bytes * self._others) for _ in range(self.depth)]
 
         with borrowed(self._rings, new) as ring:
             steps = (
@@ -220,23 +211,25 @@ def load_nccl() -> Any:
 
 
 class NcclBackend(Backend):
-    """Backend that uses NCCL. Collective; raises UsageError on all ranks if NCCL does not start."""
+    """Backend that uses NCCL on the ranks of `host`, a host transport.
+
+    Collective; raises UsageError on all ranks if NCCL does not start.
+    """
 
     in_order, kind, depth = True, NCCL, NCCL_DEPTH
+    most_summed = NCCL_CHUNK  # maximum elements of a chunk that is added
 
-    def __init__(self, streams: GpuStreams, *, summed: int = NCCL_CHUNK) -> None:
-        self.streams, self._summed = streams, summed
-        world = MPI.COMM_WORLD
-        self._rank, self._size = world.Get_rank(), world.Get_size()
-        self._nccl = run_on_all(world, load_nccl)
-        name = world.bcast(self._nccl.get_unique_id() if self._rank == 0 else None)
+    def __init__(self, streams: GpuStreams, host: Comm) -> None:
+        self.streams = streams
+        self._nccl = run_on_all(host, load_nccl)
+        name = host.broadcast_object(self._nccl.get_unique_id() if host.rank == 0 else None)
         streams.adopt()
-        self._comm = run_on_all(world, lambda: self._join(name))
+        self._comm = run_on_all(host, lambda: self._join(name, host))
 
-    def _join(self, name: Any) -> Any:
+    def _join(self, name: Any, host: Comm) -> Any:
         """Return NCCL's communicator. All ranks call this together; NCCL fails on all ranks or on none."""
         try:
-            return self._nccl.NcclCommunicator(self._size, name, self._rank)
+            return self._nccl.NcclCommunicator(host.size, name, host.rank)
         except RuntimeError as error:
             raise UsageError(
                 f"--transport nccl: NCCL does not start ({error}); it needs one GPU per rank; see "
@@ -245,12 +238,11 @@ class NcclBackend(Backend):
 
     @property
     def version(self) -> str:
-        """Version of NCCL, as text."""
         number = self._nccl.get_version()
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        return self._summed if summed else 1 << 62  # counts are size_t
+        return self.most_summed if summed else 1 << 62  # counts are size_t
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
         """Launch all exchanges at once; the stream keeps their order, which is the same on all ranks."""
@@ -289,16 +281,3 @@ class NcclBackend(Backend):
 
     def close(self) -> None:
         self._comm.destroy()
-
-
-def run_on_all(world: Any, action: Callable[[], Any]) -> Any:
-    """Return action() of this rank; if it raises UsageError on any rank, all ranks raise it."""
-    result, problem = None, None
-    try:
-        result = action()
-    except UsageError as error:
-        problem = str(error)
-    for found in world.allgather(problem):
-        if found is not None:
-            raise UsageError(found)
-    return result

@@ -1,9 +1,9 @@
 """Collectives on device memory. This module decides which chunks go to which rank; backends send them.
 
 The exact reduction is the same as on the host (`comm.mpi`): every rank sends each owner its slice, and the
-owner adds the slices in rank order, in float32, chunk by chunk. So all backends give bit-identical sums. A
-backend only moves data, because not every library can reduce device memory, or bfloat16. Host data (vectors,
-objects, checkpoints, the corpus) uses the host's transport.
+owner adds the slices in rank order, in float32, chunk by chunk. Backends do not add, because not every
+library can reduce device memory, or bfloat16. Host data (vectors, objects, checkpoints, the corpus) uses the
+host's transport.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, Tickets, pass
 from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.partition import Partition, others
-from zero_mpi.comm.topology import find_topology, node_communicator
+from zero_mpi.comm.topology import node_communicator
 from zero_mpi.comm.transfer import Running, borrowed
 from zero_mpi.comm.wrapper import CommWrapper, ProgressingHandle, ProgressingWrapper
 from zero_mpi.device.types import Array
@@ -55,7 +55,7 @@ class StreamHandle(ProgressingHandle):
 
     def __init__(self, comm: DeviceComm, inner: Handle, result: Result, kind: str, label: str) -> None:
         super().__init__(comm, inner)
-        self.kind, self.label = kind, label  # also set if no wait is needed
+        self.kind, self.label = kind, label  # `inner` may be DONE, which has no label
         self._streams, self._result = comm.streams, result
 
     def test(self) -> bool:
@@ -72,7 +72,7 @@ class StreamHandle(ProgressingHandle):
 
 
 class DeviceAdoptingWrapper(CommWrapper):
-    """Wrapper of a host transport that sets the device, since calls may advance messages of device memory."""
+    """Wrapper that makes the GPU current before each call, since a call may advance device messages."""
 
     def __init__(self, inner: Comm, streams: GpuStreams) -> None:
         self._comm, self._streams = inner, streams
@@ -89,12 +89,9 @@ class DeviceAdoptingWrapper(CommWrapper):
 
 
 class DeviceComm(ProgressingWrapper):
-    """Transport of the ranks of `inner`, a host transport, that sends device memory by `backend`.
+    """Transport of the ranks of `inner`, a host transport, that sends device memory by `backend`."""
 
-    about: name of the library, for messages
-    """
-
-    def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str = "") -> None:
+    def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str) -> None:
         node = node_communicator(MPI.COMM_WORLD)
         super().__init__(inner, node.Get_size())
         node.Free()
@@ -103,11 +100,11 @@ class DeviceComm(ProgressingWrapper):
         self._tickets, self._alone = Tickets(TRANSFERS), Tickets(1)
         self._tag, self._others = 0, others(self.rank, self.size)
         self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # reduction buffers by type
-        self._arrivals: dict[int, list[Array]] = defaultdict(list)  # by size: buffers for the library's sums
+        self._arrivals: dict[int, list[Array]] = defaultdict(list)  # size -> buffers for the library's sums
 
     @property
     def about(self) -> str:
-        return self._about or self.kind.name
+        return self._about
 
     # ------------------------------------------------------------------------------------ transfers
 
@@ -186,7 +183,7 @@ class DeviceComm(ProgressingWrapper):
         """Run exchanges that send a chunk of each slice to its owner, which adds all ranks' chunks."""
         full, partition = asked.full, asked.partition
 
-        def new() -> list[Array]:  # buffers of exchanges in flight, for a chunk from each other rank
+        def new() -> list[Array]:  # for each exchange in flight, space for a chunk of every other rank
             length = (self.size - 1) * starts.step
             return [self.streams.empty(length, full.dtype) for _ in range(self.backend.depth)]
 
@@ -273,9 +270,7 @@ class DeviceComm(ProgressingWrapper):
         return DeviceAdoptingWrapper(self._inner.background(), self.streams)
 
     def shard_group(self) -> Comm:
-        node = node_communicator(MPI.COMM_WORLD)
-        nodes = find_topology(MPI.COMM_WORLD, node).nodes
-        node.Free()
+        nodes = len(set(self.nodes()))
         if nodes > 1:
             raise UsageError(
                 f"--strategy hybrid-shard: with --device cuda it works only on one node, found {nodes}; use "

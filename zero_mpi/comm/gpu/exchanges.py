@@ -1,6 +1,6 @@
 """Transfers of device memory: streams, and exchanges, which are chunks that are sent together.
 
-`comm` describes the data to send, and their targets, as exchanges. A backend decides how to send them:
+`comm` describes the chunks to send, and their targets, as `Exchange`s. A backend decides how to send them:
 directly from device memory, through pinned memory, or by NCCL. A backend runs each exchange as a separate
 generator. `overlapped` runs these generators concurrently: while one copies, another is in the MPI library.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -33,8 +32,8 @@ class GpuStreams:
     that still reads memory to be overwritten. At its end the computing stream waits for the side stream
     (`join`), on the GPU and not on the host, so the host can launch further work.
 
-    MPI and CUDA have a current device per thread, and any thread may advance a transfer. So each thread
-    adopts the GPU first. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
+    MPI and CUDA have a current device per thread, and any thread may advance a transfer. So each thread first
+    calls `adopt`. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
     `view(uint8)` of an array, and `__cuda_array_interface__` (or DLPack), by which mpi4py finds its memory.
     """
 
@@ -73,7 +72,7 @@ class GpuStreams:
     # -------------------------------------------------------------------------- memory and work
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a flat array in device memory, which the caller keeps for all transfers."""
+        """Return a flat array in device memory, which the caller reuses for later transfers."""
         self.adopt()
         with self.gpu.stream:  # earlier computation may still use its memory
             array = self.gpu.empty(size, dtype)
@@ -81,7 +80,6 @@ class GpuStreams:
         return array
 
     def copy(self, target: Array, source: Array) -> None:
-        """Copy `source` to `target`, both on the device."""
         self._move(target, source, self._runtime.memcpyDeviceToDevice, self.stream)
 
     def fetch(self, target: Array, source: Array) -> None:
@@ -145,7 +143,6 @@ class RunningExchange:
         self.push()
 
     def ready(self) -> bool:
-        """Return whether the generator can continue."""
         return has_come(self._needed)
 
     def push(self) -> None:
@@ -162,19 +159,14 @@ def overlapped(runs: Iterable[Running], depth: int) -> Running:
     waiting = iter(runs)
     under_way = deque(map(RunningExchange, islice(waiting, depth)))
     while under_way:
-        # push() asks MPI here, and not in the condition, so that an error is attributed to this transfer.
+        # push() tests requests here, not in the condition, so that an error is attributed to this transfer.
         for step in under_way:
             step.push()
         if under_way[0].done:
             under_way.popleft()
             under_way.extend(map(RunningExchange, islice(waiting, 1)))
         else:
-            yield partial(any_ready, [step for step in under_way if not step.done])
-
-
-def any_ready(steps: Sequence[RunningExchange]) -> bool:
-    """Return whether any of the exchanges can continue."""
-    return any(step.ready() for step in steps)
+            yield lambda: any(step.ready() for step in under_way if not step.done)
 
 
 class Tickets:
@@ -196,9 +188,7 @@ class Tickets:
         return number
 
     def has_come(self, number: int) -> bool:
-        """Return whether a transfer may begin."""
         return number in self._waiting[: self._most]
 
     def end(self, number: int) -> None:
-        """Remove a finished transfer from the queue."""
         self._waiting.remove(number)

@@ -25,7 +25,7 @@ import numpy as np
 
 # CUDA_ERROR_DEVICE_UNAVAILABLE
 MEANING = {46: ": another process uses it, and its compute mode allows only one"}
-BYTES = 1 << 20  # too many for libraries to send them together with the message's header
+BYTES = 1 << 20  # bytes of the message: too many to travel together with its header
 # Variables of a launcher that make a process act as a rank. Users' settings are kept.
 JOB = re.compile(
     r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"
@@ -115,7 +115,6 @@ class Driver:
         self("cuCtxSetCurrent", context)
 
     def upload(self, data: Any) -> DeviceArray:
-        """Return a copy of an array of bytes in device memory."""
         address = ctypes.c_uint64()
         self("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(data.size))
         self("cuMemcpyHtoD_v2", address, ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.size))
@@ -123,7 +122,6 @@ class Driver:
         return DeviceArray(address.value, data.size)
 
     def download(self, array: DeviceArray) -> Any:
-        """Return a host copy of an array in device memory."""
         data = np.empty(array.nbytes, np.uint8)
         self("cuCtxSynchronize")
         pointer, address = ctypes.c_void_p(data.ctypes.data), ctypes.c_uint64(array.address)
@@ -172,7 +170,7 @@ def main() -> None:
             say(takes_memory=arrived, mpi=text if arrived else "the received bytes differ from those sent")
     except DriverError as error:
         say(error=str(error))
-    except Exception as error:  # the library may raise anything, which is the result
+    except Exception as error:  # the library may raise any error, and the error is the result
         say(takes_memory=False, mpi=f"{type(error).__name__}: {error}".splitlines()[0])
 
 

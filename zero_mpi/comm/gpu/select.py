@@ -5,8 +5,8 @@
 
 A library that does not support device memory crashes the process when it reads such a pointer. So the user,
 the library or a setting of the site must first state support. Some libraries claim support wrongly, so
-`probe_says` then runs a test on one rank of each node. If a GPU admits only one process, only `try_out` tests
-it. All ranks get the same answer.
+`probe_says` then runs a test on one rank of each node. If a GPU admits only one process, `try_out` is the
+only test. All ranks get the same answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ POLL_SECONDS = 5e-4  # seconds between polls; a poll takes the GIL from the thre
 TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: large enough for libraries' protocol for large messages
 FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library supports device memory, whatever it reports; 0: it does not
 KINDS = "mpi_memory_alloc_kinds"  # key of a communicator's info object since MPI 4.1
-SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # variables of HPE Cray and MVAPICH
+SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # of HPE Cray and MVAPICH
 LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
 CUDA = 0  # MPICH's number for this kind of GPU
 COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
@@ -88,9 +88,9 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
         staged = StagedBackend(streams)
         inner = MPIComm(exact=True, poll=POLL_SECONDS)
         return DeviceComm(inner, staged, streams, f"staged, through {staged.about}")
-    nccl = NcclBackend(streams)
-    sums = "sums in rank order" if exact else "sums in its own order: not exact"
     inner = MPIComm(exact=exact, threaded=False)  # the stream advances transfers
+    nccl = NcclBackend(streams, inner)
+    sums = "sums in rank order" if exact else "sums in its own order: not exact"
     return DeviceComm(inner, nccl, streams, f"nccl {nccl.version}, {sums}")
 
 
@@ -145,18 +145,19 @@ def alone() -> bool:
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
-    """Return whether MPI claims to accept device memory: FORCED, or the first yes, or the first answer."""
+    """Return MPI's claim about device memory: from FORCED, else the first positive one, else the first."""
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")
-    said = [*memory_kinds(world), *library_says(), *site_says(environ)]
+    said = [*memory_kinds(world), *library_says()]
+    said += [Answer(environ[name] == "1", f"{name}={environ[name]}") for name in SITE if name in environ]
     return next(
         (answer for answer in said if answer.yes), said[0] if said else Answer(False, "support not reported")
     )
 
 
 def memory_kinds(world: Any) -> Iterator[Answer]:
-    """Yield the answer of MPI's list of supported kinds of memory, if the library has one."""
+    """Yield an answer by MPI's list of the kinds of memory that it supports, if it has such a list."""
     info = world.Get_info()
     kinds = info.get(KINDS)
     info.Free()
@@ -192,15 +193,8 @@ def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
                 yield Answer(found == 1, f"{name} says {found}")
 
 
-def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
-    """Yield an answer for each environment variable by which sites enable device memory in MPI."""
-    for name in SITE:
-        if name in environ:
-            yield Answer(environ[name] == "1", f"{name}={environ[name]}")
-
-
 def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:
-    """Return the answer of the test process, whose reason begins with that of the claim `said`."""
+    """Return the answer of the test process; its reason begins with the reason of the claim `said`."""
     lines, end = run_probe(command)
     facts = [json.loads(line) for line in lines]
     if facts and facts[-1].get("takes_memory"):

@@ -69,11 +69,11 @@ class NodesComm(ProgressingWrapper):
         self._sums = NodeSums(self._flat, self.topology, self._lane, node, self._memory)
         self._owners: ShardGroup | None = None
         self._pools: weakref.WeakSet[GatherPool] = weakref.WeakSet()
-        self._started = self._launched = self._gathered = 0  # numbers of gathers at each stage
+        self._started = self._launched = self._gathered = 0  # numbers of gathers that reached each stage
         self._released = 0  # number of shared buffers that this rank has returned
 
     def _gather_buffers(self, gathers: Sequence[int]) -> list[Partition]:
-        """Return partitions of the buffers for gathered units, so that each rank first touches its part."""
+        """Return partitions of the buffers for gathered units; each rank is the first to write its part."""
         return [Partition(length, self.topology.ranks_per_node, 1024) for length in gathers]
 
     def shard_group(self) -> Comm:
@@ -97,12 +97,10 @@ class NodesComm(ProgressingWrapper):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that all ranks of this node together use now."""
         return self._memory.nbytes
 
     @property
     def about(self) -> str:
-        """Description of the transport for messages."""
         return (
             f"shared inside {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks, mpi between "
             f"them, {self.shared_bytes / 2**20:.1f} MiB of each node's shared memory"
@@ -142,7 +140,6 @@ class NodesComm(ProgressingWrapper):
         return self._sums.start(self, asked, replicated=False)
 
     def close(self) -> None:
-        """Free all windows except those that contain arrays, which stay until the process ends."""
         if self._owners is not None:
             self._owners.close()
         self._memory.close()
@@ -154,8 +151,8 @@ class GatherPool(BufferPool):
     """Buffers that the ranks of a node share; all ranks take and return them in the same order.
 
     If no buffer is free, the pool adds private memory, into which this rank gathers alone. `released` counts
-    a returned buffer over all pools of a transport. `lent_after` maps a shared buffer's address to the number
-    of buffers that all ranks must have returned before it may be written.
+    one more returned buffer and returns their number over all pools. `lent_after` maps a shared buffer's
+    address to the number of buffers that all ranks must have returned before it may be written.
     """
 
     def __init__(self, arrays: Sequence[Array], released: Callable[[], int]) -> None:

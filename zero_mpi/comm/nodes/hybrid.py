@@ -1,8 +1,4 @@
-"""Transports for sharding within each node and replication between nodes (HYBRID_SHARD).
-
-The ranks of each node own all slices, so a node gathers without other nodes, by shared memory or messages.
-Reductions sum over the ranks of all nodes, in rank order, and each sum goes to its owner on every node.
-"""
+"""Transports for sharding within each node and replication between nodes (HYBRID_SHARD)."""
 
 from __future__ import annotations
 
@@ -43,9 +39,9 @@ class MPIComm(Messages):
     _owners: Comm | None = None
 
     def shard_group(self) -> Comm:
-        """Return the transport of this node's owners, or on one node this transport. Collective.
+        """Return a transport of this node's ranks, or this transport if there is one node. Collective.
 
-        Raise UsageError if the nodes have different shapes.
+        Raise UsageError unless the nodes have equally many, consecutive ranks.
         """
         if self._owners is None:
             world = self._control

@@ -46,7 +46,6 @@ class Item:
 
     @property
     def span(self) -> slice:
-        """Slice of the unit that the item covers."""
         return slice(self.start, self.stop)
 
     @property
@@ -68,11 +67,10 @@ class Sum:
     last: int  # last node with a rank that contributes
     added: int = 0  # number of chunks that this rank has added
     lends: bool = False  # whether this rank has started to send the old sums in `out`, if node 0 needs them
-    lent: dict[int, Any] = field(default_factory=dict)  # by chunk: request that sends `out` to node 0
-    done: list[str] = field(default_factory=list)  # finished work of this rank: carried, collected
+    lent: dict[int, Any] = field(default_factory=dict)  # item -> request that sends `out` to node 0
+    done: list[str] = field(default_factory=list)  # finished parts of this rank's work
 
     def tag(self, kind: int) -> int:
-        """Return the tag of this reduction's messages of a kind."""
         return kind + 4 * (self.number % TAGS)
 
 
@@ -92,7 +90,7 @@ class NodeSums:
         self.chunk = chain_chunk(topology.nodes)
         self._started = 0
         self._settled = 0  # number of reductions in which this rank's work is done
-        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # by type: free buffers for sums
+        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # dtype -> free buffers for sums
 
     def start(self, comm: ProgressingWrapper, asked: ReduceScatter, *, replicated: bool) -> Handle:
         """Start a reduction of `comm`, whose waits advance it; see `Sum`. Collective."""
@@ -186,18 +184,16 @@ class NodeSums:
     # ------------------------------------------------------------------------------------------ forward
 
     def _carry(self, total: Sum, source: Source) -> Running:
-        """Add this node's gradients chunk by chunk, and send the sums on; do nothing on idle nodes."""
+        """Add this node's gradients, if there are any, chunk by chunk, and send the sums on."""
         if self.topology.node <= total.last:
             yield source.ready
             yield lambda: total.lends
+            dtype = total.asked.out.dtype
             with borrowed(
-                self._buffers[total.asked.out.dtype], lambda: self._new_buffers(total.asked.out.dtype)
+                self._buffers[dtype], lambda: [empty(self.chunk, dtype) for _ in range(CHAIN_DEPTH)]
             ) as slots:
                 yield from self._add_and_pass_on(total, source, slots)
         total.done.append("carried")
-
-    def _new_buffers(self, dtype: Any) -> list[Array]:
-        return [empty(self.chunk, dtype) for _ in range(CHAIN_DEPTH)]
 
     def _add_and_pass_on(self, total: Sum, source: Source, slots: list[Array]) -> Running:
         items = total.items
@@ -300,7 +296,7 @@ class GradientsInSharedMemory:
         return self.counters.all_reached(POSTED, self.total.number + 1)
 
     def post(self, span: slice, slot: int) -> list[Any]:
-        """Start and return the requests that must complete before `parts` with the same arguments."""
+        """Start and return requests that must complete before a call of `parts` with the same arguments."""
         return []
 
     def parts(self, span: slice, slot: int) -> list[Array]:
@@ -316,7 +312,7 @@ class GradientsByMessages:
 
     def __init__(self, node: Any, local: int, givers: list[int], total: Sum, chunk: int) -> None:
         self.node, self.local, self.givers, self.total, self.chunk = node, local, givers, total, chunk
-        self.buffers: dict[tuple[int, int], Array] = {}  # by slot and rank: buffer for a chunk
+        self.buffers: dict[tuple[int, int], Array] = {}  # (slot, rank) -> buffer for a chunk
 
     def ready(self) -> bool:
         return True

@@ -1,6 +1,6 @@
 """Transport for ranks that share a node's memory: parameters are stored once, gradients added in place.
 
-*Full arrays.* A buffer in which ranks own slices is one array for all ranks. A gather waits until the owners
+*Full arrays.* An array in which ranks own slices exists once for all ranks. A gather waits until the owners
 have written: each rank counts its writes (`signal_written`), and a reader waits until all ranks' counts have
 reached its own (`wait_written`). Before slices are written again, all ranks must have finished reading them
 (`barrier_readers`).
@@ -68,7 +68,7 @@ class Reduction(Handle):
 
 
 class OverMPI(ProgressingHandle):
-    """A transfer of the inner transport. A rank that waits for it also adds its reductions meanwhile.
+    """Handle of a transfer of the inner transport; a rank that waits for it also adds its reductions.
 
     Another rank may need these sums before it can start the same transfer.
     """
@@ -114,8 +114,8 @@ class SharingWrapper(ProgressingWrapper):
 class SharedComm(SharingWrapper):
     """The ranks of an MPI communicator, by default COMM_WORLD, which must all be on one node.
 
-    `full`, `buffers`: arguments of the first call of `memory`, which is reserved at once. Collective; raises
-    NoSharedMemory on all ranks if the ranks are on several nodes or there is not enough memory.
+    `full`, `buffers`: arguments of the first call of `memory`; its memory is reserved at once. Collective;
+    raises NoSharedMemory on all ranks if the ranks are on several nodes or there is not enough memory.
     """
 
     def __init__(
@@ -151,12 +151,10 @@ class SharedComm(SharingWrapper):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that all ranks together use now."""
         return self._memory.nbytes
 
     @property
     def about(self) -> str:
-        """Description of the transport for messages."""
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
@@ -199,6 +197,5 @@ class SharedComm(SharingWrapper):
             spans.end(self._recorded.popleft().record)
 
     def close(self) -> None:
-        """Free all windows except those that contain arrays, which stay until the process ends."""
         self._memory.close()
         self._inner.close()

@@ -3,8 +3,9 @@
 *Windows.* An MPI shared window is created only if there is enough space. The libraries back a window with a
 file in /dev/shm that has the full length but no pages yet; if a page has no space, its first use, maybe hours
 later, kills the process by SIGBUS. So free space is checked first, and each rank allocates its own pages as
-soon as the window exists, which also puts them near its cores. A failure is raised on all ranks. The file has
-no name once the window exists, so no file remains after a crash.
+soon as the window exists, which also puts them near its cores. A failure is raised on all ranks (Open MPI
+itself finds it on one rank, and the others wait). The file has no name once the window exists, so no file
+remains after a crash.
 
 *Counters.* A counter only grows, is written by one rank, and has its own cache line. A writer writes the data
 that the counter announces, then a fence, then the counter. A reader goes in the other order: counter, fence,
@@ -57,7 +58,7 @@ class NodesApart(NoSharedMemory):
 class Window:
     """Window of `nbytes` bytes of shared memory. Collective; raises NoSharedMemory on all ranks.
 
-    own: byte ranges that this rank writes first.
+    own: byte ranges whose pages this rank allocates.
     """
 
     def __init__(self, node: Any, nbytes: int, own: Iterable[Range] = ()) -> None:
@@ -183,11 +184,10 @@ class Counters:
         return True
 
     def note(self, entry: int, value: int) -> None:
-        """Write an entry of this rank's table. To announce it, raise a counter afterwards."""
+        """Write an entry of this rank's table; `raise_to` then announces it to the other ranks."""
         self._words[self._first + TABLE + entry % ENTRIES] = value
 
     def noted(self, rank: int, entry: int) -> int:
-        """Return an entry of a rank's table."""
         return self._words[rank * WORDS + TABLE + entry % ENTRIES]
 
     def close(self) -> None:
@@ -197,7 +197,6 @@ class Counters:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all ranks' counters."""
         return self._window.nbytes
 
 
@@ -207,8 +206,8 @@ class Counters:
 class SharedGradientPool(BufferPool):
     """A pool of fixed size: this rank's block of shared memory, cut into buffers of the given lengths.
 
-    `blocks`: the blocks of all ranks, as bytes. All are cut in the same way, but ranks may use their buffers
-    in different orders. An owner reads gradients where the ranks wrote them.
+    `blocks`: the blocks of all ranks, as bytes, all cut in the same way. Ranks may use their buffers in
+    different orders. An owner reads gradients where the ranks wrote them.
     """
 
     def __init__(self, blocks: Sequence[Array], rank: int, lengths: Sequence[int]) -> None:
@@ -269,7 +268,7 @@ class NodeMemory:
             raise
 
     def allot(self, full: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
-        """Return zeroed arrays as long as `full`, of which each rank first writes its part, and a pool.
+        """Return arrays with the lengths of `full`, of which each rank has zeroed its part, and a pool.
 
         Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks.
         """
@@ -316,12 +315,10 @@ class NodeMemory:
                 self._windows.remove(window)
 
     def signal_written(self) -> None:
-        """Announce that this rank has finished writing its parts of arrays."""
         self._writes += 1
         self.counters.raise_to(WRITTEN, self._writes)
 
     def all_written(self) -> bool:
-        """Return whether every rank of the node has signalled as often as this rank."""
         return self.counters.all_reached(WRITTEN, self._writes)
 
     def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:
@@ -338,7 +335,7 @@ class NodeMemory:
         return self.counters.nbytes + sum(window.nbytes for window in self._windows)
 
     def close(self) -> None:
-        """Free all windows except those that contain arrays, which stay until the process ends."""
+        """Free all windows except those with arrays in use, which stay until the process ends."""
         self._prepared = None
         self._free_unused()
         self.counters.close()
