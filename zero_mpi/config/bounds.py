@@ -132,7 +132,7 @@ class Rule(NamedTuple):
 
 
 class DataKind(NamedTuple):
-    """Kind of --data. is_text: text, or token files with a tokenizer; are_ids: token files."""
+    """Properties of --data: whether it has a tokenizer, and whether it consists of token files."""
 
     is_text: bool
     are_ids: bool = False

@@ -1,10 +1,10 @@
 """Cache of encoded texts: the ids are in a folder whose name is a digest of everything that determines them.
 
 Encoding gigabytes takes minutes, and a requeued job would repeat it at each start. Ids in a file also need no
-memory on the ranks. So if texts have at least `LEAST` bytes, their ids are written once, under a digest of
-the texts and of everything that determines their ids, including this package's code. An entry that was not
-used for `MOST_DAYS` is removed when another entry is made. ZERO_MPI_CACHE names the folder. The texts of a
-small corpus, and all texts if no folder can be written, are encoded into memory.
+memory on the ranks. So if texts have at least `LEAST` bytes, their ids are written once. The digest covers
+the texts, the settings and this package's code. An entry that was not used for `MOST_DAYS` is removed when
+another entry is made. ZERO_MPI_CACHE names the folder of all entries. The texts of a small corpus, and all
+texts if no folder can be written, are encoded into memory.
 """
 
 from __future__ import annotations

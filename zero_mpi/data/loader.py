@@ -65,7 +65,7 @@ def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-@lru_cache(maxsize=16)  # room for several sources, and for a step that spans two epochs
+@lru_cache(maxsize=16)  # enough for several sources and a step that spans two epochs
 def _block(windows: int, block: int, *key: int) -> Places:
     """Return the windows of one block of an epoch's samples. An epoch that is sorted is a single block."""
     if windows <= MOST_SORTED:
@@ -174,7 +174,7 @@ class WindowSource(Protocol):
     """Interface of a set of numbered windows with T = `context` positions. Each sample is one window."""
 
     context: int
-    kind: str  # what the data lacks if there are no windows, for the error message
+    kind: str  # name of one window with a remedy, for the error if there are none
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -186,7 +186,7 @@ class WindowSource(Protocol):
         """Return the number of targets of these windows that the loss counts."""
 
     def about(self) -> str:
-        """Return a sentence on how the data fill the windows; "" if there is nothing to say."""
+        """Return a sentence on how documents fill the windows; "" if they are not packed."""
         return ""
 
     def notes(self) -> list[str]:
@@ -275,7 +275,7 @@ class MixedWindows(WindowSource):
         return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """Return the windows `indices` (b,). If any row has `begins`, a row of plain text is one document."""
+        """Return the windows `indices` (b,). If any row has `begins`, a row without it is one document."""
         cut = [(rows, part.batch(numbers)) for part, rows, numbers in self._by_part(indices)]
         if len(cut) == 1:
             return cut[0][1]

@@ -113,7 +113,7 @@ class GGUFKeys:
         return None if kind == "none" else kind
 
     def token_id(self, name: str, vocabulary: int) -> int | None:
-        """Return `tokenizer.ggml.NAME_token_id`, below the size of the vocabulary."""
+        """Return `tokenizer.ggml.NAME_token_id`. Raise FileError if it is not below `vocabulary`."""
         key = f"tokenizer.ggml.{name}_token_id"
         return self.integer(key, 0, vocabulary - 1, f"an id below {vocabulary}")
 

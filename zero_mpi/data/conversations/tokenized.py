@@ -1,8 +1,8 @@
 """Encodes conversations as tokens and marks each token as counted in the loss or not.
 
 The full text of a conversation is encoded. The number of bytes of each token is known, so cumulative lengths
-show which tokens overlap an answer. A token across the border of an answer counts, because the model has to
-produce all of it.
+show which tokens overlap an answer. A token that crosses the end of an answer counts, because the model has
+to produce all of it.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ class Totals:
         return [total, f"first conversation: {self.first}"]
 
     def cautions(self) -> list[str]:
-        """Return notes on data that is skipped, or that is not used as its file asks."""
+        """Return notes on conversations that are skipped, and on parts that the template leaves out."""
         return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
 
 
@@ -167,7 +167,7 @@ class ConversationReader:
     def _marked(
         self, each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
     ) -> TokenizedConversation:
-        """Return a conversation with its (n,) answer tokens marked; `lengths`: bytes of each token.
+        """Return a conversation whose answer tokens are marked. `lengths` (n,): bytes of each token.
 
         A bos in front has 0 bytes. Raises UsageError if the tokens do not cover the full text.
         """
@@ -185,7 +185,7 @@ class ConversationReader:
             ids, lengths = with_bos(ids, self._bos), np.insert(lengths, 0, 0)
             counted = np.insert(counted, 0, self._all)
         turns = np.flatnonzero(counted & ~np.append(False, counted[:-1]))
-        turns = turns[:1] if self._all else turns  # with --loss-on all, a row is one segment
+        turns = turns[:1] if self._all else turns  # with --loss-on all, the row is a single segment
         ended = np.add.reduceat(self._is_end[ids] & counted, turns) if turns.size else turns
         bos = int(ids[:1].tolist() == [self._tokenizer.bos])
         each.facts.update({"tokens": len(ids), "counted": int(counted.sum())}, bos=bos, turns=turns.size)

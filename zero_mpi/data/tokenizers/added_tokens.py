@@ -60,7 +60,7 @@ def is_token(text: Any) -> bool:
 def with_tokens(
     metadata: Mapping[str, Any], tokens: Sequence[str], place: str = THE_FILE
 ) -> tuple[dict[str, Any], int]:
-    """Return a model's keys with new tokens, and the first new id. Raise UsageError for an old token."""
+    """Return a model's keys with new tokens, and the first new id. Raise UsageError for a known token."""
     keys, tokenizer = GGUFKeys(metadata, place), tokenizer_from_metadata(metadata, place)
     known = keys.texts(TOKENS) or []
     taken = [t for t in tokens if t in known or len(tokenizer.encode(t, special=True)) == 1]

@@ -273,5 +273,5 @@ def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[i
 
 @compiled
 def base_of(node: int) -> int:
-    """Return the index relative to the node at which the node's children begin."""
+    """Return the offset of a node's children, relative to the node."""
     return node >> 10 << ((node & 0x200) >> 6)

@@ -159,7 +159,7 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the added tokens, which must be objects: else raise UsageError. As in Transformers, tokens of
+    """Return the added tokens. Raise UsageError unless they are objects. As in Transformers, tokens of
     tokenizer_config.json are added too, and they replace tokens with the same text.
     """
     tokens = _given(path, content, "added_tokens", list) or []
@@ -226,7 +226,7 @@ def _is_text(token: Any) -> bool:
 
 
 def _looks_special(token: str) -> bool:
-    """Return whether llama.cpp's converter takes an added token for a control token because of its look."""
+    """Return whether llama.cpp's converter takes an added token for a control token by its spelling."""
     framed = token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>"))  # noqa: RUF001
     return framed or token in ("<pad>", "<mask>") or (token.startswith("<unused") and token.endswith(">"))
 
