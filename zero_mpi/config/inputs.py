@@ -115,7 +115,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
         raise UsageError(f"--context {config.context}: the model of --init allows {model.context_length}")
     if model.lora is not None:
         model.lora.check(model.layers())
-    auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
+    auxiliary_scales(model, config)
     names = model.params()
     try:
         check_patterns("frozen", config.frozen, names)

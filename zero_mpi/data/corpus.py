@@ -98,7 +98,7 @@ def tokenizers_of(data: Sequence[str]) -> list[Path]:
 
 
 Ids = NDArray[np.integer[Any]]
-_HELD_OUT_STREAM = 0x68656C64  # separates this draw from other uses of the user's seed
+_HELD_OUT_STREAM = 0x68656C64  # part of this draw's key, so that no other draw from the seed is equal
 _BLOCK = 1 << 20  # ids processed together
 
 
@@ -168,7 +168,7 @@ def load_corpus(
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, context, fraction, seed) for source in sources_of(paths)]
     if val_paths:
-        splits.append(_split(reader, DataSource("", list(val_paths)), context, flag="--val-data"))
+        splits.append(_split(reader, DataSource("", list(val_paths)), context, 0.0, seed, "--val-data"))
     return _joined(splits)
 
 
@@ -186,12 +186,7 @@ def _joined(splits: Sequence[_Split]) -> Corpus:
 
 
 def _split(
-    reader: DocumentReader,
-    source: DataSource,
-    context: int,
-    fraction: float = 0.0,
-    seed: int = 0,
-    flag: str = "--data",
+    reader: DocumentReader, source: DataSource, context: int, fraction: float, seed: int, flag: str = "--data"
 ) -> _Split:
     """Return a source with `fraction` of its tokens held out, or all of them for --val-data.
 

@@ -20,14 +20,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zero_mpi.data.documents import Places, TokenSpans, read_ids
+from zero_mpi.data.documents import Places, Tokens, TokenSpans, read_ids
 from zero_mpi.errors import UsageError
 
 MOST_SORTED = 1 << 20  # maximum number of windows that are sorted; this takes 16 MiB and a tenth of a second
 ROUNDS = 64  # rounds of the cipher; each one halves the deviation from a random order
 DEALT = 1 << 12  # samples that are assigned to sources at once
 BLOCK = 1 << 12  # samples whose windows are computed together; this takes little longer than for one sample
-_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # separate these draws from other uses of the seed
+_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # parts of keys, so that draws differ
 
 
 def draws(count: int, *key: int) -> NDArray[np.uint64]:
@@ -212,11 +212,7 @@ class Windows(WindowSource):
     """
 
     def __init__(
-        self,
-        tokens: NDArray[np.integer] | TokenSpans,
-        context: int,
-        stride: int | None = None,
-        bos: int | None = None,
+        self, tokens: Tokens, context: int, stride: int | None = None, bos: int | None = None
     ) -> None:
         self.context = context
         self.kind = f"window of {context + 1} tokens: use a smaller --context"

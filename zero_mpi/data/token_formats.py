@@ -139,9 +139,8 @@ def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
     """Return the index of a file whose documents have these sizes (D,). Each document is one sequence."""
     code = next(code for code, known in MEGATRON_TYPES.items() if known == dtype)
     count, places = len(sizes), (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
-    head = (
-        MEGATRON + (1).to_bytes(8, "little") + bytes([code]) + np.array([count, count + 1], "<u8").tobytes()
-    )
+    head = MEGATRON + (1).to_bytes(8, "little") + bytes([code])
+    head += np.array([count, count + 1], "<u8").tobytes()
     borders = np.arange(count + 1, dtype="<i8")
     return head + sizes.astype("<i4").tobytes() + places.astype("<i8").tobytes() + borders.tobytes()
 
@@ -242,11 +241,9 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
     Raises UsageError if only some of the files are token files.
     """
     tokens = [file for file in files if format_of(*file) is not None]
-    chosen = {path for _, path in tokens}
-    indexes = {path.with_suffix(".idx") for path in chosen if path.suffix == ".bin"}
-    texts = [
-        path for _, path in files if path not in chosen | indexes and path.name not in (MANIFEST, TOKENIZER)
-    ]
+    known = {path for _, path in tokens}
+    known |= {path.with_suffix(".idx") for path in known if path.suffix == ".bin"}
+    texts = [path for _, path in files if path not in known and path.name not in (MANIFEST, TOKENIZER)]
     if tokens and texts:
         raise UsageError(
             f"--data takes text or token files, not both: {tokens[0][1]} is one, {texts[0]} is not"

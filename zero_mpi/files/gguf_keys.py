@@ -19,11 +19,8 @@ from zero_mpi.files.foreign import quoted, shown
 
 MAX_INTEGER = (1 << 63) - 1  # largest value of every integer type except UINT64
 MOST_SIZE = (1 << 31) - 1  # largest size in a model: the file has UINT32, but llama.cpp uses INT32
-ARCHITECTURE, TOKENIZER, TEMPLATE = (
-    "general.architecture",
-    "tokenizer.ggml.model",
-    "tokenizer.chat_template",
-)
+ARCHITECTURE, TOKENIZER = "general.architecture", "tokenizer.ggml.model"
+TEMPLATE = "tokenizer.chat_template"
 TOKENS, MERGES, TYPES = (f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "token_type"))
 THE_FILE = "the model file"
 

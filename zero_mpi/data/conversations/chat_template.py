@@ -29,6 +29,7 @@ from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
 Message = dict[str, Any]
+Tools = list[Any] | None
 TOOL_USE = f"{TEMPLATE}.tool_use"  # key of the template for rows with tools
 DAY = "2024-07-26"  # the date that `strftime_now` returns by default
 PROGRAM = str(Path(__file__).with_name("sandbox.py"))
@@ -123,7 +124,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         generation_prompt: bool = False,
-        tools: list[Any] | None = None,
+        tools: Tools = None,
         prompts: Sequence[int] = (),
     ) -> RenderedText:
         """Return the text of messages. `generation_prompt`: append the text that asks for an answer.
@@ -171,7 +172,7 @@ class ChatTemplate:
                 return CallForm(content, text, objects)
         return CallForm()
 
-    def _shows_call(self, content: str | None, arguments: Any, tools: list[Any] | None, *texts: str) -> bool:
+    def _shows_call(self, content: str | None, arguments: Any, tools: Tools, *texts: str) -> bool:
         function = {"name": "f", "arguments": arguments}
         call = {"id": "call12345", "type": "function", "function": function}  # Mistral needs nine letters
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -192,7 +193,7 @@ class ChatTemplate:
         as_list = any(f"{q}text{q}: {q}\ue000" in found for q in "'\"")
         return all(text in found for text in texts) and not as_list
 
-    def _tried(self, messages: list[Message], tools: list[Any] | None) -> str:
+    def _tried(self, messages: list[Message], tools: Tools) -> str:
         """Return the text of messages; empty if the template rejects them."""
         try:
             return self._rendered(messages, False, tools).text
@@ -200,11 +201,7 @@ class ChatTemplate:
             return ""
 
     def _rendered(
-        self,
-        messages: list[Message],
-        generation_prompt: bool,
-        tools: list[Any] | None,
-        prompts: Sequence[int] = (),
+        self, messages: list[Message], generation_prompt: bool, tools: Tools, prompts: Sequence[int] = ()
     ) -> RenderedText:
         variables: dict[str, Any] = {"tools": tools, "documents": None, **self._variables}
         variables |= {"messages": messages, "add_generation_prompt": generation_prompt}

@@ -56,7 +56,7 @@ KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 OF_PAIRS, OF_LABELS = re.compile(rb'"rejected"\s*:'), re.compile(rb'"(?:rejected|label)"\s*:')
 PAIR, LABELLED = ("chosen", "rejected"), ("prompt", "completion", "label")
 MOST_REASONS = 6  # number of reasons that are counted separately
-VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that differ between rows
+VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts of a reason that vary
 
 
 class BadRows:
@@ -341,7 +341,6 @@ def _by_system(value: Message) -> list[Message]:
 
 
 def _said(role: str, value: Message, key: str) -> Message:
-    """Return a message whose content is the text of a key."""
     if not is_text(value[key]):
         raise ValueError(f"{key}: expected a text, found {quoted(value[key])}")
     return {"role": role, "content": value[key]}
@@ -354,7 +353,6 @@ def _listed(key: str, value: Any) -> list[Any]:
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    """Return a list of messages, each with a role and a content that is a text or a list of text parts."""
     return [_message(f"{key}[{place}]", each) for place, each in enumerate(_listed(key, value))]
 
 

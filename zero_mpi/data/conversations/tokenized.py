@@ -17,12 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.data.conversations.answers import AnswerFinder, Span
-from zero_mpi.data.conversations.chat_template import (
-    NO_INPUTS,
-    TOOL_USE,
-    TemplateInputs,
-    template_of,
-)
+from zero_mpi.data.conversations.chat_template import NO_INPUTS, TOOL_USE, TemplateInputs, template_of
 from zero_mpi.data.conversations.formats import BadRows, Conversation, Sides, one_pair, read_conversations
 from zero_mpi.data.documents import in_groups
 from zero_mpi.data.tokenizers.byte import Tokenizer, with_bos
@@ -158,7 +153,6 @@ class ConversationReader:
             yield [None if side is None else next(encoded) for side in pair]
 
     def _encoded(self, rendered: Iterable[RenderedConversation]) -> Iterator[TokenizedConversation]:
-        """Yield conversations as tokens."""
         for group in in_groups(rendered, lambda each: len(each.text), GROUP):
             encoded = self._tokenizer.encode_with_lengths([each.text for each in group])
             for each, (ids, lengths) in zip(group, encoded, strict=True):

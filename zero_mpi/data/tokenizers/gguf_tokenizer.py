@@ -98,11 +98,8 @@ class GGUFTokenizer(Tokenizer):
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
         cut = (part for data in documents for part in self.cut(as_text(data), special=True))
-        return Counter(
-            self.tokens[part]
-            for part in cut
-            if isinstance(part, int) and self.types[part] in (UNKNOWN, CONTROL)
-        )
+        ids = (part for part in cut if isinstance(part, int))
+        return Counter(self.tokens[i] for i in ids if self.types[i] in (UNKNOWN, CONTROL))
 
     def encode_prompt(self, text: str) -> Ids:
         ids = self.encode(text, special=True).tolist()

@@ -1,7 +1,7 @@
 """SentencePiece tokenizers, set up from model files: merges by score, or the most likely tokens.
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
-SentencePiece's: llama.cpp puts a space before each text that follows a token cut out of the text, and adds
+SentencePiece's: llama.cpp also puts a space before the text after each token that it cuts out, and it adds
 scores in float64. The loops are in `segmentation`, which numba compiles. If no token crosses the beginning of
 a word, long texts are cut at such places, and all threads encode the pieces.
 """
@@ -260,7 +260,6 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return float((normal.min() if normal.size else np.float32(0)) - _UNKNOWN_BELOW)
 
     def _respelt(self, text: str) -> str:
-        """Return the text normalized by the charsmap."""
         from zero_mpi.data.tokenizers import segmentation
 
         if not len(self._nodes):
