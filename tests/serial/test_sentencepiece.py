@@ -70,16 +70,8 @@ def test_lengths_are_those_of_the_text(merges, text):
 
 
 def test_tokens_are_spelt_by_their_types():
-    tokens = [
-        ("<unk>", 2),
-        ("<s>", 3),
-        ("</s>", 3),
-        ("▁a▁b", 1),
-        ("▁c", 4),
-        ("<0xC3>", 6),
-        ("<0xZZ>", 6),
-        ("d", 5),
-    ]
+    names = ["<unk>", "<s>", "</s>", "▁a▁b", "▁c", "<0xC3>", "<0xZZ>", "d"]
+    tokens = list(zip(names, (2, 3, 3, 1, 4, 6, 6, 5), strict=True))
     found = tokenizer_from_metadata(files.keys_of("llama", tokens, np.zeros(8)))
     assert [found.decode([i]) for i in range(8)] == [b"", b"", b"", b" a b", "▁c".encode(), b"\xc3", b"", b""]
     with pytest.raises(ValueError, match="id 8 is outside the vocabulary of 8"):
