@@ -12,7 +12,7 @@ import sentencepiece_files as files
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zero_mpi.data import UnigramTokenizer, tokenizer_from_metadata
+from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.data.tokenizers import sentencepiece
 from zero_mpi.errors import FileError, UsageError
 
@@ -120,4 +120,4 @@ def test_keys_that_do_not_fit_are_refused(change, error, message):
 
 def test_a_unigram_model_without_an_unknown_token_is_refused():
     with pytest.raises(UsageError, match="names no unknown token"):
-        UnigramTokenizer(files.keys_of("t5", [("a", 1), ("b", 1)], [0, 0]))
+        sentencepiece.UnigramTokenizer(files.keys_of("t5", [("a", 1), ("b", 1)], [0, 0]))

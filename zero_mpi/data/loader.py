@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zero_mpi.data.documents import Places, Tokens, TokenSpans, read_ids
+from zero_mpi.data.documents import Places, Tokens, read_ids
 from zero_mpi.errors import UsageError
 
 MOST_SORTED = 1 << 20  # maximum number of windows that are sorted; this takes 16 MiB and a tenth of a second
@@ -220,7 +220,7 @@ class Windows(WindowSource):
         if self.stride > context:
             raise UsageError(f"--stride {stride}: expected at most the context, {context}")
         self._bos = [] if bos is None else [bos]
-        self._tokens = tokens if isinstance(tokens, TokenSpans) else np.asarray(tokens)
+        self._tokens = tokens
 
     def known(self, index: int) -> int:
         """Return how many targets of a window are also targets of earlier windows."""

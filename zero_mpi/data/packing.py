@@ -237,7 +237,7 @@ class PairWindows(PackedWindows):
         self.sides = stream.ends.size
 
     def sequences(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
-        """Return the number, the counted targets and the positions of each of the S sequences, all (S,)."""
+        """Return three arrays (S,): the sequences' numbers, counted targets and positions."""
         pieces = self._layout(indices)[0]
         return self._numbers[pieces], self._counts[pieces], self._sizes[pieces]
 
