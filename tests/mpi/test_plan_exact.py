@@ -17,6 +17,7 @@ from zero_mpi.comm.nodes.hybrid import MPIComm
 from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.config.optimizer import rules_of
+from zero_mpi.config.settings import Config
 from zero_mpi.models import GPT2, Llama, Qwen3MoE
 from zero_mpi.models.lora import FROZEN
 from zero_mpi.plan.case import Case
@@ -67,7 +68,7 @@ def after_step(comm, case):
         module = tiny_blocks.make(comm, case.model, tiny_blocks.bytes_of(case.model), strategy, **options)
     else:
         module = tiny.make(comm, case.model, strategy, recompute=case.recompute, **options)
-    optimizer = ShardedOptimizer(module, rules_of(case.optimizer, case.model, (0.9, 0.95), 1e-8))
+    optimizer = ShardedOptimizer(module, rules_of(Config(optimizer=case.optimizer), case.model))
     count = case.rounds.micro_batches
     accumulator = GradAccum(module, count)
     tiny.run_step(module, accumulator, case.model, 0, count)

@@ -40,10 +40,7 @@ def test_the_folders_tokenizer_is_carried_over(folder, tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer().metadata())))
     keys, _, model = trained(folder, ranks=2)
     expected = tokenizer_from_json(folder / "tokenizer.json", 260).metadata()
-    assert {key: keys[key] for key in expected if "token_type" not in key} == {
-        key: value for key, value in expected.items() if "token_type" not in key
-    }
-    assert keys["tokenizer.ggml.token_type"].tolist() == expected["tokenizer.ggml.token_type"].tolist()
+    assert [key for key in expected if not np.array_equal(keys[key], expected[key])] == []
     export(model, tmp_path / "again")
     assert tokenizer_from_json(tmp_path / "again" / "tokenizer.json").tokens == keys["tokenizer.ggml.tokens"]
 

@@ -23,19 +23,12 @@ def reader(template, loss_on=ANSWERS):
     return ConversationReader(chat_tokenizer(template), loss_on)
 
 
-def talk(arguments, content=None, **more):
+def talk(arguments, content=None):
     function = {"name": "look", "arguments": arguments}
-    call = {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [{"id": "abcdefghi", "type": "function"} | {"function": function}],
-    }
-    return [
-        *said("where?"),
-        call | more,
-        {"role": "tool", "content": "here"},
-        {"role": "assistant", "content": "Here."},
-    ]
+    calls = [{"id": "abcdefghi", "type": "function", "function": function}]
+    call = {"role": "assistant", "content": content, "tool_calls": calls}
+    answer = {"role": "assistant", "content": "Here."}
+    return [*said("where?"), call, {"role": "tool", "content": "here"}, answer]
 
 
 THOUGHT = [*said("a"), {"role": "assistant", "content": "b", "reasoning": "hm"}]
@@ -103,21 +96,13 @@ def test_texts_and_marks_are_those_of_transformers(name, row, tmp_path):
 def rows_of_calls():
     function = {"name": "look", "arguments": TEXT}
     asked, _, got, answer = talk(TEXT)
-    turns = [
-        ("human", "where?"),
-        ("Function_Call", json.dumps(function)),
-        ("observation", "here"),
-        ("gpt", "Here."),
-    ]
+    call = {"role": "assistant", "content": None, "function_call": function}
+    turns = [("human", "where?"), ("Function_Call", json.dumps(function))]
+    turns += [("observation", "here"), ("gpt", "Here.")]
     return {
         "tool calls": talk(TEXT),
         "capitals": [message | {"role": message["role"].title()} for message in talk(TEXT)],
-        "function call": [
-            asked,
-            {"role": "assistant", "content": None, "function_call": function},
-            got,
-            answer,
-        ],
+        "function call": [asked, call, got, answer],
         "result of a function": [*talk(TEXT)[:2], got | {"role": "function"}, answer],
         "flat": [asked, {"role": "assistant", "tool_calls": [function]}, got, answer],
         "role": [asked, {"role": "function_call", "content": json.dumps([function])}, got, answer],

@@ -156,29 +156,23 @@ def test_what_nobody_uses_goes(cache, tmp_path):
 @pytest.fixture
 def batches(monkeypatch):
     """Return the sizes of encoded batches, and the number of the interrupted batch."""
-    seen, ends_at = [], [None]
+    seen, ends_at, call = [], [None], Batches.__call__
 
-    def seen_encoding(pieces, encode):
-        if len(seen) == ends_at[0]:
-            raise KeyboardInterrupt
-        seen.append(sum(map(len, pieces)))
-        return encode(pieces)
-
-    call = Batches.__call__
-    monkeypatch.setattr(Batches, "__call__", lambda self, pieces, encode: call(self, pieces, wrapped(encode)))
-
-    def wrapped(encode):
+    def watched(self, pieces, encode):
         @functools.wraps(encode)
         def run(pieces):
-            return seen_encoding(pieces, encode)
+            if len(seen) == ends_at[0]:
+                raise KeyboardInterrupt
+            seen.append(sum(map(len, pieces)))
+            return encode(pieces)
 
-        return run
+        return call(self, pieces, run)
 
+    monkeypatch.setattr(Batches, "__call__", watched)
     monkeypatch.setattr(bpe, "_BATCH", 200)
     monkeypatch.setattr(bpe.gguf, "PIECE", 50)
     monkeypatch.setattr(bpe, "_WINDOW", 400)
     monkeypatch.setattr(bpe, "_OVERLAP", 100)
-    monkeypatch.setattr(sentencepiece.gguf, "PIECE", 50)
     monkeypatch.setattr(sentencepiece, "_BATCH", 4)
     return seen, ends_at
 

@@ -12,7 +12,7 @@ from zero_mpi.commands.plan.command import read
 from zero_mpi.config.bounds import in_steps
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
-from zero_mpi.data import window_of
+from zero_mpi.data.loader import window_of
 from zero_mpi.errors import UsageError
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_mpi.data import EvalLoader, StepLoader, Windows, window_of
-from zero_mpi.data.loader import permutation
+from zero_mpi.data import EvalLoader, StepLoader, Windows
+from zero_mpi.data.loader import permutation, window_of
 
 
 def windows_of(count, context=4):

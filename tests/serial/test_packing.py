@@ -31,8 +31,7 @@ def pairs(windows):
 
 
 def counted(windows):
-    found = [(x, t) for row in pairs(windows) for x, t, _ in row if t != UNCOUNTED]
-    return sorted(found)
+    return sorted((x, t) for row in pairs(windows) for x, t, _ in row if t != UNCOUNTED)
 
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)

@@ -9,7 +9,7 @@ from chat_templates import CHATML, LLAMA3, chat_keys, chat_tokenizer
 from jobs import run_job
 from test_chat_data import FLAGS, corpus, write_lines
 from test_command_bits import needs_mpiexec, train
-from test_conversations import said, transformers_tokenizer, written
+from test_conversations import answers_in, said, transformers_tokenizer, written
 from test_samples import printed, write_model
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
@@ -70,31 +70,17 @@ def test_a_template_is_given_what_flags_say_as_in_transformers(tmp_path):
             said("a", "b", system=system), chat_template=SHOWING, v=[1], enable_thinking=False, tokenize=False
         )
         assert each.text == expected
-        assert each.text[np_spans(each)] == "b<|im_end|>"
-
-
-def np_spans(found):
-    """Return the slice of counted characters of an ASCII text."""
-    ends = found.lengths.cumsum()
-    (counted,) = found.counted.nonzero()
-    return slice(ends[counted[0]] - found.lengths[counted[0]], ends[counted[-1]])
+        assert answers_in(each) == ["b<|im_end|>"]
 
 
 def test_a_message_of_the_system_moves_what_counts(tmp_path):
     row = {"prompt": said("a", "no", "b"), "completion": said("", "yes")[1:]}
-    silent = {
-        "messages": [
-            *said("a", "yes"),
-            *said("b", "no")[:1],
-            {"role": "assistant", "content": "no", "weight": 0},
-        ]
-    }
-    line = written(tmp_path, row, silent)
-    for each in ConversationReader(chat_tokenizer(CHATML), inputs=TemplateInputs(system="s")).read(
-        [("c", line)]
-    ):
+    silent = {"role": "assistant", "content": "no", "weight": 0}
+    line = written(tmp_path, row, {"messages": [*said("a", "yes", "b"), silent]})
+    reads = ConversationReader(chat_tokenizer(CHATML), inputs=TemplateInputs(system="s"))
+    for each in reads.read([("c", line)]):
         assert each.text.startswith("<|im_start|>system\ns<|im_end|>")
-        assert each.text[np_spans(each)] == "yes<|im_end|>"
+        assert answers_in(each) == ["yes<|im_end|>"]
 
 
 def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tmp_path, monkeypatch):
@@ -174,18 +160,10 @@ def folder(tmp_path):
 
 def test_samples_and_chat_take_the_flags(folder, capfdbinary):
     write_model(folder / "m.gguf", chat_keys(LLAMA3))
-    flags = (
-        folder / "m.gguf",
-        "--data",
-        folder / "chat.jsonl",
-        "--chat-template",
-        folder / "t.jinja",
-        "--count",
-        "1",
-    )
-    said = printed(
-        capfdbinary, *flags, "--template-var", "v=[1]", "--system", "Be so", "--template-date", "2025-02-03"
-    )
+    flags = [folder / "m.gguf", "--data", folder / "chat.jsonl", "--count", "1"]
+    flags += ["--chat-template", folder / "t.jinja"]
+    day = ["--template-date", "2025-02-03"]
+    said = printed(capfdbinary, *flags, "--template-var", "v=[1]", "--system", "Be so", *day)
     assert "[1]" in said
     assert "Be so" in said
     assert "Today: 03 Feb 2025" in said

@@ -157,9 +157,6 @@ def test_what_lies_beside_token_files_is_no_text(tmp_path):
     for name in ("dataset_info.json", "state.json"):
         (other / name).write_text(json.dumps({}))
     assert len(token_files(collect_files([str(other)]))) == 1
-    (other / "readme.txt").write_text("text")
-    with pytest.raises(UsageError, match=r"text or token files, not both: .*arrow is one, .*readme.txt"):
-        are_tokens(collect_files([str(other)]))
 
 
 def test_documents_of_token_files_are_held_out_whole(tmp_path):

@@ -19,7 +19,8 @@ from zero_mpi.commands.tokenize.command import command, found_files
 from zero_mpi.commands.tokenize.encode_parts import JSON_LINES, InputFile, Reading, cut_parts, dealt
 from zero_mpi.config.inputs import choose_tokenizer
 from zero_mpi.config.settings import Config
-from zero_mpi.data import ByteTokenizer, library_files
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.data.text_files import library_files
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.launch.folder_lock import RunLock
 from zero_mpi.launch.stopping import START, signals

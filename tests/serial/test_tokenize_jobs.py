@@ -17,7 +17,7 @@ from test_command_bits import fields, needs_mpiexec, train
 from test_newest_valid import everything as files
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.data import library_files
+from zero_mpi.data.text_files import library_files
 
 pytestmark = needs_mpiexec
 TOKENIZE = ["-m", "zero_mpi", "tokenize"]

@@ -42,10 +42,8 @@ def both_ids(content, tokenizer):
     theirs = library_of(content)
     for text in TEXTS:
         if not any(part in text for part in APART):
-            yield (
-                theirs.encode(text, add_special_tokens=False).ids,
-                tokenizer.encode(text, special=True).tolist(),
-            )
+            ours = tokenizer.encode(text, special=True).tolist()
+            yield theirs.encode(text, add_special_tokens=False).ids, ours
 
 
 # reading
@@ -203,13 +201,8 @@ def test_flags_of_added_tokens_and_normalizers_are_those_of_the_library(number, 
     ],
 )
 def test_tokens_that_the_library_does_not_find_are_refused(kind, content, flags, plain, tmp_path):
-    normalizer = {
-        "type": kind,
-        "strip_left": True,
-        "strip_right": True,
-        "pattern": {"String": "a"},
-        "content": "",
-    }
+    normalizer = {"type": kind, "strip_left": True, "strip_right": True}
+    normalizer |= {"pattern": {"String": "a"}, "content": ""}
     changed = copy.deepcopy(plain)
     for token in changed["added_tokens"]:
         token["normalized"] = True
@@ -257,6 +250,10 @@ U, W = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 SLASH = bpe_files.REST.replace(r"[\r\n]*", r"[\r\n/]*")
 CUTS = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
 V3 = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+V3 += " ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+KANA = "[一-龥\u3040-\u309f\u30a0-\u30ff]+"
+QWEN35 = bpe_files.CASELESS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+QWEN35 += bpe_files.REST.replace(r"\p{L}", r"\p{L}\p{M}")
 
 
 def cased(contraction, digits):
@@ -264,43 +261,28 @@ def cased(contraction, digits):
     return f"{lead}[{U}]*[{W}]+{contraction}|{lead}[{U}]+[{W}]*{contraction}|{digits}{SLASH}"
 
 
-# Regexes from the files of Mistral Nemo, gpt-oss and Llama 4, Qwen 3.5, DeepSeek Coder and V3.
+# Regexes from the files of Mistral Nemo, gpt-oss and Llama 4, Qwen 3.5, DeepSeek Coder and V3; None: a digit.
 FOLDERS_CUTS = {
-    "tekken": ([cased("", r"\p{N}")], True),
-    "gpt-4o": ([cased(f"{bpe_files.CASELESS}?", r"\p{N}{1,3}")], True),
-    "qwen35": (
-        [
-            bpe_files.CASELESS
-            + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-            + bpe_files.REST.replace(r"\p{L}", r"\p{L}\p{M}")
-        ],
-        False,
-    ),
-    "deepseek-coder": ([*CUTS, None], False),
-    "deepseek-v3": (
-        [
-            r"\p{N}{1,3}",
-            "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
-            V3 + " ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
-        ],
-        False,
-    ),
+    "tekken": [cased("", r"\p{N}")],
+    "gpt-4o": [cased(f"{bpe_files.CASELESS}?", r"\p{N}{1,3}")],
+    "qwen35": [QWEN35],
+    "deepseek-coder": [*CUTS, None],
+    "deepseek-v3": [r"\p{N}{1,3}", KANA, V3],
 }
 
 
 @pytest.mark.parametrize("pre", FOLDERS_CUTS)
 def test_words_of_a_folder_are_cut_by_its_own_regex_and_named_for_llama_cpp(pre, plain, tmp_path):
-    regexes, ignore_merges = FOLDERS_CUTS[pre]
     steps = [
         {"type": "Digits", "individual_digits": True}
         if regex is None
         else {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in regexes
+        for regex in FOLDERS_CUTS[pre]
     ]
     bytewise = bpe_files.GPT2 | {"use_regex": False}
     content = copy.deepcopy(plain)
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*steps, bytewise]}
-    content["model"]["ignore_merges"] = ignore_merges
+    content["model"]["ignore_merges"] = pre in ("tekken", "gpt-4o")
     tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, content))
     assert tokenizer.metadata()[KEY + "pre"] == pre
     library = library_of(content)

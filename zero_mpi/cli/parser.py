@@ -133,9 +133,7 @@ class Parser(argparse.ArgumentParser):
         if environment.launch_rank() == 0:
             super().print_help(file)
 
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         given = list(sys.argv[1:] if args is None else args)
         for name in map(flag_of, given[: given.index("--")] if "--" in given else given):
             if name and name not in self._option_string_actions:
@@ -143,7 +141,7 @@ class Parser(argparse.ArgumentParser):
                     raise UsageError(f"{name} was removed: {REMOVED[name]}")
                 known = [flag for flag in self._option_string_actions if flag.startswith("--")]
                 raise UsageError(f"unknown flag {shown(name)}{nearest(name, known) or '; see --help'}")
-        found, surplus = self.parse_known_args(given, namespace)
+        found, surplus = self.parse_known_args(given)
         for action in self._actions:
             if not action.option_strings or action.metavar in PLACES:
                 name = (action.option_strings or [str(action.metavar or action.dest)])[0]

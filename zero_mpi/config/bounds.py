@@ -132,7 +132,7 @@ class Rule(NamedTuple):
 
 
 class DataKind(NamedTuple):
-    """Kind of --data. is_text: text, or token files with a tokenizer; are_ids: token files."""
+    """Properties of --data: whether it has a tokenizer, and whether it consists of token files."""
 
     is_text: bool
     are_ids: bool = False
@@ -147,6 +147,9 @@ NO_ADAPTER = "needs an adapter: add --lora RANK"
 NOT_FULL = "updates full matrices, not the adapters of --lora: use adamw"
 FOR_FP64 = "is for CPUs and AdamW: remove --device cuda, --offload, --lora, --ema, --qat and --optimizer"
 DIFFERS = "cannot be combined with --precision {precision}, whose matmuls differ between CPUs: use fp32"
+EXACT_ONLY = "--reduction {reduction} is not reproducible: use --reduction exact"
+CPU_ONLY = "not available on a GPU: use --device cpu"
+IS_SET = "ZERO_MPI_BITS=portable is set: remove it from the environment"
 CONTRADICTIONS = (
     Rule("lora_alpha", lambda c: c.lora is None, NO_ADAPTER),
     Rule("lora_targets", lambda c: c.lora is None, NO_ADAPTER),
@@ -173,22 +176,10 @@ CONTRADICTIONS = (
         lambda c: c.steps is not None and (c.decay_steps or 0) > max(0, c.steps - c.warmup),
         "expected at most --steps {steps} minus --warmup {warmup}",
     ),
-    Rule(
-        "bits",
-        lambda c: c.bits == NATIVE and portable.active,
-        "ZERO_MPI_BITS=portable is set: remove it from the environment",
-    ),
+    Rule("bits", lambda c: c.bits == NATIVE and portable.active, IS_SET),
     Rule("bits", lambda c: c.bits == PORTABLE and c.precision != "fp32", DIFFERS),
-    Rule(
-        "bits",
-        lambda c: c.bits == PORTABLE and c.reduction != "exact",
-        "--reduction {reduction} is not reproducible: use --reduction exact",
-    ),
-    Rule(
-        "bits",
-        lambda c: c.bits == PORTABLE and c.device == "cuda",
-        "not available on a GPU: use --device cpu",
-    ),
+    Rule("bits", lambda c: c.bits == PORTABLE and c.reduction != "exact", EXACT_ONLY),
+    Rule("bits", lambda c: c.bits == PORTABLE and c.device == "cuda", CPU_ONLY),
     Rule("loss", lambda c: c.loss != CROSS_ENTROPY and not c.data, "needs pairs: add --data FILE.jsonl"),
     apart("teacher", lambda c: c.loss != CROSS_ENTROPY, "--loss {loss}"),
     apart("teacher", lambda c: c.bits == PORTABLE, "--bits {bits}"),

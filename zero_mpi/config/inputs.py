@@ -47,11 +47,11 @@ TOKENIZER_JSON = "tokenizer.json"
 
 
 def open_init(config: Config) -> WeightSource | None:
-    """Return the weights of `--init` with `--add-tokens`. Raise UsageError if the file's index is invalid."""
+    """Return the weights of `--init`, with the tokens of `--add-tokens`. Raise UsageError if invalid."""
     if config.init is None or config.add_tokens is None:
         return None if config.init is None else open_weights(config.init)
     if config.tokenizer not in (None, FROM_INIT):
-        raise UsageError(f"--tokenizer {shown(config.tokenizer)}: remove it, or --add-tokens")
+        raise UsageError(f"--tokenizer {shown(config.tokenizer)}: leave it out, or --add-tokens")
     return GrownWeights(open_weights(config.init), read_tokens(config.add_tokens))
 
 
@@ -115,7 +115,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
         raise UsageError(f"--context {config.context}: the model of --init allows {model.context_length}")
     if model.lora is not None:
         model.lora.check(model.layers())
-    auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
+    auxiliary_scales(model, config)
     names = model.params()
     try:
         check_patterns("frozen", config.frozen, names)
@@ -287,7 +287,7 @@ def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
 
 
 def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, object]:
-    """Return the keys of a folder's tokenizer, for a run on token files, which needs no tokenizer itself.
+    """Return the keys of a folder's tokenizer, for a run on token files, which does not use a tokenizer.
 
     llama.cpp, `generate` and `export` need them to read the checkpoints. If the folder has no tokenizer that
     keys can describe, log a warning and return the key with which llama.cpp works without a tokenizer.

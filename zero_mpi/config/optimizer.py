@@ -19,45 +19,37 @@ from zero_mpi.optim.rule import AdamW, Rounded, Rule
 from zero_mpi.sharding.unit import Unit
 
 BALANCE_LOSS = 0.001  # default of router_aux_loss_coef in the package transformers
-ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
+ADAMW, MUON = "adamw", "muon"
 
 
 def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the matrices that an optimizer needs unsharded; Muon: all in transformer blocks."""
+    """Return the names of the matrices that an optimizer needs unsharded; for Muon, all of the blocks."""
     if optimizer != MUON:
         return ()
     params = model.params().items()
     return tuple(name for name, param in params if name.startswith("blk.") and len(param.shape) > 1)
 
 
-def rules_of(
-    optimizer: str,
-    model: ModelConfig,
-    betas: tuple[float, float],
-    eps: float,
-    products: Any = np.float32,
-    qat: str | None = None,
-) -> dict[str, Rule]:
+def rules_of(config: Config, model: ModelConfig, products: Any = np.float32) -> dict[str, Rule]:
     """Return name pattern -> rule of the optimizer. `products`: dtype in which Muon multiplies."""
-    rules: dict[str, Rule] = {"*": AdamW(betas, eps)}
-    whole = whole_matrices(optimizer, model)
+    rules: dict[str, Rule] = {"*": AdamW((config.beta1, config.beta2), config.eps)}
+    whole = whole_matrices(config.optimizer, model)
     if whole:
         fused = {name: linear.fused for name, linear in projections(model.layers()).items() if linear.fused}
         rules |= dict.fromkeys(whole, Muon(parts=fused, kind=products))
-    kinds = {} if qat is None else rounding_of(model, qat)
+    kinds = {} if config.qat is None or config.lora else rounding_of(model, config.qat)
     return rules | {name: Rounded(rules["*"], kind.name) for name, kind in kinds.items()}
 
 
-def auxiliary_scales(
-    model: ModelConfig, balance_loss: float | None, z_loss: float | None, adapts: bool
-) -> dict[str, float]:
+def auxiliary_scales(model: ModelConfig, config: Config) -> dict[str, float]:
     """Return the scales of the routers' losses. Raise UsageError if a flag sets one without experts."""
     routed = any(BALANCE in stage.layer.tallies() for stage in model.stages())
-    for flag, value in (("--balance-loss", balance_loss), ("--z-loss", z_loss)):
+    balance_loss = config.balance_loss
+    for flag, value in (("--balance-loss", balance_loss), ("--z-loss", config.z_loss)):
         if value is not None and not routed:
             raise UsageError(f"{flag} {value:g}: the model has no experts; leave the flag out")
-    default = 0.0 if adapts else BALANCE_LOSS
-    found = {BALANCE: default if balance_loss is None else balance_loss, Z: z_loss or 0.0}
+    default = BALANCE_LOSS if config.lora is None else 0.0
+    found = {BALANCE: default if balance_loss is None else balance_loss, Z: config.z_loss or 0.0}
     return found if routed else {}
 
 

@@ -141,7 +141,7 @@ class Config:
         "text, token files or conversations (.jsonl); PATH=SHARE sets mixing shares (default: Python's "
         "library)")
     tokenizer: str | None = flag(
-        None, str, "data", "byte (default), from-init (default with --init), or a tokenizer file")
+        None, str, "data", "tokenizer: byte (default), from-init (default with --init), or a file")
     control_tokens: str | None = flag(None, str, "data",
         "special tokens such as <|im_start|> in text: parse as tokens, or plain characters (default: plain)",
         choices=READINGS)
@@ -162,7 +162,7 @@ class Config:
         choices=LOSSES)
     skip_bad: bool = flag(False, bool, "data", "skip conversations that cannot be read")
     packing: str | None = flag(None, str, "data",
-        "documents: whole documents in a window, no attention between them; none: text cut at window "
+        "how documents fill windows. documents: whole ones, no attention between them; none: cut at window "
         "borders (default: none; conversations: documents)", fixed=True, choices=PACKINGS)
     val_fraction: float = flag(
         0.05, float, "data", "fraction of the documents held out for validation; 0: none", fixed=True)
@@ -183,7 +183,7 @@ class Config:
     lr_scale: list[str] = flag(
         None, list, "optimizer", "learning-rate factor X for parameters matching W; the last match wins")
     optimizer: str = flag("adamw", str, "optimizer",
-        "adamw, or muon for the matrices in blocks and adamw for all other parameters",
+        "update rule: adamw, or muon for the matrices in blocks and adamw for all other parameters",
         choices=("adamw", "muon"), fixed=True)
     qat: str | None = flag(None, str, "optimizer",
         "train for export --type NAME: round weights to its types after each step, keep float32 masters",
@@ -226,8 +226,8 @@ class Config:
         "summation of gradients. exact: same bits on any number of ranks; fast: order of the MPI library",
         choices=("exact", "fast"))
     transport: str = flag("auto", str, "sharding",
-        "auto, mpi (messages) or shared (memory of a node); on GPUs: auto, mpi (CUDA-aware), staged (through "
-        "the host) or nccl", choices=CHOICES)
+        "messages between ranks: auto, mpi or shared (memory of a node); on GPUs: auto, mpi (CUDA-aware), "
+        "staged (through the host) or nccl", choices=CHOICES)
     device: str = flag(
         "auto", str, "machine", "device of arrays and computation", choices=("auto", "cpu", "cuda"))
     precision: str = flag("fp32", str, "machine",
@@ -238,7 +238,7 @@ class Config:
         "GPU data kept in host memory: moments, or state (also the fp32 weights of bf16 training)",
         choices=("none", "moments", "state"))
     bits: str = flag(None, str, "machine",
-        "native: fastest kernels for this CPU; portable: same results on every AVX2 CPU (default: "
+        "kernels. native: fastest on this CPU; portable: same results on every AVX2 CPU (default: "
         "ZERO_MPI_BITS, else native)", fixed=True, choices=portable.CHOICES)
     threads: str | None = flag(None, str, "machine", "CPU threads per rank; auto: all its cores (default: 1)")
 
@@ -247,7 +247,7 @@ class Config:
     keep: int = flag(3, int, "records", "number of checkpoints to keep; 0: all")
     async_save: bool = flag(False, bool, "records", "write checkpoints in the background, during training")
     checkpoint_io: str = flag("gather", str, "records",
-        "gather: rank 0 writes; parallel: several ranks write", choices=("gather", "parallel"))
+        "ranks that write a checkpoint. gather: rank 0; parallel: several", choices=("gather", "parallel"))
     writers_per_node: int | None = flag(
         None, int, "records", "ranks per node that write, with --checkpoint-io parallel")
     eval_every: int = flag(110, int, "records", "steps between evaluations; 0: only at the end")
@@ -290,7 +290,7 @@ class Config:
 
     @property
     def rate_factor(self) -> float:
-        """Factor on the default learning rate; lower for preference losses, as their model is pretrained."""
+        """Factor on the default learning rate; preference losses need a lower rate than other fine-tuning."""
         return 1.0 if self.loss == CROSS_ENTROPY else 0.1
 
     @property
@@ -317,7 +317,7 @@ class Config:
         return self.lora is not None and self.lora_init is None and self.add_tokens is None
 
     def stages_ahead(self, on_gpu: bool) -> int:
-        """Return how many stages ahead parameters are gathered; more on a GPU, as its host runs ahead."""
+        """Return how many stages ahead parameters are gathered; more on a GPU, whose host runs ahead."""
         return 1 + on_gpu if self.prefetch is None else self.prefetch
 
     @property

@@ -58,7 +58,7 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     if kind is float and type(value) is int and abs(value) < LARGEST:
         return float(value)
     if field.name in ("threads", "max_time", "warmup") and type(value) is int and abs(value) < LARGEST:
-        return str(value)  # such a setting may be a number in the file
+        return str(value)  # these settings are strings, but the file may have a number
     if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise UsageError(f"--config {shown(path)}: {key} = {shown([*value[:9]])}, expected a list of strings")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -80,7 +80,7 @@ CONFIG_FILE = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
 PATHS: tuple[str, ...] = ("out", "init", "lora_init", "teacher", "data", "val_data", "tokenizer")
 PATHS += ("add_tokens", "chat_template", "trace", "prometheus")
-WORDS = (None, BYTE, FROM_INIT)  # values that are no paths, although the setting may be a path
+WORDS = (None, BYTE, FROM_INIT)  # values that are not paths, of settings that may be paths
 
 
 def recorded(config: Config) -> Config:

@@ -16,10 +16,9 @@ from zero_mpi.data.loader import (
     StepLoader,
     Windows,
     WindowSource,
-    window_of,
 )
 from zero_mpi.data.packing import PackedWindows, windows_over
-from zero_mpi.data.text_files import collect_files, library_files, named
+from zero_mpi.data.text_files import collect_files, named
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
 from zero_mpi.data.tokenizers.gguf_tokenizer import GGUFTokenizer
@@ -48,13 +47,11 @@ __all__ = [
     "SampleOrder",
     "StepLoader",
     "Tokenizer",
-    "UnigramTokenizer",
     "WindowSource",
     "Windows",
     "collect_files",
     "files_of",
     "holds_token_files",
-    "library_files",
     "named",
     "sources_of",
     "tokenizer_config",
@@ -62,7 +59,6 @@ __all__ = [
     "tokenizer_from_metadata",
     "tokenizer_json",
     "unigram_entropy",
-    "window_of",
     "windows_over",
 ]
 

@@ -98,7 +98,7 @@ def tokenizers_of(data: Sequence[str]) -> list[Path]:
 
 
 Ids = NDArray[np.integer[Any]]
-_HELD_OUT_STREAM = 0x68656C64  # separates this draw from other uses of the user's seed
+_HELD_OUT_STREAM = 0x68656C64  # part of this draw's key, so that no other draw from the seed is equal
 _BLOCK = 1 << 20  # ids processed together
 
 
@@ -143,7 +143,7 @@ _Documents = list[Document]
 
 
 class _Split(NamedTuple):
-    """Training and validation part of a source, if there are any, and its documents' notes and digest."""
+    """Split of a source into training and validation data. A side has one part, or none if it is empty."""
 
     train: list[Part]
     val: list[Part]
@@ -168,7 +168,7 @@ def load_corpus(
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, context, fraction, seed) for source in sources_of(paths)]
     if val_paths:
-        splits.append(_split(reader, DataSource("", list(val_paths)), context, flag="--val-data"))
+        splits.append(_split(reader, DataSource("", list(val_paths)), context, 0.0, seed, "--val-data"))
     return _joined(splits)
 
 
@@ -186,12 +186,7 @@ def _joined(splits: Sequence[_Split]) -> Corpus:
 
 
 def _split(
-    reader: DocumentReader,
-    source: DataSource,
-    context: int,
-    fraction: float = 0.0,
-    seed: int = 0,
-    flag: str = "--data",
+    reader: DocumentReader, source: DataSource, context: int, fraction: float, seed: int, flag: str = "--data"
 ) -> _Split:
     """Return a source with `fraction` of its tokens held out, or all of them for --val-data.
 
@@ -211,7 +206,7 @@ def _split(
     where = source.name or ("" if flag == "--data" else flag)
     said = [type(note)(f"{where}: {note}") if where else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
-    # The documents inside token files are drawn separately if the files mark where they end.
+    # Documents inside a token file are counted separately if the file marks where they end.
     in_train, in_val = (
         sum(len(each.ends) if each.ends is not None and each.is_divisible else 1 for each in side)
         for side in (train, val)
@@ -240,10 +235,10 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
-    """Draw documents in an order set by `seed` until they hold `fraction` of all tokens; one is always left.
+    """Return numbers of documents to hold out, with about `fraction` of all tokens. At least one is left.
 
-    A document is skipped if it would raise the sum above twice that share. The smallest skipped document is
-    taken only if the other documents do not reach the share. So a huge first document is not held out.
+    Documents are drawn in an order set by `seed`. One is skipped if it would raise the sum above twice that
+    share. The smallest skipped document is held out only if the other documents do not reach the share.
     """
     goal, tokens = fraction * sum(sizes), 0
     order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()
@@ -258,7 +253,7 @@ def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
 
 
 def _too_small(train: _Documents, val: _Documents, least: int) -> str:
-    """Return, for the user, why this split cannot be used; "" if both sides have at least `least` tokens."""
+    """Return a note if this split cannot be used; "" if both sides have at least `least` tokens."""
     left, held = (sum(document.tokens.size for document in side) for side in (train, val))
     if left < least:
         return f"no validation set: it would leave {left} tokens for training, but a window needs {least}"
@@ -280,8 +275,8 @@ def _digest(documents: Sequence[Document]) -> str:
 
 
 def unigram_entropy(tokens: Ids) -> float:
-    """Return the entropy, in nats per token, of `tokens` (1-D); NaN for no tokens. A model that only knows
-    how often each token occurs has this loss, so a trained model has to reach a lower one.
+    """Return the entropy, in nats per token, of `tokens` (1-D); NaN for no tokens. A model that predicts
+    each token by its frequency alone has this loss, so a trained model has to reach a lower one.
     """
     counts = np.zeros(0, np.int64)
     for start in range(0, len(tokens), _BLOCK):

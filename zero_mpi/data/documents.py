@@ -266,7 +266,7 @@ class Stream:
     ids: Tokens  # (n,) ids of all documents, uint16 or uint32, in memory or in files
     ends: NDArray[np.int64]  # (D,) where each document ends
     counted: Counted | None = None  # (n,) whether the loss counts each token; None for text: it counts all
-    runs: NDArray[np.int64] | None = None  # (2 R,) starts of R runs: in the stream, then in the data
+    runs: NDArray[np.int64] | None = None  # (2 R,) starts of R runs, each in the stream and the data
 
     def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of tokens in the full data, held-out tokens included; -1 stays -1."""
@@ -293,7 +293,7 @@ def stream_of(documents: Sequence[Document]) -> Stream:
         for stop, each in zip(stops.tolist(), documents, strict=True)
     ]
     ends = np.concatenate([np.zeros(0, np.int64), *own])
-    # Documents that are adjacent in the data form a run, from `here` in the stream, from `there` in the data.
+    # Adjacent documents of the data form a run, which begins at `here` in the stream, at `there` in the data.
     here, there = stops - sizes, np.array([document.at for document in documents], np.int64)
     first = np.flatnonzero(np.diff(there - here, prepend=-1))
     runs = np.stack([here[first], there[first]], axis=1).ravel()

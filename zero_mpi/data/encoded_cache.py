@@ -1,10 +1,10 @@
 """Cache of encoded texts: the ids are in a folder whose name is a digest of everything that determines them.
 
 Encoding gigabytes takes minutes, and a requeued job would repeat it at each start. Ids in a file also need no
-memory on the ranks. So if texts have at least `LEAST` bytes, their ids are written once, under a digest of
-the texts and of everything that determines their ids, including this package's code. An entry that was not
-used for `MOST_DAYS` is removed when another entry is made. ZERO_MPI_CACHE names the folder. The texts of a
-small corpus, and all texts if no folder can be written, are encoded into memory.
+memory on the ranks. So if texts have at least `LEAST` bytes, their ids are written once. The digest covers
+the texts, the settings and this package's code. An entry that was not used for `MOST_DAYS` is removed when
+another entry is made. ZERO_MPI_CACHE names the folder of all entries. The texts of a small corpus, and all
+texts if no folder can be written, are encoded into memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEAST = 4 << 20  # smallest number of bytes of text to cache; encoding less take
 MOST_DAYS = 30  # days since the last use of an entry
 MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # limits on the record about documents: its bytes, its values
 IDS, COUNTED, ABOUT = "ids.bin", "counted.bin", "about.json"
-DIGEST = "digest"  # key of a sealed table that holds the digest of all other keys
+DIGEST = "digest"  # key of a table that holds the digest of all other keys
 NEW = "new-"  # prefix of an unfinished entry; if a killed job left one, it is removed after a day
 PLACES = {"ZERO_MPI_CACHE": "", "XDG_CACHE_HOME": "zero_mpi/encoded", "HOME": ".cache/zero_mpi/encoded"}
 Files = Sequence[tuple[str, Path]]

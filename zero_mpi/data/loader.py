@@ -20,14 +20,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zero_mpi.data.documents import Places, TokenSpans, read_ids
+from zero_mpi.data.documents import Places, Tokens, read_ids
 from zero_mpi.errors import UsageError
 
 MOST_SORTED = 1 << 20  # maximum number of windows that are sorted; this takes 16 MiB and a tenth of a second
 ROUNDS = 64  # rounds of the cipher; each one halves the deviation from a random order
 DEALT = 1 << 12  # samples that are assigned to sources at once
 BLOCK = 1 << 12  # samples whose windows are computed together; this takes little longer than for one sample
-_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # separate these draws from other uses of the seed
+_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # parts of keys, so that draws differ
 
 
 def draws(count: int, *key: int) -> NDArray[np.uint64]:
@@ -65,7 +65,7 @@ def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-@lru_cache(maxsize=16)  # room for several sources, and for a step that spans two epochs
+@lru_cache(maxsize=16)  # enough for several sources and a step that spans two epochs
 def _block(windows: int, block: int, *key: int) -> Places:
     """Return the windows of one block of an epoch's samples. An epoch that is sorted is a single block."""
     if windows <= MOST_SORTED:
@@ -174,7 +174,7 @@ class WindowSource(Protocol):
     """Interface of a set of numbered windows with T = `context` positions. Each sample is one window."""
 
     context: int
-    kind: str  # what the data lacks if there are no windows, for the error message
+    kind: str  # name of one window with a remedy, for the error if there are none
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -186,7 +186,7 @@ class WindowSource(Protocol):
         """Return the number of targets of these windows that the loss counts."""
 
     def about(self) -> str:
-        """Return a sentence on how the data fill the windows; "" if there is nothing to say."""
+        """Return a sentence on how documents fill the windows; "" if they are not packed."""
         return ""
 
     def notes(self) -> list[str]:
@@ -212,11 +212,7 @@ class Windows(WindowSource):
     """
 
     def __init__(
-        self,
-        tokens: NDArray[np.integer] | TokenSpans,
-        context: int,
-        stride: int | None = None,
-        bos: int | None = None,
+        self, tokens: Tokens, context: int, stride: int | None = None, bos: int | None = None
     ) -> None:
         self.context = context
         self.kind = f"window of {context + 1} tokens: use a smaller --context"
@@ -224,7 +220,7 @@ class Windows(WindowSource):
         if self.stride > context:
             raise UsageError(f"--stride {stride}: expected at most the context, {context}")
         self._bos = [] if bos is None else [bos]
-        self._tokens = tokens if isinstance(tokens, TokenSpans) else np.asarray(tokens)
+        self._tokens = tokens
 
     def known(self, index: int) -> int:
         """Return how many targets of a window are also targets of earlier windows."""
@@ -275,7 +271,7 @@ class MixedWindows(WindowSource):
         return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """Return the windows `indices` (b,). If any row has `begins`, a row of plain text is one document."""
+        """Return the windows `indices` (b,). If any row has `begins`, a row without it is one document."""
         cut = [(rows, part.batch(numbers)) for part, rows, numbers in self._by_part(indices)]
         if len(cut) == 1:
             return cut[0][1]

@@ -4,7 +4,7 @@ A document of n tokens takes n - 1 positions of a window: each token but the las
 document that is longer than a window is split into pieces. Pieces are packed by best fit, longest first: each
 piece goes into the fullest window that still has space for it, or into a new one (Johnson, "Fast algorithms
 for bin packing", 1974; Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result depends
-only on the documents and the context. The windows are then shuffled like any others.
+only on the documents and the context. The windows are shuffled later, like all windows.
 """
 
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def windows_over(
 def best_fit(sizes: Places, limit: int) -> Places:
     """Return the window number (P,) of each piece. Each piece has at most `limit` positions.
 
-    Windows are found by their number of free positions. If bit n of `lefts` is set, a window has n of them.
+    Windows are found by their number of free positions. Bit n of `lefts` is set if a window has n of them.
     """
     order = np.argsort(-sizes, kind="stable")
     windows: dict[int, list[int]] = {}  # numbers of windows, keyed by their number of free positions
@@ -97,7 +97,7 @@ def best_fit(sizes: Places, limit: int) -> Places:
 
 
 class PackedWindows(WindowSource):
-    """Windows of T = `context` positions with full documents of a stream; without `packs` one document each.
+    """Windows of T = `context` positions with full documents of a stream; one document each if not `packs`.
 
     After a window's last document, ids are 0 and no target counts. `bos`: the first input of each piece of a
     text; a conversation brings its own bos.
@@ -196,7 +196,7 @@ class PackedWindows(WindowSource):
 class PairBatch(NamedTuple):
     """Micro-batch of pairs: the tokens, and where each of its S sequences is.
 
-    numbers   (S,) 2 * pair + side of each sequence: pair is the number in the data, side 1 the worse answer
+    numbers   (S,) 2 * pair + side of each sequence: the pair's number in the data; side 1: the worse answer
     spans     (row, slice of columns) of each sequence
     rest      (b, T) the targets that do not count, which are the prompts' tokens; -1 elsewhere
     """
@@ -210,7 +210,7 @@ class PairBatch(NamedTuple):
 class PairWindows(PackedWindows):
     """Windows that hold full pairs. The two sides of a pair are documents that do not attend to each other.
 
-    If a pair is longer than a window, its longer side is cut, or each side to half a window.
+    If a pair does not fit, its longer side is cut; if both sides exceed half a window, both are cut to half.
     """
 
     kind, unit = "pair with an answer to train on: use other --data", "answers of pairs"
@@ -237,7 +237,7 @@ class PairWindows(PackedWindows):
         self.sides = stream.ends.size
 
     def sequences(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
-        """Return the number, the counted targets and the positions of each of the S sequences, all (S,)."""
+        """Return three arrays (S,): the sequences' numbers, counted targets and positions."""
         pieces = self._layout(indices)[0]
         return self._numbers[pieces], self._counts[pieces], self._sizes[pieces]
 
@@ -256,7 +256,7 @@ class PairWindows(PackedWindows):
 def mismatched(pairs: PairBatch) -> PairBatch:
     """Return a micro-batch in which each prompt is followed by the answer of another sequence in its row.
 
-    If better sides are ordered first, it is the previous sequence's answer. Each row keeps its length.
+    In the order of better sides, then worse ones, it is the previous answer. Each row keeps its length.
     """
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()

@@ -1,8 +1,8 @@
 """Files of a corpus, from --data or Python's own library; each file's kind is recognised by its first bytes.
 
 Each kind of file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") only
-identify a kind if bytes follow that no text contains. Text in another encoding, such as Latin-1 or Shift JIS,
-is read byte by byte. UTF-16 and UTF-32 are refused, because they contain zero bytes.
+identify a kind if the file contains bytes that no text has. Text in another encoding, such as Latin-1 or
+Shift JIS, is read byte by byte. UTF-16 and UTF-32 are refused, because they contain zero bytes.
 """
 
 import codecs
@@ -188,7 +188,7 @@ def _is_utf8(data: bytes, whole: bool = True) -> bool:
 
 
 class TextFilter:
-    """Filter that decides which files are read. `notes` reports files in three lists: `out`, `taken`, `odd`.
+    """Filter that decides which files are read, and collects names of files for `notes`.
 
     paths       files and folders given by the user
     any_bytes   whether the given files are read unchanged, even if they are not text
@@ -218,7 +218,7 @@ class TextFilter:
         return True
 
     def read(self, name: str, data: bytes) -> None:
-        """Note whether a file, which was read completely, is in UTF-8."""
+        """Note a file that is not UTF-8. `data`: its full content."""
         if self._named and not self._any_bytes and not _is_utf8(data):
             self.odd.append(shown(name, 60))
 

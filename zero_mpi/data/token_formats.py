@@ -1,8 +1,8 @@
 """Formats of token files, and how each format is recognised. To add a format, add a row to `FORMATS`.
 
 A format reads the header of a file and returns where the ids and documents are. The ids are read once for a
-digest and stay in the file. Only samples are read of a file larger than `WHOLE`, so a run on terabytes starts
-as fast as any other run.
+digest and stay in the file. A file larger than `WHOLE` is only sampled, so a run on terabytes starts as fast
+as any other run.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ def is_llm_c(path: Path) -> bool:
 
 
 def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return where the ids are in a file of llm.c. Raise ValueError for any other file."""
+    """Return the layout of a token file of llm.c. Raise ValueError for any other file."""
     magic, version, count = np.frombuffer(exactly(file, LLM_C_HEADER), "<i4", 3).tolist()
     dtype = LLM_C.get((magic, version))
     if dtype is None or count < 0:
@@ -89,7 +89,7 @@ def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return a layout that takes the full file as uint16. Raise ValueError for an odd number of bytes."""
+    """Return the layout of a file that has only uint16 ids. Raise ValueError for an odd number of bytes."""
     length = os.fstat(file.fileno()).st_size
     if length % 2:
         raise ValueError(f"expected ids of two bytes each, found {length} bytes")
@@ -97,7 +97,7 @@ def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return where the ids are, as the index next to the file says. Raise ValueError if they differ."""
+    """Return the layout in Megatron's index next to the file. Raise ValueError if the file contradicts it."""
     with open_file(path.with_suffix(".idx"), "an index of Megatron") as index:
         head = exactly(index, MEGATRON_HEAD)
         version, code = int.from_bytes(head[9:17], "little"), head[17]
@@ -139,15 +139,14 @@ def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
     """Return the index of a file whose documents have these sizes (D,). Each document is one sequence."""
     code = next(code for code, known in MEGATRON_TYPES.items() if known == dtype)
     count, places = len(sizes), (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
-    head = (
-        MEGATRON + (1).to_bytes(8, "little") + bytes([code]) + np.array([count, count + 1], "<u8").tobytes()
-    )
+    head = MEGATRON + (1).to_bytes(8, "little") + bytes([code])
+    head += np.array([count, count + 1], "<u8").tobytes()
     borders = np.arange(count + 1, dtype="<i8")
     return head + sizes.astype("<i4").tobytes() + places.astype("<i8").tobytes() + borders.tobytes()
 
 
 def npy_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return where a .npy has its ids. Raise UsageError for other arrays, ValueError for other files."""
+    """Return the layout of a .npy file. Raise UsageError for other arrays, ValueError for other files."""
     try:
         with warnings.catch_warnings(action="ignore"):  # headers by Python 2 are valid but cause warnings
             shape, _, dtype = NPY_HEADERS[npy.read_magic(file)](file)
@@ -162,7 +161,7 @@ def npy_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return where the ids are in an Arrow file of the package datasets: one uncompressed list in each row.
+    """Return the layout of an Arrow file of the package datasets: one uncompressed list of ids in each row.
 
     Raises ValueError if no column holds ids that can be read by position.
     """
@@ -242,11 +241,9 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
     Raises UsageError if only some of the files are token files.
     """
     tokens = [file for file in files if format_of(*file) is not None]
-    chosen = {path for _, path in tokens}
-    indexes = {path.with_suffix(".idx") for path in chosen if path.suffix == ".bin"}
-    texts = [
-        path for _, path in files if path not in chosen | indexes and path.name not in (MANIFEST, TOKENIZER)
-    ]
+    known = {path for _, path in tokens}
+    known |= {path.with_suffix(".idx") for path in known if path.suffix == ".bin"}
+    texts = [path for _, path in files if path not in known and path.name not in (MANIFEST, TOKENIZER)]
     if tokens and texts:
         raise UsageError(
             f"--data takes text or token files, not both: {tokens[0][1]} is one, {texts[0]} is not"

@@ -57,7 +57,7 @@ def write_output(path: Path, content: str, suffix: str = "partial") -> None:
 
 
 def write_json(what: str, path: Path | str, found: object) -> None:
-    """Write a command's results as JSON by `write_output`; raises FileError that names `what` (a flag)."""
+    """Write a command's results as JSON; raises FileError that names `what` (a flag)."""
     with refusing(what, path, "cannot be written"):
         write_output(Path(path), json.dumps(found, indent=2, allow_nan=False) + "\n")
 
@@ -75,7 +75,7 @@ def is_device(path: Path) -> bool:
 
 
 def write_to_device(path: Path, content: bytes) -> None:
-    """Write to a device or pipe, which has no content to keep. Raises OSError, sometimes without a name."""
+    """Write to a device or pipe, which has no content to keep. Raises OSError, which may lack the path."""
     handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     try:
         write_all(handle, content)
@@ -84,7 +84,7 @@ def write_to_device(path: Path, content: bytes) -> None:
 
 
 def write_to_disk(path: Path, content: bytes) -> None:
-    """Write a file from its beginning and sync it to disk. Raises OSError, sometimes without a name."""
+    """Write a file from its beginning and sync it to disk. Raises OSError, which may lack the path."""
     handle = open_in_place(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         write_all(handle, content)

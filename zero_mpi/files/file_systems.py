@@ -48,7 +48,7 @@ UNKNOWN = FileSystem("unknown", known=False)
 
 
 def file_system(path: Path) -> FileSystem:
-    """Return the properties of the file system on which a path is or would be, by the kernel's mounts."""
+    """Return the properties of the file system of a path, which need not exist, from the kernel's mounts."""
     place, best, kind = Path(os.path.realpath(path)), -1, UNKNOWN.kind
     lines = list[str]()
     with suppress(OSError):

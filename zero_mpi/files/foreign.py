@@ -12,7 +12,7 @@ import unicodedata
 LONGEST = 200  # maximum number of displayed characters of a foreign text
 LONGEST_LINE = 1800  # maximum number of characters of a one-line message, without the command's name
 LONG_WORD = re.compile(rf"\S{{{LONGEST + 1},}}")
-LAYOUT = "\n\t\u200c\u200d"  # kept unprintable characters; the joiners form words and emoji
+LAYOUT = "\n\t\u200c\u200d"  # unprintable characters that `readable` keeps; the joiners form words and emoji
 
 
 def shown(value: object, most: int = LONGEST) -> str:

@@ -19,11 +19,8 @@ from zero_mpi.files.foreign import quoted, shown
 
 MAX_INTEGER = (1 << 63) - 1  # largest value of every integer type except UINT64
 MOST_SIZE = (1 << 31) - 1  # largest size in a model: the file has UINT32, but llama.cpp uses INT32
-ARCHITECTURE, TOKENIZER, TEMPLATE = (
-    "general.architecture",
-    "tokenizer.ggml.model",
-    "tokenizer.chat_template",
-)
+ARCHITECTURE, TOKENIZER = "general.architecture", "tokenizer.ggml.model"
+TEMPLATE = "tokenizer.chat_template"
 TOKENS, MERGES, TYPES = (f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "token_type"))
 THE_FILE = "the model file"
 
@@ -113,7 +110,7 @@ class GGUFKeys:
         return None if kind == "none" else kind
 
     def token_id(self, name: str, vocabulary: int) -> int | None:
-        """Return `tokenizer.ggml.NAME_token_id`, below the size of the vocabulary."""
+        """Return `tokenizer.ggml.NAME_token_id`. Raise FileError if it is not below `vocabulary`."""
         key = f"tokenizer.ggml.{name}_token_id"
         return self.integer(key, 0, vocabulary - 1, f"an id below {vocabulary}")
 

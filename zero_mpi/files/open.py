@@ -20,7 +20,7 @@ from zero_mpi.files.foreign import shown
 MOST_JSON = 64 << 20  # limit in bytes of a file that is read in full to be parsed
 READ_AT_ONCE = 1 << 20  # bytes per read, so small files need no buffer of the full limit
 MOST_LINE = 1 << 20  # limit in bytes of a line
-MOST_SKIPPED = 64 << 20  # limit in bytes of longer lines that are skipped
+MOST_SKIPPED = 64 << 20  # limit in bytes of all longer lines, which are skipped
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
@@ -105,7 +105,7 @@ def _without_waiting(path: str, flags: int) -> int:
 def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> int:
     """Open a file to write it in place, with the arguments of `os.open`. Return its descriptor.
 
-    Raise OSError with the name for a symbolic link, a file with more than `links` hard links, or anything
+    Raise OSError with the path for a symbolic link, a file with more than `links` hard links, or anything
     that is not a regular file. Truncation (O_TRUNC) follows this check.
     """
     safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

@@ -16,9 +16,8 @@ from zero_mpi.files.foreign import show, shown
 MOST_NESTED = 100  # limit on nesting, so that recursive code does not exhaust the stack
 MOST_VALUES = 1 << 21  # maximum number of values in a JSON text; a one-byte value takes about 100 bytes
 PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
-LONG_KEY = re.compile(
-    rf"""(?<![\w"'-]){PART}(?:\.[ \t]*+{PART}){{32}}""", re.ASCII
-)  # TOML key with many parts: parsing takes quadratic time
+# Matches a TOML key with many parts, for which parsing takes quadratic time.
+LONG_KEY = re.compile(rf"""(?<![\w"'-]){PART}(?:\.[ \t]*+{PART}){{32}}""", re.ASCII)
 
 
 def parse_json(

@@ -164,7 +164,7 @@ def each_line(
     lines: Iterable[bytes] | None = None,
     bad: Callable[[int, ValueError], object] | None = None,
 ) -> Iterator[T]:
-    """Yield the results of `read`(number of a line from 1, its value), with one line in memory at a time.
+    """Yield read(line number, JSON value) for each line, with one line in memory at a time.
 
     A failure, such as a ValueError of `read`, becomes a FileError that names `flag`, file and line.
     lines: lines to read instead of the file's; bad: called for an invalid line, instead of a FileError

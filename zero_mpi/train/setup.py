@@ -251,7 +251,7 @@ def build(world: World, spec: RunSpec) -> Session:
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
     """Return the module that the flags describe. Raise UsageError for an impossible strategy or offload."""
     stages, masters = model.stages(config.recompute), config.offload == STATE
-    scales = auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
+    scales = auxiliary_scales(model, config)
     layout = layout_config(config, model)
     return ShardedModule(stages, comm, layout, offload_masters=masters, auxiliary=scales)
 
@@ -269,13 +269,12 @@ def make_objective(
 
 def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) -> ShardedOptimizer:
     """Return the optimizer that the flags choose. Raise UsageError if its state cannot be offloaded."""
-    betas = (config.beta1, config.beta2)
     if known_type(config.qat or "") in MIXES:
         ggml.library(f"--qat {config.qat}")
     products = BFLOAT16 if module.precision.compute == BFLOAT16 else np.float32
     return ShardedOptimizer(
         module,
-        rules_of(config.optimizer, model, betas, config.eps, products, None if config.lora else config.qat),
+        rules_of(config, model, products),
         lr=config.lr,
         weight_decay=config.weight_decay,
         lr_scale=rate_scales(config.lr_scale),

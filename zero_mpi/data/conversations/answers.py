@@ -38,12 +38,12 @@ class AnswerFinder:
     def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
         """Return a conversation's text and the positions of its answers. Raise ValueError if rendering fails.
 
-        Turns that the template drops have no position. silent: return the turns that do not count instead.
+        Answers that the template drops have no position. silent: return the answers without loss instead.
         """
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
         self._tools = conversation.tools
-        by_speaker = dict[object, list[int]]()  # numbers of turns, keyed by the role of the previous message
+        by_speaker = dict[object, list[int]]()  # turns, keyed by the role of the message before them
         for turn in [] if self.template.marks else turns:
             by_speaker.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
         firsts = [speaking[0] for speaking in by_speaker.values()]
@@ -63,7 +63,7 @@ class AnswerFinder:
             return True
 
     def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-        """Return the template's marks around the given turns. Raise ValueError if marks are missing."""
+        """Return the spans that the template marks in these turns. Raise ValueError if marks are missing."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not whole.marked:
             return whole.marked
@@ -74,12 +74,12 @@ class AnswerFinder:
         if len(whole.marked) == len(answers):
             return [mark for n, mark in zip(answers, whole.marked, strict=True) if n in turns]
         raise ValueError(
-            "the chat template: expected a {% generation %} block around each answer, because some are not "
-            "trained on"
+            "the chat template: expected a {% generation %} block around each answer, because some "
+            "answers are not trained on"
         )
 
     def _by_loop(self, whole: RenderedText, messages: Messages, by_speaker: dict[object, list[int]]) -> Spans:
-        """Return each turn's answer, found by the template's loop; {} if the loop does not show all turns."""
+        """Return each turn's answer, by the messages' positions; {} if the position of a turn is unknown."""
         places, spans = segments(whole), Spans()
         turns = {turn for speaking in by_speaker.values() for turn in speaking}
         if not places.keys() >= turns:
@@ -96,7 +96,7 @@ class AnswerFinder:
             for turn in speaking:
                 start, stop = places[turn]
                 if whole.text.startswith(lead, start, stop):
-                    start += size  # `size` is negative if `before` ends ahead of the message's position
+                    start += size  # `size` is negative if `before` ends before the message begins
                     spans[turn] = start, self._end_of_turn(whole.text, start, stop)
         if rest := turns - spans.keys():
             other = self._instead(whole, messages, rest)
@@ -134,7 +134,7 @@ class AnswerFinder:
             return None
 
     def _instead(self, whole: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
-        """Render the messages again; the content of `turns` is a character that the text does not contain."""
+        """Render the messages with a character that the text does not contain as the content of `turns`."""
         letters = set(whole.text)
         other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
         calls = ("tool_calls", "function_call")
@@ -143,7 +143,7 @@ class AnswerFinder:
         return self.template.render(instead, tools=self._tools)
 
     def _end_of_turn(self, text: str, start: int, at: int) -> int:
-        """Return where the turn from `start` to `at` ends: after its first end-of-turn token."""
+        """Return where the turn text[start:at] ends: after the first of the end-of-turn tokens at its end."""
         found = None
         while True:
             while at > start and text[at - 1].isspace():
@@ -167,7 +167,7 @@ class AnswerFinder:
 
     @cached_property
     def _closing(self) -> str:
-        """First line of the text that the template writes after an answer. The line need not be a token."""
+        """First line of the text that the template writes after an answer, which need not be a token."""
         answer = "\ue000"
         said = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
         try:
@@ -178,9 +178,9 @@ class AnswerFinder:
 
 
 def segments(rendered: RenderedText) -> dict[int, Span]:
-    """Return each message's position, as the template's loop shows it; {} if the loop is not reliable.
+    """Return message number -> (start, stop) in the text; {} if the template's loop does not show it.
 
-    In a loop inside a macro, all messages seem to begin in one place: a macro's text is written at its end.
+    In a macro, all messages seem to begin at one place, because the macro's text is written at its end.
     """
     begins = {place: begin for place, begin in enumerate(rendered.begins) if begin is not None}
     starts = list(begins.values())

@@ -2,8 +2,8 @@
 
 A template is untrusted code and runs in a separate process (`sandbox`). Before the first rendering, trials
 show whether the template accepts contents as text or as lists of parts, and in which form it accepts tool
-calls. Most templates write `arguments | tojson`, which escapes the quotes if the arguments are a text. Other
-templates append the arguments to a text, which fails if they are an object.
+calls. Most templates write `arguments | tojson`, which would quote a JSON string a second time. Other
+templates append the arguments to a string, which fails if they are an object.
 """
 
 import json
@@ -29,6 +29,7 @@ from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
 Message = dict[str, Any]
+Tools = list[Any] | None
 TOOL_USE = f"{TEMPLATE}.tool_use"  # key of the template for rows with tools
 DAY = "2024-07-26"  # the date that `strftime_now` returns by default
 PROGRAM = str(Path(__file__).with_name("sandbox.py"))
@@ -36,13 +37,13 @@ SECONDS = 2.0  # CPU time for all renderings of one conversation; most templates
 MOST_BYTES = 1 << 20  # limit in bytes of a template; most have a few thousand
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
 REMEDY = "add --chat-template FILE, such as the chat_template.jinja of a similar model"
-KEY, VALUE = "zq_key", "zq_value"  # no template writes these texts by itself
+KEY, VALUE = "zq_key", "zq_value"  # strings for trials, which no template contains
 NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": NO_PARAMETERS}}
 
 
 class TemplateInputs(NamedTuple):
-    """Inputs that flags set for templates: variables, the system message, the day for `strftime_now`."""
+    """Inputs that flags set for templates: variables, the system message, the date of `strftime_now`."""
 
     variables: Mapping[str, Any] = MappingProxyType({})
     system: str | None = None
@@ -56,8 +57,8 @@ class RenderedText(NamedTuple):
     """Text of a conversation, and positions in it.
 
     marked    (start, stop) of each segment that the template marks as the assistant's
-    begins    where the text of each message begins; None if no loop of the template shows this
-    before    for each of `prompts`, the text up to that message plus the generation prompt; None if rejected
+    begins    where the text of each message begins; None if the template has no loop over messages
+    before    message number -> text of the earlier messages plus the generation prompt; None if rejected
     """
 
     text: str
@@ -69,7 +70,7 @@ class RenderedText(NamedTuple):
 class CallForm(NamedTuple):
     """Form in which a template takes tool calls. content: the content of a message that only has calls.
 
-    text, objects: whether it prints arguments of this form. If both are equal, arguments stay unchanged.
+    text, objects: whether arguments may be JSON text, or objects. If both or neither, they stay unchanged.
     """
 
     content: str | None = ""
@@ -123,7 +124,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         generation_prompt: bool = False,
-        tools: list[Any] | None = None,
+        tools: Tools = None,
         prompts: Sequence[int] = (),
     ) -> RenderedText:
         """Return the text of messages. `generation_prompt`: append the text that asks for an answer.
@@ -150,7 +151,7 @@ class ChatTemplate:
             self._left, self._is_shared = SECONDS, False
 
     def _fitted(self, message: Message) -> Message:
-        """Return a message whose content is text or a list of parts: the form that the template accepts."""
+        """Return the message with its content as the template accepts it: as text or as a list of parts."""
         if isinstance(message.get("tool_calls"), list):
             message = self._calls.fitted(message)
         content = message["content"]
@@ -171,9 +172,9 @@ class ChatTemplate:
                 return CallForm(content, text, objects)
         return CallForm()
 
-    def _shows_call(self, content: str | None, arguments: Any, tools: list[Any] | None, *texts: str) -> bool:
+    def _shows_call(self, content: str | None, arguments: Any, tools: Tools, *texts: str) -> bool:
         function = {"name": "f", "arguments": arguments}
-        call = {"id": "call12345", "type": "function", "function": function}  # an id in Mistral's form
+        call = {"id": "call12345", "type": "function", "function": function}  # Mistral needs nine letters
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
         found = self._tried([{"role": "user", "content": "a"}, answer], tools)
         return all(text in found for text in texts)
@@ -187,12 +188,12 @@ class ChatTemplate:
         return self._shows(parts_of("\ue000", "\ue001"), "\ue000", "\ue001")
 
     def _shows(self, content: Any, *texts: str) -> bool:
-        """Return whether the template prints all `texts` in the content, but not as a Python or JSON list."""
+        """Return whether the template prints the `texts` of the content, and not the list that holds them."""
         found = self._tried([{"role": "user", "content": content}], None)
         as_list = any(f"{q}text{q}: {q}\ue000" in found for q in "'\"")
         return all(text in found for text in texts) and not as_list
 
-    def _tried(self, messages: list[Message], tools: list[Any] | None) -> str:
+    def _tried(self, messages: list[Message], tools: Tools) -> str:
         """Return the text of messages; empty if the template rejects them."""
         try:
             return self._rendered(messages, False, tools).text
@@ -200,11 +201,7 @@ class ChatTemplate:
             return ""
 
     def _rendered(
-        self,
-        messages: list[Message],
-        generation_prompt: bool,
-        tools: list[Any] | None,
-        prompts: Sequence[int] = (),
+        self, messages: list[Message], generation_prompt: bool, tools: Tools, prompts: Sequence[int] = ()
     ) -> RenderedText:
         variables: dict[str, Any] = {"tools": tools, "documents": None, **self._variables}
         variables |= {"messages": messages, "add_generation_prompt": generation_prompt}
@@ -236,7 +233,7 @@ class ChatTemplate:
             size = int.from_bytes(process.stdout.read(8), "little")
             found: dict[str, Any] = marshal.loads(process.stdout.read(size))
         except BaseException as error:
-            status, self._left = ended(process), 0.0  # its next answer would belong to this old request
+            status, self._left = ended(process), 0.0  # the process would answer this request next
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
             late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
@@ -249,7 +246,7 @@ class ChatTemplate:
 
 
 def parts_of(*texts: str) -> list[Message]:
-    """Return a message content that is a list of these texts as parts."""
+    """Return texts as message content in the form of a list of parts."""
     return [{"type": "text", "text": text} for text in texts]
 
 
@@ -278,7 +275,7 @@ def template_of(
 
 
 def asks_day(tokenizer: Tokenizer) -> bool:
-    """Return whether any template of the tokenizer uses the current day."""
+    """Return whether any template of the tokenizer uses the current date."""
     keys = tokenizer.metadata().items()
     return any(key.startswith(TEMPLATE) and "strftime_now" in str(text) for key, text in keys)
 

@@ -1,4 +1,4 @@
-"""Files of conversations, one per line or row. Keys show which of the following forms a conversation has.
+"""Reads files with one conversation per line or row. The keys of a row show which of these forms it has.
 
     {"messages": [{"role": "user", "content": "..."}, ...]}
     {"prompt": "...", "completion": "..."}                               or both are lists of messages
@@ -56,7 +56,7 @@ KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 OF_PAIRS, OF_LABELS = re.compile(rb'"rejected"\s*:'), re.compile(rb'"(?:rejected|label)"\s*:')
 PAIR, LABELLED = ("chosen", "rejected"), ("prompt", "completion", "label")
 MOST_REASONS = 6  # number of reasons that are counted separately
-VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that vary within one reason
+VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts of a reason that vary
 
 
 class BadRows:
@@ -79,7 +79,7 @@ class BadRows:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a line. name: file and line number; answers: number of the first message to learn from.
+    """Messages of a line. name: file and line number; answers: index of the first message to learn from.
 
     A message is a dictionary with `role` and `content`. The loss counts assistant messages from `answers`
     on, except those in `silent`. tools: the tools passed to the template.
@@ -93,7 +93,7 @@ class Conversation:
 
     @property
     def turns(self) -> list[int]:
-        """Numbers of the messages that the loss counts."""
+        """Indices of the messages that the loss counts."""
         answers = range(self.answers, len(self.messages))
         return [n for n in answers if self.messages[n]["role"] == ASSISTANT and n not in self.silent]
 
@@ -130,9 +130,9 @@ def holds_pairs(path: Path, labels: bool = False) -> bool:
 def holds_conversations(
     path: Path, first: re.Pattern[bytes] = KEYS, forms: Sequence[tuple[str, ...]] = ()
 ) -> bool:
-    """Return whether a file holds conversations, by name and first keys. Raise FileError if it is damaged.
+    """Return whether a file holds conversations. Raise FileError if it is damaged.
 
-    first, forms: keys that identify the rows to look for, in files of lines and in tables
+    first, forms: keys that show this, in the first rows of a JSON file and among the columns of a table
     """
     suffix = row_sources.suffix_of(path)
     if suffix not in (*row_sources.LINES, row_sources.DOCUMENT, *row_sources.TABLES):
@@ -157,10 +157,10 @@ def read_conversations(
     bad: BadRows | None = None,
     parse: Callable[[str, Any], Any] | None = None,
 ) -> Iterator[T]:
-    """Yield make(conversation) for each conversation of a file, called `name`.
+    """Yield make(conversation) for each conversation of a file. `name` is the file's name in messages.
 
     An invalid row, or a row for which `make` raises ValueError, is added to `bad` or becomes a FileError that
-    names the file, the line, what was expected and what was found. `parse`: reads rows of other forms.
+    names the file, the line, what was expected and what was found. `parse` replaces `one_conversation`.
     """
 
     def one(number: int, value: Any) -> T:
@@ -246,7 +246,7 @@ def _prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], l
 
 
 def _first_difference(a: Any, b: Any) -> int:
-    """Return the first index where two texts or lists differ, or the last index that both have."""
+    """Return the first index at which two texts or lists differ, at most the last index of the shorter."""
     return min(common(a, b), max(0, min(len(a), len(b)) - 1))
 
 
@@ -277,7 +277,7 @@ def _keys_of(value: Message) -> str:
 
 
 def _is_trained(message: Message) -> bool:
-    """Return whether an assistant's message counts, as its keys say. Raise ValueError for other values."""
+    """Return whether the loss may count a message, by its keys. Raise ValueError for an invalid value."""
     found = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
     for key, value in found.items():
         if value not in (0, 1):
@@ -315,7 +315,7 @@ def _by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def _by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
-    """Return an empty prompt and the messages of ShareGPT's form."""
+    """Return no prompt, and the messages of ShareGPT's form."""
     found = []
     for place, turn in enumerate(_listed("conversations", value["conversations"])):
         where = f"conversations[{place}]"
@@ -341,7 +341,6 @@ def _by_system(value: Message) -> list[Message]:
 
 
 def _said(role: str, value: Message, key: str) -> Message:
-    """Return a message whose content is the text of a key."""
     if not is_text(value[key]):
         raise ValueError(f"{key}: expected a text, found {quoted(value[key])}")
     return {"role": role, "content": value[key]}
@@ -354,7 +353,6 @@ def _listed(key: str, value: Any) -> list[Any]:
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    """Return a list of messages, each with a role and a content that is a text or a list of text parts."""
     return [_message(f"{key}[{place}]", each) for place, each in enumerate(_listed(key, value))]
 
 
@@ -389,7 +387,7 @@ def _message(where: str, value: Any, of_role: str = "role", of_content: str = "c
 
 
 def _calls(where: str, value: Any) -> list[Message]:
-    """Return the tool calls in a JSON text, which is a call or a list of calls. Raise ValueError if not."""
+    """Return the tool calls in a JSON text: a call or a list. Raise ValueError for any other value."""
     try:
         found = parse_json(value) if is_text(value) else value
     except ValueError:

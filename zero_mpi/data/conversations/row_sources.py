@@ -61,7 +61,7 @@ def suffix_of(path: Path) -> str:
 
 
 def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
-    """Return the first `HEAD` bytes of a file, and also the rest of the last line if they are not enough."""
+    """Return the first `HEAD` bytes of a file. If they are not enough, add the rest of the last line."""
     with TextStream(path) as stream:
         head = stream.read(HEAD)
         return head if is_enough(head) else head + stream.read(MOST).partition(b"\n")[0]
@@ -107,6 +107,6 @@ def _document(path: Path) -> list[Any] | None:
 
 
 def _as_json(row: Any) -> bytes:
-    """Return a row as a JSON line. Types that JSON lacks become text; bytes become {}, so no content."""
+    """Return a row as a JSON line. Types that JSON lacks become text, but bytes become {}."""
     text = json.dumps(row, ensure_ascii=False, default=lambda x: {} if isinstance(x, bytes) else str(x))
     return text.encode("utf-8", "surrogatepass")

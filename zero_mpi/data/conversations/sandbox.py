@@ -96,7 +96,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(parts).encode()
 
     def answer(self, template: Template, request: dict[str, Any], most: int) -> dict[str, Any]:
-        """Return the text, positions in it, and for each of `prompts` the text up to it (None if refused)."""
+        """Return the text, positions in it, and the text before each of `prompts` (None if it is refused)."""
         prompts, before = request.pop("prompts"), list[bytes | None]()
         found = {"text": self.rendered(template, request, most), "marked": self.marked, "begins": self.begins}
         for place in prompts:

@@ -1,8 +1,8 @@
 """Encodes conversations as tokens and marks each token as counted in the loss or not.
 
 The full text of a conversation is encoded. The number of bytes of each token is known, so cumulative lengths
-show which tokens overlap an answer. A token across the border of an answer counts, because the model has to
-produce all of it.
+show which tokens overlap an answer. A token that crosses the end of an answer counts, because the model has
+to produce all of it.
 """
 
 import hashlib
@@ -17,12 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.data.conversations.answers import AnswerFinder, Span
-from zero_mpi.data.conversations.chat_template import (
-    NO_INPUTS,
-    TOOL_USE,
-    TemplateInputs,
-    template_of,
-)
+from zero_mpi.data.conversations.chat_template import NO_INPUTS, TOOL_USE, TemplateInputs, template_of
 from zero_mpi.data.conversations.formats import BadRows, Conversation, Sides, one_pair, read_conversations
 from zero_mpi.data.documents import in_groups
 from zero_mpi.data.tokenizers.byte import Tokenizer, with_bos
@@ -68,7 +63,7 @@ class Totals:
         return [total, f"first conversation: {self.first}"]
 
     def cautions(self) -> list[str]:
-        """Return notes on data that is skipped, or that is not used as its file asks."""
+        """Return notes on conversations that are skipped, and on parts that the template leaves out."""
         return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
 
 
@@ -158,7 +153,6 @@ class ConversationReader:
             yield [None if side is None else next(encoded) for side in pair]
 
     def _encoded(self, rendered: Iterable[RenderedConversation]) -> Iterator[TokenizedConversation]:
-        """Yield conversations as tokens."""
         for group in in_groups(rendered, lambda each: len(each.text), GROUP):
             encoded = self._tokenizer.encode_with_lengths([each.text for each in group])
             for each, (ids, lengths) in zip(group, encoded, strict=True):
@@ -167,7 +161,7 @@ class ConversationReader:
     def _marked(
         self, each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
     ) -> TokenizedConversation:
-        """Return a conversation with its (n,) answer tokens marked; `lengths`: bytes of each token.
+        """Return a conversation whose answer tokens are marked. `lengths` (n,): bytes of each token.
 
         A bos in front has 0 bytes. Raises UsageError if the tokens do not cover the full text.
         """
@@ -185,7 +179,7 @@ class ConversationReader:
             ids, lengths = with_bos(ids, self._bos), np.insert(lengths, 0, 0)
             counted = np.insert(counted, 0, self._all)
         turns = np.flatnonzero(counted & ~np.append(False, counted[:-1]))
-        turns = turns[:1] if self._all else turns  # with --loss-on all, a row is one segment
+        turns = turns[:1] if self._all else turns  # with --loss-on all, the row is a single segment
         ended = np.add.reduceat(self._is_end[ids] & counted, turns) if turns.size else turns
         bos = int(ids[:1].tolist() == [self._tokenizer.bos])
         each.facts.update({"tokens": len(ids), "counted": int(counted.sum())}, bos=bos, turns=turns.size)

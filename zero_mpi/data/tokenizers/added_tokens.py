@@ -18,6 +18,7 @@ from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import ARCHITECTURE, THE_FILE, TOKENS, TYPES, GGUFKeys
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text_streams import is_text
 
 MOST_BYTES, MOST_TOKENS, LONGEST = 1 << 22, 1 << 16, 256  # limits: bytes and tokens of a file, token length
 SCORES = KEY + "scores"
@@ -53,14 +54,13 @@ def read_tokens(path: str | Path) -> list[str]:
 
 def is_token(text: Any) -> bool:
     """Return whether a value can be a token: text that UTF-8 can encode and that has no NUL character."""
-    is_text = isinstance(text, str) and 0 < len(text) <= LONGEST and "\0" not in text
-    return is_text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+    return is_text(text) and 0 < len(text) <= LONGEST and "\0" not in text
 
 
 def with_tokens(
     metadata: Mapping[str, Any], tokens: Sequence[str], place: str = THE_FILE
 ) -> tuple[dict[str, Any], int]:
-    """Return a model's keys with new tokens, and the first new id. Raise UsageError for an old token."""
+    """Return a model's keys with new tokens, and the first new id. Raise UsageError for a known token."""
     keys, tokenizer = GGUFKeys(metadata, place), tokenizer_from_metadata(metadata, place)
     known = keys.texts(TOKENS) or []
     taken = [t for t in tokens if t in known or len(tokenizer.encode(t, special=True)) == 1]

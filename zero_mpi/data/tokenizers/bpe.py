@@ -24,7 +24,7 @@ from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
 _BATCH = 1 << 20  # characters encoded together; the results take 150 bytes for each character
-# If a text cannot be cut at seams: characters encoded together, and overlap of two such windows.
+# A text without seams is encoded in windows: characters of a window, and of the overlap of two windows.
 _WINDOW, _OVERLAP = gguf.PIECE, 2 * gguf.LONGEST
 # A seam is a place between a letter or digit and white space. No regex in `pretokenizers` looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
@@ -131,8 +131,8 @@ class BPETokenizer(gguf.GGUFTokenizer):
 
         Merges join the pair of the lowest rank first, and the leftmost of equal pairs. So a row of tokens
         encodes a word if each pair of neighbours, encoded alone, gives the same two tokens. A window begins
-        at a token of the previous one. If both agree for a while after it, the previous tokens up to there
-        and all tokens of the new window form such a row. Otherwise a larger window is used.
+        at a token of the previous one. If both windows have the same tokens in their overlap, the tokens of
+        the previous one up to there and all of the new one form such a row. Else a larger window is used.
         """
         start, size, window = 0, _WINDOW, list[NDArray[np.integer[Any]]]()
         while True:
@@ -214,7 +214,7 @@ def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:
-    """Yield a text in pieces of about `PIECE` characters, which give the same ids. Yield an id unchanged."""
+    """Yield a text in pieces of about `PIECE` characters, which give the same ids; yield an id as it is."""
     if isinstance(part, int) or len(part) <= gguf.PIECE:
         yield part
         return

@@ -159,7 +159,7 @@ def _raw(data: bytes | str) -> bytes:
 
 
 def _cut(data: bytes | str) -> list[int | str]:
-    """Return the ids of control tokens spelt in `data`, and the texts between as one character per byte."""
+    """Return the ids of control tokens spelt in `data`, and the text between them, one letter per byte."""
     return _SPELLINGS.cut(_raw(data).decode("latin-1"))
 
 
@@ -189,7 +189,7 @@ def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
 class TextReader:
     """Reader of texts. The flag `asked` says how it reads control tokens: PARSE, PLAIN or None (not given).
 
-    None reads like PLAIN, and counts the tokens that texts spell in `spelt` for `notes`. Text that a template
+    Without the flag, control tokens are read as with PLAIN and counted for `notes`. Text that a template
     wrote is always read with PARSE.
     """
 

@@ -23,7 +23,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import THE_FILE, TOKENS, TYPES, GGUFKeys
 
-Parts = Sequence[int | str]  # parts of a text: ids of the tokens that it spells, and the texts between
+Parts = Sequence[int | str]  # parts of a text: ids of the tokens that it spells, and the texts between them
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
 STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # types of tokens that are recognised in a text
@@ -98,11 +98,8 @@ class GGUFTokenizer(Tokenizer):
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
         cut = (part for data in documents for part in self.cut(as_text(data), special=True))
-        return Counter(
-            self.tokens[part]
-            for part in cut
-            if isinstance(part, int) and self.types[part] in (UNKNOWN, CONTROL)
-        )
+        ids = (part for part in cut if isinstance(part, int))
+        return Counter(self.tokens[i] for i in ids if self.types[i] in (UNKNOWN, CONTROL))
 
     def encode_prompt(self, text: str) -> Ids:
         ids = self.encode(text, special=True).tolist()
@@ -144,7 +141,7 @@ class GGUFTokenizer(Tokenizer):
         return {special: self.spellings(ids) for special, ids in self.ids_in_text().items()}
 
     def ids_in_text(self) -> dict[bool, dict[str, int]]:
-        """Return two maps token -> id of tokens to find in texts: True has control tokens, False has none."""
+        """Return tokens to find in a text, token -> id, with control tokens (True) and without (False)."""
         kinds = {True: STANDING, False: (USER_DEFINED,)}
         return {
             special: {t: place for t, place in self.ids.items() if self.types[place] in wanted}
@@ -156,7 +153,7 @@ class GGUFTokenizer(Tokenizer):
         return Spellings(ids, self.stripping())
 
     def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
-        """Return ids of tokens spelt in a text, and the texts between; append the ids' bytes to `sizes`."""
+        """Return ids of tokens that a text spells, and the texts between; append their widths to `sizes`."""
         return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(
@@ -176,7 +173,7 @@ class GGUFTokenizer(Tokenizer):
 
 
 def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
-    """Return the same tokenizer, but its long encodings are run by `batches`."""
+    """Return a copy of the tokenizer that encodes long texts through `batches`."""
     same = copy(tokenizer)
     vars(same)["run_batch"] = batches
     return same

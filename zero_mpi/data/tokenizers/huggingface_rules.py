@@ -71,7 +71,7 @@ class Rules:
         return "".join(parts)
 
     def spellings(self, ids: Mapping[str, int], normalized: bool) -> FlaggedSpellings:
-        """Return a finder of those added tokens that are looked for in original or in normalized text."""
+        """Return a finder of the added tokens with this value of the flag `normalized`."""
         found = dict[str, str]()
         for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
             spelt = self.normalized(token) if normalized else token
@@ -89,7 +89,7 @@ class Rules:
 def rules_json(
     flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
 ) -> dict[str, object]:
-    """Return the key with the rules; {} without rules. `normalized` is no rule without a normalizer."""
+    """Return the key with the rules; {} if there are none. `normalized` needs a normalizer to be a rule."""
     has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
     given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
     rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
@@ -116,7 +116,7 @@ class FlaggedSpellings(Spellings):
 
     def spans(self, text: str) -> list[Span]:
         found = list[Span]()
-        at = before = white = 0  # ends of: the last match, the white space after it, a run of white space
+        at = before = white = 0  # ends of the last match, the last span and a run of white space
         for start, rank in reversed([*self.longest(text)]):
             if start < at:
                 continue
@@ -170,7 +170,7 @@ def check_normalizer(definition: Any) -> None:
     if definition is not None:
         if _growth(definition) > _MOST_GROWTH or len(json.dumps(definition)) > _MOST_JSON:
             raise ValueError(
-                f"a normalizer that makes a text more than {_MOST_GROWTH} times as long, or has many letters"
+                f"a normalizer that makes a text more than {_MOST_GROWTH} times as long, or is too long"
             )
         try:
             normalizer_of(definition)

@@ -13,7 +13,7 @@ FREE = -1
 BITS = 21  # bits of the right number (a code point or a symbol); the left number has up to 31 bits
 MOST = 1 << BITS
 MOST_SPELT = 256  # maximum bytes of a charsmap's spelling, and of the text that it replaces; NFKC needs 33
-_LEFT, _FOLD = 2654435761, 15  # of the hash: an odd factor that spreads adjacent values (Knuth), and a shift
+_LEFT, _FOLD = 2654435761, 15  # the hash has an odd factor, to spread adjacent values (Knuth), and a shift
 
 
 class PairTable(NamedTuple):
@@ -49,7 +49,7 @@ def pair_table(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArra
 
 
 def trie(tokens: Mapping[str, int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return two maps of a trie: node << BITS | character -> next node, from 1; last node -> token."""
+    """Return a trie as two maps: node << BITS | character -> next node, last node -> token. The root is 0."""
     nodes, ends = dict[int, int](), dict[int, int]()
     for token, number in tokens.items():
         node = 0

@@ -17,7 +17,7 @@ from zero_mpi.files.foreign import show, shown
 
 # The library's version of Unicode defines which characters are letters and digits: 16 when this was written;
 # llama.cpp has 15.1, so about 4400 code points are letters only here. Ids differ if an apostrophe follows one
-# of these, or if a vocabulary merges its last byte with a neighbour; for deepseek-v3 also at new signs.
+# of these, or if a vocabulary merges its last byte with a neighbour; with deepseek-v3 also at new symbols.
 
 # GPT-2's encoder.py (Radford et al. 2019).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -18,6 +18,9 @@ from zero_mpi.data.tokenizers import pair_table
 from zero_mpi.data.tokenizers.pair_table import FREE, MOST_SPELT
 
 F = TypeVar("F", bound=Callable[..., Any])
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
 
 try:
     import numba
@@ -37,7 +40,7 @@ def compiled(function: F) -> F:
 
 
 find = compiled(pair_table.find)
-_PLACE = 32  # number of bits, below the rank, that an index takes in a heap key
+_PLACE = 32  # a heap key is rank << _PLACE | index
 _MASK = (1 << _PLACE) - 1
 
 
@@ -45,13 +48,7 @@ _MASK = (1 << _PLACE) - 1
 
 
 @compiled
-def merge(
-    symbols: NDArray[np.int32],
-    keys: NDArray[np.int64],
-    values: NDArray[np.int32],
-    ranks: NDArray[np.int64],
-    space: int,
-) -> NDArray[np.int64]:
+def merge(symbols: Int32, keys: Int64, values: Int32, ranks: Int64, space: int) -> Int64:
     """Join adjacent `symbols` (n,) in place as long as the table contains a pair of them.
 
     The rank of a pair is the rank of its joined symbol. The pair of the lowest rank is joined first, and the
@@ -75,11 +72,7 @@ def merge(
 
 @compiled
 def merge_word(
-    symbols: NDArray[np.int32],
-    keys: NDArray[np.int64],
-    values: NDArray[np.int32],
-    ranks: NDArray[np.int64],
-    chain: tuple[NDArray[np.int64], NDArray[np.int64], int],
+    symbols: Int32, keys: Int64, values: Int32, ranks: Int64, chain: tuple[Int64, Int64, int]
 ) -> None:
     """Merge one word, as `merge` does. `chain`: links to previous and next symbols, and the first index."""
     before, after, start = chain
@@ -114,13 +107,7 @@ def merge_word(
 
 
 @compiled
-def spell(
-    symbols: NDArray[np.int32],
-    after: NDArray[np.int64],
-    letters: NDArray[np.int32],
-    bytewise: NDArray[np.int32],
-    vocab: int,
-) -> NDArray[np.int32]:
+def spell(symbols: Int32, after: Int64, letters: Int32, bytewise: Int32, vocab: int) -> Int32:
     """Return the ids of merged symbols. A character that is not a token gives the ids of its UTF-8 bytes.
 
     `letters` (n,): code points, or -1 - id in place of a token that was cut out. `bytewise` (256,): the token
@@ -152,13 +139,8 @@ def spell(
 
 @compiled
 def likeliest(
-    letters: NDArray[np.int32],
-    keys: NDArray[np.int64],
-    values: NDArray[np.int32],
-    ends: NDArray[np.int32],
-    scores: NDArray[np.float64],
-    unknown: tuple[int, float],
-) -> NDArray[np.int32]:
+    letters: Int32, keys: Int64, values: Int32, ends: Int32, scores: Float64, unknown: tuple[int, float]
+) -> Int32:
     """Return the tokens (m,) of letters (n,) with the greatest sum of scores (Viterbi; unigram, Kudo 2018).
 
     The table maps a node of a trie and a letter to the next node; `ends` maps a node to its token or FREE.
@@ -167,11 +149,8 @@ def likeliest(
     token that was cut out: the letters before it and after it are separate texts.
     """
     count = len(letters)
-    best, token, origin = (
-        np.full(count + 1, -np.inf),
-        np.empty(count + 1, np.int32),
-        np.empty(count + 1, np.int64),
-    )
+    best, token = np.full(count + 1, -np.inf), np.empty(count + 1, np.int32)
+    origin = np.empty(count + 1, np.int64)
     best[0] = 0.0
     for start in range(count):
         if letters[start] < 0:
@@ -194,10 +173,8 @@ def likeliest(
 
 
 @compiled
-def backwards(
-    letters: NDArray[np.int32], token: NDArray[np.int32], origin: NDArray[np.int64], unknown: int
-) -> NDArray[np.int32]:
-    """Return the tokens, in the order of the text, of the best path (n + 1,), which is read backwards."""
+def backwards(letters: Int32, token: Int32, origin: Int64, unknown: int) -> Int32:
+    """Return the tokens of the best path (n + 1,) in text order. The path is followed from its end."""
     ids = np.empty(len(letters), np.int32)
     first, place, in_unknown = len(ids), len(letters), False
     while place > 0:
@@ -214,7 +191,7 @@ def backwards(
 
 @compiled
 def respell(
-    text: NDArray[np.uint8], nodes: NDArray[np.int64], spellings: NDArray[np.uint8], out: NDArray[np.uint8]
+    text: NDArray[np.uint8], nodes: Int64, spellings: NDArray[np.uint8], out: NDArray[np.uint8]
 ) -> int:
     """Copy UTF-8 to `out`; from left to right, replace the longest prefix that the charsmap has at a place.
 
@@ -249,7 +226,7 @@ def respell(
 
 
 @compiled
-def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[int, int]:
+def longest_prefix(text: NDArray[np.uint8], nodes: Int64) -> tuple[int, int]:
     """Return the length of the longest prefix in the map and its replacement's offset; (0, 0) without one."""
     taken = spelling = 0
     if len(nodes) == 0:
@@ -273,5 +250,5 @@ def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[i
 
 @compiled
 def base_of(node: int) -> int:
-    """Return the index relative to the node at which the node's children begin."""
+    """Return the offset of a node's children, relative to the node."""
     return node >> 10 << ((node & 0x200) >> 6)

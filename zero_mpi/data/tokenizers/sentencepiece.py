@@ -1,7 +1,7 @@
 """SentencePiece tokenizers, set up from model files: merges by score, or the most likely tokens.
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
-SentencePiece's: llama.cpp puts a space before each text that follows a token cut out of the text, and adds
+SentencePiece's: llama.cpp also puts a space before the text after each token that it cuts out, and it adds
 scores in float64. The loops are in `segmentation`, which numba compiles. If no token crosses the beginning of
 a word, long texts are cut at such places, and all threads encode the pieces.
 """
@@ -153,7 +153,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _symbols(self) -> tuple[NDArray[np.int32], PairTable]:
-        """The symbols of all code points and, last, of -1; and a table from pairs to joined symbols.
+        """Symbols of all code points, with the symbol of -1 last, and a table from pairs to joined symbols.
 
         Symbols are tokens, and letters that occur in tokens. Building the table of a large vocabulary takes a
         second.
@@ -184,7 +184,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _bytewise(self) -> NDArray[np.int32]:
-        """Token (256,) for each byte: "<0xNN>", or the character, or unknown; `vocab_size` without any."""
+        """Token (256,) of each byte: "<0xNN>", else the character, else unknown, else `vocab_size`."""
         nothing = self.vocab_size if self.unknown is None else self.unknown
         names = [(f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else "") for byte in range(256)]
         found = [next((self.ids[name] for name in both if name in self.ids), nothing) for both in names]
@@ -260,7 +260,6 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return float((normal.min() if normal.size else np.float32(0)) - _UNKNOWN_BELOW)
 
     def _respelt(self, text: str) -> str:
-        """Return the text normalized by the charsmap."""
         from zero_mpi.data.tokenizers import segmentation
 
         if not len(self._nodes):

@@ -50,7 +50,7 @@ class Spellings:
         return sorted(self._taken(text, places)) if places else []
 
     def longest(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield, from the end of the text, where a token begins, and the rank of the longest token there."""
+        """Yield (place, rank of the longest token that begins there), from the end of the text on."""
         nodes, fails, ranks = self._automaton
         node, at, text = 0, 0, text[::-1]
         while at < len(text):
@@ -67,7 +67,7 @@ class Spellings:
 
     def _taken(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
         """Yield (start, stop, token) of the tokens to cut out. `places`: rank -> where that token begins."""
-        taken, ranks = bytearray(len(text) + 1), [*places]  # one byte per character, and one that stays 0
+        taken, ranks = bytearray(len(text) + 1), [*places]  # one byte per character; the last byte stays 0
         heapify(ranks)
         while ranks:
             rank = heappop(ranks)
@@ -98,7 +98,7 @@ class Spellings:
 
     @cached_property
     def _shorter(self) -> list[int]:
-        """Rank of the longest shorter token that each token begins with; -1 if there is none."""
+        """Rank, for each token, of the longest other token that it begins with; -1 if there is none."""
         found, outer = [-1] * len(self.tokens), list[int]()
         for token, rank in sorted((token, rank) for rank, token in enumerate(self.tokens)):
             while outer and not token.startswith(self.tokens[outer[-1]]):

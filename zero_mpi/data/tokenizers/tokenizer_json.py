@@ -23,6 +23,7 @@ from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text_streams import is_text
 
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
 _WAY_OUT = "use token files for --data (1-D .npy)"
@@ -132,7 +133,6 @@ def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> A
 
 
 def _by_config(path: Path, name: str, *kinds: type) -> Any:
-    """Return a value of tokenizer_config.json, with its type checked by `_given`."""
     return _given(path.with_name("tokenizer_config.json"), _sibling(path, "tokenizer_config"), name, *kinds)
 
 
@@ -140,9 +140,8 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Return the object `model`. Raise UsageError unless it is a byte-level BPE that a GGUF can describe."""
     given = content.get("model")
     model: dict[str, Any] = given if isinstance(given, dict) else {}
-    kind = model.get("type") or (
-        "BPE" if "merges" in model else None
-    )  # early files of this format have no type
+    # Early files of this format have no type.
+    kind = model.get("type") or ("BPE" if "merges" in model else None)
     if kind != "BPE" or not isinstance(model.get("vocab"), dict):
         raise UsageError(
             f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {quoted(kind)}: "
@@ -159,7 +158,7 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the added tokens, which must be objects: else raise UsageError. As in Transformers, tokens of
+    """Return the added tokens. Raise UsageError unless they are objects. As in Transformers, tokens of
     tokenizer_config.json are added too, and they replace tokens with the same text.
     """
     tokens = _given(path, content, "added_tokens", list) or []
@@ -213,20 +212,15 @@ def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
     """Return id -> token. Raise UsageError for values of another type or for a repeated id."""
     found: dict[int, str] = {}
     for place, token in pairs:
-        if type(place) is not int or place < 0 or place in found or not _is_text(token):
+        if type(place) is not int or place < 0 or place in found or not is_text(token):
             found_here = f"{quoted(token)} with id {quoted(place)}"
             raise UsageError(f"{path}: expected one token for each id from 0, found {found_here}")
         found[place] = token
     return found
 
 
-def _is_text(token: Any) -> bool:
-    """Return whether a token is text that UTF-8 can encode. JSON text may contain lone surrogates."""
-    return isinstance(token, str) and not any("\ud800" <= c <= "\udfff" for c in token)
-
-
 def _looks_special(token: str) -> bool:
-    """Return whether llama.cpp's converter takes an added token for a control token because of its look."""
+    """Return whether llama.cpp's converter takes an added token for a control token by its spelling."""
     framed = token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>"))  # noqa: RUF001
     return framed or token in ("<pad>", "<mask>") or (token.startswith("<unused") and token.endswith(">"))
 
@@ -287,7 +281,7 @@ def _chat_template(path: Path) -> dict[str, object]:
         for name, template in ({"default": named.get("default"), **read} if read else named).items()
         if isinstance(template, str) and len(name) <= _MOST_NAME
     }
-    if not all(map(_is_text, (*keys, *keys.values()))):
+    if not all(map(is_text, (*keys, *keys.values()))):
         raise UsageError(f"{path}: chat_template: expected text that UTF-8 can hold")
     return dict(keys)
 
