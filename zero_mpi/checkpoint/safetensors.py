@@ -133,7 +133,7 @@ def json_object(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
-    """Return a tensor of the header. Raise FileError unless dtype and shape give its length."""
+    """Return an entry of the header. Raise FileError unless its length follows from dtype and shape."""
 
     def fault(what: str) -> FileError:
         return FileError(f"{path}: tensor {show(name)}: {what}")
@@ -186,7 +186,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def pack_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Return the start of a file, length and header, for (name, dtype, shape) tensors without gaps."""
+    """Return the first bytes of a file, length and header, for tensors given as (name, dtype, shape)."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires this key
     end = 0
     for name, dtype, shape in tensors:

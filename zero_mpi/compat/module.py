@@ -115,7 +115,7 @@ class ShardedModule(engine.ShardedModule):
         return self.train(False)
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
-        """Return the model's output for x; see the engine. If `training` is None, `is_training` decides."""
+        """Return the model's output for x. If `training` is None, `is_training` decides."""
         return super().forward(x, self.is_training if training is None else training)
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
@@ -268,7 +268,7 @@ class ShardedModule(engine.ShardedModule):
                 yield unit.unit.label(segment.name), shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
-        """Return name -> elements, or rows under row sharding, that this rank owns, in model order."""
+        """Return the part of each parameter that this rank owns, by name, in model order."""
         sizes = {label: int(values.size) for label, values in self.named_parameters()}
         by_rows, infos = self.config.by_rows, {}
         for name in self.params:

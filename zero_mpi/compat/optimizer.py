@@ -130,7 +130,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
 class ShardedAdamW(ShardedOptimizer):
     """AdamW for a ShardedModule: a `ShardedOptimizer` with the rule AdamW for all parameters.
 
-    betas, eps    decay of the two moments, and the number added to the root of the second moment
+    betas, eps    decay of the two moments, and the number added to the square root of the second moment
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class RunSpec:
     adapter: WeightSource | None = None  # source of the initial adapter weights
     unsaid: frozenset[str] = frozenset()  # names of settings that no flag or file gives
     corpus: Corpus | None = None
-    loader: StepLoader | None = None  # on the rank that has the text
+    loader: StepLoader | None = None  # only on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
     memory_problem: str = ""  # on rank 0: why memory is too small; the last line of a dry run
 
@@ -79,7 +79,7 @@ class RunSpec:
 
 
 def resolve(world: World, config: Config, *, cached: bool = True, begun: str | None = None) -> RunSpec:
-    """Return the specification of the run of `config`. Raise UsageError on all ranks. Collective.
+    """Return the specification of the run that `config` describes. Raise UsageError on all ranks. Collective.
 
     If `cached` is false, text is encoded again even if its ids are cached. `begun`: fingerprint of the
     tokenizer with which the run began, used if no checkpoint stores it.
@@ -117,7 +117,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
 def read_inputs(
     config: Config, checkpoint: resume.ResumePoint | None, number: int, begun: str | None
 ) -> tuple[RunSpec, Facts]:
-    """Return the inputs that this rank reads, and facts that all ranks must share. Raise UsageError if bad.
+    """Return this rank's inputs, and facts that all ranks must share. Raise UsageError for an invalid input.
 
     `number`: this rank's index on its node, used if the launcher does not give it. `begun`: see `resolve`.
     """
@@ -220,7 +220,7 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
 
 
 def packing_of(config: Config, stream: Stream) -> str:
-    """Return the default of --packing: documents for conversations, none for text."""
+    """Return --packing; its default is documents for conversations, none for text."""
     return config.packing or (NONE if stream.counted is None else DOCUMENTS)
 
 

@@ -57,7 +57,7 @@ NOT_SHARED = (
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Result of choosing a transport. why: reason; fast: whether the MPI library may compute sums."""
+    """Result of choosing a transport. why: reason for it; fast: whether the MPI library may compute sums."""
 
     comm: Comm
     why: str = ""
@@ -74,7 +74,7 @@ class TransportChoice:
 
 
 def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
-    """Return the transport between ranks; warn in `notes`. Raise UsageError if impossible. Collective."""
+    """Return the transport between ranks; warn in `notes`. Raise UsageError if unusable. Collective."""
     exact, on_gpu = config.reduction == "exact", device.in_use().name == "cuda"
     if on_gpu:
         comm, why = select.choose(config.transport, world.size, exact)
@@ -285,7 +285,7 @@ def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) ->
 
 
 def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) -> TrainingProgress:
-    """Fill in parameters, and the optimizer's state from a checkpoint. Return the progress. Collective."""
+    """Fill the parameters, and the optimizer's state if a run resumes. Return the progress. Collective."""
     start, init, module = spec.checkpoint, spec.init, optimizer.module
     base = [name for name in module.params if not is_adapter(name)]
     if init is not None and (start is None or spec.model.lora is not None):

@@ -239,7 +239,7 @@ class Outcome:
         self.events.at(step)
 
     def end(self, code: int, reason: str) -> None:
-        """Write the end of the job, as its exit status says."""
+        """Record how the job ended, according to its exit status."""
         if code == BAD_USAGE:
             self.status.refused(reason)
             return
@@ -293,7 +293,7 @@ def products(count: int, a: Array, b: Array, out: Array) -> float:
 
 
 def matrix(edge: int, dtype: Any) -> Array:
-    """Return a matrix of random numbers. Processors are faster on equal numbers, which would mislead."""
+    """Return a matrix of random numbers. Equal numbers would mislead: processors multiply them faster."""
     where = device.in_use()
     array = where.empty(edge * edge, dtype).reshape(edge // BLOCK, BLOCK, edge)
     block = np.random.default_rng(edge).random((BLOCK, edge), np.float32).astype(dtype)

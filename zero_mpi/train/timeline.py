@@ -123,7 +123,7 @@ class Timeline:
                 self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
             except OSError as error:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
-        for _ in parts:  # rank 0 reads these after an error; other ranks send them here
+        for _ in parts:  # after an error, rank 0 receives the other parts here; other ranks send theirs here
             pass
         result: str = comm.broadcast_object(problem)
         return result

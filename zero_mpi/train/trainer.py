@@ -196,12 +196,12 @@ class Trainer(Steps):
         for unit in session.module.units:
             own = unit.part.stop - unit.part.start
             log.debug(
-                "unit %s: %s elements, %s of them here", unit.name, f"{unit.partition.length:,}", f"{own:,}"
+                "unit %s: %s elements, %s on this rank", unit.name, f"{unit.partition.length:,}", f"{own:,}"
             )
         return start
 
     def close(self) -> None:
-        """Log the validation loss next to the unigram entropy and a sample, both on rank 0. Collective."""
+        """Log the validation loss with the unigram entropy, and a sample, on rank 0. Collective."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
             held_out, loss = self.session.held_out, self.evaluation.loss
