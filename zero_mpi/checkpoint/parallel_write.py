@@ -49,7 +49,6 @@ class Writers:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks in the group of this rank."""
         number = self.writer_of[self.comm.rank]
         return tuple(rank for rank, writer in enumerate(self.writer_of) if writer == number)
 
@@ -326,7 +325,6 @@ class ChunkPipeline:
         self._written = self._thread.submit(self.output.write, list(runs))
 
     def finish(self) -> None:
-        """Wait until every chunk is written."""
         if self._written is not None:
             self._written.result()
 

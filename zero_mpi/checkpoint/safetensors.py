@@ -94,7 +94,7 @@ class SafetensorsModel(Readable):
         entries: dict[str, Entry] = {}
         for number, (name, model) in enumerate(zip(expected, models, strict=True)):
             has = set(model.tensors)
-            for what, names in (("without", expected[name] - has), ("besides", has - expected[name])):
+            for what, names in (("lacks", expected[name] - has), ("has", has - expected[name])):
                 if names:
                     raise FileError(f"{folder / name}: {what} {show(min(names))}, which contradicts {INDEX}")
             entries |= {key: replace(entry, part=number) for key, entry in model.tensors.items()}

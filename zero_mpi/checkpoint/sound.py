@@ -52,12 +52,6 @@ def digest(data: Data) -> str:
     return digest_of_pieces([piece_digests(data)])
 
 
-def digest_of_state(digests: Mapping[str, str]) -> str:
-    """Return one digest for many tensors: a hash of the lines "digest name", sorted by name."""
-    lines = "".join(f"{value} {name}\n" for name, value in sorted(digests.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
 def as_lines(digests: Mapping[str, str]) -> list[str]:
     """Return digests as the value of a GGUF key: strings "digest name"."""
     return [f"{value} {name}" for name, value in digests.items()]
@@ -142,14 +136,14 @@ def signature(*files: Mapping[str, Any]) -> str:
 
 
 def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
-    """Return one digest of all tensors in all files. Names of averages get a prefix."""
-    return digest_of_state(
-        {
-            f"{role}.{name}" if role == AVERAGE else name: digest
-            for role, found in digests.items()
-            for name, digest in found.items()
-        }
-    )
+    """Return one digest of all tensors: a hash of the lines "digest name". Names of averages get a prefix."""
+    by_name = {
+        f"{role}.{name}" if role == AVERAGE else name: digest
+        for role, found in digests.items()
+        for name, digest in found.items()
+    }
+    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(by_name.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def check_digests(

@@ -128,7 +128,6 @@ class Description:
 
     @property
     def is_adapter(self) -> bool:
-        """True if the checkpoint holds only adapters."""
         return self.weights == folders.ADAPTER
 
 

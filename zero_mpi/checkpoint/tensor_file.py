@@ -51,12 +51,10 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the tensor takes in the file."""
         block, width = GGML_QUANT_SIZES[self.type]
         return int(self.size // block * width)
 
@@ -81,12 +79,10 @@ class StoredFile:
             raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
 
     def fill(self, file: FileIO, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of the file from `offset` on."""
         with refusing("", self.path, "cannot be read"):
             self.expect(len(out), fill(file.fileno(), out, offset))
 
     def take(self, file: FileIO, offset: int, count: int) -> npt.NDArray[np.uint8]:
-        """Return `count` bytes of the file from `offset` on."""
         raw = np.empty(count, np.uint8)
         self.fill(file, offset, raw.data)
         return raw

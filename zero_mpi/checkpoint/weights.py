@@ -127,7 +127,7 @@ def lora_of(file: WeightSource) -> LoRA:
     alpha = keys.number(ALPHA, 0)
     if not is_adapter_file(file) or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
         raise UsageError(
-            f"{file.path}: expected {TYPE} adapter, {KIND} lora, a number {ALPHA}, and tensors of one rank"
+            f"{file.path}: expected an adapter ({TYPE} adapter, {KIND} lora, a number {ALPHA}, one rank)"
         )
     targets = tuple(name.removesuffix(FIRST) for name in file.tensors if name.endswith(FIRST))
     return LoRA(ranks.pop(), float(alpha), targets)

@@ -39,14 +39,12 @@ class GradAccum(Accumulator):
         self.begin()
 
     def begin(self) -> None:
-        """Begin the rounds of a step."""
         super().begin()
         self._since = self.module.forgotten  # value of the module's `forgotten` when the step began
         self._inside = False  # True during a round, and after an error in a round
 
     @property
     def complete(self) -> bool:
-        """Return whether all rounds of the step are done."""
         return self.round == len(self.rounds)
 
     @property

@@ -181,7 +181,6 @@ class ShardedModule(engine.ShardedModule):
         self.overlapped_sync_gradients().wait()
 
     def zero_gradients(self) -> None:
-        """Clear the gradients of the step."""
         self.rounds_open, self.forgotten = NOTHING, self.forgotten + 1
         super().zero_gradients()
 
@@ -208,12 +207,10 @@ class ShardedModule(engine.ShardedModule):
     # ------------------------------------------------------------------------------------- parameters
 
     def load_slices(self, read: engine.Read, names: Collection[str] | None = None) -> None:
-        """Fill parameters by read(name, start, stop); see `engine.ShardedModule.load_slices`."""
         super().load_slices(read, names)
         self.unfilled.difference_update(self.params if names is None else names)
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill the parameters that are kept in quantized blocks; see `engine.ShardedModule.load_stored`."""
         super().load_stored(read)
         self.unfilled.difference_update(self.config.stored)
 
@@ -298,7 +295,6 @@ class ShardedModule(engine.ShardedModule):
 
     @property
     def module(self) -> list[Stage]:
-        """Stages of the sharded model."""
         return self.stages
 
     @property

@@ -123,7 +123,6 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                 raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
-        """Return the bytes of states and averages of this rank, in device and host memory."""
         return super().memory_bytes() + sum(bytes_of(states) for states, _ in self._plain.values())
 
 

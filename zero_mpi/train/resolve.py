@@ -64,7 +64,6 @@ class RunSpec:
 
     @property
     def resumed(self) -> Path | None:
-        """Folder of the checkpoint to resume from, or None."""
         return None if self.checkpoint is None else self.checkpoint.folder
 
     @property
@@ -74,7 +73,6 @@ class RunSpec:
 
     @property
     def out(self) -> Path:
-        """The run folder, which --out names."""
         return Path(self.config.out)
 
 
@@ -287,7 +285,7 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     kind = precision_named(config.precision).compute
     if config.bits == PORTABLE:
         world.run_on_all(check_pins)
-    world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None, kind))
+    world.node_by_node(lambda: ops.prepare(partial(log.info, "%s") if world.rank == 0 else None, kind))
     machines = world.results(lambda: (platform.node(), description.machine_facts(threads, kind)))
     description.check_bits(machines, config.reduction == "exact", notes)
     slow = ops.slower(kind)
@@ -295,8 +293,3 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
         notes.append(log.Caution(f"--precision {config.precision} is {slow}"))
     result: dict[str, Any] = machines[0][1]
     return result
-
-
-def announce(text: str) -> None:
-    """Print a line before a part of the start that takes long."""
-    log.info("%s", text)

@@ -55,17 +55,14 @@ class Start:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.session.comm.size
 
     @property
     def threads(self) -> int:
-        """Number of threads per rank."""
         return int(self.session.description.machine["threads"])
 
     @property
     def parameters(self) -> int:
-        """Number of elements of the model."""
         return sum(param.size for param in self.session.module.params.values())
 
     def share(self, seconds: float) -> float | None:
@@ -234,7 +231,6 @@ class Outcome:
             self.events.note(events.RESUMED, folder=session.resumed.name, **ranks)
 
     def at(self, step: int) -> None:
-        """Set the number of steps that are done."""
         self.status.at(step)
         self.events.at(step)
 

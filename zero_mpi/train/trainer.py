@@ -158,7 +158,6 @@ class Trainer(Steps):
         return loss, stop > 0
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the validation loss, reporting progress to the watchdog. Collective."""
         self.watchdog.beat("evaluation")
         return super().evaluate()
 
@@ -173,7 +172,6 @@ class Trainer(Steps):
         return 2 * self.costs.longest + self.evaluation.longest + self.saving.seconds_needed()
 
     def save(self) -> None:
-        """Write a checkpoint of the current step, or with --async-save begin to write it."""
         self.world.check(self.records.problem)
         if self.divergence.worth_saving(self.progress.step):
             self.saving.save(self.progress)

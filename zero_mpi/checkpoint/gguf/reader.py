@@ -77,7 +77,6 @@ class GGUFFile(WeightSource):
 
     @property
     def nbytes(self) -> int:
-        """Size of all files together, in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     @property

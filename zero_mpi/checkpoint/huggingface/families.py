@@ -21,7 +21,6 @@ class Settings:
         self.values = values
 
     def fault(self, name: str, expected: str) -> FileError:
-        """Return an error for a setting whose value is not the expected one."""
         found = quoted(self.values[name]) if name in self.values else "nothing"
         return FileError(f"{name}: expected {expected}, found {found}")
 

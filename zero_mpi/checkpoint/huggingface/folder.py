@@ -212,7 +212,7 @@ def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
         if kind == "bias" and part not in biases:
             raise FileError(f"{CONFIG} sets no bias for {part}, but the folder has {show(name)}")
         if kind == "weight" and part in biases and f"{stem}.bias" not in tensors:
-            raise FileError(f"{CONFIG} sets a bias for {part}, but the folder has no {show(name)}")
+            raise FileError(f"{CONFIG} sets a bias for {part}, but the folder has no {show(stem + '.bias')}")
 
 
 PEFT_CONFIG, PEFT_MODEL = "adapter_config.json", "adapter_model.safetensors"
