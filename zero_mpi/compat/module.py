@@ -336,10 +336,8 @@ class ShardedLinear(ShardedModule):
         self, comm: Comm, inputs: int, outputs: int, *, bias: bool = True, name: str = "linear"
     ) -> None:
         instance("ShardedLinear: name", name, str, "a text")
-        inputs, outputs = (
-            whole_number("ShardedLinear: inputs and outputs", n, least=1) for n in (inputs, outputs)
-        )
-        layer = Linear(name, inputs, outputs, bias=bias)
+        sizes = [whole_number("ShardedLinear: inputs and outputs", n, least=1) for n in (inputs, outputs)]
+        layer = Linear(name, *sizes, bias=bias)
         super().__init__([Stage(name, layer)], comm, FULL_SHARD, prefetch=0, by_rows=True)
 
     def forward(self, x: Any, training: bool | None = None) -> Any:

@@ -201,14 +201,11 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
 
 def transport(wanted: str, case: Case, why: str) -> str:
     """Return the transport as text, with a remark if --transport auto chose it."""
-    kind = case.transport
-    text = kind.text
-    if kind.on_gpu:
-        text = (
-            "from GPU to GPU by MPI if a test succeeds, else through the host" if wanted == "auto" else wanted
-        )
+    auto, text = wanted == "auto", case.transport.text
+    if case.transport.on_gpu:
+        text = "from GPU to GPU by MPI if a test succeeds, else through the host" if auto else wanted
     because = f", because {why}" if why else ""
-    return text + because + (" (chosen by --transport auto)" if wanted == "auto" else "")
+    return text + because + (" (chosen by --transport auto)" if auto else "")
 
 
 def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:

@@ -9,7 +9,6 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,9 +196,9 @@ def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
     return facts | {TRIAL: trial.digest(kind)}
 
 
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor() -> str:
     """Return the name of the processor; empty if it is unknown."""
-    return environment.of_processor("model name", cpuinfo) or platform.processor() or platform.machine()
+    return environment.of_processor("model name") or platform.processor() or platform.machine()
 
 
 # ------------------------------------------------------------------------------------------- between ranks

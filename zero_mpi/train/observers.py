@@ -112,7 +112,7 @@ class HeldOutLoss(NamedTuple):
 
     mean: float
     by_source: dict[str, float]
-    figures: dict[str, float] = {}  # noqa: RUF012  (never changed)
+    figures: dict[str, float]
 
 
 class Evaluation(Observer):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -136,10 +137,7 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
     if corpus is not None:
         parts = [part for side in SIDES for part in getattr(corpus, side)]
         own = [array for part in parts for array in vars(part.stream).values()]
-        bare: Any = {
-            side: tuple(part._replace(stream=None) for part in getattr(corpus, side)) for side in SIDES
-        }
-        about = replace(corpus, **bare), [None if each is None else described(each) for each in own]
+        about = with_streams(corpus, repeat(None)), [None if x is None else described(x) for x in own]
     rest, found = comm.broadcast_object(about)
     in_files = [each for each in found if isinstance(each, TokenSpans)]
     if in_files and (problem := unseen(comm, in_files)):
@@ -150,13 +148,15 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
             found[number] = broadcast(comm, own[number] if own else None, what, f"corpus array {number}")
     width = len(fields(Stream))
     streams = iter([Stream(*found[first : first + width]) for first in range(0, len(found), width)])
-    result: Corpus = replace(
-        rest,
-        **{
-            side: tuple(part._replace(stream=next(streams)) for part in getattr(rest, side)) for side in SIDES
-        },
-    )
-    return result
+    return with_streams(rest, streams)
+
+
+def with_streams(corpus: Corpus, streams: Iterator[Any]) -> Corpus:
+    """Return the corpus with the given streams, in the order of its parts."""
+    parts: dict[str, Any] = {
+        side: tuple(part._replace(stream=next(streams)) for part in getattr(corpus, side)) for side in SIDES
+    }
+    return replace(corpus, **parts)
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:

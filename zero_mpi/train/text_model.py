@@ -145,12 +145,7 @@ class TextModel:
         return x
 
     def generate(
-        self,
-        prompt: Sequence[int] | Array,
-        tokens: int,
-        *,
-        seed: int = 0,
-        **draw: Any,
+        self, prompt: Sequence[int] | Array, tokens: int, *, seed: int = 0, **draw: Any
     ) -> Iterator[int]:
         """Yield `tokens` ids that continue `prompt` (at least one id). `draw`: arguments of `choose`.
 

@@ -286,9 +286,8 @@ def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) 
     names, lines, process = dict[int, str](), list[dict[str, Any]](), {"ph": "M", "pid": FIRST + rank}
     for thread, track, event in placed:
         names[thread] = track
-        begun, ended = (
-            round(1e6 * (seconds - origin), 3) for seconds in (event.begun, max(event.begun, event.ended))
-        )
+        begun = round(1e6 * (event.begun - origin), 3)
+        ended = round(1e6 * (max(event.begun, event.ended) - origin), 3)
         about = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
         lines.append({**about, "ts": begun, "dur": round(ended - begun, 3), "args": event.about})
     # Of two events that start at the same time, the longer one encloses the other.

@@ -153,11 +153,9 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
         raise settings.fault("query_pre_attn_scalar", f"{width}, the only supported value")
     if all_full(types, layers) or settings.values.get("sliding_window", 4096) is None:
         return {"attention.sliding_window": np.uint32(0)}
-    usual = types is None or (isinstance(types, list) and len(types) == layers)
-    if not usual or any(
-        kind_of != (SLIDING if number % kind.period else FULL)
-        for number, kind_of in enumerate(types or (), 1)
-    ):
+    count = len(types) if isinstance(types, list) else 0
+    usual = [SLIDING if number % kind.period else FULL for number in range(1, count + 1)]
+    if types is not None and (count != layers or types != usual):
         raise settings.fault("layer_types", f"{FULL} in every {kind.period}th layer, {SLIDING} in all others")
     return {"attention.sliding_window": np.uint32(settings.size("sliding_window", 4096))}
 

@@ -196,11 +196,8 @@ def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied:
         pair = [tensors.pop(HEAD), tensors[EMBEDDING]]
         names = [spec.source for spec in pair if isinstance(spec, HuggingFaceTensor)]
         chunks = zip(*(weights.raw_chunks(name, 4 * CHUNK) for name in names), strict=False)
-        if (
-            pair[0].shape != pair[1].shape
-            or pair[0].type != pair[1].type
-            or any(bytes(a) != bytes(b) for a, b in chunks)
-        ):
+        alike = (pair[0].shape, pair[0].type) == (pair[1].shape, pair[1].type)
+        if not alike or any(bytes(a) != bytes(b) for a, b in chunks):
             raise FileError("lm_head.weight differs from the embedding, but tie_word_embeddings is true")
 
 
@@ -249,10 +246,8 @@ class PeftFolder(WeightSource):
         with prefixed(f"{folder / PEFT_CONFIG}:"):
             alpha = alpha_of(Settings(read_config(folder / PEFT_CONFIG)))
         if not exists(folder / PEFT_MODEL):
-            raise FileError(
-                f"{folder}: expected {PEFT_MODEL} next to {PEFT_CONFIG}, found none: save the "
-                "adapter as safetensors"
-            )
+            expected = f"expected {PEFT_MODEL} next to {PEFT_CONFIG}, found none"
+            raise FileError(f"{folder}: {expected}: save the adapter as safetensors")
         weights = SafetensorsModel.open(folder / PEFT_MODEL)
         with prefixed(f"{folder}:"):
             tensors = dict(_factor(weights, source, arch, keys) for source in weights.tensors)

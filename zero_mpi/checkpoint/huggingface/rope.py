@@ -163,12 +163,9 @@ def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np
     found, rope = {}, rope_of(settings)
     for tensor, name in LONG_FACTORS.items():
         values = rope.values.get(name)
-        numbers = (
-            [Settings({name: value}).number(name) for value in values] if isinstance(values, list) else []
-        )
-        if len(numbers) != count:
+        if not isinstance(values, list) or len(values) != count:
             raise rope.fault(name, f"a list of {count} numbers")
-        found[tensor] = np.array(numbers, np.float32)
+        found[tensor] = np.array([Settings({name: value}).number(name) for value in values], np.float32)
     return found
 
 
