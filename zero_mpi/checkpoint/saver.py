@@ -86,7 +86,7 @@ class Saver:
     background   whether `save` returns immediately; at most one checkpoint is written at a time
     tick         function that gets a description of the current work, for a watchdog
 
-    prepare      function that rank 0 calls before it writes to OUT; it makes OUT, or returns why not to write
+    prepare      function that rank 0 calls before it writes; it makes OUT, or returns why not to write
     """
 
     def __init__(
@@ -200,9 +200,9 @@ def write_files(
     *,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Write all files into `folder`: the slices of all ranks, and the facts in `said`. Collective.
+    """Write all files into `folder`: slices of all ranks, and the progress and description in `said`.
 
-    Returns the keys of the state on rank 0. Raises JobError on all ranks if a write fails.
+    Collective. Returns the keys of the state on rank 0. Raises JobError on all ranks if a write fails.
     """
     progress, description = said
     names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}

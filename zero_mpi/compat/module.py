@@ -59,7 +59,7 @@ class ShardedModule(engine.ShardedModule):
     """
 
     rounds_open = NOTHING  # state of the step's gradients: NOTHING, SOME or ALL
-    forgotten = 0  # number of times that gradients were cleared; rounds restart then
+    forgotten = 0  # number of times that gradients were cleared; then rounds start again
     is_training: bool = True  # whether `forward` keeps values for backward by default
 
     def __init__(

@@ -60,7 +60,7 @@ class RunSpec:
     corpus: Corpus | None = None
     loader: StepLoader | None = None  # only on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
-    memory_problem: str = ""  # on rank 0: why memory is too small; the last line of a dry run
+    memory_problem: str = ""  # on rank 0: why memory does not suffice; shown last by a dry run
 
     @property
     def resumed(self) -> Path | None:
@@ -218,7 +218,7 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
 
 
 def packing_of(config: Config, stream: Stream) -> str:
-    """Return --packing; its default is documents for conversations, none for text."""
+    """Return the value of --packing; the default is documents for conversations, none for text."""
     return config.packing or (NONE if stream.counted is None else DOCUMENTS)
 
 

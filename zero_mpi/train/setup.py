@@ -46,7 +46,7 @@ from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObje
 from zero_mpi.train.resolve import RunSpec, make_loaders
 
 SIDES = ("parts", "held_out")
-KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file with an objective's numbers, and its maximum size in bytes
+KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file with the reference's log-probabilities; its maximum bytes
 NOT_SHARED = (
     "without shared memory the ranks of a node exchange messages, which is slower; enlarge /dev/shm "
     "(containers: --shm-size)"

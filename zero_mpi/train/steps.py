@@ -1,4 +1,4 @@
-"""Steps of a session: data, gradients, totals, optimizer and observers.
+"""Makes the steps of a session: reads data, computes gradients and totals, updates, calls observers.
 
 Training (`trainer`) and verification (`verify`) run the same steps.
 """

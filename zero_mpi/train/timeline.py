@@ -239,7 +239,7 @@ class TraceEvent(NamedTuple):
 
 
 def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
-    """Yield the events of a rank until `ended`, on its own clock. Events that have not ended are marked."""
+    """Yield a rank's events until `ended`, in times of its clock. Events that have not ended are marked."""
     seconds, still_open = recorder.watch.seconds, list(recorder.open)  # a copy: another thread may change it
     unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):

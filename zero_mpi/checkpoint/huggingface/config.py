@@ -1,7 +1,7 @@
 """Converts the config.json of a Hugging Face folder to GGUF keys.
 
-If a setting would change results and we do not support it, an error names it. Ignoring it would train another
-model. The keys are those that llama.cpp's converter writes.
+If a setting would change results and we do not support it, an error names it. Ignoring it would train a
+different model. The keys are those that llama.cpp's converter writes.
 """
 
 from __future__ import annotations

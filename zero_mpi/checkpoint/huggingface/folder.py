@@ -289,7 +289,7 @@ def _factor(
 
 
 def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) -> tuple[Order, int]:
-    """Return the order of a factor's rows in the folder, and rows per head. gpt2's are not transposed."""
+    """Return the order of a factor's rows in the folder, and rows per head. Factors are never transposed."""
     if end == SECOND and order_of(keys.architecture or "", target) == Order.HALVES:
         return Order.HALVES, head_of(factor, target, keys)
     return Order.SAME, 0
