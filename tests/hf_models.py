@@ -14,6 +14,8 @@ SIZES |= {"rms_norm_eps": 1e-4, "hidden_act": "silu", "rope_theta": 1000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 LONGROPE = {"rope_type": "longrope", "long_factor": [1.5, 2.0, 8.0], "short_factor": [1.0, 1.25, 1.5]}
+MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2}
+LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 GPT2 = {"vocab_size": 61, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40}
 GRANITE = {
@@ -47,32 +49,12 @@ CONFIGS = {
     "gemma3": GEMMA3,
     "gemma3, linear": GEMMA3
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_hidden_layers": 6},
-    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 5, "num_experts_per_tok": 2},
-    "qwen3moe": {
-        "model_type": "qwen3_moe",
-        **SIZES,
-        "head_dim": 10,
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 40,
-        "norm_topk_prob": True,
-    },
-    "olmoe": {
-        "model_type": "olmoe",
-        **SIZES,
-        "num_key_value_heads": 4,
-        "num_experts": 5,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": False,
-    },
-    "granitemoe": {
-        "model_type": "granitemoeshared",
-        **SIZES,
-        **GRANITE,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 14,
-    },
+    "mixtral": {"model_type": "mixtral", **SIZES, **LOCAL},
+    "qwen3moe": {"model_type": "qwen3_moe", **SIZES, **MIXTURE, "head_dim": 10, "norm_topk_prob": True}
+    | {"moe_intermediate_size": 40},
+    "olmoe": {"model_type": "olmoe", **SIZES, **MIXTURE, "num_key_value_heads": 4, "norm_topk_prob": False},
+    "granitemoe": {"model_type": "granitemoeshared", **SIZES, **GRANITE, **LOCAL}
+    | {"shared_intermediate_size": 14},
     "mistral": {"model_type": "mistral", **SIZES, "head_dim": 10, "sliding_window": None},
     "phi3": {"model_type": "phi3", **SIZES},
     "phi3, partial": {"model_type": "phi3", **SIZES, "partial_rotary_factor": 0.7},
@@ -342,7 +324,7 @@ def self_attention(config, w, i, x):
 
 
 def mixture(config, w, i, x):
-    N, U, P = experts_of(config), config["num_experts_per_tok"], f"layers.{i}."
+    U, P = config["num_experts_per_tok"], f"layers.{i}."
     granite, mixtral = config["model_type"].startswith("granite"), config["model_type"] == "mixtral"
     module = "mlp" if config["model_type"] in ("qwen3_moe", "olmoe") else "block_sparse_moe"
     router = w[f"{P}{module}.{'router.layer' if granite else 'gate'}.weight"]
@@ -358,7 +340,6 @@ def mixture(config, w, i, x):
                 names = ("w1", "w3", "w2") if mixtral else PROJECTIONS
                 gate, up, down = (w[f"{P}{module}.experts.{e}.{name}.weight"] for name in names)
             y[t] += p[e] / total * (down @ (silu(gate @ x[t]) * (up @ x[t])))
-    assert max(chosen) < N
     if f"{P}shared_mlp.input_linear.weight" in w:
         gate, up = np.split(linear(w, f"{P}shared_mlp.input_linear", x), 2, axis=-1)
         y += linear(w, f"{P}shared_mlp.output_linear", silu(gate) * up)
@@ -376,7 +357,7 @@ def feed_forward(config, w, i, x):
         gate, up = np.split(linear(w, f"layers.{i}.mlp.gate_up_proj", x), 2, axis=-1)
     else:
         gate, up = (linear(w, f"layers.{i}.mlp.{name}_proj", x) for name in ("gate", "up"))
-    passed = gelu(gate) if config["model_type"] == "gemma3_text" else gate / (1 + np.exp(-gate))
+    passed = gelu(gate) if config["model_type"] == "gemma3_text" else silu(gate)
     return linear(w, f"layers.{i}.mlp.down_proj", passed * up)
 
 

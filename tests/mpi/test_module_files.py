@@ -1,12 +1,12 @@
 """A module saved by any number of ranks under any strategy resumes under others, bit-identically."""
 
-import hashlib
 import os
 from functools import partial
 
 import numpy as np
 import pytest
 import tiny
+from test_checkpoint import FILES, digests
 
 import zero_mpi
 from zero_mpi import (
@@ -26,7 +26,6 @@ from zero_mpi.nn import GELU, Chain, Linear, Stage
 from zero_mpi.sharding.precision import FP64
 
 STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
-FILES = ("model.gguf", "optimizer.gguf")
 COUNT, ROWS = 4, 3
 
 
@@ -62,10 +61,6 @@ def saved(comm, folder, strategy=FULL_SHARD, steps=2, **options):
     module, optimizer = make(comm, strategy, **options)
     train(optimizer, range(steps))
     return zero_mpi.save(folder, module, optimizer)
-
-
-def digests(folder):
-    return [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES]
 
 
 @pytest.fixture
@@ -167,12 +162,8 @@ def test_save_refuses_what_it_would_destroy_or_cannot_write(exact, ranks_folder)
     refused(exact, other, "expected the optimizer of this module", ValueError)
     for call in (zero_mpi.save, zero_mpi.load):  # both refuse a user's optimizer and a missing optimizer
         for own in (exact, None):
-            refused(
-                exact,
-                partial(call, ranks_folder / "all", module, own),
-                "ShardedAdamW.*state_dict",
-                ValueError,
-            )
+            wrong = partial(call, ranks_folder / "all", module, own)
+            refused(exact, wrong, "ShardedAdamW.*state_dict", ValueError)
     exact.barrier()
     assert sorted(os.listdir(ranks_folder)) == ["file", "mine"]
 
@@ -187,12 +178,8 @@ def test_a_save_that_fails_leaves_what_was_there(exact, ranks_folder, monkeypatc
     module, optimizer = make(exact)
     with monkeypatch.context() as patch:
         patch.setattr(parallel_write.Output, "write", full)
-        refused(
-            exact,
-            partial(zero_mpi.save, folder, module, optimizer),
-            "save: .*cannot write model.gguf: No space left on device; .*all",
-            JobError,
-        )
+        save = partial(zero_mpi.save, folder, module, optimizer)
+        refused(exact, save, "save: .*cannot write model.gguf: No space left on device; .*all", JobError)
     exact.barrier()
     assert digests(folder) == before
     assert os.listdir(ranks_folder) == ["all"]

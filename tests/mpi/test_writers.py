@@ -17,8 +17,9 @@ from test_checkpoint import DESCRIPTION, digests, trained
 from test_nodes import nodes_of
 
 from zero_mpi import FULL_SHARD, NO_SHARD
-from zero_mpi.checkpoint import parallel_write
+from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.checkpoint.saver import Saver
+from zero_mpi.comm.guarded import CheckedComm
 
 SPEC = importlib.util.spec_from_file_location(
     "file_calls", Path(__file__).resolve().parents[2] / "benchmarks" / "file_calls.py"
@@ -80,9 +81,8 @@ def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, mon
     units, tensors = len(optimizer.module.units), len(optimizer.module.params)
     for name, parts in zip(FILES, (1, 2), strict=True):
         assert (calls.of("open", name), calls.of("fsync", name)) == (first, first)
-        assert (
-            calls.of("pwritev", name) <= first * (2 * parts * units + 1) < parts * tensors
-        )  # the header needs one more write
+        most = 2 * parts * units + 1  # the header needs one more write
+        assert calls.of("pwritev", name) <= first * most < parts * tensors
     named = [calls.of(call) for call in ("mkdir", "ftruncate", "rename", "replace", "symlink")]
     assert named == ([1, 2, 1, 1, 1] if mpi.rank == 0 else [0] * 5) or named[0] == 2  # OUT itself, at first
 
@@ -92,11 +92,7 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
     """No rank writes after the sync of its host."""
     pretend(monkeypatch, ranks_folder, "lustre")
     optimizer, progress = trained(mpi, FULL_SHARD)
-    shared, write, sync = (
-        ranks_folder / "order",
-        parallel_write.OutputFile.write_at,
-        parallel_write.OutputFile.sync,
-    )
+    shared = ranks_folder / "order"
 
     def noted(word, action):
         def call(self, *arguments):
@@ -107,8 +103,8 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
 
         return call
 
-    monkeypatch.setattr(parallel_write.OutputFile, "write_at", noted("write", write))
-    monkeypatch.setattr(parallel_write.OutputFile, "sync", noted("sync", sync))
+    monkeypatch.setattr(OutputFile, "write_at", noted("write", OutputFile.write_at))
+    monkeypatch.setattr(OutputFile, "sync", noted("sync", OutputFile.sync))
     with saver(ranks_folder / "out", optimizer, 2, writers_per_node=2) as made:
         made.save(progress)
     mpi.barrier()
@@ -124,8 +120,6 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 def test_a_save_behind_training_by_one_writer_a_node(strategy, mpi, ranks_folder, monkeypatch):
     """The transport checks that all ranks start the same collectives."""
-    from zero_mpi.comm.guarded import CheckedComm
-
     optimizer, progress = trained(CheckedComm(mpi), strategy)
     gathered = save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
     pretend(monkeypatch, ranks_folder, "gpfs")

@@ -102,11 +102,6 @@ def test_a_digest_is_the_sha256_of_the_xxh3_of_4096_bytes():
     assert digest(raw) == hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def test_the_undamaged_pair_loads(bench):
-    assert bench.run(bench.pair)
-    assert not bench.run(bench.other | {MODEL: bench.pair[MODEL]})
-
-
 def flip(content: bytes, at: int, bits: int) -> bytes:
     return content[:at] + bytes([content[at] ^ bits]) + content[at + 1 :]
 
@@ -182,7 +177,7 @@ def test_tensors_that_were_swapped_or_renamed_are_refused(name, bench):
 
 @pytest.mark.parametrize("name", FILES)
 def test_halves_of_two_checkpoints_are_refused(name, bench):
-    assert bench.load(bench.pair)
+    assert bench.run(bench.pair), "the undamaged pair loads"
     assert not bench.run(bench.pair | {name: bench.other[name]})
     ident = re.compile(rb"training\.checkpoint_id.{12}([0-9a-f]{32})", re.DOTALL)
     (own,), (its,) = (ident.findall(pair[name]) for pair in (bench.pair, bench.other))

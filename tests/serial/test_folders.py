@@ -7,19 +7,17 @@ import pytest
 
 from zero_mpi.checkpoint import folders
 
-OLD, NEW = b"the old one", b"the new one"
 
-
-def fill(folder: Path, content: bytes) -> Path:
+def fill(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (folders.MODEL, folders.OPTIMIZER):
-        (folder / name).write_bytes(content)
+        (folder / name).touch()
     return folder
 
 
-def save(out: Path, step: int, content: bytes = NEW, keep: int = 0) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    return folders.publish(out, step, fill(folders.begin(folders.step_folder(out, step)), content), keep)
+def save(out: Path, step: int, keep: int = 0, is_best: bool = False) -> Path:
+    folder = fill(folders.begin(folders.step_folder(out, step)))
+    return folders.publish(out, step, folder, keep, is_best)
 
 
 def names(out: Path) -> list[str]:
@@ -28,12 +26,6 @@ def names(out: Path) -> list[str]:
 
 def named(*steps: int) -> list[str]:
     return [f"step-{step:08d}" for step in steps]
-
-
-def latest(out: Path) -> bytes:
-    model, state = ((out / "latest" / name).read_bytes() for name in (folders.MODEL, folders.OPTIMIZER))
-    assert model == state
-    return model
 
 
 def age(folder: Path, seconds: float) -> None:
@@ -53,26 +45,20 @@ def test_clean_leaves_alone_what_is_not_its_own(tmp_path):
     save(tmp_path, 1)
     kept = ["notes", ".step-1.partial", ".step-00000001.partial.gz", ".step-00000001.bak", "x.partial"]
     for name in kept:
-        fill(tmp_path / name, OLD)
+        fill(tmp_path / name)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     os.mkfifo(tmp_path / ".best.partial")  # a pipe, which would block if it were opened
     kept.append(".best.partial")
-    fill(tmp_path / ".step-00000002.partial", NEW)
+    fill(tmp_path / ".step-00000002.partial")
     (tmp_path / ".latest.partial").symlink_to("step-00000002")
     folders.clean(tmp_path)
     assert names(tmp_path) == sorted(["latest", "metrics.jsonl", *named(1), *kept])
 
 
-def save_best(out: Path, step: int, keep: int = 0) -> Path:
-    return folders.publish(
-        out, step, fill(folders.begin(folders.step_folder(out, step)), NEW), keep, is_best=True
-    )
-
-
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [2, 4]), (2, [2, 3, 4])])
 def test_the_best_is_kept_beside_the_newest(keep, left, tmp_path):
     save(tmp_path, 1)
-    save_best(tmp_path, 2)
+    save(tmp_path, 2, is_best=True)
     save(tmp_path, 3)
     save(tmp_path, 4, keep=keep)
     assert os.readlink(tmp_path / "best") == "step-00000002"
@@ -80,7 +66,7 @@ def test_the_best_is_kept_beside_the_newest(keep, left, tmp_path):
 
 
 def test_the_best_that_was_moved_aside_gets_its_name_back(tmp_path):
-    save_best(tmp_path, 1)
+    save(tmp_path, 1, is_best=True)
     save(tmp_path, 2)
     (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")
     folders.clean(tmp_path)
@@ -129,7 +115,7 @@ def test_what_is_gone_on_from(change, run):
 
 
 def test_a_link_to_another_place_comes_first(run, tmp_path_factory):
-    other = fill(tmp_path_factory.mktemp("other") / "step-00000009", NEW)
+    other = fill(tmp_path_factory.mktemp("other") / "step-00000009")
     (run / "latest").unlink()
     (run / "latest").symlink_to(other)
     assert folders.candidates(run)[0].resolve() == other
@@ -139,8 +125,8 @@ def test_a_link_to_another_place_comes_first(run, tmp_path_factory):
 def test_what_is_no_checkpoint_is_no_candidate_and_steps_are_numbers(run):
     (run / "latest").unlink()
     for name in DEAD:
-        fill(run / name, NEW)
-    (run / "step-00000007").write_bytes(NEW)
+        fill(run / name)
+    (run / "step-00000007").touch()
     (run / "step-00000008").symlink_to("step-00000001")
     assert found(run) == named(4, 3, 2, 1)
     for step in (99999999, 100000000):

@@ -126,12 +126,6 @@ def test_no_tokens_and_no_prompt(model):
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
 
 
-def drawn(temperature: float, top_k: int) -> np.ndarray:
-    generator = np.random.default_rng(0)
-    ids = [choose(LOGITS, generator, temperature=temperature, top_k=top_k) for _ in range(4000)]
-    return np.bincount(ids, minlength=4) / 4000
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_k", "expected"),
     [
@@ -145,7 +139,9 @@ def drawn(temperature: float, top_k: int) -> np.ndarray:
     ],
 )
 def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
-    found = drawn(temperature, top_k)
+    generator = np.random.default_rng(0)
+    ids = [choose(LOGITS, generator, temperature=temperature, top_k=top_k) for _ in range(4000)]
+    found = np.bincount(ids, minlength=4) / 4000
     np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # 4 standard deviations for 4000 draws
     assert np.all((found == 0) == (np.array(expected) == 0))
 

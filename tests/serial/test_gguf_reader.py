@@ -169,11 +169,9 @@ DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # (content, text in the error)
     "one key less than there are": (Parts(n_keys=1), "at byte"),
     "key without a name": (keyed(key("", 4, u32(1))), "1 to 65535 bytes, found 0"),
     "key too long": (keyed(key("k" * 65536, 4, u32(1))), "found 65536"),
-    "key twice": (keyed(key("tokens", 4, u32(1))), "key 'tokens'"),
     "a long key of lines twice": (Parts(keys=keys(LONG, LONG)), "line"),
     "unknown value type": (valued(13, u64(0)), "0 to 12, found 13"),
     "string with a huge length": (valued(8, u64(BIG)), f"expected {BIG} bytes"),
-    "string past the end": (valued(8, u64(5000)), "key 'k': expected 5000 bytes"),
     "string not UTF-8": (valued(8, text(b"ab\xc3")), "key 'k': expected UTF-8, found byte 0xc3"),
     "bool of 2": (valued(7, b"\2"), "bools of 0 or 1"),
     "array of arrays": (valued(9, array(9, 0, b"")), "nested arrays"),
@@ -185,8 +183,7 @@ DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # (content, text in the error)
         "key 'k': ",
     ),
     "strings, one not UTF-8": (valued(9, strings(text(b"\xed\xa0\x80"))), "key 'k': expected UTF-8"),
-    "alignment 0": (aligned(4, u32(0)), "8..2^20, found uint32 '0'"),
-    "alignment 48": (aligned(4, u32(48)), "uint32 '48'"),
+    "alignment 48": (aligned(4, u32(48)), "8..2^20, found uint32 '48'"),
     "alignment 2^31": (aligned(4, u32(2**31)), f"uint32 '{2**31}'"),
     "alignment u64": (aligned(10, u64(32)), "found uint64"),
     "alignment str": (aligned(8, text("32")), "found str"),
@@ -197,7 +194,6 @@ DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # (content, text in the error)
     "dims that would wrap 64 bits": (single("a", (2**62, 4, 1, 1), 0), "'a': expected data up to"),
     "unknown tensor type": (single("a", (32,), 0, 4), "found 4"),
     "a row of half a block": (single("a", (48, 2), 0, Kind.Q8_0), "32 elements, found 48"),
-    "first offset not 0": (single("a", (5, 3), 32), "'a': expected offset 0, found 32"),
     "a gap": (two(96), "'b': expected offset 64, found 96"),
     "data cut by one byte": (Parts(data=bytes(96 + 67)), "tensor 'c': "),
     "a byte behind a checkpoint": (Parts(keys=keys(CHECKPOINT), tail=b"\0"), "1 more bytes"),
@@ -232,14 +228,8 @@ def test_what_is_no_file(tmp_path: Path, path: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def normal(*shape: int) -> np.ndarray:
-    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
-
-
 RANGES = [(0, 0), (0, 1), (0, 31), (1, 33), (31, 32), (32, 64), (33, 34), (255, 257)]
 RANGES += [(700, 768), (767, 768), (768, 768)]
-
-
 LOADABLE = [
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "TQ1_0",
@@ -264,21 +254,6 @@ def test_any_range_of_any_type_that_models_come_in(
     for start, stop in [*RANGES, (1, 3839), (0, 3840), (250, 1030), (3839, 3840)]:
         np.testing.assert_array_equal(file.read("a", start, stop), whole[start:stop])
     np.testing.assert_array_equal(file.tensor("a"), whole.reshape(5, columns))
-
-
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q4_0], ids=lambda kind: kind.name)
-def test_a_range_is_read_into_a_given_array(load: Any, kind: Kind) -> None:
-    raw = gguf.quants.quantize(normal(3, 256), kind)
-    whole = gguf.quants.dequantize(raw, kind).ravel()
-    file = load(Parts(tensors=[tensor("x", (256, 3), 0, kind)], data=raw.tobytes()))
-    buffer = np.full(1000, 7, np.float32)
-    assert np.shares_memory(file.read("x", 5, 505, out=buffer[100:600]), buffer)
-    np.testing.assert_array_equal(buffer[100:600], whole[5:505])
-    assert (buffer[:100] == 7).all()
-    assert (buffer[600:] == 7).all()
-    square = np.empty((3, 256), np.float32)
-    file.read("x", out=square)
-    np.testing.assert_array_equal(square.ravel(), whole)
 
 
 def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:

@@ -22,25 +22,9 @@ VALUES: dict[str, Any] = {
     "str.empty": "",
     "bool.true": True,
     "bool.false": False,
-    "u8": np.uint8(255),
-    "i8": np.int8(-128),
-    "u16": np.uint16(65535),
-    "i16": np.int16(-32768),
-    "u32": np.uint32(2**32 - 1),
-    "i32": np.int32(-(2**31)),
-    "u64": np.uint64(2**64 - 1),
-    "i64": np.int64(-(2**63)),
     "f32": np.float32(0.1),
     "f64": np.float64(0.1),
     "f64.nan": np.array([0x7FF0000000000001], np.uint64).view(np.float64)[0],
-    "a.u8": np.array([0, 255], np.uint8),
-    "a.i8": np.array([-128, 127], np.int8),
-    "a.u16": np.array([0, 65535], np.uint16),
-    "a.i16": np.array([-32768, 32767], np.int16),
-    "a.u32": np.array([0, 2**32 - 1], np.uint32),
-    "a.i32": np.array([-(2**31), 2**31 - 1], np.int32),
-    "a.u64": np.array([0, 2**64 - 1], np.uint64),
-    "a.i64": np.array([-(2**63), 2**63 - 1], np.int64),
     "a.f32": np.array([0.1, -0.0, np.inf], np.float32),
     "a.f64": np.array([0.1, -0.0, 1e300], np.float64),
     "a.bool": np.array([True, False, True]),
@@ -49,6 +33,9 @@ VALUES: dict[str, Any] = {
     "a.empty.bool": np.zeros(0, bool),
     "a.empty.str": [],
 }
+for kind in (np.dtype(f"{sign}{size}") for sign in "iu" for size in (1, 2, 4, 8)):
+    ends = np.array([np.iinfo(kind).min, np.iinfo(kind).max], kind)
+    VALUES |= {f"{kind}.least": ends[0], f"{kind}.most": ends[1], f"a.{kind}": ends}
 
 
 def tensors() -> dict[str, np.ndarray]:

@@ -31,24 +31,18 @@ IN_EFFECT |= {"layer_types", "sliding_window", "use_sliding_window", "partial_ro
 LINEAR = {"rope_type": "linear", "factor": 2.5}
 LONG = hf_models.CONFIGS["phi3, long"]["rope_scaling"]
 CASES: list[tuple[str, Edit]] = [(name, {}) for name in hf_models.CONFIGS]
+LLAMA = ["num_key_value_heads", "rms_norm_eps", "rope_theta"]
 # A missing setting gets the default of the class.
 for family, optional in {
-    "llama": ["num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta"],
+    "llama": [*LLAMA, "hidden_act"],
     "qwen2": ["rms_norm_eps", "hidden_act", "rope_theta"],
     "qwen3": ["rms_norm_eps", "hidden_act", "rope_theta", "head_dim", "tie_word_embeddings"],
     "smollm3": ["rms_norm_eps", "hidden_act", "rope_theta", "tie_word_embeddings"],
-    "granite": [
-        *hf_models.GRANITE,
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "rope_theta",
-        "attention_bias",
-        "mlp_bias",
-    ],
-    "olmo2": ["num_key_value_heads", "rms_norm_eps", "rope_theta"],
+    "granite": [*hf_models.GRANITE, *LLAMA, "attention_bias", "mlp_bias"],
+    "olmo2": LLAMA,
     "gemma3": ["rms_norm_eps", "hidden_activation", "rope_theta", "sliding_window", "tie_word_embeddings"],
     "mistral": ["rms_norm_eps", "hidden_act", "rope_theta", "head_dim"],
-    "phi3": ["num_key_value_heads", "rms_norm_eps", "rope_theta"],
+    "phi3": LLAMA,
     "phi3, long": ["original_max_position_embeddings"],
     "gpt2": ["n_inner", "layer_norm_epsilon"],
 }.items():

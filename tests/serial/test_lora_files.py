@@ -59,12 +59,8 @@ def written(folder, config, lora):
     base = {name: array for name, array in weights.items() if not is_adapter(name)}
     factors = {name: array for name, array in weights.items() if is_adapter(name)}
     file = write_model(folder / "base.gguf", config, base)
-    return (
-        model,
-        weights,
-        file,
-        write_tensors(folder / "adapter.gguf", config.arch, adapter_metadata(lora), factors),
-    )
+    adapter = write_tensors(folder / "adapter.gguf", config.arch, adapter_metadata(lora), factors)
+    return model, weights, file, adapter
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -36,14 +36,10 @@ def test_the_folder_s_products_are_the_adapter_in_hugging_face_s_terms(both, tmp
     """Logits equal those of an independent forward with the base's matrices plus the adapter's products."""
     model, weights, base, _, folder = both
     export(base, tmp_path / "hf")
-    config, tensors = (
-        json.loads((tmp_path / "hf" / "config.json").read_text()),
-        load_file(tmp_path / "hf" / "model.safetensors"),
-    )
-    settings, factors = (
-        json.loads((folder / "adapter_config.json").read_text()),
-        load_file(folder / "adapter_model.safetensors"),
-    )
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    factors = load_file(folder / "adapter_model.safetensors")
     assert (settings["peft_type"], settings["task_type"], settings["bias"]) == ("LORA", "CAUSAL_LM", "none")
     assert settings["fan_in_fan_out"] == (model.arch == "gpt2")
     names = [f"base_model.model.{layer}" for layer in settings["target_modules"]]
@@ -60,11 +56,8 @@ def test_the_folder_s_products_are_the_adapter_in_hugging_face_s_terms(both, tmp
 def test_the_way_back_has_the_same_bits(both, tmp_path):
     model, weights, base, adapter, folder = both
     export(folder, tmp_path / "back.gguf", "--base", base)
-    there, back, start = (
-        GGUFFile.open(adapter),
-        GGUFFile.open(tmp_path / "back.gguf"),
-        open_adapter(folder, model),
-    )
+    there, back = GGUFFile.open(adapter), GGUFFile.open(tmp_path / "back.gguf")
+    start = open_adapter(folder, model)
     assert set(back.tensors) == set(there.tensors) == set(start.tensors)
     for name in there.tensors:
         assert np.array_equal(back.tensor(name), weights[name])
@@ -81,10 +74,10 @@ def test_half_precision_and_the_same_name_twice(tmp_path):
     with pytest.raises(UsageError, match="--force"):
         export(adapter, tmp_path / "peft", "--base", base)
     export(adapter, tmp_path / "peft", "--base", base, "--type", "f16", "--force")
-    found = open_merged(base, tmp_path / "peft").tensor("blk.1.ffn_up.weight")
-    np.testing.assert_allclose(
-        found, open_merged(base, adapter).tensor("blk.1.ffn_up.weight"), rtol=0, atol=2e-3
+    found, expected = (
+        open_merged(base, each).tensor("blk.1.ffn_up.weight") for each in (tmp_path / "peft", adapter)
     )
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +116,14 @@ def test_what_is_not_the_plain_product_is_refused(settings, said, made, tmp_path
 def test_other_tensors_and_missing_files_are_refused(made, tmp_path):
     folder = changed(made, tmp_path / "peft", {})
     file, factors = folder / "adapter_model.safetensors", load_file(made[2] / "adapter_model.safetensors")
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    prefix, q = "base_model.model.", "model.layers.0.self_attn.q_proj.lora_B.weight"
+    matrix = factors[prefix + q]
     for other, array, said in (
-        (
-            "base_model.model.lm_head.weight",
-            np.ones((2, 2), np.float32),
-            "expected base_model.model.LAYER.lora_A",
-        ),
-        ("base_model.model.model.layers.0.mlp.experts.lora_A.weight", factors[name], "is not one of"),
-        (name, factors[name][:-1], "expected rows of the 4 heads of the base, found 23"),
+        ("lm_head.weight", matrix, "expected base_model.model.LAYER.lora_A"),
+        ("model.layers.0.mlp.experts.lora_A.weight", matrix, "is not one of"),
+        (q, matrix[:-1], "expected rows of the 4 heads of the base, found 23"),
     ):
-        save_file(factors | {other: array}, file)
+        save_file(factors | {prefix + other: array}, file)
         with pytest.raises(UsageError, match=said):
             open_merged(made[0], folder)
     file.unlink()

@@ -76,11 +76,9 @@ def write(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     rng, weights = np.random.default_rng(0), {}
     for name, param in config.params().items():
         scale = 0.3 if name == "output.weight" else 0.05
-        weights[name] = (scale * rng.standard_normal(param.shape)).astype(np.float32) + (
-            len(param.shape) == 1
-        )
-    keys = config.metadata() | ByteTokenizer().metadata()
-    write_tensors(path, config.arch, keys, weights)
+        weights[name] = (scale * rng.standard_normal(param.shape)).astype(np.float32)
+        weights[name] += len(param.shape) == 1
+    write_tensors(path, config.arch, config.metadata() | ByteTokenizer().metadata(), weights)
     return weights
 
 
@@ -115,13 +113,8 @@ def check_bytes(path: Path, weights: dict[str, np.ndarray], means: dict[str, np.
 @pytest.mark.parametrize(("mix", "weighted"), [(mix, place % 2 == 0) for place, mix in enumerate(FAST)])
 def test_bytes_are_those_of_ggml(wide: Any, tmp_path: Path, mix: str, weighted: bool) -> None:
     folder, weights, means = wide
-    export(
-        folder / "m.gguf",
-        tmp_path / "x.gguf",
-        "--type",
-        mix,
-        *["--imatrix", folder / "im.gguf"][: 2 * weighted],
-    )
+    more = ["--imatrix", folder / "im.gguf"] if weighted else []
+    export(folder / "m.gguf", tmp_path / "x.gguf", "--type", mix, *more)
     check_bytes(tmp_path / "x.gguf", weights, means if weighted else {})
     keys = GGUFFile.open(tmp_path / "x.gguf").metadata
     assert keys["general.file_type"] == MIXES[mix].number

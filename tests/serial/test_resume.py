@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import load_corpus
 from jobs import hands_sigterm_on, launcher, run_job, running, status_of, until
 from patched import train_with
-from test_command_bits import assert_same_run, fields, files, needs_mpiexec, tensors, train, write_text
-
-from zero_mpi.data import StepLoader, Windows
-from zero_mpi.data.tokenizers.byte import ByteTokenizer
-from zero_mpi.nn import cross_entropy
-from zero_mpi.train.text_model import TextModel
+from test_command_bits import assert_same_run, fields, files, needs_mpiexec, train, write_text
 
 REQUEUE = 75
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
@@ -161,40 +155,3 @@ def test_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_over(stopped,
     (stopped / "step-00000003").rename(stopped.parent / "elsewhere")
     assert "latest" in refused(2, stopped, *flags, *CONSTANT, "--steps", "6")
     assert (stopped / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.fixture(scope="module")
-def trained(flags, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("trained") / "out"
-    train(1, out, *flags, "--steps", "8", "--lr", "0.02")
-    return out / "latest" / "model.gguf"
-
-
-def loss_of_first_step(model: Path, data: list[str]) -> float:
-    """Return the model's nats per token on the samples of step 1, without any training code."""
-    tokenizer = ByteTokenizer()
-    corpus = load_corpus(data, val_fraction=0.05, context=16, seed=0, tokenizer=tokenizer, vocab_size=260)
-    loader = StepLoader(Windows(corpus.train.ids, 16), batch_size=7, micro_batch=7, seed=0)
-    batch = loader.micro(0, 0)
-    tokens, targets = batch.inputs, batch.targets
-    text_model, total = TextModel(model), 0.0
-    for row, wanted in zip(tokens, targets, strict=True):
-        text_model.reset()
-        total += cross_entropy(text_model.logits(row)[None], wanted[None], 1.0)[0]
-    return total / tokens.size
-
-
-def test_a_run_starts_from_the_weights_of_a_file(trained, flags, tmp_path):
-    """The first loss is the model's; test_init_formats.py covers other types and formats."""
-    sizes = ["--context", "16", "--batch-size", "7", "--micro-batch", "2", "--sample", "0"]
-    start = [*flags[flags.index("--data") :], "--init", str(trained), *sizes]
-    train(2, tmp_path / "zero", *start, "--steps", "0")
-    written, expected = tensors(tmp_path / "zero" / "latest" / "model.gguf"), tensors(trained)
-    assert list(written) == list(expected)
-    assert [name for name in expected if written[name].tobytes() != expected[name].tobytes()] == []
-
-    train(3, tmp_path / "one", *start, "--steps", "1")
-    (record,) = fields(tmp_path / "one", "loss")
-    loss = loss_of_first_step(trained, flags[flags.index("--data") + 1 :])
-    assert float(record[1]) == pytest.approx(loss, rel=2e-6)
-    assert loss < 5.3  # with new weights the loss would be ln 260 = 5.56

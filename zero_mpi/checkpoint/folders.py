@@ -1,4 +1,4 @@
-"""Layout of checkpoint folders. A new checkpoint gets its name when it is complete and on disk, or never.
+"""Layout of checkpoint folders. A new checkpoint gets its final name once it is complete and on disk.
 
     OUT/step-00000100/model.gguf, optimizer.gguf      OUT/latest -> step-00000100, OUT/best -> step-00000060
 
@@ -46,7 +46,7 @@ def partial_folder(final: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove as much of a folder as possible. `shutil.rmtree` would wait forever at a pipe."""
+    """Remove as much of a folder as possible. Skip a pipe, on which `shutil.rmtree` would wait forever."""
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -63,7 +63,7 @@ def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False
     """Give a complete temporary folder its final name, point `latest` to it, and remove old checkpoints.
 
     A checkpoint of the same step is replaced. The newest `keep` checkpoints stay; 0 keeps all. Nothing is
-    removed before the new one and the link are on disk. If `is_best`, the link `best` points to it too.
+    removed before the new checkpoint and the link are on disk. If `is_best`, `best` points to it too.
     """
     final = step_folder(out, step)
     put(folder, final)
@@ -90,7 +90,7 @@ def moved_aside(final: Path) -> Path:
 
 
 def replace_folder(folder: Path, final: Path) -> None:
-    """Replace the folder `final` by `folder`. At every moment, one of them has a name that `clean` knows."""
+    """Replace the folder `final` by `folder`. At every moment `final` exists, or `clean` can restore it."""
     if exchange(folder, final):
         return  # `folder` now names the old checkpoint; `clean` removes it
     old = moved_aside(final)
@@ -137,7 +137,7 @@ def point(out: Path, which: str, name: str) -> None:
     try:
         link.symlink_to(name)
     except OSError as error:
-        error.filename = str(link)  # the system names the link's target instead
+        error.filename = str(link)  # the system's error names the link's target instead
         raise
     link.replace(out / which)
     sync_folder(out)
@@ -173,7 +173,7 @@ def entries(out: Path) -> list[Path]:
 def clean(out: Path) -> None:
     """Remove the files that interrupted saves or removals left in OUT.
 
-    If a checkpoint was renamed to be replaced, but nothing replaced it, it gets its name back.
+    A checkpoint that was moved aside, but never replaced, gets its name back.
     """
     for entry in entries(out):
         if not LEFT_BEHIND.fullmatch(entry.name):
@@ -197,9 +197,9 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 
 
 def candidates(out: Path) -> list[Path]:
-    """Return the checkpoints to resume from, the best first: `latest`, then older ones, the newest first.
+    """Return the checkpoints to resume from, in the order to try them: `latest`, then older ones.
 
-    A later step that was written after `latest` comes first: its job ended before it could set the link.
+    A later step that was written after `latest` comes first: its job ended before it could move the link.
     Other later steps belong to an abandoned run. Without a valid link, the highest step comes first.
     """
     link, found = out / LATEST, steps(out)[::-1]
@@ -223,7 +223,7 @@ def written_at(folder: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk. An OSError has the name of the folder."""
+    """Flush a folder's entries to disk. An OSError names the folder."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with naming(folder):

@@ -47,7 +47,7 @@ def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int
         with np.errstate(all="ignore"):
             found[name] = np.where(counts > 0, sums / counts, np.float32(1))
     if not found:
-        raise FileError(f"{path}: expected the importance of this model's matrices, found none of them")
+        raise FileError(f"{path}: expected importance values of this model's matrices, found none")
     return found
 
 

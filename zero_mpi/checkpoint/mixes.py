@@ -62,7 +62,7 @@ PARTS = (  # part of a tensor's name -> part in the table; the first match count
     ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
     ("ffn_down", "down"),
 )  # fmt: skip
-EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # finer attn_output with 8 experts
+EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # finer attn_output for 8 experts
 WEIGHTED = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
 FALLBACK = {
     **dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0), Kind.Q4_0),
@@ -162,7 +162,7 @@ def fitting(kind: Kind, width: int) -> Kind:
 def mixed(
     metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], wanted: str, weighted: bool
 ) -> dict[str, Kind]:
-    """Return the type that a mix gives to each matrix, even if rows are not multiples of its blocks."""
+    """Return the type that a mix gives to each matrix, even if its blocks do not divide the rows."""
     keys, mix = GGUFKeys(metadata), MIXES[wanted]
     arch = keys.text("general.architecture") or ""
 

@@ -34,9 +34,9 @@ from zero_mpi.files.open import open_in_place
 
 @dataclass(frozen=True)
 class Writers:
-    """For each rank of `comm`, its node and the rank that writes its slices; for this rank, its `group`.
+    """Assignment of ranks to writers: the node of each rank of `comm`, and the rank that writes its slices.
 
-    A group consists of ranks on one node, and its first rank writes for all of them. The number of writers
+    A `group` consists of the ranks with the same writer, which is its first rank. The number of writers
     suits the file system (`files.file_systems`). Only the host that wrote data can sync it, and the processes
     of a host share its cache. So after all ranks have written, one writer of each host syncs each file once.
     """
@@ -49,7 +49,6 @@ class Writers:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks in the group of this rank."""
         number = self.writer_of[self.comm.rank]
         return tuple(rank for rank, writer in enumerate(self.writer_of) if writer == number)
 
@@ -59,7 +58,7 @@ class Writers:
 
     @property
     def syncs(self) -> bool:
-        """True if this rank, as the first writer of its node, syncs files."""
+        """True if this rank is the first writer of its node, which syncs files."""
         here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
         return self.writes and self.comm.rank == min(here)
 
@@ -104,7 +103,7 @@ def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None)
 
 @dataclass(frozen=True)
 class JoinedSlices(Partition):
-    """Shards of some ranks, one after the other, addressed as one buffer."""
+    """Slices of several ranks, one after the other, as if they were one buffer."""
 
     slices: tuple[slice, ...] = ()
 
@@ -125,7 +124,7 @@ class JoinedSlices(Partition):
 
 
 def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
-    """Return the joined slices of some ranks, which are given in ascending order."""
+    """Return the joined slices of `ranks`, which are in ascending order."""
     slices = tuple(partition.part(rank) for rank in ranks)
     return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
 
@@ -159,8 +158,8 @@ class OutputFile:
     """A file that is open for writing. Either this rank creates it (`new`), or another rank has created it.
 
     We use system calls instead of MPI-IO, because MPI's Sync flushes a file once per rank and not once per
-    host. Adjacent data is written in one call, and errors are the system's, with the name of the file. Ranks
-    write ranges that do not overlap.
+    host. Adjacent data is written in one call, and an OSError names the file. The ranges that ranks write do
+    not overlap.
     """
 
     def __init__(self, path: Path, new: bool = True) -> None:
@@ -266,7 +265,7 @@ class Output:
         self.put(0, header)
 
     def close(self, durable: bool) -> None:
-        """Close the file. If `durable`, one writer of each host syncs it before."""
+        """Close the file. If `durable`, one writer of each host syncs it first."""
         if self._file is not None:
             try:
                 self._file.close(durable and self.writers.syncs)
@@ -326,7 +325,6 @@ class ChunkPipeline:
         self._written = self._thread.submit(self.output.write, list(runs))
 
     def finish(self) -> None:
-        """Wait until every chunk is written."""
         if self._written is not None:
             self._written.result()
 
@@ -349,7 +347,7 @@ def write_together(
     if comm.rank == 0:
         for output, keys in zip(outputs, stamp(*digests), strict=True):
             output.stamp(keys)
-    agree(comm, outputs)  # the rank that syncs for its host must do this after the host's last write
+    agree(comm, outputs)  # a rank may sync for its host only after the host's last write
     for output in outputs:
         tick(f"flushing {output.content.path.name} to disk")
         output.close(durable=True)
@@ -357,7 +355,7 @@ def write_together(
 
 
 def agree(comm: Comm, outputs: Iterable[Output]) -> None:
-    """Raise JobError on all ranks if any rank had a problem. It closes open files first."""
+    """Raise JobError on all ranks if any rank had a problem. Close open files first."""
     problems = [output.problem for output in outputs if output.problem is not None]
     try:
         agree_on(comm, explain(problems[0]) if problems else None)
@@ -391,8 +389,8 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
     for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
-    assert not odd or not any(output.writers.writer_of), "with row sharding, rank 0 writes all"
-    if odd and output.comm.rank == 0:  # rank 0 reads the file, as row shards end inside pieces
+    assert not odd or not any(output.writers.writer_of), "expected rank 0 as the only writer for row shards"
+    if odd and output.comm.rank == 0:  # rank 0 reads the file, because row shards end inside pieces
         table, read = checked_table(output.content.tensors), output.read_digest
         output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in odd))
     return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}

@@ -94,7 +94,7 @@ class SafetensorsModel(Readable):
         entries: dict[str, Entry] = {}
         for number, (name, model) in enumerate(zip(expected, models, strict=True)):
             has = set(model.tensors)
-            for what, names in (("without", expected[name] - has), ("besides", has - expected[name])):
+            for what, names in (("lacks", expected[name] - has), ("has", has - expected[name])):
                 if names:
                     raise FileError(f"{folder / name}: {what} {show(min(names))}, which contradicts {INDEX}")
             entries |= {key: replace(entry, part=number) for key, entry in model.tensors.items()}
@@ -133,7 +133,7 @@ def json_object(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
-    """Return a tensor of the header. Raise FileError unless dtype and shape give its length."""
+    """Return an entry of the header. Raise FileError unless its length follows from dtype and shape."""
 
     def fault(what: str) -> FileError:
         return FileError(f"{path}: tensor {show(name)}: {what}")
@@ -163,7 +163,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) -> None:
-    """Raise FileError unless each tensor begins where the one before ends, and the last one ends the file."""
+    """Raise FileError unless each tensor begins where the previous one ends, and the last ends the file."""
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:
@@ -186,7 +186,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def pack_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Return the start of a file, length and header, for (name, dtype, shape) tensors without gaps."""
+    """Return the first bytes of a file, length and header, for tensors given as (name, dtype, shape)."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires this key
     end = 0
     for name, dtype, shape in tensors:

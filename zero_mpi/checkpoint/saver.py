@@ -86,7 +86,7 @@ class Saver:
     background   whether `save` returns immediately; at most one checkpoint is written at a time
     tick         function that gets a description of the current work, for a watchdog
 
-    prepare      function that rank 0 calls before it writes to OUT; it makes OUT, or returns why not to write
+    prepare      function that rank 0 calls before it writes; it makes OUT, or returns why not to write
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Saver:
     ) -> None:
         self.out, self.optimizer, self.description, self.keep = out, optimizer, description, keep
         self.background, self.tick = background, tick
-        self.comm = optimizer.module.comm.background()  # waiting ranks do not use the cores of other ranks
+        self.comm = optimizer.module.comm.background()  # ranks that wait on it do not occupy cores
         self.writers = writers_for(self.comm, out, writers_per_node) if parallel else rank_0_of(self.comm)
         self.longest = 0.0
         self.prepare: Callable[[], str | None] = partial(out.mkdir, parents=True, exist_ok=True)
@@ -200,9 +200,9 @@ def write_files(
     *,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Write all files into `folder`: the slices of all ranks, with the progress in `said`. Collective.
+    """Write all files into `folder`: slices of all ranks, and the progress and description in `said`.
 
-    Returns the keys of the state on rank 0. Raises JobError on all ranks if a write fails.
+    Collective. Returns the keys of the state on rank 0. Raises JobError on all ranks if a write fails.
     """
     progress, description = said
     names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
@@ -243,14 +243,14 @@ FOLDER = str | os.PathLike[str]
 def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> Path:
     """Write parameters, moments and step counts into `folder`, from which `load` reads them. Collective.
 
-    Data is written next to the target and renamed, so the target is always complete or unchanged. It must be
-    a new folder, or a folder that `save` wrote, which is then replaced. It gets `model.gguf`,
+    Data is written next to the target and renamed, so the target is always complete or unchanged. The target
+    is a new folder, or a folder that `save` wrote, which is then replaced. It gets `model.gguf`,
     `optimizer.gguf` and, if the optimizer keeps an average, `ema.gguf` in float32. Gradients are not saved,
-    so call it between steps. Returns the folder's path.
+    so call `save` between steps. Returns the folder's path.
 
     Raises on all ranks: ValueError for a module or optimizer of another class, or of different modules;
     UsageError for a folder with other files, for names and shapes that GGUF does not accept (names of up to
-    33 bytes, up to 4 dimensions) and if ranks differ; JobError if the system does not let it write.
+    33 bytes, up to 4 dimensions) and if ranks differ; JobError if a file cannot be written.
     """
     description = Description(ARCHITECTURE, {}, {}, {})
     instance("save: module", module, ShardedModule, "a ShardedModule")
@@ -293,7 +293,7 @@ def begin(final: Path) -> None:
 def resolve(
     folder: Any, module: ShardedModule, optimizer: Any, description: Description
 ) -> tuple[str, Facts]:
-    """Return the folder with links resolved, and facts that ranks must share. Raise ValueError if invalid."""
+    """Return the folder with links resolved, and facts that ranks must share. Check the arguments."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)
@@ -304,7 +304,7 @@ def resolve(
 
 
 def check_place(final: Path) -> None:
-    """Raise UsageError if the path has anything that `save` did not write, because it would be lost."""
+    """Raise UsageError if the path holds anything that `save` did not write, because it would be lost."""
     if not exists(final):
         return
     if not is_folder(final):
@@ -321,7 +321,7 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     """Fill parameters, moments and step counts from files of `save`. Return the step count. Collective.
 
     Each rank reads its own slices, so the number of ranks and the strategy may differ from those of the save.
-    A run continues with the same bits as if never interrupted. Learning rates and weight decay are those of
+    A resumed run has the bits of an uninterrupted run. Learning rates and weight decay are those of
     `optimizer`. Accumulated gradients are dropped. The count includes skipped steps of `ShardedAdamW.step`.
 
     Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;

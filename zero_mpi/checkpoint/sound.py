@@ -52,12 +52,6 @@ def digest(data: Data) -> str:
     return digest_of_pieces([piece_digests(data)])
 
 
-def digest_of_state(digests: Mapping[str, str]) -> str:
-    """Return one digest for many tensors: a hash of the lines "digest name", sorted by name."""
-    lines = "".join(f"{value} {name}\n" for name, value in sorted(digests.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
 def as_lines(digests: Mapping[str, str]) -> list[str]:
     """Return digests as the value of a GGUF key: strings "digest name"."""
     return [f"{value} {name}" for name, value in digests.items()]
@@ -73,7 +67,7 @@ FORMAT_VERSION = 2
 ID, STATE_DIGEST = CHECKPOINT_ID, "training.state_digest"
 TENSOR_DIGESTS = "training.tensor_digests"
 MODEL, AVERAGE = "model", "ema"  # roles of all files except optimizer.gguf
-DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # keys for digests of the files
+DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # keys of their digests
 READ_AT_ONCE = 1 << 22  # bytes that are digested at once
 
 
@@ -101,7 +95,7 @@ def open_checkpoint(folder: Path) -> CheckpointFiles:
 
 
 def average_of(state: GGUFFile) -> GGUFFile | None:
-    """Open the index of the average if the optimizer's state has digests of one; else return None."""
+    """Open the index of the average if optimizer.gguf has digests of it; else return None."""
     return GGUFFile.open(state.path.parent / folders.AVERAGE) if DIGESTS[AVERAGE] in state.metadata else None
 
 
@@ -142,14 +136,14 @@ def signature(*files: Mapping[str, Any]) -> str:
 
 
 def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
-    """Return one digest of all tensors in all files. Roles distinguish averages from the model's tensors."""
-    return digest_of_state(
-        {
-            f"{role}.{name}" if role == AVERAGE else name: digest
-            for role, found in digests.items()
-            for name, digest in found.items()
-        }
-    )
+    """Return one digest of all tensors: a hash of the lines "digest name". Names of averages get a prefix."""
+    by_name = {
+        f"{role}.{name}" if role == AVERAGE else name: digest
+        for role, found in digests.items()
+        for name, digest in found.items()
+    }
+    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(by_name.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def check_digests(
@@ -169,7 +163,7 @@ def check_digests(
     ]
     for file, name, digest in expected[rank::ranks]:
         beat()
-        assert isinstance(file, GGUFFile), "a checkpoint is written as GGUF"
+        assert isinstance(file, GGUFFile), "expected only GGUF files"
         chunks = file.raw_chunks(name, READ_AT_ONCE) if name in file.tensors else ()
         if name not in file.tensors or digest_of_pieces(map(piece_digests, chunks)) != digest:
             raise UsageError(

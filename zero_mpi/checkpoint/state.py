@@ -1,4 +1,4 @@
-"""Files of a training state, equal at any number of ranks: their keys, tensors, slices, and how to read them.
+"""Keys, tensors and reading of a training state's files, which are identical at any number of ranks.
 
 `model.gguf` holds only the model, so llama.cpp opens it without conversion. The same is true of `ema.gguf`,
 which exists if the run keeps a moving average. `optimizer.gguf` holds the optimizer states of each tensor in
@@ -128,7 +128,6 @@ class Description:
 
     @property
     def is_adapter(self) -> bool:
-        """True if the checkpoint holds only adapters."""
         return self.weights == folders.ADAPTER
 
 
@@ -214,7 +213,7 @@ class Contribution:
 
     @property
     def by_pieces(self) -> bool:
-        """True if all slices begin and end at borders of pieces, which digests are made of."""
+        """True if slices begin and end at borders of pieces, so that each rank can hash its own slice."""
         return bool(self.unit.quantum * self.values.itemsize % PIECE_BYTES == 0)
 
     def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
@@ -274,7 +273,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str, str], Array] = {}
-        self.complete: Any = Done()  # event after the last copies on the device
+        self.complete: Any = Done()  # event that is done once the device has made the last copies
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
         """Return copies of the contributions to a file. Their values are valid once `complete` is done."""
@@ -309,7 +308,7 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     raw = keys_of(state).text(key) or ""
     try:
         value = json.loads(raw if len(raw) <= MOST_SETTINGS else "")
-        json.dumps(value)  # raises RecursionError for a value with too many levels
+        json.dumps(value)  # raises RecursionError for too many nested levels
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{state.path}: the key {key} is missing or broken") from error
     if not isinstance(value, dict):

@@ -33,7 +33,7 @@ Metadata = dict[str, Any]
 width, a read-only 1-D array of such scalars or of bool, or `list[str]`."""
 
 Floats = npt.NDArray[np.float32]
-CHUNK = 1 << 20  # elements that are decoded at once; limits temporaries for a tensor of any size
+CHUNK = 1 << 20  # elements that are decoded at once; limits temporary memory for large tensors
 NATIVE = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
@@ -51,12 +51,10 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the tensor takes in the file."""
         block, width = GGML_QUANT_SIZES[self.type]
         return int(self.size // block * width)
 
@@ -76,17 +74,15 @@ class StoredFile:
             yield file
 
     def expect(self, expected: int, found: int) -> None:
-        """Raise FileError unless the file still has the number of bytes from when its index was read."""
+        """Raise FileError, for a changed file, unless the two numbers of bytes are equal."""
         if found != expected:
             raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
 
     def fill(self, file: FileIO, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of the file from `offset` on."""
         with refusing("", self.path, "cannot be read"):
             self.expect(len(out), fill(file.fileno(), out, offset))
 
     def take(self, file: FileIO, offset: int, count: int) -> npt.NDArray[np.uint8]:
-        """Return `count` bytes of the file from `offset` on."""
         raw = np.empty(count, np.uint8)
         self.fill(file, offset, raw.data)
         return raw
@@ -127,7 +123,7 @@ def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArra
     """Decode full blocks (bytes,) to elements (elements,) of a dtype whose values float32 can hold exactly.
 
     Raises NotImplementedError for a type that holds no weights. NumPy's warnings are suppressed: a damaged
-    scale may be infinite, and then the values show it.
+    scale may be infinite, and then the values are not finite.
     """
     if kind in NATIVE:
         return raw.view(NATIVE[kind])
@@ -158,7 +154,7 @@ class Readable(ABC):
         if not 0 <= start <= stop <= spec.size:
             raise ValueError(f"tensor {name!r}: range [{start}, {stop}) is not inside [0, {spec.size})")
         out = np.empty(stop - start, np.float32) if out is None else out.reshape(-1)
-        assert out.size == stop - start, "`out` has the size of the range"
+        assert out.size == stop - start, "expected `out` with the size of the range"
         self.fill(spec, start, out)
         return out
 
@@ -168,7 +164,7 @@ class Readable(ABC):
 
 
 class WeightSource(Readable):
-    """Base class of weights with GGUF's names, keys and element order. Subclasses set three fields.
+    """Base class of weights with GGUF's names, keys and element order. Subclasses set the fields.
 
     path       the file or folder
     metadata   the model's keys, as in a GGUF file

@@ -83,7 +83,7 @@ def open_adapter(
     and its added tokens are `tokens`."""
     file = adapter_source(path, {ARCHITECTURE: model.arch, **model.metadata()})
     found, lora = lora_of(file), model.lora
-    alpha = np.float32(found.alpha)  # float32, as in a file, so it prints like a flag
+    alpha = np.float32(found.alpha)  # as float32, like in a file, so that it prints as in the flag
     if lora is None or found.rank != lora.rank or alpha != np.float32(lora.alpha):
         raise UsageError(
             f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; use --lora {found.rank} "
@@ -127,7 +127,7 @@ def lora_of(file: WeightSource) -> LoRA:
     alpha = keys.number(ALPHA, 0)
     if not is_adapter_file(file) or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
         raise UsageError(
-            f"{file.path}: expected an adapter with {TYPE} adapter, {KIND} lora, {ALPHA}, tensors of one rank"
+            f"{file.path}: expected an adapter ({TYPE} adapter, {KIND} lora, a number {ALPHA}, one rank)"
         )
     targets = tuple(name.removesuffix(FIRST) for name in file.tensors if name.endswith(FIRST))
     return LoRA(ranks.pop(), float(alpha), targets)
@@ -146,7 +146,7 @@ class GrownWeights(WeightSource):
     """Weights and keys of `base`, whose embedding and head get rows for `tokens`, from id `first` on.
 
     The row of a new token starts as the mean of the rows before it. If `trained`, an adapter's checkpoint, is
-    given, its tensors `NAME.added` replace all rows from `first` on. `read` knows these names too.
+    given, its tensors `NAME.added` replace all rows from `first` on. `read` accepts these names too.
     """
 
     def __init__(self, base: Any, tokens: Sequence[str], trained: Any = None) -> None:
@@ -196,7 +196,7 @@ class GrownWeights(WeightSource):
         return rows.reshape(-1)[start:stop]
 
     def _mean(self, name: str) -> Floats:
-        """Return the mean (C,) of the rows before the new rows, added in float64 from first to last."""
+        """Return the mean (C,) of the rows before the new rows, summed in float64 from first to last."""
         width = self.base.tensors[name].shape[1]
         total, size = np.zeros(width), max(1, CHUNK // width)
         for at in range(0, self.first, size):
@@ -212,7 +212,7 @@ def gguf_of(source: Any) -> GGUFFile | None:
 
 
 def tokens_of(source: Any) -> list[str]:
-    """Return the tokens that --add-tokens gave to the model of a source."""
+    """Return the tokens that --add-tokens added to the model of a source."""
     return source.tokens if isinstance(source, GrownWeights) else []
 
 
@@ -233,7 +233,7 @@ class MergedWeights(WeightSource):
             self.metadata = {**base.metadata, QAT: self._rounds}
         self._scale = np.float32(lora.alpha / lora.rank)
         self.tensors = dict(base.tensors)
-        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head becomes a tensor
+        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head gets a tensor
         for name in lora.targets:
             self.tensors[name] = self._adapted(name, lora.rank)
 

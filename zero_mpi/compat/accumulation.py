@@ -39,14 +39,12 @@ class GradAccum(Accumulator):
         self.begin()
 
     def begin(self) -> None:
-        """Begin the rounds of a step."""
         super().begin()
-        self._since = self.module.forgotten  # the module's `forgotten` when the step began
+        self._since = self.module.forgotten  # value of the module's `forgotten` when the step began
         self._inside = False  # True during a round, and after an error in a round
 
     @property
     def complete(self) -> bool:
-        """Return whether all rounds of the step are done."""
         return self.round == len(self.rounds)
 
     @property
@@ -125,7 +123,7 @@ class GradAccum(Accumulator):
         self.run_round(add)
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
-        """Run a round, of a new step if the previous step is complete or its gradients were cleared."""
+        """Run a round. It begins a step if the previous one is complete or its gradients were cleared."""
         if self._next_round == 0:
             self.begin()
         self._inside = True
@@ -138,7 +136,7 @@ class GradAccum(Accumulator):
         return self.totals()[0]
 
     def _check_turn(self, given: Any, wanted: str) -> None:
-        """Raise ValueError if no round can begin, or `given` does not fit this rank's micro-batch or None."""
+        """Raise ValueError if no round can begin, or only one of `given` and the micro-batch is None."""
         self._check_ready()
         micro_batch = self.next_micro_batch
         if (given is None) != (micro_batch is None):

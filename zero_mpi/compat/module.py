@@ -59,7 +59,7 @@ class ShardedModule(engine.ShardedModule):
     """
 
     rounds_open = NOTHING  # state of the step's gradients: NOTHING, SOME or ALL
-    forgotten = 0  # number of times that gradients were cleared; rounds restart then
+    forgotten = 0  # number of times that gradients were cleared; then rounds start again
     is_training: bool = True  # whether `forward` keeps values for backward by default
 
     def __init__(
@@ -115,7 +115,7 @@ class ShardedModule(engine.ShardedModule):
         return self.train(False)
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
-        """Return the model's output for x; see the engine. If `training` is None, `is_training` decides."""
+        """Return the model's output for x. If `training` is None, `is_training` decides."""
         return super().forward(x, self.is_training if training is None else training)
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
@@ -181,7 +181,6 @@ class ShardedModule(engine.ShardedModule):
         self.overlapped_sync_gradients().wait()
 
     def zero_gradients(self) -> None:
-        """Clear the gradients of the step."""
         self.rounds_open, self.forgotten = NOTHING, self.forgotten + 1
         super().zero_gradients()
 
@@ -208,12 +207,10 @@ class ShardedModule(engine.ShardedModule):
     # ------------------------------------------------------------------------------------- parameters
 
     def load_slices(self, read: engine.Read, names: Collection[str] | None = None) -> None:
-        """Fill parameters by read(name, start, stop); see `engine.ShardedModule.load_slices`."""
         super().load_slices(read, names)
         self.unfilled.difference_update(self.params if names is None else names)
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill the parameters that are kept in quantized blocks; see `engine.ShardedModule.load_stored`."""
         super().load_stored(read)
         self.unfilled.difference_update(self.config.stored)
 
@@ -268,7 +265,7 @@ class ShardedModule(engine.ShardedModule):
                 yield unit.unit.label(segment.name), shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
-        """Return name -> elements, or rows under row sharding, that this rank owns, in model order."""
+        """Return the part of each parameter that this rank owns, by name, in model order."""
         sizes = {label: int(values.size) for label, values in self.named_parameters()}
         by_rows, infos = self.config.by_rows, {}
         for name in self.params:
@@ -298,7 +295,6 @@ class ShardedModule(engine.ShardedModule):
 
     @property
     def module(self) -> list[Stage]:
-        """Stages of the sharded model."""
         return self.stages
 
     @property
@@ -340,10 +336,8 @@ class ShardedLinear(ShardedModule):
         self, comm: Comm, inputs: int, outputs: int, *, bias: bool = True, name: str = "linear"
     ) -> None:
         instance("ShardedLinear: name", name, str, "a text")
-        inputs, outputs = (
-            whole_number("ShardedLinear: inputs and outputs", n, least=1) for n in (inputs, outputs)
-        )
-        layer = Linear(name, inputs, outputs, bias=bias)
+        sizes = [whole_number("ShardedLinear: inputs and outputs", n, least=1) for n in (inputs, outputs)]
+        layer = Linear(name, *sizes, bias=bias)
         super().__init__([Stage(name, layer)], comm, FULL_SHARD, prefetch=0, by_rows=True)
 
     def forward(self, x: Any, training: bool | None = None) -> Any:

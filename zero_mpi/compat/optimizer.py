@@ -123,14 +123,13 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                 raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
-        """Return the bytes of states and averages of this rank, in device and host memory."""
         return super().memory_bytes() + sum(bytes_of(states) for states, _ in self._plain.values())
 
 
 class ShardedAdamW(ShardedOptimizer):
     """AdamW for a ShardedModule: a `ShardedOptimizer` with the rule AdamW for all parameters.
 
-    betas, eps    decay of the two moments, and the number added to the root of the second moment
+    betas, eps    decay of the two moments, and the number added to the square root of the second moment
     """
 
     def __init__(

@@ -115,7 +115,7 @@ def check_out(out: Path) -> None:
 def check_disk(config: Config, model: ModelConfig) -> list[str]:
     """Return a warning if the disk has no space for the kept checkpoints and one that is being written.
 
-    Existing checkpoints are counted. Raises UsageError if not even one checkpoint fits. Quotas are ignored.
+    Existing ones need no more space. Raises UsageError if not even one checkpoint fits. Quotas are ignored.
     """
     each = checkpoint_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
     out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
@@ -166,9 +166,9 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
 def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     """Yield the lines of a dry run, on rank 0. Raise UsageError for a checkpoint without token counts.
 
-    why: reason for another transport than the requested one; alone: no launcher started this process
+    why: reason for another transport than the requested one; alone: whether no launcher started this process
     """
-    assert spec.corpus is not None and spec.loader is not None, "rank 0 has the text"  # noqa: PT018
+    assert spec.corpus is not None and spec.loader is not None, "expected the text on rank 0"  # noqa: PT018
     config = spec.config
     machine = assumed(case.on_gpu, case.precision_name)
     plan = make_plan(case, machine)
@@ -201,14 +201,11 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
 
 def transport(wanted: str, case: Case, why: str) -> str:
     """Return the transport as text, with a remark if --transport auto chose it."""
-    kind = case.transport
-    text = kind.text
-    if kind.on_gpu:
-        text = (
-            "from GPU to GPU by MPI if a test succeeds, else through the host" if wanted == "auto" else wanted
-        )
+    auto, text = wanted == "auto", case.transport.text
+    if case.transport.on_gpu:
+        text = "from GPU to GPU by MPI if a test succeeds, else through the host" if auto else wanted
     because = f", because {why}" if why else ""
-    return text + because + (" (chosen by --transport auto)" if wanted == "auto" else "")
+    return text + because + (" (chosen by --transport auto)" if auto else "")
 
 
 def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:

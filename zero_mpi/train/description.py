@@ -9,7 +9,6 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,13 +129,13 @@ def sizes_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a size as it is after it was written to JSON and read back."""
+    """Return a size in the form that JSON returns after writing and reading it."""
     if isinstance(value, frozenset):
         return sorted(value)
     return list(value) if isinstance(value, tuple) else value
 
 
-# Settings that affect bits, in groups.
+# Groups of settings that affect bits.
 GROUPS = ("model", "adapter", "data", "batch", "optimizer", "loss")
 EVALUATIONS = ("eval_every", "eval_windows", "patience")
 OTHERS = ("steps", "seed", "reduction", "precision", "reduce_dtype", "bits", *EVALUATIONS)
@@ -145,7 +144,7 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # their values come from the description, as the data may decide them
+READ = ("packing", "control_tokens")  # the description has their values, as the data may decide them
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 
@@ -178,7 +177,7 @@ REMEDY = "use the same --threads N and CPU type (or --bits portable) on all rank
 
 
 def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
-    """Return facts of this rank's machine: names of its parts, and the digest of a trial computation.
+    """Return facts of this rank's machine: its hardware and libraries, and the digest of a trial computation.
 
     kind: dtype that the run computes in
     """
@@ -197,9 +196,9 @@ def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
     return facts | {TRIAL: trial.digest(kind)}
 
 
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor() -> str:
     """Return the name of the processor; empty if it is unknown."""
-    return environment.of_processor("model name", cpuinfo) or platform.processor() or platform.machine()
+    return environment.of_processor("model name") or platform.processor() or platform.machine()
 
 
 # ------------------------------------------------------------------------------------------- between ranks
@@ -255,7 +254,7 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
         yield f"{what} was made with {made}: the last bits of results may change"
 
 
-VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # any other variable may differ, or its effect is compared
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or their effect is compared
 
 
 def settings(config: Config) -> dict[str, str]:

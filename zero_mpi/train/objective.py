@@ -40,7 +40,7 @@ class StepLoss:
 
     @property
     def sums(self) -> Sequence[float]:
-        """Numbers of this rank to add to those of all other ranks."""
+        """Numbers of this rank that are to be summed over all ranks."""
         return ()
 
     def figures(self, sums: Sequence[float]) -> Figures:
@@ -95,7 +95,7 @@ def as_input(batch: Batch) -> Array | Packed:
 
 
 class PairStep(StepLoss):
-    """Pairs of a step or of an evaluation. batches: numbers of the windows in each micro-batch.
+    """Preference pairs of a step or an evaluation. batches: numbers of the windows in each micro-batch.
 
     `sums` is a table (S, K) in the order of the data. Its row for a sequence has the log-probability of the
     answer, and for ORPO also that of all other tokens. A rank fills the rows of its micro-batches. The sum
@@ -153,7 +153,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return what sequences add to the step's loss, and its derivatives with respect to `sums`."""
+        """Return the sequences' part of the step's loss, and its derivatives with respect to `sums`."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -188,8 +188,8 @@ class PairStep(StepLoss):
 class PreferenceObjective(Objective):
     """Objective for a preference loss.
 
-    The reference is the model at the start of the run. If adapters start at zero, it is the model without
-    adapters (`adapted`). Otherwise the sums of the reference are computed once for all data.
+    The reference model is the model at the start of the run. If adapters start at zero, it is the model
+    without adapters (`adapted`). Otherwise the sums of the reference are computed once for all data.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class HeldOutLoss(NamedTuple):
 
     mean: float
     by_source: dict[str, float]
-    figures: dict[str, float] = {}  # noqa: RUF012  (never changed)
+    figures: dict[str, float]
 
 
 class Evaluation(Observer):
@@ -177,7 +177,7 @@ class Divergence(Observer):
 
     def __init__(self, scale: LossScale) -> None:
         self._scale, self._loss = scale, 0.0
-        self._steps = self._bad = 0  # number of steps, and of the latest in a row that were not finite
+        self._steps = self._bad = 0  # number of steps, and of consecutive latest steps that were not finite
 
     def ends(self, step: StepMade) -> None:
         """Count a step. Raise JobError on all ranks if too many consecutive steps were not finite.
@@ -230,7 +230,7 @@ class RankReport(NamedTuple):
     """Figures of a rank since its last report, except that `memory` is the current value."""
 
     memory: int  # bytes in use now
-    seconds: float | None  # to compute a micro-batch; None: no micro-batch, or a GPU
+    seconds: float | None  # seconds per micro-batch; None: no micro-batch, or a GPU
     waited: float  # seconds of waits for other ranks
     joules: float | None  # energy of the host, reported by one of its ranks; None: other ranks, or no counter
 

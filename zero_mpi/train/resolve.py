@@ -58,13 +58,12 @@ class RunSpec:
     adapter: WeightSource | None = None  # source of the initial adapter weights
     unsaid: frozenset[str] = frozenset()  # names of settings that no flag or file gives
     corpus: Corpus | None = None
-    loader: StepLoader | None = None  # on the rank that has the text
+    loader: StepLoader | None = None  # only on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
-    memory_problem: str = ""  # on rank 0: why memory is too small; the last line of a dry run
+    memory_problem: str = ""  # on rank 0: why memory does not suffice; shown last by a dry run
 
     @property
     def resumed(self) -> Path | None:
-        """Folder of the checkpoint to resume from, or None."""
         return None if self.checkpoint is None else self.checkpoint.folder
 
     @property
@@ -74,12 +73,11 @@ class RunSpec:
 
     @property
     def out(self) -> Path:
-        """The run folder, which --out names."""
         return Path(self.config.out)
 
 
 def resolve(world: World, config: Config, *, cached: bool = True, begun: str | None = None) -> RunSpec:
-    """Return the specification of the run of `config`. Raise UsageError on all ranks. Collective.
+    """Return the specification of the run that `config` describes. Raise UsageError on all ranks. Collective.
 
     If `cached` is false, text is encoded again even if its ids are cached. `begun`: fingerprint of the
     tokenizer with which the run began, used if no checkpoint stores it.
@@ -117,7 +115,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
 def read_inputs(
     config: Config, checkpoint: resume.ResumePoint | None, number: int, begun: str | None
 ) -> tuple[RunSpec, Facts]:
-    """Return the inputs that this rank reads, and facts that all ranks must share. Raise UsageError if bad.
+    """Return this rank's inputs, and facts that all ranks must share. Raise UsageError for an invalid input.
 
     `number`: this rank's index on its node, used if the launcher does not give it. `begun`: see `resolve`.
     """
@@ -220,7 +218,7 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
 
 
 def packing_of(config: Config, stream: Stream) -> str:
-    """Return the default of --packing: documents for conversations, none for text."""
+    """Return the value of --packing; the default is documents for conversations, none for text."""
     return config.packing or (NONE if stream.counted is None else DOCUMENTS)
 
 
@@ -287,7 +285,7 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     kind = precision_named(config.precision).compute
     if config.bits == PORTABLE:
         world.run_on_all(check_pins)
-    world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None, kind))
+    world.node_by_node(lambda: ops.prepare(partial(log.info, "%s") if world.rank == 0 else None, kind))
     machines = world.results(lambda: (platform.node(), description.machine_facts(threads, kind)))
     description.check_bits(machines, config.reduction == "exact", notes)
     slow = ops.slower(kind)
@@ -295,8 +293,3 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
         notes.append(log.Caution(f"--precision {config.precision} is {slow}"))
     result: dict[str, Any] = machines[0][1]
     return result
-
-
-def announce(text: str) -> None:
-    """Print a line before a part of the start that takes long."""
-    log.info("%s", text)

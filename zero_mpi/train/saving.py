@@ -62,7 +62,7 @@ class Saving(Observer):
         return self._every > 0 and step % self._every == 0
 
     def clock_says_so(self) -> bool:
-        """Return whether this rank's clock says that a save is due; `is_due` ignores it with --save-every."""
+        """Return whether this rank's clock says that a save is due; --save-every overrides the clock."""
         pause = max(SAVE_SECONDS, SAVE_PAUSE * self.saver.longest)
         return time.monotonic() - self._saved_at >= pause
 
@@ -80,7 +80,7 @@ class Saving(Observer):
         self.announce()
 
     def wait(self, step: int) -> None:
-        """Wait until all checkpoints are on disk. Raise errors of background saves everywhere. Collective."""
+        """Wait until all checkpoints are on disk. Raise their errors on all ranks. Collective."""
         with self._waiting(step):
             self.saver.wait()
 

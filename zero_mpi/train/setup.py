@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObje
 from zero_mpi.train.resolve import RunSpec, make_loaders
 
 SIDES = ("parts", "held_out")
-KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file with an objective's numbers, and its maximum size in bytes
+KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file with the reference's log-probabilities; its maximum bytes
 NOT_SHARED = (
     "without shared memory the ranks of a node exchange messages, which is slower; enlarge /dev/shm "
     "(containers: --shm-size)"
@@ -57,7 +58,7 @@ NOT_SHARED = (
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Result of choosing a transport. why: reason; fast: whether the MPI library may compute sums."""
+    """Result of choosing a transport. why: reason for it; fast: whether the MPI library may compute sums."""
 
     comm: Comm
     why: str = ""
@@ -74,7 +75,7 @@ class TransportChoice:
 
 
 def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
-    """Return the transport between ranks; warn in `notes`. Raise UsageError if impossible. Collective."""
+    """Return the transport between ranks; warn in `notes`. Raise UsageError if unusable. Collective."""
     exact, on_gpu = config.reduction == "exact", device.in_use().name == "cuda"
     if on_gpu:
         comm, why = select.choose(config.transport, world.size, exact)
@@ -136,10 +137,7 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
     if corpus is not None:
         parts = [part for side in SIDES for part in getattr(corpus, side)]
         own = [array for part in parts for array in vars(part.stream).values()]
-        bare: Any = {
-            side: tuple(part._replace(stream=None) for part in getattr(corpus, side)) for side in SIDES
-        }
-        about = replace(corpus, **bare), [None if each is None else described(each) for each in own]
+        about = with_streams(corpus, repeat(None)), [None if x is None else described(x) for x in own]
     rest, found = comm.broadcast_object(about)
     in_files = [each for each in found if isinstance(each, TokenSpans)]
     if in_files and (problem := unseen(comm, in_files)):
@@ -150,13 +148,15 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
             found[number] = broadcast(comm, own[number] if own else None, what, f"corpus array {number}")
     width = len(fields(Stream))
     streams = iter([Stream(*found[first : first + width]) for first in range(0, len(found), width)])
-    result: Corpus = replace(
-        rest,
-        **{
-            side: tuple(part._replace(stream=next(streams)) for part in getattr(rest, side)) for side in SIDES
-        },
-    )
-    return result
+    return with_streams(rest, streams)
+
+
+def with_streams(corpus: Corpus, streams: Iterator[Any]) -> Corpus:
+    """Return the corpus with the given streams, in the order of its parts."""
+    parts: dict[str, Any] = {
+        side: tuple(part._replace(stream=next(streams)) for part in getattr(corpus, side)) for side in SIDES
+    }
+    return replace(corpus, **parts)
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
@@ -284,7 +284,7 @@ def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) ->
 
 
 def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) -> TrainingProgress:
-    """Fill in parameters, and the optimizer's state from a checkpoint. Return the progress. Collective."""
+    """Fill the parameters, and the optimizer's state if a run resumes. Return the progress. Collective."""
     start, init, module = spec.checkpoint, spec.init, optimizer.module
     base = [name for name in module.params if not is_adapter(name)]
     if init is not None and (start is None or spec.model.lora is not None):

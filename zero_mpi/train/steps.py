@@ -1,4 +1,4 @@
-"""Steps of a session: data, gradients, totals, optimizer and observers.
+"""Makes the steps of a session: reads data, computes gradients and totals, updates, calls observers.
 
 Training (`trainer`) and verification (`verify`) run the same steps.
 """
@@ -37,7 +37,7 @@ class Steps:
         self.accumulator = Accumulator(session.module, Rounds(micro_batches, comm.rank, comm.size))
         self.rate = schedule_of(session.config)
         self.losses: StepLoss
-        self.sums: list[float] = []  # sums of the current step
+        self.sums: list[float] = []  # `StepLoss.sums` of the current step, over all ranks
         self.observers: list[Observer] = []
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -87,7 +87,7 @@ class Steps:
         return False
 
     def after_a_step(self) -> TrainingProgress:
-        """Return the counters of the run as they will be after the optimizer step."""
+        """Return the progress of the run after the optimizer step."""
         loader, optimizer = self.session.loader, self.session.optimizer
         scale = self.session.module.loss_scale
         return replace(

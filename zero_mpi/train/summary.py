@@ -55,17 +55,14 @@ class Start:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.session.comm.size
 
     @property
     def threads(self) -> int:
-        """Number of threads per rank."""
         return int(self.session.description.machine["threads"])
 
     @property
     def parameters(self) -> int:
-        """Number of elements of the model."""
         return sum(param.size for param in self.session.module.params.values())
 
     def share(self, seconds: float) -> float | None:
@@ -234,12 +231,11 @@ class Outcome:
             self.events.note(events.RESUMED, folder=session.resumed.name, **ranks)
 
     def at(self, step: int) -> None:
-        """Set the number of steps that are done."""
         self.status.at(step)
         self.events.at(step)
 
     def end(self, code: int, reason: str) -> None:
-        """Write the end of the job, as its exit status says."""
+        """Record how the job ended, according to its exit status."""
         if code == BAD_USAGE:
             self.status.refused(reason)
             return
@@ -293,7 +289,7 @@ def products(count: int, a: Array, b: Array, out: Array) -> float:
 
 
 def matrix(edge: int, dtype: Any) -> Array:
-    """Return a matrix of random numbers. Processors are faster on equal numbers, which would mislead."""
+    """Return a matrix of random numbers. Equal numbers would mislead: processors multiply them faster."""
     where = device.in_use()
     array = where.empty(edge * edge, dtype).reshape(edge // BLOCK, BLOCK, edge)
     block = np.random.default_rng(edge).random((BLOCK, edge), np.float32).astype(dtype)

@@ -132,7 +132,7 @@ class TextModel:
         return outputs
 
     def logits(self, ids: Sequence[int] | Array) -> Array:
-        """Return the logits (T, V) of `ids` (T,), which follow on the ids of earlier calls.
+        """Return the logits (T, V) of `ids` (T,), which continue the ids of earlier calls.
 
         Raises ValueError if the positions exceed the model's context.
         """
@@ -145,14 +145,9 @@ class TextModel:
         return x
 
     def generate(
-        self,
-        prompt: Sequence[int] | Array,
-        tokens: int,
-        *,
-        seed: int = 0,
-        **draw: Any,
+        self, prompt: Sequence[int] | Array, tokens: int, *, seed: int = 0, **draw: Any
     ) -> Iterator[int]:
-        """Yield `tokens` ids that continue `prompt` (at least one id). `choose` draws each id, given `draw`.
+        """Yield `tokens` ids that continue `prompt` (at least one id). `draw`: arguments of `choose`.
 
         If the prompt begins with all ids that the model has read so far, as in a conversation's next turn,
         the model only reads the new ids.

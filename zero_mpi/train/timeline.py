@@ -123,7 +123,7 @@ class Timeline:
                 self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
             except OSError as error:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
-        for _ in parts:  # rank 0 reads these after an error; other ranks send them here
+        for _ in parts:  # after an error, rank 0 receives the other parts here; other ranks send theirs here
             pass
         result: str = comm.broadcast_object(problem)
         return result
@@ -239,7 +239,7 @@ class TraceEvent(NamedTuple):
 
 
 def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
-    """Yield the events of a rank until `ended`, on its own clock. Events that have not ended are marked."""
+    """Yield a rank's events until `ended`, in times of its clock. Events that have not ended are marked."""
     seconds, still_open = recorder.watch.seconds, list(recorder.open)  # a copy: another thread may change it
     unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
@@ -286,9 +286,8 @@ def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) 
     names, lines, process = dict[int, str](), list[dict[str, Any]](), {"ph": "M", "pid": FIRST + rank}
     for thread, track, event in placed:
         names[thread] = track
-        begun, ended = (
-            round(1e6 * (seconds - origin), 3) for seconds in (event.begun, max(event.begun, event.ended))
-        )
+        begun = round(1e6 * (event.begun - origin), 3)
+        ended = round(1e6 * (max(event.begun, event.ended) - origin), 3)
         about = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
         lines.append({**about, "ts": begun, "dur": round(ended - begun, 3), "args": event.about})
     # Of two events that start at the same time, the longer one encloses the other.

@@ -158,7 +158,6 @@ class Trainer(Steps):
         return loss, stop > 0
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the validation loss, reporting progress to the watchdog. Collective."""
         self.watchdog.beat("evaluation")
         return super().evaluate()
 
@@ -173,7 +172,6 @@ class Trainer(Steps):
         return 2 * self.costs.longest + self.evaluation.longest + self.saving.seconds_needed()
 
     def save(self) -> None:
-        """Write a checkpoint of the current step, or with --async-save begin to write it."""
         self.world.check(self.records.problem)
         if self.divergence.worth_saving(self.progress.step):
             self.saving.save(self.progress)
@@ -196,12 +194,12 @@ class Trainer(Steps):
         for unit in session.module.units:
             own = unit.part.stop - unit.part.start
             log.debug(
-                "unit %s: %s elements, %s of them here", unit.name, f"{unit.partition.length:,}", f"{own:,}"
+                "unit %s: %s elements, %s on this rank", unit.name, f"{unit.partition.length:,}", f"{own:,}"
             )
         return start
 
     def close(self) -> None:
-        """Log the validation loss next to the unigram entropy and a sample, both on rank 0. Collective."""
+        """Log the validation loss with the unigram entropy, and a sample, on rank 0. Collective."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
             held_out, loss = self.session.held_out, self.evaluation.loss

@@ -36,7 +36,7 @@ _TEXT = int(GGUFValueType.STRING).to_bytes(4, "little")
 _OF_SCALARS = {dtype.type: kind.to_bytes(4, "little") for kind, dtype in NUMBERS.items()}
 
 Announced = tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], GGMLQuantizationType]
-"""Name, shape in NumPy order, and type (default F32) of a tensor that a file will have."""
+"""Name, shape in NumPy order, and type (default F32) of a tensor that is to be written."""
 
 
 def pack_file(

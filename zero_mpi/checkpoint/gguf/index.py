@@ -1,7 +1,7 @@
 """The index of a GGUF file, which is its header, keys and tensor table, read strictly.
 
 A GGUF file is untrusted input. The index is read once, from start to end. Counts and lengths are compared
-with the remaining bytes before memory is allocated or a loop begins. Sizes are Python integers.
+with the remaining bytes before memory is allocated or a loop begins. Sizes cannot overflow.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -21,7 +21,7 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # they have one layout; version 3 adds big-endian files, which we and llama.cpp refuse
+VERSIONS = (2, 3)  # both have one layout; version 3 adds big-endian files, which we and llama.cpp refuse
 CHECKPOINT_ID = "training.checkpoint_id"
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
@@ -31,7 +31,7 @@ MAX_DIMS = 4
 MAX_INDEX_BYTES = 128 << 20  # six times the largest known index; limits time and memory for a damaged file
 # Several times the largest known counts. A key or tensor takes about 500 bytes of memory, a string about 60.
 MAX_KEYS, MAX_TENSORS, MAX_ITEMS = 1 << 19, 1 << 15, 1 << 21
-BLOCK = 1 << 18  # bytes of strings that are read together
+BLOCK = 1 << 18  # number of bytes of strings that are read at once
 
 _NUMBERS = "UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FLOAT32 FLOAT64 BOOL"
 NUMBERS = {
@@ -47,7 +47,7 @@ class GGUFError(FileError):
 
 @dataclass(frozen=True)
 class TensorInfo(TensorSpec):
-    """Row of the tensor table, with the byte at which the data begins, and the part of a split file."""
+    """Row of the tensor table: a tensor, the byte at which its data begins, and its part of a split model."""
 
     offset: int
     part: int = 0
@@ -73,7 +73,7 @@ class Index:
         left = self.end - self.at
         if count > left:
             rest = "" if self.end == self.size else f" of the {self.end} that an index may have"
-            raise self.fault(f"expected {count} bytes, found only {left} left{rest}")
+            raise self.fault(f"expected {count} bytes, but only {left} are left{rest}")
 
     def take(self, count: int) -> bytes:
         self.need(count)
@@ -112,7 +112,7 @@ class Index:
         while len(out) < count:
             self.at += unpack_strings(self.file.read(min(self.end - self.at, BLOCK)), count, out)
             self.file.seek(self.at)
-            if len(out) < count:  # the next string does not fit the block, or is invalid
+            if len(out) < count:  # the next string does not fit into the block, or is invalid
                 out.append(self.string())
         return out
 
@@ -230,7 +230,7 @@ def _placed(
 ) -> dict[str, TensorInfo]:
     """Return the table of tensors, with their positions in the file.
 
-    `whole`: refuse bytes after the last tensor, because no digest of a checkpoint covers them.
+    `whole`: whether to refuse bytes after the last tensor, which no digest of a checkpoint covers.
     """
     start, end = padded(index.at, alignment), index.at
     for name, info in tensors.items():

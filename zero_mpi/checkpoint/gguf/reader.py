@@ -77,12 +77,11 @@ class GGUFFile(WeightSource):
 
     @property
     def nbytes(self) -> int:
-        """Size of all files together, in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def surplus(self) -> int:
-        """Number of bytes after the last tensor, which some programs write."""
+        """Number of bytes after the last tensor of each file. Some programs write such bytes."""
         alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # end of each part
         return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
@@ -90,7 +89,7 @@ class GGUFFile(WeightSource):
     def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
         """Fill out (n,) with the stored bytes [start, start + n) of a tensor. Raise errors as `read` does."""
         info = self.spec(name)
-        assert 0 <= start <= start + out.size <= info.nbytes, "the range is inside the tensor"
+        assert 0 <= start <= start + out.size <= info.nbytes, "expected a range inside the tensor"
         self.parts[info.part].bytes_at(info.offset + start, out)
 
     def raw_chunks(self, name: str, size: int) -> Iterator[memoryview]:
@@ -147,8 +146,8 @@ def _read_part(path: str | os.PathLike[str]) -> _Part:
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
     """Yield the later files of a split model, after checking each against the first; none if it is not split.
 
-    If the count is 0 or 1, the model is not split: llama.cpp's tools leave these keys in a file into which
-    they merge parts. A later part has its part number, but no keys of the model.
+    If the count is 0 or 1, the model is not split: llama.cpp's tools keep these keys when they merge
+    all parts into one file. A later part has its part number, but no keys of the model.
     """
     count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
     if count <= 1 and place == 0:

@@ -1,7 +1,7 @@
 """Converts the config.json of a Hugging Face folder to GGUF keys.
 
-If a setting would change results and we do not support it, an error names it. Ignoring it would train another
-model. The keys are those that llama.cpp's converter writes.
+If a setting would change results and we do not support it, an error names it. Ignoring it would train a
+different model. The keys are those that llama.cpp's converter writes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GPT2_SIZES = {
     "vocab_size": "vocab_size",
 }
 
-# Settings that may be missing, or must have one of these values, because we compute nothing else.
+# Settings that must be missing or have one of these values, because we support no others.
 ONLY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "is_causal": (None, True)}
 ONLY_ROTARY = ONLY | {"use_bidirectional_attention": (None, False)}
 ONLY_GPT2 = ONLY | {
@@ -91,14 +91,14 @@ def keys_of(arch: str, settings: Settings) -> Metadata:
 
 
 def rotary_keys(arch: str, settings: Settings) -> Metadata:
-    """Return the keys of a rotary model. The prefix, which is the architecture, is left out."""
+    """Return the keys of a rotary model, without their prefix, which is the architecture."""
     kind = ROTARY_CLASSES[arch]
     name, values = kind.activation
     settings.only({**ONLY_ROTARY, **kind.only, name: (None, *values)})
     turned = settings.values.get("no_rope_layers")
     every_fourth = isinstance(turned, list) and turned == [int(i % 4 != 3) for i in range(len(turned))]
     if turned is not None and not every_fourth:
-        raise settings.fault("no_rope_layers", "1, 1, 1, 0 and so on (only)")
+        raise settings.fault("no_rope_layers", "1, 1, 1, 0, repeated")
     keys: Metadata = {key: np.uint32(settings.size(name)) for key, name in SIZES.items()}
     heads = settings.size("num_attention_heads")
     width = np.uint32(head_width(arch, settings))
@@ -150,22 +150,18 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
         settings.size("head_dim", kind.head_dim),
     )
     if settings.size("query_pre_attn_scalar", 256) != width:
-        raise settings.fault("query_pre_attn_scalar", f"{width} (only), the width of a head")
+        raise settings.fault("query_pre_attn_scalar", f"{width}, the only supported value")
     if all_full(types, layers) or settings.values.get("sliding_window", 4096) is None:
         return {"attention.sliding_window": np.uint32(0)}
-    usual = types is None or (isinstance(types, list) and len(types) == layers)
-    if not usual or any(
-        kind_of != (SLIDING if number % kind.period else FULL)
-        for number, kind_of in enumerate(types or (), 1)
-    ):
-        raise settings.fault(
-            "layer_types", f"{FULL} in every {kind.period}th layer, {SLIDING} elsewhere (only)"
-        )
+    count = len(types) if isinstance(types, list) else 0
+    usual = [SLIDING if number % kind.period else FULL for number in range(1, count + 1)]
+    if types is not None and (count != layers or types != usual):
+        raise settings.fault("layer_types", f"{FULL} in every {kind.period}th layer, {SLIDING} in all others")
     return {"attention.sliding_window": np.uint32(settings.size("sliding_window", 4096))}
 
 
 def score_width(width: int, heads: int, layers: int, head: int) -> int:
-    """Return the number by whose root gemma3 divides scores: the width of a head, except for 62 layers."""
+    """Return the number whose square root gemma3 divides scores by: `head`, but not for 62 layers."""
     return width // heads if layers == 62 else head
 
 
@@ -173,7 +169,7 @@ def refuse_windows(settings: Settings) -> None:
     """Raise FileError unless every layer attends to all earlier positions."""
     kinds = settings.values.get("layer_types")
     if kinds is not None and not all_full(kinds, settings.size("num_hidden_layers")):
-        raise settings.fault("layer_types", "full_attention in every layer (only)")
+        raise settings.fault("layer_types", "full_attention in every layer")
     window = settings.values.get("sliding_window", 4096)
     if settings.values.get("model_type") in ("phi3", "mistral"):
         context = settings.size("max_position_embeddings")

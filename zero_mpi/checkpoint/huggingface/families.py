@@ -1,4 +1,4 @@
-"""Table of Hugging Face's classes of models: names and order of tensors, settings in config.json.
+"""Table of Hugging Face's model classes: names and order of their tensors, and settings in config.json.
 
 The table has one row for each class. The reader and the writer of folders use it.
 """
@@ -15,13 +15,12 @@ from zero_mpi.files.foreign import quoted
 
 
 class Settings:
-    """Values of a config.json, which methods read with range checks. Errors name the setting."""
+    """Settings of a config.json. The methods check types and ranges. Errors name the setting."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
     def fault(self, name: str, expected: str) -> FileError:
-        """Return an error for a setting whose value is not the expected one."""
         found = quoted(self.values[name]) if name in self.values else "nothing"
         return FileError(f"{name}: expected {expected}, found {found}")
 
@@ -56,23 +55,23 @@ class Settings:
 
 
 class Order(Enum):
-    """Order of the elements of a tensor in a Hugging Face folder, compared with GGUF."""
+    """Order of the elements of a tensor in a Hugging Face folder, relative to GGUF's order."""
 
     SAME = "same"
-    HALVES = "halves"  # each head: the rows with even numbers in GGUF, then the rows with odd numbers
+    HALVES = "halves"  # in each head, first GGUF's rows with even numbers, then the odd ones
     TRANSPOSED = "transposed"
     LESS_ONE = "less one"  # GGUF's order; the folder stores the weights of norms minus 1
 
 
 @dataclass(frozen=True)
 class Names:
-    """Names of tensors: prefix of most names, text before a block's number, and name tables."""
+    """Names of a class's tensors: prefix of most names, word before a block's number, and name tables."""
 
     prefix: str
     blocks: str
     outer: dict[str, str]
     inner: dict[str, str]
-    dropped: str  # pattern of names that hold no weights
+    dropped: str  # pattern of the names of tensors that hold no weights
     orders: dict[str, Order]
 
 
@@ -105,7 +104,7 @@ _MOE = replace(_ROTARY, inner=_ROTARY.inner | {"mlp.gate": "ffn_gate_inp"})
 _MIXTRAL = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.gate": "ffn_gate_inp"})
 _GRANITEMOE = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.router.layer": "ffn_gate_inp"})
 GATE_UP, DOWN = ("ffn_gate_exps", "ffn_up_exps"), ("ffn_down_exps",)
-# Matrices that a folder stores one after the other in a single tensor, once for each expert if there are any
+# Tensors that join several matrices, one after the other, and repeat them for each expert if there are any
 JOINT = {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}
 JOINT_GRANITE = {
     "block_sparse_moe.input_linear": GATE_UP,
@@ -177,11 +176,11 @@ class RotaryClass:
 
     names: Names
     name: str
-    tied: bool = False  # defaults of settings: this field and the next two
+    tied: bool = False  # this field and the next two are defaults of settings
     theta: float = 10000.0
     epsilon: float = 1e-6
     head_dim: int | None = None  # default of the setting; None: width / number of heads
-    kv_heads: bool = True  # whether num_key_value_heads is the number of heads by default
+    kv_heads: bool = True  # whether num_key_value_heads defaults to the number of heads
     biases: Biases = field(default_factory=dict)  # setting -> projections that have a bias if it is true
     biased: frozenset[str] = frozenset()  # projections that always have a bias
     # GGUF key -> (setting, default), for settings that are numbers
@@ -195,9 +194,9 @@ class RotaryClass:
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))  # name and permitted values
     # GGUF key -> setting, for settings that are whole numbers
     sizes: Mapping[str, str] = field(default_factory=dict)
-    # For a mixture: module of the experts, tensors of one expert, tensors of all experts
+    # For a mixture of experts: name of their module, tensors of one expert, tensors that join all experts
     experts: tuple[str, dict[str, str], dict[str, tuple[str, ...]]] | None = None
-    period: int = 0  # every period-th block has full attention, others a window; 0: all full
+    period: int = 0  # every period-th block has full attention, the others a window; 0: no window
 
 
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}

@@ -1,4 +1,4 @@
-"""A Hugging Face folder (config.json and safetensors) as a source of weights with names from GGUF.
+"""A Hugging Face folder (config.json and safetensors) as a source of weights with GGUF's names.
 
 No file is converted in advance. `read` converts any range of elements to GGUF's order and only reads the
 bytes of this range. So each rank can read its shards of a model that is too large for one rank.
@@ -46,14 +46,14 @@ TWICE = "tensor {}: expected once, found again under another name"
 class HuggingFaceTensor(TensorSpec):
     """A tensor with its GGUF name and shape, its stored `type`, and its name and order in the folder.
 
-    `head`: number of rows per head, if the rows have another order.
+    `head`: number of rows per head, used if their order in the folder differs from GGUF's.
     """
 
     source: str
     order: Order = Order.SAME
     head: int = 0
     parts: tuple[tuple[str, int], ...] = ()
-    """Source of each run of elements that form the tensor, with its start. All runs are equally long."""
+    """(folder's tensor, first element) of each run of elements in this tensor. All runs are equally long."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class HuggingFaceFolder(WeightSource):
             _check_head(tensors, weights, tied)
             if arch != "gpt2":
                 _check_biases(tensors, biases)
-            constants = rope_factors(arch, settings)  # the tensors have confirmed the width of heads
+            constants = rope_factors(arch, settings)  # here, because the tensors have confirmed the width
         named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
         return cls(folder, metadata, tensors | named, config, weights, constants)
 
@@ -135,7 +135,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def open_weights(folder: Path) -> SafetensorsModel:
-    """Open the safetensors files of a folder. If there are none, FileError says what to do."""
+    """Open the safetensors files of a folder. Raise FileError, with a remedy, if there are none."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = any(folder.glob("*.bin"))
         found = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
@@ -166,7 +166,7 @@ def stacked(of_expert: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
     """Return the matrices of all experts as one stacked tensor; a shared expert's matrix is not stacked."""
     count, first = len(of_expert), next(iter(of_expert.values()))
     if {*of_expert} != {*range(count)} or any(each.shape != first.shape for each in of_expert.values()):
-        raise FileError(f"tensor {show(first.name)}: expected equal matrices of experts 0 to {count - 1}")
+        raise FileError(f"tensor {show(first.name)}: expected equal shapes for experts 0 to {count - 1}")
     shape = first.shape if first.name.endswith("_shexp.weight") else (count, *first.shape)
     return replace(first, shape=shape, parts=tuple(of_expert[e].parts[0] for e in range(count)))
 
@@ -196,23 +196,20 @@ def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied:
         pair = [tensors.pop(HEAD), tensors[EMBEDDING]]
         names = [spec.source for spec in pair if isinstance(spec, HuggingFaceTensor)]
         chunks = zip(*(weights.raw_chunks(name, 4 * CHUNK) for name in names), strict=False)
-        if (
-            pair[0].shape != pair[1].shape
-            or pair[0].type != pair[1].type
-            or any(bytes(a) != bytes(b) for a, b in chunks)
-        ):
+        alike = (pair[0].shape, pair[0].type) == (pair[1].shape, pair[1].type)
+        if not alike or any(bytes(a) != bytes(b) for a, b in chunks):
             raise FileError("lm_head.weight differs from the embedding, but tie_word_embeddings is true")
 
 
 def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
-    """Raise FileError for a bias that config.json does not announce, because we would not compute it."""
+    """Raise FileError unless exactly those projections have a bias for which config.json sets one."""
     for name in tensors:
         stem, _, kind = name.rpartition(".")
         part = stem.rpartition(".")[2]
         if kind == "bias" and part not in biases:
             raise FileError(f"{CONFIG} sets no bias for {part}, but the folder has {show(name)}")
         if kind == "weight" and part in biases and f"{stem}.bias" not in tensors:
-            raise FileError(f"{CONFIG} sets a bias for {part}, but the folder has no {show(name)}")
+            raise FileError(f"{CONFIG} sets a bias for {part}, but the folder has no {show(stem + '.bias')}")
 
 
 PEFT_CONFIG, PEFT_MODEL = "adapter_config.json", "adapter_model.safetensors"
@@ -227,7 +224,7 @@ PASSED_OVER = {
     "qalora_group_size", "revision", "target_modules", "task_type",
 }  # fmt: skip
 NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # values which mean that an option is not used
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change base weights too
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base weights too
 
 
 @dataclass(frozen=True)
@@ -241,7 +238,7 @@ class PeftFolder(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], base: Metadata) -> PeftFolder:
-        """Read and check the headers of an adapter. `base`: keys of its base. Raise FileError if invalid."""
+        """Read and check an adapter's headers. `base`: the base model's keys. Raise FileError if invalid."""
         folder, keys = Path(os.path.realpath(path)), GGUFKeys(base, "the base model")
         arch = keys.architecture or ""
         if arch not in FAMILIES:
@@ -249,10 +246,8 @@ class PeftFolder(WeightSource):
         with prefixed(f"{folder / PEFT_CONFIG}:"):
             alpha = alpha_of(Settings(read_config(folder / PEFT_CONFIG)))
         if not exists(folder / PEFT_MODEL):
-            raise FileError(
-                f"{folder}: expected {PEFT_MODEL} next to {PEFT_CONFIG}, found none: save the "
-                "adapter as safetensors"
-            )
+            expected = f"expected {PEFT_MODEL} next to {PEFT_CONFIG}, found none"
+            raise FileError(f"{folder}: {expected}: save the adapter as safetensors")
         weights = SafetensorsModel.open(folder / PEFT_MODEL)
         with prefixed(f"{folder}:"):
             tensors = dict(_factor(weights, source, arch, keys) for source in weights.tensors)
@@ -281,7 +276,7 @@ def alpha_of(settings: Settings) -> float:
 def _factor(
     weights: SafetensorsModel, source: str, arch: str, keys: GGUFKeys
 ) -> tuple[str, HuggingFaceTensor]:
-    """Return one factor with its GGUF name. `head`: number of rows per head, reordered together."""
+    """Return a factor's name in GGUF and the factor. Raise FileError for any other tensor."""
     stored = weights.spec(source)
     ours, theirs = next(((o, t) for o, t in ENDS.items() if source.endswith(t)), ("", ""))
     stem = source.removeprefix(PREFIX).removesuffix(theirs)
@@ -294,14 +289,14 @@ def _factor(
 
 
 def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) -> tuple[Order, int]:
-    """Return the order of a factor's rows in the folder, and rows per head. gpt2's rows are not reordered."""
+    """Return the order of a factor's rows in the folder, and rows per head. Factors are never transposed."""
     if end == SECOND and order_of(keys.architecture or "", target) == Order.HALVES:
         return Order.HALVES, head_of(factor, target, keys)
     return Order.SAME, 0
 
 
 def head_of(factor: TensorSpec, target: str, keys: GGUFKeys) -> int:
-    """Return the rows per head in q's or k's second factor. Raise FileError if the base has other heads."""
+    """Return the rows per head in q's or k's second factor. Raise FileError if the heads do not fit."""
     heads = keys.integer(f"{keys.architecture}.attention.head_count", 1) or 1
     if ".attn_k." in target:
         heads = keys.integer(f"{keys.architecture}.attention.head_count_kv", 1) or heads

@@ -115,7 +115,7 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str
 def parts_from(
     arch: str, name: str, shape: tuple[int, ...]
 ) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
-    """Return the folder's tensors for a GGUF tensor of experts: name, shape, and the GGUF names inside.
+    """Return (name, shape, GGUF names inside) of the folder's tensors that hold a GGUF tensor of experts.
 
     A tensor that joins several GGUF tensors is returned for the first of them only. None for other tensors.
     """
@@ -141,7 +141,7 @@ def to_gguf(arch: str, name: str) -> str | None:
     block = re.fullmatch(rf"{family.blocks}\.(0|[1-9][0-9]{{,5}})\.(.+)", stem)
     found = family.inner.get(block[2]) if block else family.outer.get(stem)
     if found is None or kind not in ("weight", "bias"):
-        raise FileError(f"tensor {show(name)} is not one of a {arch} model")
+        raise FileError(f"tensor {show(name)} is not one of the tensors of a {arch} model")
     return f"blk.{block[1]}.{found}.{kind}" if block else f"{found}.{kind}"
 
 
@@ -167,7 +167,7 @@ def order_of(arch: str, name: str) -> Order:
 
 
 def place_of(arch: str, name: str) -> tuple[int, int, int]:
-    """Return a key that sorts GGUF names by use: embedding, blocks by number, other tensors."""
+    """Return a key that sorts GGUF names in the order of use: embedding, blocks by number, other tensors."""
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
     if block:

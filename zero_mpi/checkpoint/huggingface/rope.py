@@ -1,6 +1,6 @@
 """Reads rotary settings from config.json: width of a head, base of the frequencies, and their scaling.
 
-GGUF has keys for linear scaling and for YaRN. For Llama 3's scaling it has no key but a tensor of divisors,
+GGUF has keys for linear scaling and for YaRN. It has no key for Llama 3's scaling, but a tensor of divisors,
 `rope_freqs.weight`.
 """
 
@@ -20,17 +20,17 @@ from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.parse import parse_json
 from zero_mpi.ops.elementary import log, power
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # for attention to all positions, and for a window
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types in config.json
 MAX_HEAD = 1 << 14  # maximum width of a head; limits rotary tables, which are made before tensors are read
-ROPE_SCALING = "zero_mpi.rope_scaling"  # key with Llama 3's settings as JSON, which divisors do not show
+ROPE_SCALING = "zero_mpi.rope_scaling"  # key for Llama 3's settings, as JSON: the divisors do not show them
 FORMER = "original_max_position_embeddings"  # context length without frequency scaling
 FORMER_PHI3 = 4096  # Phi 3's default for this setting
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", FORMER)
 SCALINGS = ("linear", "yarn")  # kinds of scaling that GGUF has keys for
 LONGROPE, PARTIAL = "longrope", "partial_rotary_factor"
-OLDER_LONGROPE = ("su", "yarn")  # names that longrope had earlier in Phi 3
+OLDER_LONGROPE = ("su", "yarn")  # former names of longrope in Phi 3's config.json
 ROPE_FREQS = "rope_freqs.weight"
-LONG_FACTORS = {  # tensor in a GGUF -> setting that has its values
+LONG_FACTORS = {  # tensor in a GGUF -> setting with its values
     "rope_factors_long.weight": "long_factor",
     "rope_factors_short.weight": "short_factor",
 }
@@ -72,7 +72,7 @@ def turned_width(arch: str, settings: Settings) -> int:
 
 
 def of_one_kind(arch: str, settings: Settings) -> Settings:
-    """Return the settings with rotary settings of one kind: those for layers with full attention.
+    """Return the settings with one kind of rotary settings: the kind for layers with full attention.
 
     Layers with a window have rotary settings of their own, which must be gemma3's (base 10000, no scaling).
     Settings that Mistral leaves out get their defaults, which differ from llama's.
@@ -101,7 +101,7 @@ def object_of(settings: Settings, name: str) -> dict[str, Any]:
 def rope_of(settings: Settings) -> Settings:
     """Return base and scaling of the rotary frequencies, read in the newer or the older format.
 
-    As in transformers, the older format overrides the newer, and a top-level original context a nested one.
+    As in transformers, the older format takes precedence, and so does an original context at the top level.
     """
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
     found = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
@@ -114,7 +114,7 @@ def rope_of(settings: Settings) -> Settings:
     if settings.values.get("model_type") != "phi3":
         rope.only({PARTIAL: (None, 1.0)})
     if any(isinstance(value, dict) for value in found.values()):
-        raise settings.fault("rope_parameters", "one setting for all layers (only)")
+        raise settings.fault("rope_parameters", "one setting for all layers")
     return rope
 
 
@@ -139,7 +139,7 @@ def scaling_keys(settings: Settings) -> Metadata:
     Settings({"truncate": True} | dict(rope.values)).only(ONLY_YARN)
     usual = 1.0 + 0.1 * log(max(factor, 1.0))
     if not math.isclose(rope.number("attention_factor", usual), usual, rel_tol=1e-6):
-        raise rope.fault("attention_factor", f"{usual:.6g} (only), the value that follows from its factor")
+        raise rope.fault("attention_factor", f"{usual:.6g}, the value that follows from the factor")
     keys["rope.scaling.original_context_length"] = np.uint32(
         rope.size(FORMER, settings.size("max_position_embeddings"))
     )
@@ -163,12 +163,9 @@ def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np
     found, rope = {}, rope_of(settings)
     for tensor, name in LONG_FACTORS.items():
         values = rope.values.get(name)
-        numbers = (
-            [Settings({name: value}).number(name) for value in values] if isinstance(values, list) else []
-        )
-        if len(numbers) != count:
+        if not isinstance(values, list) or len(values) != count:
             raise rope.fault(name, f"a list of {count} numbers")
-        found[tensor] = np.array(numbers, np.float32)
+        found[tensor] = np.array([Settings({name: value}).number(name) for value in values], np.float32)
     return found
 
 
