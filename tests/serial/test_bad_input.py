@@ -20,12 +20,6 @@ SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--conte
 SMALL += ["--batch-size", "2", "--micro-batch", "1", "--sample", "0"]
 
 
-def write_what_is_no_text(folder: Path) -> None:
-    (folder / "wide.txt").write_text("A text with two bytes for each letter. " * 9, "utf-16")
-    (folder / "binary-folder").mkdir()
-    (folder / "binary-folder" / "text.gz").write_bytes(gzip.compress(b"text"))
-
-
 @pytest.fixture(scope="module")
 def things(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("things")
@@ -38,7 +32,9 @@ def things(tmp_path_factory) -> Path:
     (folder / "sound.toml").write_text("steps = 1\n")
     np.save(folder / "ids.npy", np.array([1, 2, 3] * 50, np.uint16))
     np.save(folder / "high.npy", np.array([1, 2, 999] * 50, np.uint16))
-    write_what_is_no_text(folder)
+    (folder / "wide.txt").write_text("A text with two bytes for each letter. " * 9, "utf-16")
+    (folder / "binary-folder").mkdir()
+    (folder / "binary-folder" / "text.gz").write_bytes(gzip.compress(b"text"))
     return folder
 
 

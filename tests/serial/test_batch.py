@@ -11,15 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import (
-    clean_environment,
-    hands_sigterm_on,
-    launcher,
-    launcher_kind,
-    run_command,
-    running,
-    until,
-)
+from jobs import clean_environment, hands_sigterm_on, launcher, launcher_kind, run_command, running, until
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 
@@ -116,10 +108,6 @@ def test_a_program_that_does_not_answer_is_no_answer(text, programs, monkeypatch
     assert ask(job_that_asks("squeue" if text is not None else str(programs / "missing"))) is None
 
 
-def without_a_thread(monkeypatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-
-
 @pytest.mark.parametrize(
     ("own", "at_start", "left", "name"),
     [
@@ -131,7 +119,7 @@ def without_a_thread(monkeypatch) -> None:
     ],
 )
 def test_the_earlier_end_counts(own, at_start, left, name, monkeypatch):
-    without_a_thread(monkeypatch)
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     monkeypatch.setattr(time_limit, "process_age", lambda: 0.0)
     limit = TimeLimit(own, job_that_asks("false", at_start=at_start))
     assert limit.left() == pytest.approx(left, abs=0.1)

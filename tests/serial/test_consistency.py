@@ -26,11 +26,6 @@ PACKAGE = Path(zero_mpi.__file__).parent
 RUN = [sys.executable, "-m", "zero_mpi.train"]
 
 
-def copy_of_package(folder):
-    ignored = shutil.ignore_patterns("*.pyc", "__pycache__")
-    return shutil.copytree(PACKAGE, folder / "zero_mpi", ignore=ignored)
-
-
 @pytest.fixture
 def flags(tmp_path):
     return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
@@ -79,7 +74,8 @@ def test_another_variable_on_one_rank_is_refused(flags, tmp_path):
 
 @needs_mpiexec
 def test_another_package_on_one_rank_is_refused(flags, tmp_path):
-    copy = copy_of_package(tmp_path / "other")
+    ignored = shutil.ignore_patterns("*.pyc", "__pycache__")
+    copy = shutil.copytree(PACKAGE, tmp_path / "other" / "zero_mpi", ignore=ignored)
     path = copy / "optim/optimizer.py"
     path.write_text(path.read_text() + "# another line\n")
     said = refused([*RUN, *flags], ["env", f"PYTHONPATH={copy.parent}", *RUN, *flags], tmp_path)

@@ -158,22 +158,19 @@ def batches(monkeypatch):
     """Return the sizes of encoded batches, and the number of the interrupted batch."""
     seen, ends_at = [], [None]
 
-    def seen_encoding(pieces, encode):
-        if len(seen) == ends_at[0]:
-            raise KeyboardInterrupt
-        seen.append(sum(map(len, pieces)))
-        return encode(pieces)
-
     call = Batches.__call__
-    monkeypatch.setattr(Batches, "__call__", lambda self, pieces, encode: call(self, pieces, wrapped(encode)))
 
-    def wrapped(encode):
+    def watched(self, pieces, encode):
         @functools.wraps(encode)
         def run(pieces):
-            return seen_encoding(pieces, encode)
+            if len(seen) == ends_at[0]:
+                raise KeyboardInterrupt
+            seen.append(sum(map(len, pieces)))
+            return encode(pieces)
 
-        return run
+        return call(self, pieces, run)
 
+    monkeypatch.setattr(Batches, "__call__", watched)
     monkeypatch.setattr(bpe, "_BATCH", 200)
     monkeypatch.setattr(bpe.gguf, "PIECE", 50)
     monkeypatch.setattr(bpe, "_WINDOW", 400)

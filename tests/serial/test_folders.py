@@ -17,9 +17,9 @@ def fill(folder: Path, content: bytes) -> Path:
     return folder
 
 
-def save(out: Path, step: int, content: bytes = NEW, keep: int = 0) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    return folders.publish(out, step, fill(folders.begin(folders.step_folder(out, step)), content), keep)
+def save(out: Path, step: int, keep: int = 0, is_best: bool = False) -> Path:
+    folder = fill(folders.begin(folders.step_folder(out, step)), NEW)
+    return folders.publish(out, step, folder, keep, is_best=is_best)
 
 
 def names(out: Path) -> list[str]:
@@ -28,12 +28,6 @@ def names(out: Path) -> list[str]:
 
 def named(*steps: int) -> list[str]:
     return [f"step-{step:08d}" for step in steps]
-
-
-def latest(out: Path) -> bytes:
-    model, state = ((out / "latest" / name).read_bytes() for name in (folders.MODEL, folders.OPTIMIZER))
-    assert model == state
-    return model
 
 
 def age(folder: Path, seconds: float) -> None:
@@ -63,16 +57,10 @@ def test_clean_leaves_alone_what_is_not_its_own(tmp_path):
     assert names(tmp_path) == sorted(["latest", "metrics.jsonl", *named(1), *kept])
 
 
-def save_best(out: Path, step: int, keep: int = 0) -> Path:
-    return folders.publish(
-        out, step, fill(folders.begin(folders.step_folder(out, step)), NEW), keep, is_best=True
-    )
-
-
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [2, 4]), (2, [2, 3, 4])])
 def test_the_best_is_kept_beside_the_newest(keep, left, tmp_path):
     save(tmp_path, 1)
-    save_best(tmp_path, 2)
+    save(tmp_path, 2, is_best=True)
     save(tmp_path, 3)
     save(tmp_path, 4, keep=keep)
     assert os.readlink(tmp_path / "best") == "step-00000002"
@@ -80,7 +68,7 @@ def test_the_best_is_kept_beside_the_newest(keep, left, tmp_path):
 
 
 def test_the_best_that_was_moved_aside_gets_its_name_back(tmp_path):
-    save_best(tmp_path, 1)
+    save(tmp_path, 1, is_best=True)
     save(tmp_path, 2)
     (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")
     folders.clean(tmp_path)

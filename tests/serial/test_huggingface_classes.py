@@ -4,8 +4,6 @@ For each family and setting, the class completes config.json's settings, and Num
 the logits.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,24 +29,18 @@ IN_EFFECT |= {"layer_types", "sliding_window", "use_sliding_window", "partial_ro
 LINEAR = {"rope_type": "linear", "factor": 2.5}
 LONG = hf_models.CONFIGS["phi3, long"]["rope_scaling"]
 CASES: list[tuple[str, Edit]] = [(name, {}) for name in hf_models.CONFIGS]
+COMMON = ["rms_norm_eps", "rope_theta"]
 # A missing setting gets the default of the class.
 for family, optional in {
-    "llama": ["num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta"],
-    "qwen2": ["rms_norm_eps", "hidden_act", "rope_theta"],
-    "qwen3": ["rms_norm_eps", "hidden_act", "rope_theta", "head_dim", "tie_word_embeddings"],
-    "smollm3": ["rms_norm_eps", "hidden_act", "rope_theta", "tie_word_embeddings"],
-    "granite": [
-        *hf_models.GRANITE,
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "rope_theta",
-        "attention_bias",
-        "mlp_bias",
-    ],
-    "olmo2": ["num_key_value_heads", "rms_norm_eps", "rope_theta"],
-    "gemma3": ["rms_norm_eps", "hidden_activation", "rope_theta", "sliding_window", "tie_word_embeddings"],
-    "mistral": ["rms_norm_eps", "hidden_act", "rope_theta", "head_dim"],
-    "phi3": ["num_key_value_heads", "rms_norm_eps", "rope_theta"],
+    "llama": [*COMMON, "num_key_value_heads", "hidden_act"],
+    "qwen2": [*COMMON, "hidden_act"],
+    "qwen3": [*COMMON, "hidden_act", "head_dim", "tie_word_embeddings"],
+    "smollm3": [*COMMON, "hidden_act", "tie_word_embeddings"],
+    "granite": [*hf_models.GRANITE, *COMMON, "num_key_value_heads", "attention_bias", "mlp_bias"],
+    "olmo2": [*COMMON, "num_key_value_heads"],
+    "gemma3": [*COMMON, "hidden_activation", "sliding_window", "tie_word_embeddings"],
+    "mistral": [*COMMON, "hidden_act", "head_dim"],
+    "phi3": [*COMMON, "num_key_value_heads"],
     "phi3, long": ["original_max_position_embeddings"],
     "gpt2": ["n_inner", "layer_norm_epsilon"],
 }.items():
@@ -130,7 +122,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "edits"), CASES, ids=str)
-def test_a_configuration_means_what_its_class_says(tmp_path: Path, name: str, edits: Edit) -> None:
+def test_a_configuration_means_what_its_class_says(tmp_path, name, edits):
     config = plain(hf_models.CONFIGS[name] | edits)
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = class_of(tmp_path)
@@ -157,7 +149,7 @@ def test_a_configuration_means_what_its_class_says(tmp_path: Path, name: str, ed
 
 
 @pytest.mark.parametrize("name", sorted(ROTARY_CLASSES | {"gpt2": None}))
-def test_classes_types_and_special_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_classes_types_and_special_tokens_are_those_of_transformers(tmp_path, name):
     config = hf_models.CONFIGS[name]
     folder = hf_models.write_folder(tmp_path / "a", config, hf_models.random_tensors(config))
     source = HuggingFaceFolder.open(folder)

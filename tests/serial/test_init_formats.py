@@ -9,7 +9,8 @@ import hf_models
 import numpy as np
 import pytest
 from jobs import run_job
-from test_command_bits import fields, needs_mpiexec, tensors, train, write_text
+from test_command_bits import fields, needs_mpiexec, tensors, train
+from test_command_bits import text as text
 from test_export import export
 from test_resume import refused
 
@@ -19,11 +20,6 @@ pytestmark = needs_mpiexec
 SIZES = ["--layers", "2", "--dim", "64", "--heads", "4", "--ffn", "96", "--context", "16"]
 RUN = ["--batch-size", "5", "--micro-batch", "2", "--context", "16", "--sample", "0", "--warmup", "2"]
 ARCHES = ["llama", "gpt2", "qwen2", "qwen3"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> list[str]:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +78,13 @@ def test_records_have_the_sizes_of_the_model_and_replay_it(arch, models, text, t
 STILL = ["--lr", "0", "--min-lr", "0"]
 
 
-def assert_written_are_the_values_of(source: Path, out: Path) -> None:
-    read, written = GGUFFile.open(source), GGUFFile.open(out / "latest" / "model.gguf")
-    assert len(fields(out)) == 2
-    assert [
-        name for name in read.tensors if not np.array_equal(read.tensor(name), written.tensor(name))
-    ] == []
-
-
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q5_1"])
 def test_stored_types_start_from_their_values(kind, models, text, tmp_path):
     export(models["llama"], tmp_path / "small.gguf", "--type", kind)
     out = start(3, tmp_path / "out", tmp_path / "small.gguf", text, *STILL)
-    assert_written_are_the_values_of(tmp_path / "small.gguf", out)
+    read, written = GGUFFile.open(tmp_path / "small.gguf"), GGUFFile.open(out / "latest" / "model.gguf")
+    assert len(fields(out)) == 2
+    assert all(np.array_equal(read.tensor(name), written.tensor(name)) for name in read.tensors)
 
 
 def test_a_model_that_is_not_finite_is_refused(models, text, tmp_path):
