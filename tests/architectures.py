@@ -1,7 +1,7 @@
 """Table of all architectures, with a row for each, from which tests build small models.
 
 A row lists the tensors of a file, as llama.cpp defines them, and the settings that switch on
-the features of the architecture. A test passes sizes: `build` returns one model, `every` a model of each row.
+the features of the architecture. From sizes, `build` makes one model and `every` makes a model of each row.
 """
 
 from collections.abc import Callable, Mapping
@@ -77,6 +77,8 @@ EXPERTS = {"expert_count": 5, "expert_used_count": 2}
 GPT2 = {"attn_norm": "E", "attn_qkv": "TE", "attn_output": "EE", "ffn_norm": "E"}
 GPT2 |= {"ffn_up": "FE", "ffn_down": "EF"}
 
+GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.375, "attention_scale": 0.75, "logit_scale": 1.5}
+
 FOUR = {"experts": 4}
 MIXTURE = ("--kv-heads", "1", "--tied", "--experts", "4")
 ROWS = {
@@ -98,15 +100,7 @@ ROWS = {
         tolerance=2e-2,
         flags=("--kv-heads", "1", "--tied", "--layers", "6"),
     ),
-    "granite": Row(
-        LLAMA,
-        settings={
-            "embedding_scale": 3.0,
-            "residual_scale": 0.375,
-            "attention_scale": 0.75,
-            "logit_scale": 1.5,
-        },
-    ),
+    "granite": Row(LLAMA, settings=GRANITE),
     "qwen3moe": Row(MOE | HEAD_NORMS, settings=EXPERTS, fit=one_width, flags=MIXTURE, needed=FOUR),
     "olmoe": Row(
         MOE | {"attn_q_norm": "Q", "attn_k_norm": "K"},
@@ -118,14 +112,7 @@ ROWS = {
     ),
     "granitemoe": Row(
         MOE | SHARED,
-        settings={
-            **EXPERTS,
-            "expert_shared_feed_forward_length": 7,
-            "embedding_scale": 3.0,
-            "residual_scale": 0.375,
-            "attention_scale": 0.75,
-            "logit_scale": 1.5,
-        },
+        settings=EXPERTS | GRANITE | {"expert_shared_feed_forward_length": 7},
         flags=MIXTURE,
         needed=FOUR,
     ),
@@ -149,7 +136,7 @@ def every(sizes: Sizes, **changes: Any) -> dict[str, ModelConfig]:
 
 
 def tied(models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
-    """Return the models that can use the embedding as their head, by "ARCHITECTURE, tied"."""
+    """Return "ARCHITECTURE, tied" -> model with the embedding as its head, where that is possible."""
     return {f"{arch}, tied": replace(config, tied=True) for arch, config in models.items() if ROWS[arch].ties}
 
 

@@ -44,7 +44,7 @@ def split(regex):
 DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}
 QWEN2 = split(CASELESS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST)
 LLAMA3 = split(CASELESS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST)
-KINDS = {  # name in a GGUF: pre_tokenizer, ignore_merges
+KINDS = {  # name in a GGUF -> (pre_tokenizer, ignore_merges)
     "gpt-2": (GPT2, False),
     "smollm": (DIGITS, False),
     "qwen2": (QWEN2, False),
@@ -75,7 +75,7 @@ TEXTS = [
 
 
 def random_texts(count):
-    """Return texts of random code points, and of mixed white space, letters and signs, drawn by a seed."""
+    """Return texts of random code points, and of mixed white space, letters and signs, from a fixed seed."""
     draw = random.Random(20240229)
     ranges = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
     mixed = " \n\r\t'sStTlLdDrevE019.,!?-_(){}é日👍\u00a0\u3000\u0301"

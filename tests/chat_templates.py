@@ -1,7 +1,5 @@
 """Chat templates with the constructs of public models' templates, and a tokenizer for them."""
 
-from __future__ import annotations
-
 from bpe_files import keys_of
 
 from zero_mpi.data import BPETokenizer
@@ -289,7 +287,7 @@ CALLS_MARKED = HERMES.replace(
     "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool'",
     "{{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}\n    {%- elif message.role == 'tool'",
 )
-CALLING = {  # form of tool arguments that a template expects: an object, a text, or unchanged
+CALLING = {  # name -> (template, form of tool arguments that it expects: object, text, or unchanged)
     "hermes": (HERMES, dict),
     "llama 3.1": (LLAMA31, dict),
     "nemo": (NEMO, dict),

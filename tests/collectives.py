@@ -68,8 +68,8 @@ def on_host():
 class OfDevices:
     """Tests that every collective on device memory is bit-identical to the same collective on the host.
 
-    A test module has the transports `comm`, `exact` and `fast` as fixtures, and `side` with `upload` and
-    `download`. All collectives of a kind are started before the first wait.
+    A test module defines fixtures for the transports `comm`, `exact` and `fast`, and a fixture `side` with
+    the functions `upload` and `download`. All collectives of a kind are started before the first wait.
     """
 
     lengths = LENGTHS

@@ -273,17 +273,6 @@ def pytest_configure(config):
     config.pluginmanager.register(harness, "zero_mpi-harness")
     if harness.world.rank != 0:
         config.workerinput = {}  # pytest's sign for a process that does not write caches and JUnit files
-    if harness.world.size > 1:
-        same_examples_on_all_ranks()
-
-
-def same_examples_on_all_ranks():
-    """Give all ranks the same random examples of Hypothesis; otherwise they would run different tests."""
-    with contextlib.suppress(ImportError):
-        import hypothesis
-
-        hypothesis.settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
-        hypothesis.settings.load_profile("ranks")
 
 
 class Unavailable(pytest.Module):
@@ -324,5 +313,5 @@ def ranks_folder(request):
     """Return an empty folder, the same on all ranks; it is removed after all ranks finish the test."""
     harness = request.config.pluginmanager.getplugin("zero_mpi-harness")
     folder = harness.folder_of(request.node)
-    folder.mkdir(parents=True, exist_ok=True)  # the first rank creates it, and no rank waits
+    folder.mkdir(parents=True, exist_ok=True)  # the first rank creates it, so no rank waits
     return folder  # the harness removes it after the teardown of all ranks

@@ -1,7 +1,5 @@
 """Writers of GGUF files for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -14,25 +14,19 @@ SIZES |= {"rms_norm_eps": 1e-4, "hidden_act": "silu", "rope_theta": 1000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 LONGROPE = {"rope_type": "longrope", "long_factor": [1.5, 2.0, 8.0], "short_factor": [1.0, 1.25, 1.5]}
-MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2}
-LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
+LONG = {"rope_scaling": LONGROPE, "original_max_position_embeddings": 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 GPT2 = {"vocab_size": 61, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40}
-GRANITE = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.3,
-    "attention_multiplier": 0.7,
-    "logits_scaling": 1.5,
-}
-GEMMA3 = {name: value for name, value in SIZES.items() if name != "hidden_act"} | {
-    "model_type": "gemma3_text",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "num_hidden_layers": 7,
-    "head_dim": 10,
-    "query_pre_attn_scalar": 10,
-    "sliding_window": 5,
-    "tie_word_embeddings": True,
-}
+GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.7}
+GRANITE |= {"logits_scaling": 1.5}
+GEMMA3 = {"model_type": "gemma3_text", **SIZES, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA3 |= {"num_hidden_layers": 7, "head_dim": 10, "query_pre_attn_scalar": 10, "sliding_window": 5}
+GEMMA3 |= {"tie_word_embeddings": True}
+del GEMMA3["hidden_act"]
+MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN3MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+OLMOE = {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False, "num_key_value_heads": 4}
+GRANITEMOE = {**GRANITE, **MIXTRAL, "shared_intermediate_size": 14}
 CONFIGS = {
     "llama": {"model_type": "llama", **SIZES},
     "llama, tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
@@ -49,21 +43,14 @@ CONFIGS = {
     "gemma3": GEMMA3,
     "gemma3, linear": GEMMA3
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_hidden_layers": 6},
-    "mixtral": {"model_type": "mixtral", **SIZES, **LOCAL},
-    "qwen3moe": {"model_type": "qwen3_moe", **SIZES, **MIXTURE, "head_dim": 10, "norm_topk_prob": True}
-    | {"moe_intermediate_size": 40},
-    "olmoe": {"model_type": "olmoe", **SIZES, **MIXTURE, "num_key_value_heads": 4, "norm_topk_prob": False},
-    "granitemoe": {"model_type": "granitemoeshared", **SIZES, **GRANITE, **LOCAL}
-    | {"shared_intermediate_size": 14},
+    "mixtral": {"model_type": "mixtral", **SIZES, **MIXTRAL},
+    "qwen3moe": {"model_type": "qwen3_moe", **SIZES, **QWEN3MOE, "head_dim": 10},
+    "olmoe": {"model_type": "olmoe", **SIZES, **OLMOE},
+    "granitemoe": {"model_type": "granitemoeshared", **SIZES, **GRANITEMOE},
     "mistral": {"model_type": "mistral", **SIZES, "head_dim": 10, "sliding_window": None},
     "phi3": {"model_type": "phi3", **SIZES},
     "phi3, partial": {"model_type": "phi3", **SIZES, "partial_rotary_factor": 0.7},
-    "phi3, long": {
-        "model_type": "phi3",
-        **SIZES,
-        "rope_scaling": LONGROPE,
-        "original_max_position_embeddings": 8,
-    },
+    "phi3, long": {"model_type": "phi3", **SIZES, **LONG},
     "gpt2": {"model_type": "gpt2", **GPT2, "layer_norm_epsilon": 1e-3},
     "gpt2, untied": {"model_type": "gpt2", **GPT2, "tie_word_embeddings": False},
 }
@@ -260,7 +247,7 @@ def turned_width(config, D):
 
 
 def rotate(x, freqs, times=1):
-    """Rotate element j with j + P of P pairs (rotate_half); keep the other elements. x (heads, T, D)."""
+    """Rotate the pairs (j, j + P) for j < P = len(freqs); keep the other elements. x (heads, T, D)."""
     x, rest = x[..., : 2 * len(freqs)], x[..., 2 * len(freqs) :]
     angles = np.arange(x.shape[1])[:, None] * np.concatenate([freqs, freqs])
     half = x.shape[-1] // 2

@@ -123,27 +123,19 @@ def run_job(
     `env` is added to the cleaned environment. After `timeout` seconds a job is killed, status `TIMED_OUT`.
     `warm`: ranks may be forked from a process that has loaded the package (`warm_start`).
     """
-    forked = warm and is_module(args)
+    forked = warm and (args[0] == "-m" or not str(args[0]).startswith("-"))
     python = warm_python(clean_environment() | dict(env or {})) if forked else [sys.executable]
     command = [*launcher(), "-n", str(ranks), *python, *args]
     status, printed, errors = run_command(command, timeout=timeout, env=env, cwd=cwd)
     return status, printed, ranks_said(errors) if status else errors
 
 
-def is_module(args: Sequence[str | os.PathLike[str]]) -> bool:
-    return bool(args) and (args[0] == "-m" or not str(args[0]).startswith("-"))
-
-
-def is_cold() -> bool:
-    """Return whether ranks must be started without forking, by request or because of the launcher."""
-    return os.environ.get("ZERO_MPI_TEST_WARM") == "0" or not hands_sigterm_on()
-
-
 def warm_python(environ: Mapping[str, str]) -> list[str]:
     kind = environ.get("ZERO_MPI_OPS", "")
     usual = clean_environment() | {"ZERO_MPI_OPS": kind}
     usual, environ = ({k: v for k, v in each.items() if k != OF_A_TEST} for each in (usual, environ))
-    if environ != usual or is_cold():
+    cold = os.environ.get("ZERO_MPI_TEST_WARM") == "0" or not hands_sigterm_on()
+    if environ != usual or cold:
         return [sys.executable]
     key = tuple(sorted(usual.items()))  # the environment, which later imports may change
     if key not in _servers and len(_servers) == MOST_SERVERS:
@@ -154,7 +146,7 @@ def warm_python(environ: Mapping[str, str]) -> list[str]:
 
 
 def with_warm_python(folder: Path) -> str:
-    """Return a PATH of this Python and its launcher, headed by a warm `python` and `zero-mpi`.
+    """Return a PATH with a warm `python` and `zero-mpi`, then this Python and its launcher.
 
     For shells. A process that restarts itself, as for portable bits, starts normally.
     """
@@ -256,7 +248,7 @@ def running(
     command: Sequence[str], output: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in a session of its own that writes to a file; end it with the block."""
-    with output.open("ab") as file:  # ranks may write around their launcher
+    with output.open("ab") as file:  # appends, because ranks may write without their launcher
         process = start(command, env, cwd=cwd, stdout=file, stderr=file)
     try:
         yield process

@@ -1,7 +1,5 @@
 """Calls of each operation: a valid call with every argument, and similar calls that must be refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -14,21 +12,8 @@ from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.signatures import example
 
 Given = dict[str, Any]
-SIZES = {
-    "...": (2, 3),
-    "1": 1,
-    "B": 2,
-    "T": 3,
-    "C": 5,
-    "O": 8,
-    "V": 8,
-    "H": 4,
-    "K": 2,
-    "S": 7,
-    "D": 6,
-    "E": 3,
-}
-SIZES |= {"N": 35, "R": 5}
+SIZES = {"...": (2, 3), "1": 1, "B": 2, "T": 3, "C": 5, "O": 8, "V": 8, "H": 4, "K": 2, "S": 7}
+SIZES |= {"D": 6, "E": 3, "N": 35, "R": 5}
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -72,7 +57,7 @@ def fitting(**sizes: int) -> dict[str, Given]:
     return {name: given | special().get(name, {}) for name, given in examples.items()}
 
 
-# Further valid arguments by (operation, argument): other lengths of axes, `more` or `fewer` axes.
+# (operation, argument) -> changes that are valid too: axes of other lengths, `more` or `fewer` axes.
 FREE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("linear_backward_b", "dy"): (0, 1, "more", "fewer"),
     ("gelu", "x"): (0, 1, "more", "fewer"),
@@ -95,7 +80,7 @@ def resized(x: np.ndarray, axis: int, by: int) -> np.ndarray:
 
 
 def changed(x: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yield (axis or word, array that differs in it): other lengths or numbers of axes, and other types."""
+    """Yield (axis or kind of change, changed array): other lengths or numbers of axes, and other types."""
     for axis in range(x.ndim):
         yield from ((axis, resized(x, axis, by)) for by in (-1, 1) if x.shape[axis] + by)
     yield "more", x[None]

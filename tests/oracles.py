@@ -15,11 +15,6 @@ def llama_cpp() -> Any:
     return pytest.importorskip("xllamacpp", reason=reason, exc_type=ImportError)
 
 
-def torch_with(*names: str) -> tuple[Any, ...]:
-    reason = "no torch to compare with: pip install torch transformers peft"
-    return tuple(pytest.importorskip(name, reason=reason, exc_type=ImportError) for name in ("torch", *names))
-
-
 def open_server(path: Path, adapter: Path | None = None) -> Any:
     """Start llama.cpp on a model and an adapter, with float32 caches, since it rounds them by default."""
     library = llama_cpp()

@@ -26,7 +26,7 @@ def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 def axes_of(item: pytest.Item) -> list[tuple[Any, ...]]:
     """Return the parameters of a case with their values; all names of a `parametrize` are one parameter.
 
-    Values are equal if they are the same object; an index identifies the value of a case.
+    Values are equal if they are the same object.
     """
     spec = getattr(item, "callspec", None)
     if spec is None:

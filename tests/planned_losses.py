@@ -19,7 +19,7 @@ LOSSES = {
 
 
 class Taught(Objective):
-    """Teacher's loss, with records made in memory."""
+    """Objective with a teacher's loss, whose records are made in memory."""
 
     def micro(self, number, scale, i):
         batch = self.loader.micro(number, i)

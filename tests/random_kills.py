@@ -36,19 +36,26 @@ MARK = "ZERO_MPI_TRIAL"  # environment variable of all processes of a trial
 PATIENCE = 120.0  # seconds for an expected event on a busy machine
 
 
+def variables_of(process):
+    """Return the environment of a process; {} if the process has ended."""
+    try:
+        lines = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(line.partition("=")[::2] for line in lines)
+
+
+def rank_in(variables):
+    return int(next((variables[name] for name in RANK_VARIABLES if name in variables), -1))
+
+
 def processes(mark):
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            lines = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            got = dict(line.partition("=")[::2] for line in lines)
-            if got.get(MARK) == mark:
-                found[int(folder.name)] = int(next((got[n] for n in RANK_VARIABLES if n in got), -1))
-    return found
+    found = {int(folder.name): variables_of(folder.name) for folder in Path("/proc").glob("[0-9]*")}
+    return {process: rank_in(got) for process, got in found.items() if got.get(MARK) == mark}
 
 
 def descendants(root):
-    """Return the descendants of a process, by the parents in /proc."""
+    """Return the descendants of a process, as /proc lists parents."""
     children = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -67,17 +74,8 @@ def descendants(root):
 
 def ranks_of(job):
     """Return rank -> process of a job that this test started."""
-    ranks = {}
-    for process in descendants(job.pid):
-        try:
-            lines = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        got = dict(line.partition("=")[::2] for line in lines)
-        rank = next((got[name] for name in RANK_VARIABLES if name in got), None)
-        if rank is not None:
-            ranks[int(rank)] = process
-    return ranks
+    ranks = {rank_in(variables_of(process)): process for process in descendants(job.pid)}
+    return {rank: process for rank, process in ranks.items() if rank >= 0}
 
 
 def kill(pid):

@@ -143,12 +143,8 @@ def plural(ranks: int) -> str:
 
 
 def is_under(folder: str, path: str) -> bool:
-    return ROOT / "tests" / folder in within(path)
-
-
-def within(path: str) -> list[Path]:
     place = (ROOT / path.partition("::")[0]).resolve()
-    return [place, *place.parents]
+    return ROOT / "tests" / folder in (place, *place.parents)
 
 
 def read_arguments() -> tuple[argparse.Namespace, list[str]]:

@@ -100,7 +100,7 @@ def fuzzed(count: int, seed: int = 7) -> list[str]:
     return found
 
 
-SPELLINGS = {  # text -> spelling in a charsmap: some of NFKC, spaces, longest prefixes, the empty text
+SPELLINGS = {  # text -> its spelling in a charsmap: cases of NFKC, spaces, longest prefixes, empty spellings
     "\t": " ",
     "\n": " ",
     "\u3000": " ",

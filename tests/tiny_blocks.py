@@ -34,11 +34,6 @@ def some_blocks(name, count, seed=0):
     return blocks.reshape(-1)
 
 
-def floats_of(raw, name):
-    """Return blocks dequantized by the package gguf, as float32."""
-    return dequantize(raw, GGMLQuantizationType[name]).astype(np.float32)
-
-
 def base(tied, **more):
     """Return a model with adapters, and the bytes of its base by name, in blocks of many types."""
     model = Llama.from_flags(SIZES | {"tied": tied} | more)
@@ -68,7 +63,8 @@ def make(comm, model, raw, strategy=FULL_SHARD, *, stored=True, **options):
     module.initialize(1, [name for name in module.params if is_adapter(name)])
 
     def of_floats(name, start, stop):
-        return floats_of(raw[name], model.stored[name].name)[start:stop]
+        kind = GGMLQuantizationType[model.stored[name].name]
+        return dequantize(raw[name], kind).astype(np.float32)[start:stop]
 
     def of_bytes(name, start, out):
         out[...] = raw[name][start : start + out.size]

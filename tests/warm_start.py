@@ -2,7 +2,7 @@
 
 Starting Python and loading NumPy, the package and the compiled operations takes a rank longer than most tests
 run. So a test process has a server for each backend, which loads all modules once and forks a rank for each
-client. The launcher starts the client: a Python without any module that sends its files, environment, folder
+client. The launcher starts the client, which imports almost nothing. It sends its files, environment, folder
 and cores, forwards every signal, and ends with the rank's status; if it is killed, the rank is killed too.
 Code before `main()` thus runs once for many ranks, so tests of the start itself, and tests that set
 variables, start ranks as users do: `run_job(..., warm=False)`.
@@ -33,7 +33,7 @@ SIGNALS = ("HUP", "INT", "QUIT", "USR1", "USR2", "TERM", "CONT")  # signals that
 
 
 def client(address: str, arguments: list[str]) -> None:
-    """Request a forked rank and end with its status. The client imports little, as each rank starts one."""
+    """Request a forked rank and end with its status. The client imports little: each rank has one."""
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     connection.connect("\0" + address)
     files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
@@ -47,7 +47,7 @@ def client(address: str, arguments: list[str]) -> None:
     for name in SIGNALS:
         signal.signal(getattr(signal, f"SIG{name}"), lambda number, frame: os.kill(rank, number))
     answer = connection.recv(64)
-    code = os.waitstatus_to_exitcode(int(answer)) if answer else 1  # without an answer the server has died
+    code = os.waitstatus_to_exitcode(int(answer)) if answer else 1  # no answer: the server has died
     if code >= 0:
         os._exit(code)
     if -code != signal.SIGKILL:

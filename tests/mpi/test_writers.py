@@ -6,13 +6,13 @@ system. Writes are counted in Python, and the kernel's own count agrees
 """
 
 import importlib.util
+import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
-from pretended_mounts import pretend
 from test_checkpoint import DESCRIPTION, digests, trained
 from test_nodes import nodes_of
 
@@ -20,6 +20,7 @@ from zero_mpi import FULL_SHARD, NO_SHARD
 from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.comm.guarded import CheckedComm
+from zero_mpi.files import file_systems
 
 SPEC = importlib.util.spec_from_file_location(
     "file_calls", Path(__file__).resolve().parents[2] / "benchmarks" / "file_calls.py"
@@ -28,6 +29,15 @@ file_calls = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(file_calls)
 
 FILES = ("model.gguf", "optimizer.gguf")
+
+
+def pretend(monkeypatch, folder, kind):
+    """Make `folder` look like a mount of file system `kind`, by a mountinfo file in it for each rank."""
+    mounts = folder / f"mountinfo-{os.getpid()}"
+    mounts.write_text(
+        f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / {folder} rw shared:1 - {kind} server rw\n"
+    )
+    monkeypatch.setattr(file_systems, "MOUNTS", mounts)
 
 
 @contextmanager

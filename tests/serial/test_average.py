@@ -9,6 +9,7 @@ import pytest
 import tiny
 from jobs import COMPILED, run_job
 from test_command_bits import fields, needs_mpiexec, train
+from test_lora import DATA, SIZES
 from test_lora import text as text
 from test_optim import OPTIONS, WAYS, accumulate_gradients, every_way, make_module
 from test_resume import refused
@@ -98,9 +99,7 @@ def test_the_plan_counts_its_bytes(adapters):
     assert found[KEEP].snapshot - found[None].snapshot == (trained if adapters else found[None].parameters)
 
 
-SIZES = ["--arch", "llama", "--dim", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--tied"]
-DATA = ["--context", "16", "--batch-size", "6", "--micro-batch", "2", "--sample", "0", "--warmup", "2"]
-FLAGS = [*DATA, "--freeze", "*norm*", "--ema", "0.7", "--steps", "4"]
+FLAGS = [*DATA, "--tied", "--freeze", "*norm*", "--ema", "0.7", "--steps", "4"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tests of the balance loss and z loss of routers: formulas, gradients, and a run's figures of load."""
+"""Tests of the balance loss and z loss of routers: formulas, gradients, and the loads of experts in a run."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def test_the_loss_is_that_of_transformers_over_all_layers_and_has_its_slope():
 
 
 def test_padding_does_not_count():
-    """Padding after the last document of a row: id 0, and each position is a document of one token."""
+    """Padding after the last document of a row has id 0; each position is a document of one token."""
     begins = np.array([[0, 0, 0, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]])
     ids = np.array([[7, 0, 0, 5, 0], [9, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
     documents = Documents(Packed(ids, begins))

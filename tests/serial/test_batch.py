@@ -11,15 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import (
-    clean_environment,
-    hands_sigterm_on,
-    launcher,
-    launcher_kind,
-    run_command,
-    running,
-    until,
-)
+from jobs import clean_environment, hands_sigterm_on, launcher, launcher_kind, run_command, running, until
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 

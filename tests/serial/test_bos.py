@@ -1,7 +1,5 @@
 """Tests of --bos, the BOS token at the beginning of each window, in training and evaluation."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

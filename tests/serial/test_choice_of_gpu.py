@@ -21,18 +21,13 @@ def listening(self):
     use(self)
 cuda.Device.use = listening
 """
-CLAIM = (
-    LISTENING
-    + """
+CLAIM = f"""{LISTENING}
 from zero_mpi.train import command as train_command
 train_command.run = lambda *_: print(json.dumps(used))
 sys.argv = ["train", *sys.argv[1:]]
 train_command.main()
 """
-)
-WHOLE = (
-    LISTENING
-    + """
+WHOLE = f"""{LISTENING}
 import os, pathlib
 from zero_mpi.environment import LOCAL_RANK
 from zero_mpi.train import command as train_command
@@ -46,7 +41,6 @@ def telling(world, *rest):
 launch.finish = telling
 train_command.main()
 """
-)
 
 
 @pytest.fixture

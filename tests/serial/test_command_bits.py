@@ -198,17 +198,11 @@ def test_strategies_on_one_rank_are_the_same_run(strategy, reference, tmp_path):
 FROZEN = ("token_embd.weight", "blk.0.")  # prefixes of the names that the two patterns below match
 
 
-@pytest.fixture(scope="module")
-def frozen_run(text, tmp_path_factory) -> tuple[Path, list[str]]:
-    out = tmp_path_factory.mktemp("frozen") / "out"
+def test_frozen_tensors_keep_their_initial_bits_and_the_others_train(text, tmp_path):
+    out = tmp_path / "out"
     flags = ["--data", *text, *SIZES, *SETTINGS, "--batch-size", "7", "--micro-batch", "2"]
     flags += ["--freeze", "token_embd.*", "blk.0.*"]
     train_compiled(1, out, *flags)
-    return out, flags
-
-
-def test_frozen_tensors_keep_their_initial_bits_and_the_others_train(frozen_run, tmp_path):
-    out, flags = frozen_run
     train_compiled(1, tmp_path / "start", *flags, "--steps", "0")
     before = tensors(tmp_path / "start" / "latest" / "model.gguf")
     after = tensors(out / "latest" / "model.gguf")
@@ -219,10 +213,3 @@ def test_frozen_tensors_keep_their_initial_bits_and_the_others_train(frozen_run,
     moments = tensors(out / "latest" / "optimizer.gguf")
     assert len(moments) == 2 * (len(after) - len(unchanged))
     assert not [name for name in moments for frozen in unchanged if name.endswith(f".{frozen}")]
-
-
-@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
-def test_a_run_with_frozen_tensors_is_the_same_on_three_ranks(strategy, frozen_run, tmp_path):
-    expected, flags = frozen_run
-    train_compiled(3, tmp_path / "out", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
-    assert_same_run(tmp_path / "out", expected)

@@ -1,11 +1,8 @@
 """Flags and a TOML file with the same names give the same settings."""
 
 import os
-import tomllib
 
 import pytest
-from jobs import run_job
-from test_command_bits import needs_mpiexec
 
 from zero_mpi.config.bounds import seconds, thread_count
 from zero_mpi.config.command_line import parse
@@ -161,19 +158,6 @@ def test_threads():
     for text in ("zero", "0", "-1", "1.5", "", "²"):
         with pytest.raises(UsageError, match="--threads"):
             thread_count(text)
-
-
-@needs_mpiexec
-def test_the_configuration_of_a_run_is_a_file_that_config_takes(tmp_path, monkeypatch):
-    """OUT/config.toml has the settings that the flags gave."""
-    flags = ["--steps", "0", "--layers", "1", "--dim", "6", "--heads", "3", "--context", "4", "--no-tied"]
-    (tmp_path / "text").write_text("some text to train on " * 9)
-    flags += ["--data", "text", "--out", "run", "--sample", "0", "--max-time", "1h"]
-    status, _, errors = run_job(2, ["-m", "zero_mpi.train", *flags], cwd=tmp_path, timeout=30)
-    assert (status, errors) == (0, "")
-    monkeypatch.chdir(tmp_path)
-    assert parse(["--config", "run/config.toml"]) == recorded(parse([*flags, "--bos", "never"]))
-    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["tied"] is False
 
 
 def test_every_path_is_recorded_from_the_root():

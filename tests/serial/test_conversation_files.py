@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 from chat_templates import CHATML, chat_tokenizer
 from corpora import load_corpus
+from test_conversations import AB, written
 from test_tokenize import zstd
 
 from zero_mpi.commands.evaluate.choices import read_choices
@@ -22,12 +23,6 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 
 OPTIONS = {"val_fraction": 0, "context": 8, "seed": 0, "vocab_size": 400}
-AB = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-
-
-def written(folder, *rows, name="chat.jsonl"):
-    (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return folder / name
 
 
 def parquet(rows):
@@ -135,7 +130,7 @@ def test_a_damaged_table_is_none_of_conversations(tmp_path):
 
 
 def test_a_folder_of_the_package_datasets_is_one_of_conversations(tmp_path):
-    """Its JSON files are skipped, a table of ids is a token file, and damage gives a one-line error."""
+    """The folder's JSON files are skipped, a table of ids is a token file, and damage is a one-line error."""
     (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(TABLE))
     for name in ("state.json", "dataset_info.json"):
         (tmp_path / name).write_text("{}")

@@ -427,7 +427,7 @@ NULLS = {
 
 @pytest.mark.parametrize("case", NULLS)
 def test_a_key_without_a_value_is_no_key(case):
-    """Rows of Arrow tables have every key, null if unused; TRL strips them too."""
+    """Rows of Arrow tables have every key, with null for unused keys; TRL removes these keys too."""
     value, expected = NULLS[case]
     assert one_conversation("x:1", value).messages == tuple(expected)
 

@@ -1,7 +1,5 @@
 """The compiled operations equal the float32 reference, for arrays of any layout."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -20,6 +18,7 @@ import misfits
 import numpy as np
 import pytest
 import tiny
+from misfits import numbers
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, nn, ops
 from zero_mpi.device.arrays import RECYCLED, side_by_side
@@ -37,10 +36,6 @@ ops.prepare()
 ROOT = Path(__file__).resolve().parents[2]
 FUSED = {name: inspect.unwrap(version) for name, version in VERSIONS[np.ndarray].items()}
 cpu = SimpleNamespace(**FUSED)  # compiled versions without argument checks
-
-
-def numbers(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
 def ids(count: int, *shape: int) -> np.ndarray:
@@ -173,7 +168,7 @@ def test_fused_is_the_reference(name, make, layout):
 
 
 def test_all_operations_are_fused():
-    assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # these are matmuls or small
+    assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # matmuls, or small
     assert all(OPERATIONS[name].dispatch(np.ndarray) is VERSIONS[np.ndarray][name] for name in FUSED)
 
 

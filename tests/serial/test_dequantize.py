@@ -12,32 +12,16 @@ from zero_mpi.ops.block_kinds import BLOCK_KINDS
 BLOCKS = 700  # blocks per type, enough for zeros, denormals, infinities and NaN among random scales
 
 
-def some_bytes(kind):
-    raw = np.random.default_rng(len(kind.name)).integers(256, size=BLOCKS * kind.nbytes, dtype=np.uint8)
-    raw[: kind.nbytes], raw[kind.nbytes : 2 * kind.nbytes] = 0, 255
-    return raw
-
-
-def expected(raw, kind):
-    with np.errstate(all="ignore"):
-        return dequantize(raw, GGMLQuantizationType[kind.name])
-
-
-def same(found, wanted):
-    width = f"u{found.dtype.itemsize}"
-    with np.errstate(all="ignore"):
-        unknown = np.isnan(found) & np.isnan(wanted)
-    return ((found.view(width) == wanted.view(width)) | unknown).all()
-
-
 @pytest.mark.parametrize("low", [np.float32, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("operation", [ops.dequantize, reference.dequantize])
 @pytest.mark.parametrize("kind", BLOCK_KINDS.values(), ids=lambda kind: kind.name)
 def test_the_bits_are_those_of_gguf(kind, operation, low):
-    raw = some_bytes(kind)
-    found = np.zeros(BLOCKS * kind.elements, low)
+    raw = np.random.default_rng(len(kind.name)).integers(256, size=BLOCKS * kind.nbytes, dtype=np.uint8)
+    raw[: kind.nbytes], raw[kind.nbytes : 2 * kind.nbytes] = 0, 255
+    found, width = np.zeros(BLOCKS * kind.elements, low), f"u{np.dtype(low).itemsize}"
     operation(raw, kind.name, found)
     with np.errstate(all="ignore"):
-        wanted = expected(raw, kind).astype(low)
-    assert same(found, wanted)
+        expected = dequantize(raw, GGMLQuantizationType[kind.name]).astype(low)
+        unknown = np.isnan(found) & np.isnan(expected)
+    assert ((found.view(width) == expected.view(width)) | unknown).all()
     assert np.isfinite(found.astype(np.float32)).any()

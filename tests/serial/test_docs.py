@@ -1,7 +1,5 @@
 """The commands in the documentation run, and its examples match the code."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -132,13 +130,10 @@ def tools() -> Iterator[None]:
     sys.path.remove(str(ROOT / "tools"))
 
 
-def drawn() -> dict[str, str]:
-    return {name: draw() for name, draw in import_module("figures").pictures().items()}
-
-
 def test_pictures_are_those_of_the_code_told_in_words_and_used(tools):
     """`python tools/figures.py` draws the pictures again."""
-    new, folder = drawn(), ROOT / "docs" / "images"
+    new = {name: draw() for name, draw in import_module("figures").pictures().items()}
+    folder = ROOT / "docs" / "images"
     pages = "".join(page.read_text() for page in TOLD)
     assert {path.name for path in folder.iterdir()} == new.keys()
     for name, picture in new.items():

@@ -41,8 +41,8 @@ def placed(cores=range(8), threads=1, chosen=False, quota=None):
     return hosts.Placement(tuple(cores), threads, chosen, quota)
 
 
-def node(*placements, name="a", first=0):
-    return hosts.NodePlacement(name, tuple(range(first, first + len(placements))), placements)
+def node(*placements):
+    return hosts.NodePlacement("a", tuple(range(len(placements))), placements)
 
 
 def quota(ranks, threads, cores):
@@ -54,15 +54,11 @@ def level(name):
     return Namespace(**known, Query_thread=lambda: name)
 
 
-def limited(**other):
+def limit(**other):
     common = {"available": 64 << 30, "group_memory": None, "group_free": None}
     common |= {"address_space": None, "data": None, "locked": None, "files": 1024}
-    return Limits(**common | other)
-
-
-def limit(**other):
-    host = [limited(**other)], place((0, 1, 2, 3))
-    return only(row for row in (hosts.limit_rows(*host)) if row.verdict != OK)
+    rows = hosts.limit_rows([Limits(**common | other)], place((0, 1, 2, 3)))
+    return only(row for row in rows if row.verdict != OK)
 
 
 def folder(*blind, **other):
@@ -185,7 +181,7 @@ def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch
 
 
 def test_a_driver_that_does_not_work_is_a_note_and_the_probe_knows_nothing_of_the_job():
-    """One probe finds no driver and gives a note; another program for the probe does not exist."""
+    """A probe without a driver gives a note; a probe whose program does not exist gives an error."""
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
     assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from jobs import clean_environment, run_job
+from jobs import clean_environment
 
 from zero_mpi import environment
 from zero_mpi.environment import LOCAL_RANKS, THREADS, YIELDING, local_ranks, prepare, under_launcher
@@ -90,36 +90,24 @@ def test_ranks_are_counted_by_the_launcher_before_the_batch_system():
         assert under_launcher({name: "0"})
 
 
-REPORT = """
+IMPORTED = """
 import json, os, sys
-{statement}
-loaded = [name for name in {modules} if name in sys.modules]
-told = json.dumps([loaded, {{name: os.environ.get(name) for name in {names}}}])
-os.write(1, told.encode() + b"\\n")  # in one go: ranks share a pipe
+import {module}
+print(json.dumps([[name for name in {heavy} if name in sys.modules], dict(os.environ)]))
 """
 HEAVY = ["mpi4py", "mpi4py.MPI", "numpy", "cupy"]
-
-
-def report(statement, names, ranks=0):
-    """Return (loaded modules, variables) of a new process after `statement`."""
-    code = REPORT.format(statement=statement, modules=HEAVY, names=[*names])
-    if ranks:
-        status, printed, errors = run_job(ranks, ["-c", code], timeout=30)
-        assert status == 0, errors
-        return json.loads(printed.splitlines()[0])
-    environ = {name: value for name, value in clean_environment().items() if name not in THREADS}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
-    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(
     "module", ["zero_mpi", "zero_mpi.environment", "zero_mpi.errors", "zero_mpi.commands.main"]
 )
 def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
-    loaded, environ = report(f"import {module}", THREADS)
+    environ = {name: value for name, value in clean_environment().items() if name not in THREADS}
+    command = [sys.executable, "-c", IMPORTED.format(module=module, heavy=HEAVY)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
+    loaded, environ = json.loads(done.stdout)
     assert loaded == []
-    assert environ == dict.fromkeys(THREADS, "1")
+    assert {name: environ[name] for name in THREADS} == dict.fromkeys(THREADS, "1")
 
 
 @pytest.mark.parametrize(

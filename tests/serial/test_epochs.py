@@ -65,7 +65,7 @@ def test_flags_that_do_not_fit_the_steps_are_refused_once_these_are_known(flags,
 
 
 def test_flags_win_over_the_other_one_in_the_file(tmp_path):
-    """A flag overrides the other setting in the file; both in one place are refused, also default values."""
+    """A flag overrides the other setting in the file. Both settings in one place are refused."""
     path = tmp_path / "run.toml"
     path.write_text("epochs = 3\n")
     assert (parse(["--config", str(path)]).epochs, parse(["--config", str(path)]).steps) == (3, None)

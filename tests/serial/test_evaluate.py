@@ -1,7 +1,5 @@
 """Tests of `zero-mpi evaluate`: formulas, counted tokens, equal output at any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -14,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from jobs import run_job
-from oracles import open_server
 from test_command_bits import SIZES, needs_mpiexec, train
 from test_generate import LLAMA, write_model
-from test_llamacpp import next_token
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.commands.evaluate import scores
@@ -39,7 +35,9 @@ QUESTIONS = [
 ]
 
 
-def write_files(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
     write_model(folder / "new.gguf", MODEL)
     write_model(folder / "old.gguf", replace(MODEL, feed_forward_length=11))
     write_model(folder / "ids.gguf", replace(MODEL, vocab_size=61), {"tokenizer.ggml.model": "none"})
@@ -55,13 +53,7 @@ def write_files(folder: Path) -> None:
     np.save(folder / "ids.npy", np.arange(100, dtype=np.uint16) % 61)
     np.save(folder / "far.npy", np.array([1, 2, 300] * 30, np.uint16))
     (folder / "questions.jsonl").write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("evaluate")
-    write_files(made)
-    return made
+    return folder
 
 
 def evaluate(folder: Path, *flags: str, ranks: int = 1) -> tuple[str, dict[str, Any]]:
@@ -74,10 +66,14 @@ def evaluate(folder: Path, *flags: str, ranks: int = 1) -> tuple[str, dict[str, 
 
 def surprises(model: TextModel, ids: list[int]) -> np.ndarray:
     """Return -log(probability) of each id but the first, (n - 1,) in nats."""
+    return -log_probabilities(model, ids[:-1])[np.arange(len(ids) - 1), ids[1:]]
+
+
+def log_probabilities(model: TextModel, ids: list[int]) -> np.ndarray:
     model.reset()
-    logits = model.logits(ids[:-1]).astype(np.float64)
-    shifted = logits - logits.max(-1, keepdims=True)
-    return np.log(np.exp(shifted).sum(-1)) - shifted[np.arange(len(ids) - 1), ids[1:]]
+    logits = model.logits(ids).astype(np.float64)
+    shifted = logits - logits.max(1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
 
 
 def text_ids() -> list[int]:
@@ -106,21 +102,6 @@ def test_losses_of_windows_are_those_of_the_logits(folder, context, stride):
     assert found["loss"] == pytest.approx(total / tokens, rel=1e-6)
     assert found["perplexity"] == math.exp(found["loss"])
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / nbytes, rel=1e-6)
-
-
-@needs_mpiexec
-def test_perplexity_is_llama_cpps_on_the_same_windows(folder):
-    """llama.cpp computes the probabilities token by token."""
-    context, windows = 20, 2
-    flags = ["--data", "text", "--context", str(context), "--windows", str(windows)]
-    _, figures = evaluate(folder, "new.gguf", *flags, ranks=2)
-    server, ids, losses = open_server(folder / "new.gguf"), text_ids(), list[float]()
-    every = (len(ids) - 1) // context
-    for start in (context * (every * number // windows) for number in range(windows)):
-        window = ids[start : start + context + 1]
-        losses += [-next_token(server, window[:end])[window[end]] for end in range(1, context + 1)]
-    found = figures["models"][0]["text"]["perplexity"]
-    assert found == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
 
 
 @needs_mpiexec
@@ -300,23 +281,18 @@ def test_a_fault_is_one_line_of_two_ranks_and_status_2(faulty):
     assert re.search(expected, errors)
 
 
-def log_probabilities(path: Path, window: list[int]) -> np.ndarray:
-    logits = TextModel(path).logits(window).astype(np.float64)
-    shifted = logits - logits.max(1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-
-
-def test_divergence_is_that_of_the_logits_on_any_ranks(folder: Path) -> None:
+def test_divergence_is_that_of_the_logits_on_any_ranks(folder):
     """The figures match llama.cpp's perplexity --kl-divergence, whose reference is the model of --against."""
     flags = ("new.gguf", "--against", "old.gguf", "--data", "text", "--kl", "--windows", "3")
     printed, figures = evaluate(folder, *flags)
     assert evaluate(folder, *flags, ranks=2) == (printed, figures)
+    models = [TextModel(folder / name) for name in ("new.gguf", "old.gguf")]
     ids, kl, squares, same = text_ids(), [], [], []
     starts = [i * CONTEXT for i in range(figures["text"]["windows_of_the_text"])]
     picked = [starts[i * len(starts) // 3] for i in range(3)]
     for start in picked:
         window = ids[start : start + CONTEXT]
-        ours, base = (log_probabilities(folder / name, window) for name in ("new.gguf", "old.gguf"))
+        ours, base = (log_probabilities(model, window) for model in models)
         targets = ids[start + 1 : start + CONTEXT + 1]
         kl += (np.exp(base) * (base - ours)).sum(1).tolist()
         apart = np.exp(ours) - np.exp(base)
@@ -360,7 +336,7 @@ class Sums:
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_an_importance_matrix_has_the_squares_of_all_inputs(folder: Path, experts: int) -> None:
+def test_an_importance_matrix_has_the_squares_of_all_inputs(folder, experts):
     """The matrix equals NumPy's sums at any number of ranks; the head has no entry."""
     mixture = {"expert_count": experts, "expert_used_count": 2} if experts else {}
     write_model(folder / "mix.gguf", replace(MODEL, **mixture))

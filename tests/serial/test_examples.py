@@ -1,7 +1,6 @@
 """The programs of README and examples/ run, and all names in docs/api.md exist."""
 
 import functools
-import importlib.util
 import inspect
 import re
 import sys
@@ -30,13 +29,6 @@ def run_script(path: Path, ranks: int, folder: Path) -> str:
     status, printed, errors = run_job(ranks, [path], timeout=50, cwd=folder)
     assert (status, errors) == (0, ""), f"status {status}\n{printed}\n{errors}"
     return printed
-
-
-def example(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def losses(printed: str) -> list[float]:

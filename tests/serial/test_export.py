@@ -1,7 +1,5 @@
 """Exports have the expected bytes, llama.cpp opens them, and an interrupted export has no final name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -77,9 +75,7 @@ def expected_kind(name: str, array: np.ndarray, wanted: str, pure: bool = False)
 @pytest.mark.parametrize("wanted", FILE_TYPES)
 @pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_stored_bits_are_those_of_the_gguf_package(
-    tmp_path: Path, name: str, pure: bool, wanted: str
-) -> None:
+def test_stored_bits_are_those_of_the_gguf_package(tmp_path, name, pure, wanted):
     """Rows of 97 elements (llama's ffn_down) become F16, because 97 is no multiple of a block."""
     source = write_model(tmp_path / "m.gguf", MODELS[name])
     export(source, tmp_path / "x.gguf", "--type", wanted, *(["--pure"] * pure))
@@ -96,7 +92,7 @@ def test_stored_bits_are_those_of_the_gguf_package(
 
 
 @pytest.mark.parametrize("wanted", FILE_TYPES)
-def test_keys_are_carried_over_but_for_what_is_no_longer_true(tmp_path: Path, wanted: str) -> None:
+def test_keys_are_carried_over_but_for_what_is_no_longer_true(tmp_path, wanted):
     extra = TRAINING | {"general.name": "mine", "general.file_type": np.uint32(77), "my.key": np.int8(-3)}
     source = write_model(tmp_path / "m.gguf", LLAMA, extra)
     export(source, tmp_path / "x.gguf", "--type", wanted)
@@ -112,7 +108,7 @@ def test_keys_are_carried_over_but_for_what_is_no_longer_true(tmp_path: Path, wa
     assert not new or after["general.quantization_version"] == np.uint32(2)
 
 
-def test_what_has_the_type_already_is_copied(tmp_path: Path) -> None:
+def test_what_has_the_type_already_is_copied(tmp_path):
     """Quantizing a tensor a second time would change bits."""
     export(write_model(tmp_path / "m.gguf", LLAMA), tmp_path / "once.gguf", "--type", "q4_0")
     export(tmp_path / "once.gguf", tmp_path / "twice.gguf", "--type", "q4_0")
@@ -126,7 +122,7 @@ def test_what_has_the_type_already_is_copied(tmp_path: Path) -> None:
     ("format", "wanted"),
     [("gguf", "f32"), ("gguf", "f16"), ("gguf", "q5_1"), ("safetensors", "f32"), ("safetensors", "bf16")],
 )
-def test_memory_does_not_grow_with_the_model(tmp_path: Path, format: str, wanted: str) -> None:
+def test_memory_does_not_grow_with_the_model(tmp_path, format, wanted):
     """Exporting an embedding of 64 MiB takes far less memory."""
     sizes = {"layers": 1, "dim": 64, "heads": 2, "context": 8, "vocab_size": 1 << 18, "tied": True}
     config = Llama.from_flags(sizes)
@@ -141,9 +137,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, format: str, wanted
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_a_folder_becomes_a_gguf_and_a_folder_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shard: str
-) -> None:
+def test_a_folder_becomes_a_gguf_and_a_folder_again(tmp_path, monkeypatch, name, shard):
     if shard == "20KB":
         monkeypatch.setattr(tables, "CHUNK", 40)
     config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
@@ -163,7 +157,7 @@ def test_a_folder_becomes_a_gguf_and_a_folder_again(
 
 
 @pytest.mark.parametrize(("wanted", "dtype"), [("f16", np.float16), ("bf16", None), ("f32", np.float32)])
-def test_the_tensors_of_a_folder_have_the_type(tmp_path: Path, wanted: str, dtype: Any) -> None:
+def test_the_tensors_of_a_folder_have_the_type(tmp_path, wanted, dtype):
     safetensors = pytest.importorskip("safetensors.numpy")
     import ml_dtypes
 
@@ -178,7 +172,7 @@ def test_the_tensors_of_a_folder_have_the_type(tmp_path: Path, wanted: str, dtyp
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 257)
 
 
-def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+def test_the_tokenizer_goes_along(tmp_path):
     pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
     export(write_model(tmp_path / "m.gguf", LLAMA), tmp_path / "hf")
     assert (tmp_path / "hf" / "tokenizer.json").stat().st_size > 1000
@@ -190,7 +184,7 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
 
 
-def test_rules_of_a_tokenizer_go_along_and_a_gguf_brings_a_warning(tmp_path: Path) -> None:
+def test_rules_of_a_tokenizer_go_along_and_a_gguf_brings_a_warning(tmp_path):
     pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 320}
     hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
@@ -210,7 +204,7 @@ def test_rules_of_a_tokenizer_go_along_and_a_gguf_brings_a_warning(tmp_path: Pat
     assert run("hf", "x.gguf", cwd=tmp_path)[::2] == (0, "")
 
 
-def test_named_templates_of_a_folder_go_along(tmp_path: Path) -> None:
+def test_named_templates_of_a_folder_go_along(tmp_path):
     """Transformers reads the same templates from the folder, a copy, and a copy made through GGUF."""
     transformers = pytest.importorskip("transformers")
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 320}
@@ -236,7 +230,7 @@ def test_named_templates_of_a_folder_go_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [308, 320, 300])
-def test_a_folder_may_have_more_rows_than_tokens_and_not_less(tmp_path: Path, rows: int) -> None:
+def test_a_folder_may_have_more_rows_than_tokens_and_not_less(tmp_path, rows):
     """llama.cpp opens the export; text is never encoded as a padding token."""
     pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
     config = hf_models.CONFIGS["llama"] | {"vocab_size": rows}
@@ -272,10 +266,8 @@ EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
         (None, {EOT: "<|system|>"}, "<|system|>", None),
     ],
 )
-def test_an_export_names_the_tokens_that_end_an_answer(
-    tmp_path: Path, template: str | None, keys: dict[str, str], eot: str | None, eom: str | None
-) -> None:
-    """A folder lists as EOS: EOS, the end tokens of the template and keys, and tokens of llama.cpp's list."""
+def test_an_export_names_the_tokens_that_end_an_answer(tmp_path, template, keys, eot, eom):
+    """A folder's EOS ids: EOS, end tokens of the template and of keys, and tokens of llama.cpp's list."""
     all_keys: Any = chat_keys(template)
     ids = {token: place for place, token in enumerate(all_keys["tokenizer.ggml.tokens"])}
     all_keys |= {name: np.uint32(ids[token]) for name, token in keys.items()}
@@ -291,7 +283,7 @@ def test_an_export_names_the_tokens_that_end_an_answer(
 
 
 @pytest.mark.parametrize("ends", [[903, 904], [904, 902, 903], 904, [904]])
-def test_all_ends_of_a_folder_come_back(tmp_path: Path, ends: Any) -> None:
+def test_all_ends_of_a_folder_come_back(tmp_path, ends):
     """Tokens 902 and 904 end an answer only by these settings, token 903 by its text."""
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 908, "eos_token_id": ends}
     hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
@@ -306,7 +298,7 @@ def test_all_ends_of_a_folder_come_back(tmp_path: Path, ends: Any) -> None:
 
 
 @pytest.mark.parametrize("wanted", FILE_TYPES)
-def test_llama_cpp_opens_every_type_and_generates(tmp_path: Path, wanted: str) -> None:
+def test_llama_cpp_opens_every_type_and_generates(tmp_path, wanted):
     source = write_model(tmp_path / "m.gguf", LLAMA)
     export(source, tmp_path / "x.gguf", "--type", wanted)
     ours = bytes(TextModel(source).generate(list(b"def "), 12, temperature=0)).decode()
@@ -320,7 +312,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_what_is_there_stays_unless_forced(tmp_path: Path) -> None:
+def test_what_is_there_stays_unless_forced(tmp_path):
     source = write_model(tmp_path / "m.gguf", LLAMA)
     (tmp_path / "x.gguf").write_bytes(b"mine")
     export(source, tmp_path / "hf")
@@ -338,7 +330,7 @@ def test_what_is_there_stays_unless_forced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "hf", "m.gguf", "x.gguf"]
 
 
-def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:
+def test_force_does_not_remove_what_is_no_model(tmp_path):
     source = write_model(tmp_path / "m.gguf", LLAMA)
     for name in ("mine", "x.gguf"):
         (tmp_path / name).mkdir()
@@ -362,9 +354,7 @@ def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:
         (["state.gguf", "x.gguf"], "model.gguf"),
     ],
 )
-def test_bad_usage_is_one_line_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str
-) -> None:
+def test_bad_usage_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, arguments, named):
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "m.gguf", LLAMA)
     write_raw(tmp_path / "state.gguf", "zero_mpi", {}, [])
@@ -379,9 +369,7 @@ def test_bad_usage_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("value", "wanted", "target"), [(1e6, "f16", "x.gguf"), (np.nan, "q4_0", "x.gguf"), (np.inf, "f16", "x")]
 )
-def test_numbers_that_a_type_cannot_hold_are_refused(
-    tmp_path: Path, value: float, wanted: str, target: str
-) -> None:
+def test_numbers_that_a_type_cannot_hold_are_refused(tmp_path, value, wanted, target):
     weights = weights_of(LLAMA)
     weights["blk.0.attn_q.weight"][3, 3] = value
     write_tensors(tmp_path / "m.gguf", "llama", LLAMA.metadata(), weights)
@@ -392,9 +380,7 @@ def test_numbers_that_a_type_cannot_hold_are_refused(
 
 @pytest.mark.parametrize("target", ["x.gguf", "x"])
 @pytest.mark.parametrize("moment", ["write", "rename"])
-def test_a_disk_that_refuses_leaves_nothing_half_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, moment: str
-) -> None:
+def test_a_disk_that_refuses_leaves_nothing_half_done(tmp_path, monkeypatch, target, moment):
     source = write_model(tmp_path / "m.gguf", LLAMA)
     (tmp_path / "there").mkdir()
     export(source, tmp_path / "there" / target)
@@ -420,7 +406,7 @@ def run(*arguments: Any, cwd: Path) -> tuple[int, str, str]:
     return run_command(command, timeout=50, cwd=cwd)
 
 
-def test_exit_statuses(tmp_path: Path) -> None:
+def test_exit_statuses(tmp_path):
     write_model(tmp_path / "m.gguf", LLAMA)
     status, out, err = run("m.gguf", "x.gguf", "--type", "f16", cwd=tmp_path)
     assert (status, out[:13], err) == (0, "x.gguf: f16, ", "")

@@ -42,7 +42,7 @@ def test_the_kind_is_that_of_the_nearest_mount(place, mounts):
     assert file_system(Path(place)).kind == PLACES[place]
 
 
-# Nodes of the ranks: four nodes of 3, 3, 1 and 2 ranks, and two alternating nodes.
+# Nodes of the ranks: four nodes of 3, 3, 1 and 2 ranks, and two nodes whose ranks alternate.
 
 NODES, TURN = [0, 0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 0, 1, 0, 1]
 ONE, EACH = (0,) * 9, tuple(range(9))

@@ -1,7 +1,5 @@
 """Tests of generation: cached forward, sampling, the command."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

@@ -1,7 +1,5 @@
 """The reader decodes files as the package gguf does, and refuses damaged files."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct
@@ -99,7 +97,7 @@ def keys(*more: bytes) -> list[bytes]:
     return [*Parts().keys, *more]
 
 
-def test_the_undamaged_file_loads(load: Any) -> None:
+def test_the_undamaged_file_loads(load):
     file = load(Parts())
     assert file.metadata == {"general.architecture": "llama", "tokens": ["a", "", "ü"]}
     start = file.nbytes - 192
@@ -114,12 +112,12 @@ def test_the_undamaged_file_loads(load: Any) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"version": u32(2)}, {"data": bytes(96 + 68)}], ids=["v2", "no padding"])
-def test_version_2_loads_and_the_last_padding_may_be_missing(load: Any, changes: dict[str, bytes]) -> None:
+def test_version_2_loads_and_the_last_padding_may_be_missing(load, changes):
     assert len(load(Parts(**changes)).tensors) == 3
 
 
 @pytest.mark.parametrize("tail", [b"\0", bytes(32), bytes(4096), b"hello" * 10, bytes(1 << 20)], ids=len)
-def test_bytes_behind_the_last_tensor_are_not_read(load: Any, tmp_path: Path, tail: bytes) -> None:
+def test_bytes_behind_the_last_tensor_are_not_read(load, tmp_path, tail):
     plain, file = load(Parts()), load(Parts(tail=tail))
     assert (file.metadata, file.tensors) == (plain.metadata, plain.tensors)
     assert (plain.surplus, file.surplus) == (0, len(tail))
@@ -201,7 +199,7 @@ DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # (content, text in the error)
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named(load: Any, tmp_path: Path, name: str) -> None:
+def test_damage_is_named(load, tmp_path, name):
     content, found = DAMAGE[name]
     with pytest.raises(GGUFError) as caught:
         load(content)
@@ -212,7 +210,7 @@ def test_damage_is_named(load: Any, tmp_path: Path, name: str) -> None:
     assert len(error) - len(str(tmp_path)) < 500
 
 
-def test_every_truncation_is_refused(load: Any) -> None:
+def test_every_truncation_is_refused(load):
     whole = Parts(data=bytes(96 + 68)).pack()
     for size in range(len(whole)):
         with pytest.raises(GGUFError):
@@ -220,7 +218,7 @@ def test_every_truncation_is_refused(load: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["none.gguf", "none/m.gguf", ".", "pipe", "loop", "a\0b"])
-def test_what_is_no_file(tmp_path: Path, path: str) -> None:
+def test_what_is_no_file(tmp_path, path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(FileError) as caught:
@@ -238,9 +236,7 @@ LOADABLE = [
 
 @pytest.mark.parametrize("chunk", [7, 50, 1 << 20])
 @pytest.mark.parametrize("name", LOADABLE)
-def test_any_range_of_any_type_that_models_come_in(
-    load: Any, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
-) -> None:
+def test_any_range_of_any_type_that_models_come_in(load, monkeypatch, name, chunk):
     """Blocks are random bytes, because the package gguf cannot encode all of these types."""
     monkeypatch.setattr(tensor_file, "CHUNK", chunk)
     kind = Kind[name]
@@ -272,14 +268,14 @@ def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.I32, Kind.F64, Kind.Q8_K])
-def test_a_type_that_holds_no_weights(load: Any, kind: Kind) -> None:
+def test_a_type_that_holds_no_weights(load, kind):
     block, width = gguf.GGML_QUANT_SIZES[kind]
     file = load(Parts(tensors=[tensor("a", (block,), 0, kind)], data=bytes(width)))
     with pytest.raises(FileError, match=f"tensor 'a': .* {kind.name}"):
         file.read("a")
 
 
-def test_a_file_that_changed_under_the_index(load: Any) -> None:
+def test_a_file_that_changed_under_the_index(load):
     file = load(Parts())
     os.truncate(file.path, file.nbytes - 1)
     with pytest.raises(FileError, match="changed while in use: expected"):
@@ -289,7 +285,7 @@ def test_a_file_that_changed_under_the_index(load: Any) -> None:
         file.read("a")
 
 
-def test_an_index_stays_on_the_file_it_was_opened_on(tmp_path: Path) -> None:
+def test_an_index_stays_on_the_file_it_was_opened_on(tmp_path):
     for step in (1, 2):
         (tmp_path / str(step)).mkdir()
         write_tensors(tmp_path / str(step) / "m.gguf", "llama", {}, {"x": np.full(4, step, np.float32)})

@@ -1,8 +1,5 @@
 """Written files equal files of the package gguf, and keys keep their types."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import gguf
@@ -50,9 +47,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("keys", [[], *([key] for key in VALUES), list(VALUES)])
-def test_a_value_comes_back_with_its_type_and_a_second_trip_has_the_same_bytes(
-    tmp_path: Path, keys: list[str]
-) -> None:
+def test_a_value_comes_back_with_its_type_and_a_second_trip_has_the_same_bytes(tmp_path, keys):
     write_tensors(tmp_path / "one.gguf", "llama", {key: VALUES[key] for key in keys}, {})
     file = GGUFFile.open(tmp_path / "one.gguf")
     assert (list(file.metadata), file.tensors) == (["general.architecture", *keys], {})
@@ -62,7 +57,7 @@ def test_a_value_comes_back_with_its_type_and_a_second_trip_has_the_same_bytes(
 
 
 @pytest.mark.parametrize("alignment", [None, 8, 64, 4096])
-def test_the_file_equals_the_gguf_packages_byte_for_byte(tmp_path: Path, alignment: int | None) -> None:
+def test_the_file_equals_the_gguf_packages_byte_for_byte(tmp_path, alignment):
     theirs = gguf.GGUFWriter(tmp_path / "theirs.gguf", "llama")
     ours: dict[str, Any] = {}
     if alignment is not None:
@@ -83,6 +78,6 @@ def test_the_file_equals_the_gguf_packages_byte_for_byte(tmp_path: Path, alignme
     assert (tmp_path / "ours.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
 
 
-def test_rows_fill_blocks() -> None:
+def test_rows_fill_blocks():
     with pytest.raises(GGUFError, match=r"tensor 't': .* 32 elements for Q8_0"):
         pack_file("llama", {}, [("t", (2, 33), Kind.Q8_0)])

@@ -103,7 +103,7 @@ def test_bad_input_is_one_line(arguments, named, tmp_path):
 
 
 def test_the_installed_launcher_reads_what_is_written(tmp_path):
-    """`hostfile` converts the other form of hostfile to the launcher's."""
+    """`hostfile` converts the other form of hostfile to the installed launcher's form."""
     start = installed_launcher()
     form, other = ("openmpi", "mpich") if launcher_kind() == "openmpi" else ("mpich", "openmpi")
     text = "".join(f"{LINES[other](HostEntry('localhost', count))}\n" for count in (1, 2))

@@ -1,7 +1,5 @@
 """A Hugging Face folder gives its model's tensors with GGUF's names; unknown models are refused."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -53,9 +51,7 @@ IDS = np.random.default_rng(5).integers(0, 61, 30)
 
 @pytest.mark.parametrize("chunk", [1, 50])
 @pytest.mark.parametrize("name", ["llama, wide heads", "llama, biases", "gpt2", "qwen3moe", "granitemoe"])
-def test_any_range_is_the_slice_of_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
-) -> None:
+def test_any_range_is_the_slice_of_the_whole(tmp_path, monkeypatch, name, chunk):
     source, rng = HuggingFaceFolder.open(make(tmp_path, name)), np.random.default_rng(0)
     tensors = {key: source.tensor(key).ravel() for key in source.tensors}
     monkeypatch.setattr(tables, "CHUNK", chunk)
@@ -69,7 +65,7 @@ def test_any_range_is_the_slice_of_the_whole(
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_is_read_exactly(tmp_path: Path, dtype: Any) -> None:
+def test_half_precision_is_read_exactly(tmp_path, dtype):
     tensors = hf_models.random_tensors(hf_models.CONFIGS["llama"])
     halves = {name: array.astype(dtype) for name, array in tensors.items()}
     rounded = {name: array.astype(np.float32) for name, array in halves.items()}
@@ -82,7 +78,7 @@ def test_half_precision_is_read_exactly(tmp_path: Path, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, name: str) -> None:
+def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path, name):
     """A slice takes little memory even if the matrix (64 MiB) is reordered (q) or transposed (gpt2)."""
     shape = (4096, 4096)
     big = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
@@ -112,7 +108,7 @@ def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, n
     np.testing.assert_array_equal(buffer, whole)
 
 
-def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path: Path) -> None:
+def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path):
     for name, mask in (("llama", "layers.0.self_attn.rotary_emb.inv_freq"), ("gpt2", "h.1.attn.bias")):
         config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
         bare = {key.removeprefix("model.").removeprefix("transformer."): a for key, a in tensors.items()}
@@ -122,7 +118,7 @@ def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path
         np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=2e-5)
 
 
-def test_a_copy_of_a_tied_head_is_dropped(tmp_path: Path) -> None:
+def test_a_copy_of_a_tied_head_is_dropped(tmp_path):
     embedding = hf_models.random_tensors(hf_models.CONFIGS["llama, tied"])["model.embed_tokens.weight"]
     source = open_weights(make(tmp_path / "same", "llama, tied", lm_head__weight=embedding))
     assert "output.weight" not in source.tensors
@@ -130,7 +126,7 @@ def test_a_copy_of_a_tied_head_is_dropped(tmp_path: Path) -> None:
         open_weights(make(tmp_path / "other", "llama, tied", lm_head__weight=embedding + 1))
 
 
-def test_llama_3_factors_are_those_of_transformers(tmp_path: Path) -> None:
+def test_llama_3_factors_are_those_of_transformers(tmp_path):
     """Our rotary factors of Llama 3.1 equal those of transformers 5.23."""
     scaling = hf_models.LLAMA3 | {"original_max_position_embeddings": 8192}
     edits = {"hidden_size": 24, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -200,7 +196,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
 
 
 @pytest.mark.parametrize(("name", "edits", "message"), REFUSED)
-def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str, edits: Edit, message: str) -> None:
+def test_what_would_be_another_model_is_refused(tmp_path, name, edits, message):
     with pytest.raises(UsageError, match=message) as caught:
         open_weights(make(tmp_path, name, edits))
     assert str(caught.value).startswith(str(tmp_path))
@@ -216,13 +212,13 @@ def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str, edits
         ({"model__norm__weight": np.zeros(0, np.float32)}, "expected at least one element"),
     ],
 )
-def test_tensors_that_have_no_place_are_refused(tmp_path: Path, tensors: Edit, message: str) -> None:
+def test_tensors_that_have_no_place_are_refused(tmp_path, tensors, message):
     arrays = {name: np.asarray(array) for name, array in tensors.items()}
     with pytest.raises(UsageError, match=message):
         open_weights(make(tmp_path, "llama", **arrays))
 
 
-def test_open_weights_takes_files_checkpoints_and_folders(tmp_path: Path) -> None:
+def test_open_weights_takes_files_checkpoints_and_folders(tmp_path):
     write_raw(tmp_path / "model.gguf", "llama", {}, [])
     assert open_weights(tmp_path / "model.gguf").path == tmp_path / "model.gguf"
     assert open_weights(tmp_path).path == tmp_path / "model.gguf"
@@ -239,7 +235,7 @@ def test_open_weights_takes_files_checkpoints_and_folders(tmp_path: Path) -> Non
         ("gpt2", {"embd_pdrop": 0, "attn_pdrop": 0.0, "resid_pdrop": 0.5}, "resid_pdrop 0.5"),
     ],
 )
-def test_dropout_that_is_asked_for_is_told(tmp_path: Path, name: str, edits: Edit, expected: str) -> None:
+def test_dropout_that_is_asked_for_is_told(tmp_path, name, edits, expected):
     said = passed_over(open_weights(make(tmp_path, name, edits)))
     assert [f"dropout ({expected})" in line for line in said] == [True] * bool(expected)
 
@@ -271,16 +267,14 @@ class Fake:
         ("phi3", {"rope_factors_long__weight": [1.0, 1.5, 2.0]}, "rope_factors_long.weight "),
     ],
 )
-def test_what_a_configuration_cannot_say_is_refused(
-    tmp_path: Path, name: str, changes: Edit, message: str
-) -> None:
+def test_what_a_configuration_cannot_say_is_refused(tmp_path, name, changes, message):
     source = Fake(open_weights(make(tmp_path, name)), **changes)
     with pytest.raises(UsageError, match=message):
         config_json(source, "float32")
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "olmoe"])
-def test_experts_may_be_merged_as_transformers_has_them_in_memory(tmp_path: Path, name: str) -> None:
+def test_experts_may_be_merged_as_transformers_has_them_in_memory(tmp_path, name):
     config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
     merged = {key: array for key, array in tensors.items() if ".experts." not in key}
     for i in range(config["num_hidden_layers"]):
@@ -296,7 +290,7 @@ def test_experts_may_be_merged_as_transformers_has_them_in_memory(tmp_path: Path
         assert open_weights(other).tensors[key].shape == spec.shape
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+def test_a_missing_expert_is_named(tmp_path):
     lost = {"model__layers__0__mlp__experts__1__up_proj__weight": None}
     with pytest.raises(UsageError, match=r"blk\.0\.ffn_up_exps\.weight"):
         HuggingFaceFolder.open(make(tmp_path, "olmoe", **lost))

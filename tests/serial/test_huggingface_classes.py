@@ -4,8 +4,6 @@ For each family and setting, the class completes config.json's settings, and Num
 the logits.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +122,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "edits"), CASES, ids=str)
-def test_a_configuration_means_what_its_class_says(tmp_path: Path, name: str, edits: Edit) -> None:
+def test_a_configuration_means_what_its_class_says(tmp_path, name, edits):
     config = plain(hf_models.CONFIGS[name] | edits)
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = class_of(tmp_path)
@@ -151,7 +149,7 @@ def test_a_configuration_means_what_its_class_says(tmp_path: Path, name: str, ed
 
 
 @pytest.mark.parametrize("name", sorted(ROTARY_CLASSES | {"gpt2": None}))
-def test_classes_types_and_special_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_classes_types_and_special_tokens_are_those_of_transformers(tmp_path, name):
     config = hf_models.CONFIGS[name]
     folder = hf_models.write_folder(tmp_path / "a", config, hf_models.random_tensors(config))
     source = HuggingFaceFolder.open(folder)

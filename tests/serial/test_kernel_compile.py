@@ -1,7 +1,5 @@
 """Every CUDA kernel compiles without a GPU and has the parameters of the launch table."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -23,16 +21,8 @@ ARCHITECTURES = [*(pytest.param(name, marks=pytest.mark.long) for name in ("sm_8
 PTX_TYPES = {"P": ("u64", "b64"), "L": ("u64", "b64", "s64"), "F": ("f32", "b32"), "D": ("f64", "b64")}
 CUPY_ADDS = "-ftz=true"  # option that CuPy adds for all kernels
 SUMS = ordered_sum.SOURCE.name
-ONE_AT_A_TIME = (
-    "add_losses",
-    "add_partials",
-    "attention_",
-    "by_",
-    "counts_",
-    "digit_",
-    "pairwise_",
-    "token_keys",
-)
+ONE_AT_A_TIME = ("add_losses", "add_partials", "attention_", "by_", "counts_", "digit_", "pairwise_")
+ONE_AT_A_TIME += ("token_keys",)
 TELL = """
 import json
 from zero_mpi.ops import gpu

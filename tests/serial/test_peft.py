@@ -96,6 +96,14 @@ def changed(made, folder, settings):
     return folder
 
 
+def test_rslora_divides_by_the_root_of_the_rank(made, tmp_path):
+    base, adapter, _ = made
+    folder = changed(made, tmp_path / "peft", {"use_rslora": True, "lora_alpha": 8 / 2**0.5})
+    own, theirs = open_merged(base, adapter), open_merged(base, folder)
+    for name in own.tensors:
+        np.testing.assert_allclose(theirs.tensor(name), own.tensor(name), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
