@@ -52,7 +52,7 @@ class EvaluationData:
     windows: measuring.WindowSet | None  # windows of the text; None without a text
     text: dict[str, Any]  # facts about the text, for --json
     tokens: np.ndarray[Any, Any]  # number of counted tokens in each window
-    answers: list[measuring.AnswerSet]  # answers to score; maybe a second set that counts wrong tokens
+    answers: list[measuring.AnswerSet]  # maybe with a second set whose losses count wrong tokens
     choices: EncodedChoices | None
 
 
@@ -202,7 +202,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
 
 
 def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: list[Array]) -> Figures:
-    """Return the results of one model. `losses`: those of the windows, then those of the answers."""
+    """Return the results of one model. `losses` has the losses of windows, then those of answers."""
     found: Figures = {
         "model": subject.title,
         "arch": subject.model.arch,
@@ -218,7 +218,7 @@ def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: 
 
 
 def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
-    """Return all results: about the data, about each model, and the difference between two models."""
+    """Return the facts about the data, the results of each model, and the difference between two models."""
     found: Figures = {}
     if dataset.windows is not None:
         found["text"] = dataset.text

@@ -44,12 +44,12 @@ from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.setup import choose_transport, layout_config
 
 ROWS = 64  # rows of logits that are compared at a time
-Parted = tuple[Any, PartLosses, int]  # input, loss, and the index of its first part among all parts
-FIGURES = 3  # sums per window: divergence, squared changes of probability, equal top tokens
+Parted = tuple[Any, PartLosses, int]  # inputs; targets in parts; index of the micro-batch's first part
+FIGURES = 3  # number of sums per window: divergence, squared changes of probability, equal top tokens
 
 
 class WindowSet:
-    """Windows of a text, or conversations. A window's loss is a sum over those of its targets that count.
+    """Windows of a text, or conversations. A window's loss is the sum of the losses of its counted targets.
 
     A window has `context` inputs, each of which predicts the next token. If windows overlap, a target counts
     only in the first window that predicts it, so in later windows only the last `stride` targets count.
@@ -77,7 +77,7 @@ class WindowSet:
 
 
 class AnswerSet:
-    """Answers after their questions. An answer's loss is a sum over its own tokens only.
+    """Answers with their questions. Only the tokens of an answer count in its loss.
 
     A micro-batch pads its shorter sequences at the end. Earlier positions do not see the padding.
     """
@@ -103,7 +103,7 @@ class AnswerSet:
 
 
 def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each window the sum of values[id] over its counted targets; `values`: (V,), one per id."""
+    """Return each window's sum of values[id] over the ids that are its counted targets; `values`: (V,)."""
     found: list[int] = []
     for _, batch, _ in map(windows.micro, range(windows.micro_batches)):
         targets = [batch.targets[part] for part in batch.parts]
@@ -112,7 +112,7 @@ def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
-    """Return `values` as one list per question; `counts`: the lengths of the lists."""
+    """Split `values` into one list per question; `counts` has the lengths of the lists."""
     ends = np.cumsum(counts).tolist()
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -209,7 +209,7 @@ def divergence(
 
 
 # ------------------------------------------------------------------------------------------ quantization
-# Here follow the divergence between two models, and the importance of the columns of matrices.
+# These measures compare two models, or weigh the columns of matrices for `export`.
 
 
 def divergences(
@@ -217,7 +217,7 @@ def divergences(
 ) -> Array:
     """Return three sums for each part, (count, 3) float64, the same on all ranks. Collective.
 
-    modules: the model and its reference; read(i): returns micro-batch i
+    `modules` has the model and its reference; `read(i)` returns micro-batch i.
     """
 
     def compute(number: int, sums: Array) -> None:
@@ -235,7 +235,7 @@ def divergences(
 
 
 def compared(ours: Array, theirs: Array, targets: Array) -> Array:
-    """Return the three sums over positions, given the logits (T, V) of a model and of its reference."""
+    """Return a part's three sums over positions, given the logits (T, V) of a model and of its reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
         here = slice(start, start + ROWS)
@@ -256,7 +256,7 @@ def log_softmax(logits: Array) -> Array:
 
 
 def divergence_figures(sums: Array, tokens: int) -> dict[str, float]:
-    """Return the means of the sums over all tokens, with the definitions of llama.cpp's perplexity tool."""
+    """Return the three results per token, as llama.cpp's perplexity tool defines them."""
     divergence, squares, equal = (ordered_total(column) / tokens for column in sums.T)
     return {"kl": divergence, "rms_change": float(np.sqrt(squares)), "same_top": equal}
 
@@ -264,11 +264,11 @@ def divergence_figures(sums: Array, tokens: int) -> dict[str, float]:
 class Importance:
     """Importance matrix: for each matrix, sums of its squared inputs and the number of inputs.
 
-    Micro-batches are added in the order of gradients, so the number of ranks does not change the result.
+    Micro-batches are summed in a fixed order, like gradients, so the number of ranks changes no bit.
     """
 
     def __init__(self, model: ModelConfig, comm: Comm) -> None:
-        self.places, end = dict[str, tuple[int, int, int]](), 0  # of each: first element, matrices, columns
+        self.places, end = dict[str, tuple[int, int, int]](), 0  # first element, matrices, columns
         for name, param in model.params().items():
             if name.startswith("blk.") and name.endswith(".weight") and len(param.shape) > 1:
                 matrices, columns = param.shape[0] if len(param.shape) > 2 else 1, param.shape[-1]
