@@ -1,9 +1,9 @@
-"""`zero-mpi hostfile FILE --for mpich|openmpi`: a hostfile in the form that a launcher reads.
+"""`zero-mpi hostfile FILE --for mpich|openmpi`: prints a hostfile in the form that a launcher reads.
 
 For ranks per host, MPICH expects `node1:2` and Open MPI `node1 slots=2`. Each of them reads the other form
 wrongly or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show
-hostnames` of Slurm). An input may mix all of these forms. A name alone is one slot. If a name is repeated,
-its slots are added up where it comes first.
+hostnames` of Slurm). An input may mix all of these forms. A name alone is one slot. The slots of a repeated
+name are added up.
 """
 
 import re
@@ -36,7 +36,7 @@ class HostEntry:
 
 
 def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
-    """Return the hosts in a file called `where`, in order. Raise UsageError, which names the line."""
+    """Return the hosts in a file called `where`, in order. Raise UsageError naming an invalid line."""
     hosts: dict[str, HostEntry] = {}
     for number, line in enumerate(lines, 1):
         text = re.sub(r"(^|\s)#.*", "", line).strip()

@@ -129,7 +129,7 @@ class Export:
             fill(self.files, self.paths, self.encoder, rank, size)
 
     def publish(self) -> None:
-        """Rename the result to its final name. Of several files, the first one is renamed last."""
+        """Rename the result to its final name. The first of several files is renamed last."""
         place, target = self.place, self.target
         if len(self.files) > 1:
             for path, result in reversed([*zip(self.paths, self.results, strict=True)]):
@@ -244,7 +244,7 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
-            raise UsageError(f"{name} {given}: not with --base, which converts only the adapter")
+            raise UsageError(f"{name} {given}: cannot be used with --base, which converts only the adapter")
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
     MergedWeights(base, adapter)  # raises an error if the adapter belongs to another base
@@ -257,7 +257,7 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
 
 
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
-    """Return the source. Raise UsageError unless it is a model that the target's format can store."""
+    """Return the source. Raise UsageError if it is not a model that the target's format can store."""
     source = open_merged(path, adapter)
     architecture = keys_of(source).architecture
     if architecture is None or architecture == "zero_mpi":
@@ -272,7 +272,7 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 
 
 def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
-    """Return the encoder, which chooses types. Raise UsageError if they need a missing library or matrix."""
+    """Return the encoder. Raise UsageError if the type needs a missing library or importance matrix."""
     wanted, matrix = options.type, options.imatrix
     by_ggml = wanted in mixes.MIXES or matrix is not None
     if by_ggml:
@@ -293,7 +293,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
-    """Return those keys of the source that stay valid, with the tokenizer's keys if it is a folder."""
+    """Return the keys of the source that stay valid, and the tokenizer's keys if the source is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
     keys["general.file_type"] = np.uint32(mixes.file_type(wanted))
     if wanted in mixes.MIXES or wanted.startswith("q"):

@@ -41,7 +41,7 @@ class PlannedFile:
 
 
 def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) -> list[PlannedFile]:
-    """Return the files of a model. Each has at most `most` bytes of tensors, or a single tensor."""
+    """Return the files to write. A file has at most `most` bytes of tensors, unless one tensor is larger."""
     table, parts, filled = encoder.table(), list[list[Announced]]([[]]), 0
     for entry, spec in zip(table, checked_table(table).values(), strict=True):
         nbytes = padded(spec.nbytes, alignment_of(keys))
@@ -89,9 +89,9 @@ AT_ONCE = 1 << 18  # elements encoded together; this takes a few MiB with all te
 class Encoder:
     """Encoder of a source's tensors. It chooses the type of each tensor and makes its blocks.
 
-    by_ggml      whether ggml quantizes; otherwise the package gguf does, for 8 bits and the oldest types
+    by_ggml      whether the library ggml quantizes; else the Python package gguf does (q8_0, q4_0, ...)
     importance   tensor name -> weights of its columns, (matrices, width)
-    masters      training state with float32 masters of rounded parameters, from which blocks are made
+    masters      training state whose float32 masters of rounded parameters are encoded instead
     """
 
     source: WeightSource
@@ -116,7 +116,7 @@ class Encoder:
         ]
 
     def encoded(self, name: str, start: int, stop: int) -> memoryview:
-        """Return elements [start, stop) in the tensor's type; the source's bytes if it has this type."""
+        """Return elements [start, stop) in their new type. If it is the source's type, no bit changes."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
         if isinstance(self.source, GGUFFile) and spec.type == kind:

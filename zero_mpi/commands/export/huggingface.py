@@ -42,14 +42,14 @@ EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 
 def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
-    """Return the tokens that end an answer, eos first, and a key for one that only the chat template shows.
+    """Return the tokens that end an answer, eos first, and a key for the token that only the template shows.
 
-    An unknown tokenizer has no such tokens.
+    For an unknown tokenizer, both are empty.
     """
     kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
     try:
         tokenizer = kind(metadata, place) if kind else None
-    except UsageError:  # a model can be exported without a tokenizer that cannot be read
+    except UsageError:  # then the model is exported without its tokenizer
         tokenizer = None
     if tokenizer is None:
         return [], {}
@@ -79,9 +79,9 @@ TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor to write into a folder: its name and shape in the folder, and its source.
+    """A tensor to write into a Hugging Face folder: its name and shape there, and its source.
 
-    `runs`: ranges of elements in tensors of the source that form it; empty: all elements of `spec`.
+    `runs` lists the source's ranges of elements that form the tensor; if empty, all of `spec` does.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Outgoing:
 
 
 class Keys:
-    """Keys of the architecture of a source whose model zero_mpi has read."""
+    """Reader of the architecture's keys in a source."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source, self.keys = source, GGUFKeys(source.metadata, str(source.path))
@@ -142,9 +142,7 @@ def plain(value: Any) -> Any:
 
 
 def outgoing(source: WeightSource) -> list[Outgoing]:
-    """Return the tensors to write into a folder for the model of `source`. Raise FileError if the format has
-    no place for one.
-    """
+    """Return the tensors to write into a folder. Raise FileError if one has no counterpart in the format."""
     keys = Keys(source)
     width, is_mixture = 0 if keys.arch == "gpt2" else keys.head_width(), keys.family in MIXTURES
     found: list[Outgoing] = []
@@ -300,8 +298,8 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
     """Return the setting that produces the divisors in `rope_freqs.weight`; None without this tensor.
 
-    The model's own setting is tried first. If it does not fit, the factor and the original context length are
-    searched; all Llama 3 models share the other numbers. Raises FileError for divisors that no setting gives.
+    The setting in the model's keys is tried first, then usual factors and original context lengths, because
+    all Llama 3 models share the other numbers. Raises FileError for divisors that no setting gives.
     """
     if rope.ROPE_FREQS not in source.tensors:
         return None
@@ -315,7 +313,7 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
     raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, as config.json needs")
 
 
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that safetensors has too
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that safetensors can also store
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION, MORE_TEMPLATES = "generation_config.json", "additional_chat_templates"
 COPIED = (  # files copied from one Hugging Face folder to the next
@@ -404,7 +402,7 @@ def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: P
 
 
 def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> Outgoing:
-    """Return a factor with PEFT's name and order of rows. Raise FileError if PEFT has no place for it."""
+    """Return a factor with PEFT's name and order of rows. Raise FileError if PEFT cannot store it."""
     target, dot, end = spec.name.rpartition(".")
     order, head = hf_folder.order_and_head(spec, target, dot + end, keys)
     name = f"{hf_folder.PREFIX}{layer_of(keys.architecture or '', target)}{hf_folder.ENDS[dot + end]}"
@@ -417,7 +415,7 @@ def layer_of(arch: str, weight: str) -> str:
 
 
 def config_of(adapter: WeightSource, base: WeightSource, arch: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json. It lists full layer names, because blocks may differ."""
+    """Return the content of adapter_config.json. It lists full layer names, as blocks may differ."""
     lora = lora_of(adapter)
     return {
         "peft_type": "LORA",

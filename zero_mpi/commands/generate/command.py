@@ -196,7 +196,7 @@ def add_draw(parser: Parser) -> None:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print prompts and continuations as soon as bytes are ready, each up to an end-of-text token."""
+    """Print prompts and continuations, each byte as soon as it is ready. Return the exit status."""
     options = make_parser().parse_args(arguments)
     check(options)
     log.install(world.rank, world.size).to_stderr = True  # stdout has only the answers
@@ -249,7 +249,7 @@ def as_bytes(prompt: str) -> bytes:
 def print_answer(
     speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array, ready: Reply | None = None
 ) -> Reply:
-    """Print one answer in the requested form; compute it unless it is `ready`. Then print an empty line."""
+    """Print one answer, computed unless it is `ready`. An empty line separates texts of answers."""
     if speaker.options.json:
         answer = ready or speaker.answer(ids, lambda piece: None)
         texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}

@@ -25,7 +25,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
 AT_ONCE = 64  # hosts that are probed at the same time
-LOOK = 0.05  # seconds between checks whether probes have ended
+LOOK = 0.05  # seconds between checks of running probes
 SECONDS = 30.0  # seconds within which Slurm must list its nodes
 HERE = "{host}"
 BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
@@ -107,7 +107,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
 
 @dataclass(frozen=True)
 class Template:
-    """Launch command with placeholders. words: words of the command; form: name of the hostfile's form."""
+    """Launch command with placeholders. `form` names the launcher whose form the hostfile has."""
 
     words: tuple[str, ...]
     form: str
