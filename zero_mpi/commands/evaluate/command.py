@@ -187,8 +187,8 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
         arguments = task.imatrix, totals, texts, text["windows"], text["context"]
         world.on_root(lambda: write_importance(*arguments))
     if task.kl and dataset.windows is not None:
-        sums = measuring.divergence(world, opened.config, opened.candidates, dataset.windows, watchdog)
-        found["divergence"] = measuring.divergence_figures(sums, text["tokens"])
+        compared = opened.candidates, dataset.windows, text["tokens"]
+        found["divergence"] = measuring.divergence(world, opened.config, *compared, watchdog)
     if task.top_k_out is not None and dataset.windows is not None:
         vocab = first.model.vocab_size
         if task.top_k > vocab:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -188,40 +188,24 @@ def losses_of(
     return losses
 
 
-def divergence(
-    world: World, config: Config, candidates: Sequence[Evaluated], windows: WindowSet, watchdog: Watchdog
-) -> Array:
-    """Return the three sums of `divergences` for two models over the windows. Collective."""
-
-    def read(number: int) -> Parted:
-        watchdog.beat(f"micro-batch {number} of {windows.micro_batches} of both models")
-        return windows.micro(number)
-
-    model, base = candidates
-    with (
-        opened_module(world, config, model, watchdog) as ours,
-        opened_module(world, config, base, watchdog) as theirs,
-        np.errstate(all="ignore"),
-    ):
-        found = divergences([ours, theirs], windows.micro_batches, windows.count, read)
-        del ours, theirs
-    return found
-
-
 # ------------------------------------------------------------------------------------------ quantization
 # These measures compare two models, or weigh the columns of matrices for `export`.
 
 
-def divergences(
-    modules: Sequence[ShardedModule], micro_batches: int, count: int, read: Callable[[int], Parted]
-) -> Array:
-    """Return three sums for each part, (count, 3) float64, the same on all ranks. Collective.
-
-    `modules` has the model and its reference; `read(i)` returns micro-batch i.
-    """
+def divergence(
+    world: World,
+    config: Config,
+    candidates: Sequence[Evaluated],
+    windows: WindowSet,
+    tokens: int,
+    watchdog: Watchdog,
+) -> dict[str, float]:
+    """Compare two models over `tokens` tokens, as llama.cpp's perplexity tool does. Collective."""
+    modules = list[ShardedModule]()
 
     def compute(number: int, sums: Array) -> None:
-        (x, batch, first), to_host = read(number), device.in_use().to_host
+        watchdog.beat(f"micro-batch {number} of {windows.micro_batches} of both models")
+        (x, batch, first), to_host = windows.micro(number), device.in_use().to_host
         ours, theirs = (np.array(to_host(each.forward(x, training=False))) for each in modules)
         for place, part in enumerate(batch.parts, first):
             found = compared(ours[part], theirs[part], np.asarray(batch.targets)[part])
@@ -231,7 +215,17 @@ def divergences(
         for module in modules:
             module.forward(None, training=False)
 
-    return dealt_out(modules[0], micro_batches, FIGURES * count, compute, idle).reshape(-1, FIGURES)
+    model, base = candidates
+    with (
+        opened_module(world, config, model, watchdog) as first,
+        opened_module(world, config, base, watchdog) as second,
+        np.errstate(all="ignore"),
+    ):
+        modules += [first, second]
+        sums = dealt_out(first, windows.micro_batches, FIGURES * windows.count, compute, idle)
+        del first, second, modules[:]
+    kl, squares, equal = (ordered_total(column) / tokens for column in sums.reshape(-1, FIGURES).T)
+    return {"kl": kl, "rms_change": float(np.sqrt(squares)), "same_top": equal}
 
 
 def compared(ours: Array, theirs: Array, targets: Array) -> Array:
@@ -253,12 +247,6 @@ def log_softmax(logits: Array) -> Array:
     """Return the log-probabilities, in float64, of logits whose last axis is the vocabulary."""
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def divergence_figures(sums: Array, tokens: int) -> dict[str, float]:
-    """Return the three results per token, as llama.cpp's perplexity tool defines them."""
-    divergence, squares, equal = (ordered_total(column) / tokens for column in sums.T)
-    return {"kl": divergence, "rms_change": float(np.sqrt(squares)), "same_top": equal}
 
 
 class Importance:

@@ -96,7 +96,6 @@ class Export:
 
     target: Path
     wanted: str
-    pure: bool
     kinds: huggingface.Kinds = field(default_factory=dict)
     files: list[PlannedFile] = field(default_factory=list)
     encoder: Encoder | None = None
@@ -187,7 +186,7 @@ def prepare(options: Namespace, tells: bool) -> Export:
             raise UsageError(f"{name} {given}: only a GGUF can have it: name the target NAME.gguf")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
-    found = Export(target, options.type, options.pure)
+    found = Export(target, options.type)
     only = options.base is not None
     source = only_adapter(options, as_gguf) if only else open_source(options.source, as_gguf, options.merge)
     if not as_gguf:

@@ -172,7 +172,13 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
     keys = Keys(source)
     sizes = {there: keys.size(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
     kind = ROTARY_CLASSES.get(keys.family)
-    own = gpt2_settings(keys) if kind is None else rotary_settings(keys, kind)
+    own = {
+        "n_inner": keys.size("feed_forward_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+    }
+    if kind is not None:
+        own = rotary_settings(keys, kind)
     return {
         "architectures": ["GPT2LMHeadModel" if kind is None else kind.name],
         "model_type": (kind and kind.model_type) or keys.family,
@@ -196,15 +202,6 @@ def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
     }
     ends, _ = ends_of(source.metadata, keys.place)
     return found | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
-
-
-def gpt2_settings(keys: Keys) -> dict[str, Any]:
-    """Return the settings that only gpt2 has."""
-    return {
-        "n_inner": keys.size("feed_forward_length"),
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-    }
 
 
 def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from zero_mpi.cli.text import few, plural, seconds
 from zero_mpi.commands.hostfile import LINES, HostEntry
 from zero_mpi.commands.supervise import attempt
 from zero_mpi.commands.supervise.attempt import NO_CHECKPOINT, Attempt, Ending, RunFolder, StopRequest
-from zero_mpi.commands.supervise.hosts import PLACEHOLDERS, HostPool, Template, find_pool, ranks_of
+from zero_mpi.commands.supervise.hosts import PLACEHOLDERS, HostPool, Template, find_pool
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import one_line
 from zero_mpi.launch.ending import BAD_USAGE, FAILED, REQUEUE, say
@@ -194,7 +194,7 @@ class Restarts:
     def _report(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
         where, about = "", {}
         if self._pool is not None:
-            names, ranks = [host.name for host in hosts], ranks_of(hosts)
+            names, ranks = [host.name for host in hosts], sum(host.slots for host in hosts)
             where = f" on {plural(len(hosts), 'host')} ({', '.join(few(names))}), {plural(ranks, 'rank')}"
             about = {"hosts": names, "ranks": ranks}
         if silent:

@@ -121,7 +121,7 @@ class Template:
         path = folder / "hosts"
         path.write_text("".join(f"{LINES[self.form](host)}\n" for host in hosts))
         names = ",".join(host.name for host in hosts)
-        values = str(path), names, str(len(hosts)), str(ranks_of(hosts))
+        values = str(path), names, str(len(hosts)), str(sum(host.slots for host in hosts))
         words = list(self.words)
         for placeholder, value in zip(PLACEHOLDERS, values, strict=True):
             words = [word.replace(placeholder, value) for word in words]
@@ -152,8 +152,3 @@ class Template:
     def _is_training(self) -> bool:
         names = [Path(word).name for word in self.words]
         return "zero_mpi.train" in names or ("zero-mpi", "train") in pairwise(names)
-
-
-def ranks_of(hosts: Sequence[HostEntry]) -> int:
-    """Return the total number of ranks of these hosts."""
-    return sum(host.slots for host in hosts)
