@@ -54,15 +54,11 @@ def level(name):
     return Namespace(**known, Query_thread=lambda: name)
 
 
-def limited(**other):
+def limit(**other):
     common = {"available": 64 << 30, "group_memory": None, "group_free": None}
     common |= {"address_space": None, "data": None, "locked": None, "files": 1024}
-    return Limits(**common | other)
-
-
-def limit(**other):
-    host = [limited(**other)], place((0, 1, 2, 3))
-    return only(row for row in (hosts.limit_rows(*host)) if row.verdict != OK)
+    found = hosts.limit_rows([Limits(**common | other)], place((0, 1, 2, 3)))
+    return only(row for row in found if row.verdict != OK)
 
 
 def folder(*blind, **other):

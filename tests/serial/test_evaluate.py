@@ -39,7 +39,9 @@ QUESTIONS = [
 ]
 
 
-def write_files(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
     write_model(folder / "new.gguf", MODEL)
     write_model(folder / "old.gguf", replace(MODEL, feed_forward_length=11))
     write_model(folder / "ids.gguf", replace(MODEL, vocab_size=61), {"tokenizer.ggml.model": "none"})
@@ -55,13 +57,7 @@ def write_files(folder: Path) -> None:
     np.save(folder / "ids.npy", np.arange(100, dtype=np.uint16) % 61)
     np.save(folder / "far.npy", np.array([1, 2, 300] * 30, np.uint16))
     (folder / "questions.jsonl").write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("evaluate")
-    write_files(made)
-    return made
+    return folder
 
 
 def evaluate(folder: Path, *flags: str, ranks: int = 1) -> tuple[str, dict[str, Any]]:
@@ -74,10 +70,14 @@ def evaluate(folder: Path, *flags: str, ranks: int = 1) -> tuple[str, dict[str, 
 
 def surprises(model: TextModel, ids: list[int]) -> np.ndarray:
     """Return -log(probability) of each id but the first, (n - 1,) in nats."""
+    return -log_probabilities(model, ids[:-1])[np.arange(len(ids) - 1), ids[1:]]
+
+
+def log_probabilities(model: TextModel, ids: list[int]) -> np.ndarray:
     model.reset()
-    logits = model.logits(ids[:-1]).astype(np.float64)
+    logits = model.logits(ids).astype(np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
-    return np.log(np.exp(shifted).sum(-1)) - shifted[np.arange(len(ids) - 1), ids[1:]]
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def text_ids() -> list[int]:
@@ -300,23 +300,18 @@ def test_a_fault_is_one_line_of_two_ranks_and_status_2(faulty):
     assert re.search(expected, errors)
 
 
-def log_probabilities(path: Path, window: list[int]) -> np.ndarray:
-    logits = TextModel(path).logits(window).astype(np.float64)
-    shifted = logits - logits.max(1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-
-
 def test_divergence_is_that_of_the_logits_on_any_ranks(folder: Path) -> None:
     """The figures match llama.cpp's perplexity --kl-divergence, whose reference is the model of --against."""
     flags = ("new.gguf", "--against", "old.gguf", "--data", "text", "--kl", "--windows", "3")
     printed, figures = evaluate(folder, *flags)
     assert evaluate(folder, *flags, ranks=2) == (printed, figures)
+    models = [TextModel(folder / name) for name in ("new.gguf", "old.gguf")]
     ids, kl, squares, same = text_ids(), [], [], []
     starts = [i * CONTEXT for i in range(figures["text"]["windows_of_the_text"])]
     picked = [starts[i * len(starts) // 3] for i in range(3)]
     for start in picked:
         window = ids[start : start + CONTEXT]
-        ours, base = (log_probabilities(folder / name, window) for name in ("new.gguf", "old.gguf"))
+        ours, base = (log_probabilities(each, window) for each in models)
         targets = ids[start + 1 : start + CONTEXT + 1]
         kl += (np.exp(base) * (base - ours)).sum(1).tolist()
         apart = np.exp(ours) - np.exp(base)

@@ -39,14 +39,14 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data", spans.DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
-STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices after the claims: steps, and transfers in progress
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices, after the indices in CLAIMS, of steps and transfers
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(spans.STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 MEANING = (
     "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
-MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; recording stops at a quarter of it, at the end of a micro-batch
+MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a run stops recording at a quarter of this number
 MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
@@ -65,7 +65,7 @@ class Slice(NamedTuple):
     begun: float
     ended: float
     kind: str  # "forward", "allgather", ...
-    step: int  # from 1
+    step: int  # number of the step, from 1
     nbytes: int  # bytes of a transfer
 
 

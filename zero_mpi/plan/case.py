@@ -121,7 +121,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """True if reductions add in rank order, also with `fast` on transports whose library cannot sum."""
+        """True if reductions add in rank order, which some transports do even with --reduction fast."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
@@ -203,7 +203,7 @@ class Case:
 
     @property
     def trained(self) -> list[tuple[Unit, int]]:
-        """Pairs of `slices` whose unit is trained."""
+        """The pairs of `slices` that have a trained unit."""
         return [(unit, own) for unit, own in self.slices if unit.trainable]
 
     @cached_property

@@ -63,7 +63,7 @@ ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
 ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # matmul rate in low precision
 ASSUMED_GPU_FP32 = replace(ASSUMED_GPU, flops=4e13)
-LOW = ASSUMED_BF16, ASSUMED_GPU  # machines whose `flops` are those of low precision
+LOW = ASSUMED_BF16, ASSUMED_GPU  # machines whose `flops` apply to low precision
 
 
 def billions(rate: float) -> str:

@@ -42,7 +42,7 @@ class StepEvent(NamedTuple):
 
     kind: str
     unit: int = -1
-    what: str = ""  # kind of the transfer, for a wait
+    what: str = ""  # for a wait: the kind of the transfer
     flop: float = 0.0
     moved: float = 0.0
 

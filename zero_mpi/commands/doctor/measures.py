@@ -3,7 +3,7 @@
 Rank 0 saves small files in the run folder like a checkpoint, and every host checks that it sees them. Matrix
 products use the matmul of the models, on all ranks at once. A small and a large message pass around rings of
 ranks, all rings at once: one ring per node, and between the nodes one ring for each rank index on a node. A
-time is the median over repeats; the time of a repeat is that of its slowest rank.
+time is the median over repeats; a repeat takes as long as its slowest rank.
 """
 
 import contextlib

@@ -190,7 +190,7 @@ class EncodedChoices:
     counts: list[int] = field(default_factory=list)  # number of sequences of each question
     right: list[int] = field(default_factory=list)  # number of the right answer of each question
     answers: list[str] = field(default_factory=list)  # "" for a text's windows after the first
-    span: str = ANSWERS  # which tokens are scored, such as ANSWERS
+    span: str = ANSWERS  # name of the tokens that are scored, such as ANSWERS
     cut: int = 0  # number of sequences whose beginning was cut off to fit the context
 
     @property
@@ -268,7 +268,7 @@ def encode_choices(
             over = max(0, len(ids) - context - 1)
             if not 0 < start - over < len(ids) - over:
                 problem = f"an answer has {len(ids) - start} of {len(ids)} tokens"
-                raise FileError(f"{where}: {problem}, expected 1 to {context}, which is the context")
+                raise FileError(f"{where}: {problem}, expected 1 to {context} (the model's context)")
             found.sequences.append(ids[over:])
             found.starts.append(start - over)
             found.cut += over > 0

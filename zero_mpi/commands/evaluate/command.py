@@ -52,7 +52,7 @@ class EvaluationData:
     windows: measuring.WindowSet | None  # windows of the text; None without a text
     text: dict[str, Any]  # facts about the text, for --json
     tokens: np.ndarray[Any, Any]  # number of counted tokens in each window
-    answers: list[measuring.AnswerSet]  # maybe with a second set whose losses count wrong tokens
+    answers: list[measuring.AnswerSet]  # may include a second set whose losses count wrong tokens
     choices: EncodedChoices | None
 
 
@@ -202,7 +202,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
 
 
 def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: list[Array]) -> Figures:
-    """Return the results of one model. `losses` has the losses of windows, then those of answers."""
+    """Return the results of one model. `losses` has an array for the windows, then arrays for the answers."""
     found: Figures = {
         "model": subject.title,
         "arch": subject.model.arch,

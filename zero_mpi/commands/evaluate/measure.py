@@ -229,7 +229,7 @@ def divergence(
 
 
 def compared(ours: Array, theirs: Array, targets: Array) -> Array:
-    """Return a part's three sums over positions, given the logits (T, V) of a model and of its reference."""
+    """Return the three sums over a window's positions, from the logits (T, V) of a model and a reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
         here = slice(start, start + ROWS)
@@ -275,7 +275,7 @@ class Importance:
         return both[:, :columns], both[:, columns:]
 
     def observe(self, name: str, x: Any, starts: Any) -> None:
-        """Add inputs x (..., in) of a matrix or of stacked experts; those of expert e begin at starts[e]."""
+        """Add inputs x (..., in) of a matrix or of stacked experts; inputs of expert e begin at starts[e]."""
         if name not in self.places:
             return
         to_host = device.in_use().to_host
@@ -310,7 +310,7 @@ LEAST = 1e-12  # lower bound of the total probability of the ids that a record o
 
 
 class TopK(HeadLoss):
-    """Loss that finds the most likely ids of each position: `records` (B T,), after `evaluate`."""
+    """Loss that finds the most likely ids of each position. `evaluate` stores them in `records` (B T,)."""
 
     def __init__(self, teacher: TeacherFile) -> None:
         self._teacher, self.records = teacher, np.zeros(0, teacher.record)

@@ -79,7 +79,7 @@ class Task:
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line. Its result has only the flags that the user gave."""
+    """Return the parser of the command line, which returns only the flags that the user gave."""
     parser = Parser(
         prog="mpirun -n N zero-mpi evaluate",
         usage="%(prog)s PATH [flags]",
@@ -194,7 +194,7 @@ class Opened:
 def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
     """Return the inputs that this rank opens, and facts that must be equal on all ranks.
 
-    `number`: this rank's index on its node if the launcher gives none. Raises UsageError for invalid inputs.
+    `number` is this rank's index on its node if the launcher gives none. Raises UsageError for bad inputs.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")

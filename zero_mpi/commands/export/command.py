@@ -40,7 +40,7 @@ from zero_mpi.commands.export import huggingface
 from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, planned
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
-from zero_mpi.errors import JobError, UsageError
+from zero_mpi.errors import UsageError, naming, writing
 from zero_mpi.files.atomic import partial_of
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.open import is_file, is_folder, refusing
@@ -151,20 +151,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     export: Export = world.run_on_all(partial(prepare, options, world.rank == 0))
 
-    def step(action: Callable[[], None]) -> Callable[[], None]:
-        def work() -> None:
-            try:
-                action()
-            except OSError as error:
-                cause = error.strerror or str(error)
-                raise JobError(f"{error.filename or export.target}: cannot be written: {cause}") from error
-
-        return work
+    def step(action: Callable[..., None], *arguments: int) -> None:
+        with writing(), naming(export.target):
+            action(*arguments)
 
     try:
-        world.on_root(step(export.begin))
-        world.run_on_all(step(partial(export.fill, world.rank, world.size)))
-        world.on_root(step(export.publish))
+        world.on_root(partial(step, export.begin))
+        world.run_on_all(partial(step, export.fill, world.rank, world.size))
+        world.on_root(partial(step, export.publish))
     except BaseException:
         if world.rank == 0:
             remove(export.place)

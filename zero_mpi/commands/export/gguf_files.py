@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -27,6 +27,8 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.ops import ggml
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class PlannedFile:
@@ -42,14 +44,9 @@ class PlannedFile:
 
 def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) -> list[PlannedFile]:
     """Return the files to write. A file has at most `most` bytes of tensors, unless one tensor is larger."""
-    table, parts, filled = encoder.table(), list[list[Announced]]([[]]), 0
-    for entry, spec in zip(table, checked_table(table).values(), strict=True):
-        nbytes = padded(spec.nbytes, alignment_of(keys))
-        if most is not None and parts[-1] and filled + nbytes > most:
-            parts.append([])
-            filled = 0
-        parts[-1].append(entry)
-        filled += nbytes
+    table, alignment = encoder.table(), alignment_of(keys)
+    sizes = [padded(spec.nbytes, alignment) for spec in checked_table(table).values()]
+    parts = [table] if most is None else in_parts(table, sizes, most)
     if len(parts) == 1:
         return [PlannedFile(target.name, keys, table)]
     architecture = {"general.architecture": keys["general.architecture"]}
@@ -60,6 +57,18 @@ def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) ->
         name = f"{target.name.removesuffix('.gguf')}-{number + 1:05d}-of-{len(parts):05d}.gguf"
         found.append(PlannedFile(name, own, part))
     return found
+
+
+def in_parts(items: Iterable[T], sizes: Iterable[int], most: int) -> list[list[T]]:
+    """Split items into lists, in order. A list has a total size of at most `most`, or a single item."""
+    parts, filled = list[list[T]]([[]]), 0
+    for item, size in zip(items, sizes, strict=True):
+        if parts[-1] and filled + size > most:
+            parts.append([])
+            filled = 0
+        parts[-1].append(item)
+        filled += size
+    return parts
 
 
 def create(file: PlannedFile, path: Path) -> None:

@@ -26,7 +26,7 @@ from zero_mpi.checkpoint.huggingface.families import FAMILIES, MIXTURES, ROTARY_
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, pack_header
 from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, lora_of
-from zero_mpi.commands.export.gguf_files import encoded_pieces
+from zero_mpi.commands.export.gguf_files import encoded_pieces, in_parts
 from zero_mpi.data import KINDS, tokenizer_config, tokenizer_json
 from zero_mpi.data.conversations.chat_template import template_of
 from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, USER_DEFINED, GGUFTokenizer
@@ -81,7 +81,7 @@ TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding
 class Outgoing:
     """A tensor to write into a Hugging Face folder: its name and shape there, and its source.
 
-    `runs` lists the source's ranges of elements that form the tensor; if empty, all of `spec` does.
+    `runs` lists the ranges of elements in the source that form the tensor; () stands for all of `spec`.
     """
 
     name: str
@@ -328,7 +328,7 @@ def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> 
     write_json(folder / hf_folder.CONFIG, config)
     kind = GGMLQuantizationType[wanted.upper()]
     width = 4 if wanted == "f32" else 2
-    parts = in_parts(tensors, most // width)
+    parts = in_parts(tensors, [width * tensor.spec.size for tensor in tensors], most)
     names = [SINGLE]
     if len(parts) > 1:
         names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
@@ -342,19 +342,6 @@ def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> 
     if special and not isinstance(source, hf_folder.HuggingFaceFolder):
         write_json(folder / GENERATION, special)
     return {tensor.name: wanted for tensor in tensors}
-
-
-def in_parts(tensors: Sequence[Outgoing], most: int) -> list[list[Outgoing]]:
-    """Return the tensors in order, in one list per file: at most `most` elements, or a single tensor."""
-    parts: list[list[Outgoing]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if parts[-1] and filled + tensor.spec.size > most:
-            parts.append([])
-            filled = 0
-        parts[-1].append(tensor)
-        filled += tensor.spec.size
-    return parts
 
 
 def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationType) -> None:
@@ -388,22 +375,19 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: Path) -> Kinds:
-    """Write config and factors of an adapter into a new folder. Return the type of each tensor."""
+    """Write an adapter into a new PEFT folder; return tensor types. Raise FileError if that is impossible."""
     keys = GGUFKeys(base.metadata, str(base.path))
-    tensors = [outgoing_factor(adapter, spec, keys) for spec in adapter.tensors.values()]
+    tensors = list[Outgoing]()
+    for spec in adapter.tensors.values():
+        target, dot, end = spec.name.rpartition(".")
+        order, head = hf_folder.order_and_head(spec, target, dot + end, keys)
+        name = f"{hf_folder.PREFIX}{layer_of(keys.architecture or '', target)}{hf_folder.ENDS[dot + end]}"
+        tensors.append(Outgoing(name, spec.shape, adapter, spec, order, head))
     config = config_of(adapter, base, keys.architecture or "")
     folder.mkdir()
     write_json(folder / hf_folder.PEFT_CONFIG, config)
     write_part(folder / hf_folder.PEFT_MODEL, tensors, GGMLQuantizationType[wanted.upper()])
     return {tensor.name: wanted for tensor in tensors}
-
-
-def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> Outgoing:
-    """Return a factor with PEFT's name and order of rows. Raise FileError if PEFT cannot store it."""
-    target, dot, end = spec.name.rpartition(".")
-    order, head = hf_folder.order_and_head(spec, target, dot + end, keys)
-    name = f"{hf_folder.PREFIX}{layer_of(keys.architecture or '', target)}{hf_folder.ENDS[dot + end]}"
-    return Outgoing(name, spec.shape, adapter, spec, order, head)
 
 
 def layer_of(arch: str, weight: str) -> str:

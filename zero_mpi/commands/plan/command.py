@@ -187,7 +187,7 @@ def find_machine(
     base = assumed(case.on_gpu, case.precision_name)
     if of_bf16 and base in LOW:
         numbers["flops"] = of_bf16
-    if case.on_gpu and described is None:  # the rates in the doctor's file are those of the host's CPU
+    if case.on_gpu and described is None:  # the doctor has measured the host's CPU
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
     if (text := own.get("memory")) is not None:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)

@@ -187,7 +187,7 @@ def check_folder(path: Path) -> None:
 
 
 def read_events(path: Path) -> list[Entry]:
-    """Return the newest events of a run, the oldest of them first. Invalid lines are left out."""
+    """Return the newest events of a run in order of time. Invalid lines are left out."""
     found, size = deque[tuple[int, Entry]](), 0
     with suppress(FileError):
         for line in read_lines(path, b'"event"'):

@@ -57,9 +57,6 @@ class RunFolder:
     def word(self) -> Mapping[str, Any]:
         return status.read_status(self.path / status.NAME)
 
-    def step(self) -> int:
-        return last_step(self.path / METRICS)
-
     def checkpoint(self) -> tuple[str, int]:
         """Return the name and the time of the newest complete checkpoint, or NO_CHECKPOINT."""
         try:
@@ -198,7 +195,7 @@ class Attempt:
             code = job.wait()
         progressed = self._folder.checkpoint() not in (self._checkpoint, NO_CHECKPOINT)
         end = 128 - code if code < 0 else code
-        return Ending(end, self._said(), ended_for, self._folder.step(), progressed)
+        return Ending(end, self._said(), ended_for, last_step(self._folder.path / METRICS), progressed)
 
     def _said(self) -> Mapping[str, Any]:
         word = self._folder.word()

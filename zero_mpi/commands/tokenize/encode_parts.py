@@ -209,7 +209,7 @@ TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the 
 
 
 def unpacked_name(name: str) -> str:
-    """Return a file's name without the suffix of a compression."""
+    """Return a file's name without the suffix of its compression, such as .gz."""
     return name[: len(name) - len(text_streams.packing_of(name))]
 
 

@@ -112,7 +112,7 @@ class Request:
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line. Its result has only the flags that the user gave."""
+    """Return the parser of the command line, which returns only the flags that the user gave."""
     parser = Parser(
         prog="mpirun -n N zero-mpi verify",
         usage="%(prog)s DIR [flags]",
@@ -270,7 +270,7 @@ def check_config(run: Path, config: Config, history: History) -> None:
 
 
 def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segment]) -> list[str]:
-    """Raise Differs unless data and initial weights are those of the run's job and its checkpoints.
+    """Raise Differs unless data and initial weights match the run's job and its checkpoints.
 
     Return notes on other differences, in machine and package, that may change bits.
     """
@@ -385,7 +385,7 @@ def compare_state(world: World, folder: Path, session: Session, step: int) -> No
 
 
 def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, int, str]]:
-    """Yield (file, tensor, element, text) where this rank's shards differ. Raise FileError if unreadable.
+    """Yield (file, tensor, element, text) where this rank's shards differ. Raise FileError for a bad file.
 
     A chunk of a tensor yields at most its first different element.
     """
