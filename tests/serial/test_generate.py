@@ -24,7 +24,6 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.ops import threads
 from zero_mpi.train.text_model import TextModel, choose
 
-ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 13
 SIZES: dict[str, Any] = {"vocab_size": ByteTokenizer.vocab_size, "context_length": CONTEXT}
 SIZES |= {"embedding_length": 12, "feed_forward_length": 17, "head_count": 6, "head_count_kv": 3}
@@ -172,9 +171,7 @@ def test_a_temperature_near_zero_takes_the_likeliest_without_a_warning(temperatu
 
 
 def command(*arguments: str, typed: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    environ = jobs.clean_environment()
-    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    line = [sys.executable, "-m", "zero_mpi", "generate", *arguments]
+    line, environ = [sys.executable, "-m", "zero_mpi", "generate", *arguments], jobs.clean_environment()
     return subprocess.run(line, input=typed, capture_output=True, timeout=50, env=environ, check=False)
 
 
@@ -235,7 +232,7 @@ def test_on_a_terminal_control_letters_are_escaped_and_elsewhere_bytes_are_exact
     assert command(*arguments).stdout == b"a" + text + b"\n"
     master, terminal = pty.openpty()
     line = [sys.executable, "-m", "zero_mpi", "generate", *arguments]
-    subprocess.run(line, stdout=terminal, timeout=50, check=True, env=jobs.clean_environment(), cwd=ROOT)
+    subprocess.run(line, stdout=terminal, timeout=50, check=True, env=jobs.clean_environment())
     os.close(terminal)
     assert os.read(master, 1000).decode() == "a\\x1b[2Jï\r\n\\r\r\n", "terminals write \\r\\n for \\n"
     os.close(master)

@@ -57,10 +57,9 @@ def flip(path: Path, name: str, element: int, mask: int = 1) -> None:
 
 
 def put(path: Path, name: str, element: int, value: float) -> None:
-    data = bytearray(path.read_bytes())
-    at = GGUFFile.open(path).tensors[name].offset + 4 * element
-    data[at : at + 4] = np.float32(value).tobytes()
-    path.write_bytes(data)
+    with path.open("r+b") as file:
+        file.seek(GGUFFile.open(path).tensors[name].offset + 4 * element)
+        file.write(np.float32(value).tobytes())
 
 
 def rewrite(path: Path, **keys) -> None:

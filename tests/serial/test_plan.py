@@ -18,7 +18,6 @@ from zero_mpi.commands.plan.command import command, read
 from zero_mpi.device import arrays
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
-from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
 from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
@@ -32,18 +31,10 @@ from zero_mpi.sharding.strategy import strategy_named
 
 needs_numba = pytest.mark.skipif(backend() == "numpy", reason="the plan is of the compiled operations")
 
-SIZES = {"layers": 3, "dim": 64, "heads": 4, "ffn": 160, "context": 192, "vocab_size": 500}
-MODELS = {
-    "llama": Llama.from_flags(SIZES | {"kv_heads": 2, "tied": False}),
-    "llama tied": Llama.from_flags(SIZES | {"tied": True}),
-    "gpt2": GPT2.from_flags(SIZES | {"tied": True}),
-    "qwen2": Qwen2.from_flags(SIZES | {"tied": True}),
-    "qwen3": Qwen3.from_flags(SIZES | {"kv_heads": 1, "tied": False}),
-}
 WIDTHS = {"vocab_size": 500, "context_length": 192, "embedding_length": 64, "feed_forward_length": 160}
 WIDTHS |= {"head_count": 4, "head_count_kv": 2, "key_length": 16, "value_length": 16}
-OTHERS = {arch: architectures.build(arch, WIDTHS) for arch in architectures.ROWS if arch not in MODELS}
-MODELS |= OTHERS
+MODELS = architectures.every(WIDTHS)
+MODELS |= {f"{arch} tied": replace(MODELS[arch], tied=True) for arch in ("llama", "gpt2")}
 SLOW = Machine(Link(0, 0), Link(1e-3, 1e-8), flops=1e9, moves=1e9)
 
 
@@ -120,7 +111,7 @@ def test_fakes_of_other_losses(name, monkeypatch):
 
 @needs_numba
 def test_logits_come_in_chunks(monkeypatch):
-    model = Llama.from_flags(SIZES | {"layers": 1, "vocab_size": 70_000, "tied": False})
+    model = replace(MODELS["llama"], block_count=1, vocab_size=70_000)
     case = Case(model, batch_size=4, micro_batch=4, context=192)
     seen = simulate(case)
     assert seen.recycled == recycled_bytes(case, monkeypatch)

@@ -50,9 +50,6 @@ def browser(tmp_path_factory):
         "disable-gpu",
         "disable-dev-shm-usage",
         f"user-data-dir={profile}",
-    ):
-        options.add_argument(f"--{flag}")
-    for flag in (
         "hide-scrollbars",
         "disable-background-networking",
         "disable-component-update",

@@ -489,5 +489,6 @@ def test_what_is_no_run_folder_is_bad_usage(run, tmp_path, verify):
         verify(run, "--from", 6)
     with pytest.raises(UsageError, match=r"^--seed 4294967296: .* at least 0 and less than 4294967296$"):
         verify(run, "--seed", 1 << 32)
-    replace_in(run / "config.toml", 'reduction = "exact"', 'reduction = "fast"')
     (run / "proof.jsonl").unlink()
+    with pytest.raises(UsageError, match=r"proof\.jsonl"):
+        verify(run)

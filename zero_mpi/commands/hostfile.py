@@ -1,13 +1,14 @@
-"""`zero-mpi hostfile FILE --for mpich|openmpi`: a hostfile in the form that a launcher reads.
+"""`zero-mpi hostfile FILE --for mpich|openmpi`: prints a hostfile in the form that a launcher reads.
 
 For ranks per host, MPICH expects `node1:2` and Open MPI `node1 slots=2`. Each of them reads the other form
 wrongly or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show
-hostnames` of Slurm). An input may mix all of these forms. A name alone is one slot. If a name is repeated,
-its slots are added up where it comes first.
+hostnames` of Slurm). An input may mix all of these forms. A name alone is one slot. The slots of a repeated
+name are added up.
 """
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,27 +37,20 @@ class HostEntry:
 
 
 def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
-    """Return the hosts in a file called `where`, in order. Raise UsageError, which names the line."""
-    hosts: dict[str, HostEntry] = {}
+    """Return the hosts in a file called `where`, in order. Raise UsageError naming an invalid line."""
+    hosts = Counter[str]()
     for number, line in enumerate(lines, 1):
         text = re.sub(r"(^|\s)#.*", "", line).strip()
-        if text:
-            host = read_host(text, f"{where}:{number}")
-            if first := hosts.get(host.name):
-                host = HostEntry(host.name, first.slots + host.slots)
-            hosts[host.name] = host
+        if not text:
+            continue
+        found = LINE.fullmatch(text)
+        given = SLOTS.findall(found["rest"] or "") if found else []
+        if found is None or len(given) > 1:
+            raise UsageError(f"{where}:{number}: {FORMS}, got {show(text)}")
+        hosts[found["name"]] += int(found["count"] or [*given, "1"][0])
     if not hosts:
         raise UsageError(f"{where}: names no host; {FORMS} on each line")
-    return list(hosts.values())
-
-
-def read_host(text: str, place: str) -> HostEntry:
-    """Return the host in a line that has no comment."""
-    found = LINE.fullmatch(text)
-    given = SLOTS.findall(found["rest"] or "") if found else []
-    if found is None or len(given) > 1:
-        raise UsageError(f"{place}: {FORMS}, got {show(text)}")
-    return HostEntry(found["name"], int(found["count"] or [*given, "1"][0]))
+    return [HostEntry(name, slots) for name, slots in hosts.items()]
 
 
 # Intel MPI reads ranks per host only from a file that -machinefile names.

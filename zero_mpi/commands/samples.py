@@ -87,7 +87,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def parts_of(found: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool]]:
-    """Yield the text of a conversation in parts, each with whether its tokens count in the loss."""
+    """Yield the text of a conversation as pairs (part, True if its tokens count in the loss)."""
     changes = np.flatnonzero(np.diff(found.counted)) + 1
     ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
     for first, last in pairwise([0, *changes.tolist(), len(found.ids)]):

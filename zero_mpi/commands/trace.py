@@ -26,7 +26,7 @@ from zero_mpi.telemetry import spans
 from zero_mpi.train.timeline import FAMILIES, FIRST
 
 EXPOSED, HIDDEN, OTHER, MOVING = "exposed", "hidden", "other", "moving"
-# Column, track, and kinds of events (empty: all kinds).
+# A column, with the track and the kinds of events that count for it (no kinds: all of the track).
 CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("evaluation", spans.STEPS, ("evaluation",)),
     ("checkpoint", spans.CHECKPOINT, ()),
@@ -39,20 +39,20 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data", spans.DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
-STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices of steps, and of transfers in progress
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices, after the indices in CLAIMS, of steps and transfers
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(spans.STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 MEANING = (
     "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
-MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; recording stops at a quarter, after a micro-batch
+MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a run stops recording at a quarter of this number
 MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
 MOST_LINE = 1 << 16  # maximum bytes in the line of an event
-DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: per byte of the file, and for any file
+DENSEST, ALWAYS = 50, 8 << 20  # a file may unpack to DENSEST times its bytes, or to ALWAYS bytes
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -65,7 +65,7 @@ class Slice(NamedTuple):
     begun: float
     ended: float
     kind: str  # "forward", "allgather", ...
-    step: int  # from 1
+    step: int  # number of the step, from 1
     nbytes: int  # bytes of a transfer
 
 
@@ -160,7 +160,7 @@ class Share:
     rank: int
     steps: dict[int, float] = field(default_factory=dict)  # length of each step
     columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: `steps`
-    hidden: float = 0.0  # time of transfers in progress without a wait
+    hidden: float = 0.0  # time in which transfers were in progress and the rank did not wait
     sent: int = 0  # bytes sent to other ranks
 
 

@@ -25,7 +25,7 @@ from zero_mpi.sharding.rounds import Rounds
 from zero_mpi.sharding.strategy import Strategy, strategy_named
 from zero_mpi.sharding.unit import Unit
 
-SAME = (  # fields of a case that have the same names as flags of `train`
+SAME = (  # settings of `train` that a case has with the same name
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
     "offload", "optimizer", "qat", "ema", "preference",
 )  # fmt: skip
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes per element of summed gradients, optimizer states and updated parameters."""
+        """Bytes per element of gradient sums, optimizer states and updated parameters."""
         return int(self.precision.master.itemsize)
 
     @property
@@ -105,7 +105,7 @@ class Case:
 
     @property
     def offloaded(self) -> int:
-        """Number of the optimizer's arrays in host memory."""
+        """Number of arrays per parameter, such as moments, that are in host memory."""
         return 0 if self.offload == NONE else len(AdamW.states) + (self.offload == STATE)
 
     @property
@@ -121,7 +121,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """True if reductions add in rank order, also with `fast` on transports whose library cannot sum."""
+        """True if reductions add in rank order, which some transports do even with --reduction fast."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
@@ -166,10 +166,10 @@ class Case:
 
     @property
     def measured(self) -> tuple[bool, ...]:
-        """Passes before a step's forward that compute log-probabilities; False: without adapters."""
+        """One entry for each pass that only computes log-probabilities: True if it uses the adapters."""
         if self.preference is None or not self.preference.has_reference:
             return ()
-        unpaired = self.preference.is_unpaired  # such a loss also reads answers to other prompts
+        unpaired = self.preference.is_unpaired  # an unpaired loss also scores answers to other prompts
         return (False,) * (1 + unpaired) * self.base_is_reference + (True,) * unpaired
 
     @property
@@ -203,7 +203,7 @@ class Case:
 
     @property
     def trained(self) -> list[tuple[Unit, int]]:
-        """Items of `slices` with units that are not frozen."""
+        """The pairs of `slices` that have a trained unit."""
         return [(unit, own) for unit, own in self.slices if unit.trainable]
 
     @cached_property
@@ -223,7 +223,7 @@ def layout_of(case: Case) -> Layout:
 
 
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
-    """Return the case of a configuration on `ranks` and `nodes`; raise UsageError if it is impossible."""
+    """Return the case of a configuration. Raise UsageError if it is impossible."""
     wanted, on_gpu = config.transport, config.device == "cuda"
     kinds.check_flag(wanted, on_gpu)
     if wanted == kinds.SHARED.flag and ranks == nodes > 1:

@@ -62,8 +62,8 @@ class FakeArray(np.ndarray[Any, Any]):
 class FakeMemory:
     """Counter of the memory and the work of fake arrays, with subclasses in `plan.workspaces`.
 
-    held: bytes of recycled blocks; small: peak bytes of arrays that are too small for recycling
-    logits: bytes of the largest chunk of logits, a recycled block
+    held: bytes of recycled blocks; small: peak bytes of arrays too small to be recycled
+    logits: bytes of the largest chunk of logits, which is one of the recycled blocks
     flop: floating-point operations of products; moved: bytes that all other operations read and write
     """
 
@@ -148,7 +148,7 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 def fake(definition: Any) -> Callable[[Operation], Operation]:
-    """Return a decorator that makes a function replace an operation on fake arrays."""
+    """Return a decorator: the function is called in place of an operation if arrays are fake."""
     return lambda function: OPERATIONS[definition.__name__].register(FakeArray, function)
 
 
@@ -161,14 +161,14 @@ def lines(x: Array) -> int:
 
 
 def elementwise(x: Array, reads: int) -> Array:
-    """Return an array of x's shape; count `reads` arrays of this shape as read."""
+    """Return an array of x's shape; count one write and `reads` reads of such an array."""
     y = x.memory.take(x.shape, x.dtype)
     x.memory.passes(*[y] * (reads + 1))
     return y
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
-    """Return dx of a norm. `others`: statistics (one per vector), gradients of the vectors, addend of dx."""
+    """Return dx of a norm. `others` has the statistics and gradients of its vectors, and an addend of dx."""
     gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
     dx = elementwise(x, reads=2 + any(array is not None for array in plus))
     x.memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
@@ -213,7 +213,7 @@ def _(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 
 
 def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, axis: int) -> Array:
-    """Return the products of rows with stacked matrices, added to `addend` if it is given."""
+    """Return the products of rows and stacked matrices; dx is added to `addend` if it is given."""
     x.memory.product(x.shape[0], *w.shape[1:])
     if isinstance(w, PackedStack):
         unpacked = x.memory.take(w.shape[1:], x.dtype)
@@ -262,7 +262,7 @@ def _(dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float) -> tuple
 
 
 def count_attention(q: Array, k: Array, widths: int, passes: int, begins: Array | None) -> None:
-    """Count the work of attention; blocks above the diagonal or before a window are skipped."""
+    """Count the work of attention. Blocks above the diagonal or before a window are not computed."""
     memory, (batch, length, heads, _) = q.memory, q.shape
     size = batch * head_weights(length, k.shape[1])
     if begins is not None and memory.skips_unseen:
@@ -313,7 +313,7 @@ def _(w: Array, a: Array, b: Array, scale: float, kind: str) -> Array:
 
 @rows_of.register(FakeArray)
 def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
-    """Return an even distribution of the rows."""
+    """Assume that all experts have equally many rows."""
     experts = len(starts) - 1
     first, last, _ = members.indices(experts)
     return slice(count * first // experts, count * last // experts), starts[first : last + 1]
@@ -343,7 +343,7 @@ signature = cache(inspect.signature)
 
 
 def one_pass(operation: Any, *given: Any, **named: Any) -> Any:
-    """Return a fake operation that makes the results of its signature and counts a pass over each array."""
+    """Run a fake operation: make the results in its signature and count a pass over each array."""
     arguments, memory = signature(operation).bind(*given, **named).arguments, given[0].memory
     shapes = signatures.results_of(operation.signature, arguments)
     results = [0.0 if shape is None else memory.take(*shape) for shape in shapes]

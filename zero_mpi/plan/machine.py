@@ -63,7 +63,7 @@ ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
 ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # matmul rate in low precision
 ASSUMED_GPU_FP32 = replace(ASSUMED_GPU, flops=4e13)
-LOW = ASSUMED_BF16, ASSUMED_GPU  # assumed machines for low precision
+LOW = ASSUMED_BF16, ASSUMED_GPU  # machines whose `flops` apply to low precision
 
 
 def billions(rate: float) -> str:
@@ -76,7 +76,7 @@ def bandwidth(beta: float) -> str:
     return f"{1e-9 / beta:.3g} GB/s" if beta else "no time per byte"
 
 
-RATES = {  # name -> path of the field in `Machine`, function and unit for a report
+RATES = {  # name -> path in `Machine`, function for its text in a report, unit
     "flops": ("flops", billions, "GFLOP/s per rank"),
     "memory_bandwidth": ("moves", billions, "GB/s per rank"),
     "host_bandwidth": ("host_link", billions, "GB/s to the host"),
@@ -95,7 +95,7 @@ def assumed(on_gpu: bool, precision: str) -> Machine:
 
 
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
-    """Return machine `base` with the known numbers in it; raise UsageError for an impossible number."""
+    """Return machine `base` with `numbers` replaced in it."""
     for name, value in numbers.items():
         field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
         changed: Any = replace(getattr(base, field), **{of_link: value}) if of_link else value
@@ -153,7 +153,7 @@ def read_doctor(path: Path) -> dict[str, float]:
 
 
 class MachineFile(NamedTuple):
-    """Contents of a machine file; numbers: rates of a rank, by the names in `DOCTOR`."""
+    """Contents of a machine file. `numbers` are named as in `RATES` and `DOCTOR`."""
 
     ranks: int  # ranks of a node
     numbers: dict[str, float]

@@ -26,7 +26,7 @@ class Plan:
     largest: int | None  # largest micro-batch that fits; None: the memory limit is not known
 
     def as_json(self) -> dict[str, Any]:
-        """Return name -> number, in bytes and seconds; for traffic, the bytes that ranks send per step."""
+        """Return the plan's numbers by name, in bytes and seconds. Traffic is the bytes sent per step."""
         given = self.traffic
         sums = {
             "rank_0": given.sent[0],
@@ -66,7 +66,7 @@ MOST_RANKS = 16384
 
 @dataclass(frozen=True)
 class Point:
-    """Prediction for a number of ranks. efficiency: tokens per second per rank, relative to one rank."""
+    """Prediction for a number of ranks. `efficiency` is the speed per rank, relative to a single rank."""
 
     ranks: int
     nodes: int
@@ -94,7 +94,7 @@ MOST = 256  # largest micro-batch that is tried
 
 
 def largest_micro_batch(case: Case, limit: int) -> int:
-    """Return the largest micro-batch that fits into `limit` bytes per rank; 0: none; MOST: this or more."""
+    """Return the largest micro-batch that fits into `limit` bytes per rank: 0 for none, MOST for all."""
 
     def total(rows: int) -> int:  # bytes per rank for micro-batches of `rows` sequences
         try:

@@ -56,10 +56,10 @@ class Memory:
 
     # Kept between rounds and steps: slices, or full parameters if replicated.
     parameters: int = called("parameters")
-    masters: int = called("parameters in fp32")  # in low precision: `parameters` are rounded copies
+    masters: int = called("parameters in fp32")  # in low precision, where `parameters` are rounded
     gradients: int = called("gradients")
     moments: int = called("moments")  # optimizer states and a moving average
-    rooms: int = called("buffers for moments")  # buffers on the GPU, through which offloaded moments pass
+    rooms: int = called("buffers for moments")  # buffers on the GPU while offloaded moments are updated
     gathered: int = called("gathered units")  # full parameters while layers use them
     unpacked: int = called("unpacked blocks")  # float parameters that are unpacked from gathered blocks
     gradient_buffers: int = called("gradient buffers")  # gradients of a micro-batch, before they are reduced
@@ -69,7 +69,7 @@ class Memory:
     tables: int = called("tables")  # weight decay and sums of squares of each chunk
     workspace: int = called("workspace of products")  # scratch memory of the GPU's library
     snapshot: int = called("copies for --async-save")  # only while a checkpoint is written
-    # `node_shared`: total memory that a node's ranks share; `host`: not on the device (pinned, snapshot).
+    # Not on the device: all memory that a node's ranks share; pinned memory and snapshots.
     node_shared: int = called("(a node in /dev/shm)")
     host: int = called("(in the host's memory)")
 
@@ -123,7 +123,7 @@ def plan_memory(case: Case) -> Memory:
 
 
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
-    """Return the bytes of a unit that are kept between rounds; of arrays that ranks share, only a slice."""
+    """Return the bytes of a unit that are kept between rounds. Only a slice of a shared array counts."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
@@ -132,7 +132,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_full:
         summed = own
-    # Per chunk: two sums of squares (of slices), and the weight decay (of updated elements).
+    # Each chunk of a slice has two sums of squares, each chunk of updated elements its weight decay.
     numbers = 2 * -(-own // quantum) + -(-updated // quantum)
     return {
         "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.partition(1).length),
@@ -158,7 +158,7 @@ def checkpoint_bytes(case: Case) -> int:
 
 
 def keeps_slices(case: Case) -> bool:
-    """Return True if a rank counts only its slices of the parameters."""
+    """Return True if only a rank's slices of the parameters count as its memory."""
     shared = case.shares_full and case.strategy.shards_moments
     return shared or case.strategy.shards_parameters
 
@@ -191,7 +191,7 @@ class Resident:
     mpi: int = called("MPI's own segments")
     text: int = called("tokens of the text")  # copies on all ranks
     arrays: int = called("arrays, as planned")  # host memory of all ranks
-    sample: int = called("sample at the end")  # full model on rank 0
+    sample: int = called("sample at the end")  # rank 0 gathers the full model for it
 
     @property
     def total(self) -> int:
@@ -232,7 +232,7 @@ def private(case: Case, memory: Memory) -> int:
 
 
 def text_bytes(config: Config, model: ModelConfig) -> int:
-    """Return the bytes of tokens that each rank holds, by the data's file sizes; the data are not read.
+    """Return the bytes of tokens that each rank holds, estimated from file sizes without reading the data.
 
     Large token files and large cached texts are mapped from disk and count as 0 bytes.
     """
@@ -264,7 +264,7 @@ ASK = "request more (Slurm: --mem, containers: --memory)"
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """Memory of a host. limits: limits of all its ranks together, and of each rank."""
+    """Memory of a host, with limits for all its ranks together and for each rank."""
 
     name: str
     ranks: int
@@ -306,7 +306,7 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
 def node_problem(node: NodeInfo, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
     """Return why this node lacks memory, or an empty text.
 
-    arrays and text: bytes that each rank will allocate; shared: further bytes of the node
+    Each rank will allocate the bytes of `arrays` and `text`, and the node `shared` bytes in addition.
     """
     needed = node.ranks * (arrays + text) + shared
     if needed > node.limits.memory:

@@ -13,7 +13,7 @@ from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Resident, keeps_slices,
 from zero_mpi.sharding.parameters import STATE
 
 TITLE, COLUMN = 34, 16  # widths of columns
-Rows = Iterable[tuple[str, Callable[[Plan], str]]]  # title, and the function that fills a column
+Rows = Iterable[tuple[str, Callable[[Plan], str]]]  # title of a row, function for the text of a plan
 TRAFFIC: Rows = (
     ("transport", lambda plan: plan.case.transport.name),
     ("per rank, inside its node", lambda plan: size(plan.traffic.inside.max())),

@@ -34,24 +34,24 @@ TRANSFERS = (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE)
 MOST_ROUNDS = 4  # maximum number of simulated rounds; rounds between the second and the last are equal
 KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # counters of the operations' memory, by device
 RECORD = np.dtype([("ids", "<u4", (1,)), ("logp", "<f4", (1,)), ("rest", "<f4")])  # a teacher's record
-STEPS = 2  # the first step lacks the previous step's buffers and transfers
+STEPS = 2  # only the second step finds buffers and transfers of a previous step
 
 
 class StepEvent(NamedTuple):
-    """Event on a rank: its kind and unit; for a wait, the transfer; for computing, FLOP and moved bytes."""
+    """Event on a rank: its kind, its unit and, for computing, the FLOP and the moved bytes."""
 
     kind: str
     unit: int = -1
-    what: str = ""  # kind of the transfer, for a wait
+    what: str = ""  # for a wait: the kind of the transfer
     flop: float = 0.0
     moved: float = 0.0
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of a simulation. steps: the events of each step; other fields: bytes in pools at the end.
+    """Result of a simulation: the events of each step, and the bytes in memory pools at the end.
 
-    recycled: as in `arrays.recycled_stats`, with logits; small: arrays outside that pool.
+    `recycled`: as in `arrays.recycled_stats`, logits included. `small`: arrays too small for that pool.
     """
 
     steps: tuple[tuple[StepEvent, ...], ...]
@@ -101,13 +101,13 @@ class ScriptedComm(SimulatedComm):
         self.numbers = {unit.name: number for number, unit in enumerate(case.layout.units)}
 
     def shard_group(self) -> ScriptedComm:
-        """Return a transport of the first node's ranks, for strategies in which each node has all slices."""
+        """Return a transport of the ranks over which units are sharded."""
         return ScriptedComm(self.case, self.script, self.case.owners)
 
     def memory(
         self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        """Return fake memory like the transport's: full arrays if the owners share them."""
+        """Return fake memory: full arrays if the transport's ranks share them."""
         empty, shared = device.in_use().empty, self.case.shares_full
         return ModuleMemory([empty(w.length) if shared and w.length else None for w in full], BufferPool())
 
@@ -146,7 +146,7 @@ class Simulator:
             self.module = ShardedModule(stages, comm, case.layout_config)
 
     def step(self) -> tuple[StepEvent, ...]:
-        """Make a step as `train` does: measuring passes, rounds of micro-batches, `optimizer.step`."""
+        """Make a step as `train` does: passes without backward, rounds of micro-batches, optimizer step."""
         module, script, rounds = self.module, self.script, len(self.case.rounds)
         with without_memory(self.memory):
             for adapted in self.case.measured:

@@ -24,7 +24,7 @@ from zero_mpi.plan.traffic import FLAGS
 from zero_mpi.sharding.unit import BYTES
 
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
-SHORT = 512 << 10  # bytes; shorter data are gathered in a tree by MPICH
+SHORT = 512 << 10  # bytes; MPICH gathers shorter data in a tree
 
 
 class Cost(NamedTuple):
@@ -51,7 +51,7 @@ def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
 
 
 class Player:
-    """Simulated clock that events advance. `now` is the clock in seconds; `time` is the StepTime so far."""
+    """Simulated clock, which events advance. `now` is its time in seconds; `time` is the StepTime so far."""
 
     def __init__(self, case: Case, machine: Machine) -> None:
         self.case, self.machine = case, machine
@@ -172,8 +172,8 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
 def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1) -> float:
     """Return the seconds to pass parts around a ring until every member has all; short parts use a tree.
 
-    `part`: bytes of the longest part, which crosses all links in a ring; in a tree a member gets at most
-    `whole` bytes. Several `rings` divide the bytes over the same links, and their messages overlap.
+    The longest part has `part` bytes. In a ring it crosses all links; in a tree a member gets at most `whole`
+    bytes. Several `rings` divide the bytes over the same links, and their messages overlap.
     """
     steps, short = members - 1, whole < SHORT * rings
     moved = (min(steps * part, whole) if short else steps * part) * link.beta
@@ -199,7 +199,7 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
 def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
     """Return the cost of passing a unit's sum from node to node in chunks, and back if all nodes need it.
 
-    On the way back, inner nodes send in both directions. Sums are float32; no chunk is longer than its
+    On the way back, inner nodes send in both directions. Sums are float32; a chunk is no longer than its
     owner's slice of `own` elements. The last chunk crosses all links, which send chunks of other lanes and of
     the next unit meanwhile.
     """

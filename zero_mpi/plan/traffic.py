@@ -20,7 +20,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.sharding.actions import Gather
 
-Sent = tuple[Array, Array]  # (inside, between): int64 elements that each rank sends
+Sent = tuple[Array, Array]  # int64 elements that each rank sends inside its node, and to other nodes
 FLAGS = 3  # numbers that `train` sends with the losses: stop requests, failures of saves, requests to save
 
 
@@ -28,8 +28,8 @@ class Route:
     """Route of direct messages: each slice is sent to every rank, or to its owner.
 
     There are `ranks` ranks, `per_node` on each node except maybe the last.
-    all_give      ranks without a micro-batch send zeros
-    passes_sums   reductions between nodes send float32 sums, not gradients
+    all_give      ranks without a micro-batch also send gradients, which are zeros
+    passes_sums   nodes send each other float32 sums, not gradients
     """
 
     passes_sums = False
@@ -79,9 +79,9 @@ class Lanes(Route):
 
 
 class ByNode(Route):
-    """Route if every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid).
+    """Route if every node has all slices, partitioned over the node's ranks (comm.nodes.hybrid).
 
-    A sum passes from node to node to the last active node, then to all nodes. shared: one full array per node
+    A sum passes from node to node to the last active node, then to all nodes. `shared`: see Case.shares_full.
     """
 
     passes_sums = True

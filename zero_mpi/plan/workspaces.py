@@ -21,10 +21,10 @@ class Compiled(FakeMemory):
     """Counter of the memory of the CPU's compiled operations."""
 
     workspace = 0  # bytes of scratch memory of the matmul library
-    skips_unseen = True  # True if attention leaves out keys that no row of a block sees
+    skips_unseen = True  # attention skips keys that no row of a block sees
 
     def attention(self, q: Array, k: Array, v: Array, begins: Array | None) -> tuple[Array, tuple[Any, ...]]:
-        """Return y and the arrays kept for backward; begins: first key that each row sees; None: all."""
+        """Return y and the arrays kept for backward. `begins` has the first key that each row sees."""
         batch, length, heads, _ = q.shape
         tile = low_tile(q, k)
         block = sizes.LOW_BLOCK if tile else sizes.BLOCK
@@ -40,7 +40,7 @@ class Compiled(FakeMemory):
     def attention_backward(
         self, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[Gradients, bool]:
-        """Return dq, dk and dv, and True if the weights are computed again."""
+        """Return (dq, dk, dv), and True if backward computes the attention weights again."""
         again, tile = kept[0] is None, low_tile(q, k)
         scores, more = (tile, 0) if tile else sizes.attention_tile(q, k, v, not again)[2:]
         buffers = [self.take((scores + more,))]

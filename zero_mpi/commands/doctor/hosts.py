@@ -38,9 +38,9 @@ BIND = (
 )
 LEAST_MEMORY = 512 << 20  # minimum bytes per rank; the interpreter and the libraries take 100 MiB of them
 LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock buffers in memory
-SPARE_FILES = 64  # open files that a rank needs besides one connection to each other rank
+SPARE_FILES = 64  # open files that a rank needs in addition to a connection to each other rank
 PROC = Path("/proc")
-SAMPLES, PAUSE = 4, 0.02  # number of samples, of which the minimum counts, and seconds between samples
+SAMPLES, PAUSE = 4, 0.02  # number of samples of the load (the minimum is used); seconds between samples
 SMALL = 256 << 20  # bytes; less free shared memory than this gets a note (containers have 64 MiB)
 TRIAL = 1 << 20  # bytes of the test window in shared memory
 MORE_SHM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
@@ -116,7 +116,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """Ranks of a host with their placements. usable: number of cores that the CPU quota lets them use."""
+    """Ranks of a host with their placements. `usable` is the number of cores that the CPU quota allows."""
 
     name: str
     ranks: tuple[int, ...]
@@ -304,7 +304,7 @@ def try_window(where: Ranks) -> str:
 
 
 def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row]:
-    """Return two rows. found: free bytes of each host; problems: for each host the result of `try_window`."""
+    """Return two rows, from each host's free bytes (`found`) and its result of `try_window` (`problems`)."""
     hosts = zip(found, map(len, where.nodes), where.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
     value = f"{size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
@@ -323,7 +323,7 @@ def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row
 
 @dataclass(frozen=True)
 class Devices:
-    """CUDA devices of a host. error: why there are none; mpi: result of the test transfer."""
+    """CUDA devices of a host. `error` says why there are none; `mpi` is the result of the test transfer."""
 
     names: tuple[str, ...] = ()
     driver: str = ""
@@ -344,7 +344,7 @@ def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER)
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")
     lines, end = run_probe(command, PROBE_SECONDS)
-    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # or how the process ended
+    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # lines may be missing
     if about.get("error") or not about.get("names"):
         return Devices(error=about.get("error") or "the driver finds none", cupy=cupy)
     mpi = live.get("mpi") or live.get("error", "")

@@ -3,7 +3,7 @@
 Rank 0 saves small files in the run folder like a checkpoint, and every host checks that it sees them. Matrix
 products use the matmul of the models, on all ranks at once. A small and a large message pass around rings of
 ranks, all rings at once: one ring per node, and between the nodes one ring for each rank index on a node. A
-time is the median over repeats; the time of a repeat is that of its slowest rank.
+time is the median over repeats; a repeat takes as long as its slowest rank.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 from zero_mpi.launch.ending import say
 from zero_mpi.ops.low_precision import BFLOAT16
 
-TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes to write and flush to disk; bytes of a write call
+TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that the disk test writes and flushes; bytes per write call
 LONGEST = 5.0  # seconds after which the disk test stops writing
-PATIENCE, POLL = 3.0, 0.05  # seconds within which a host must see a file, seconds between checks
+PATIENCE, POLL = 3.0, 0.05  # seconds within which a host must see a file; seconds between checks
 SLOW = 20e6  # bytes per second; a disk that writes less is slow
 LITTLE = 1 << 30  # bytes; if less is free on the disk, the row is a note
 BYTES_A_PARAMETER = 12  # bytes per parameter in a checkpoint
-EDGE = 384  # rows and columns of the matrices: width of a small model, half a megabyte each
+EDGE = 384  # rows and columns of the matrices, as wide as a small model; each matrix has 0.6 MB
 BEHIND = 0.8  # a host is slow if its rate is below this fraction of the median
 PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, without and with --quick
 SMALL = 64  # bytes of the message that measures latency
@@ -50,7 +50,7 @@ NAME_IT = (
 
 @dataclass
 class Trial:
-    """Results of rank 0. problem: why saving fails; folder: test folder; made: parent folders to remove."""
+    """Results on rank 0. `problem` says why saving fails; `made` has the parent folders to remove."""
 
     system: FileSystem = UNKNOWN
     free: int = 0
@@ -153,7 +153,7 @@ def square_product(kind: Any) -> Callable[[], object]:
 
 
 def rate(seconds: float, product: Callable[[], object]) -> float:
-    """Compute products for `seconds`, at least one of them. Return this rank's FLOP per second."""
+    """Compute products for `seconds`, but at least one product. Return this rank's FLOP per second."""
     product()  # starts the library's threads
     begun, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() - begun < seconds:
@@ -212,7 +212,7 @@ def low_precision(where: Ranks) -> Iterator[Row]:
 
 
 def across(where: Ranks) -> tuple[list[int], int]:
-    """Return the ranks at this rank's index on all nodes ([] if a node has none), and the number of rings."""
+    """Return this rank's ring, a rank of each node ([] if a node has too few), and the number of rings."""
     sharing = min(map(len, where.nodes))
     return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 
@@ -231,9 +231,9 @@ def links(where: Ranks) -> Iterator[Row]:
 
 
 def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]:
-    """Measure a link. Return its seconds per message and its seconds per byte. Collective.
+    """Measure a link. Return the link's seconds per message and seconds per byte. Collective.
 
-    ring: ranks that pass messages on, this rank included; sharing: number of rings that use the link
+    `ring` has the ranks that pass a message on, this rank included; `sharing` rings use the link.
     """
     large = LARGE[where.options.quick] // sharing
     alpha = seconds_of(where, ring, SMALL)

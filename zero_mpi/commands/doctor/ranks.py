@@ -29,11 +29,11 @@ class Row:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        assert (self.verdict == OK) == (not self.remedy), f"{self.what}: a remedy goes with a fault"
+        assert (self.verdict == OK) == (not self.remedy), f"{self.what}: expected a remedy unless ok"
 
 
 def assessed(what: str, value: str, fine: bool, remedy: str, fault: str = NOTE) -> Row:
-    """Return a row. If `fine`, its verdict is ok; else it has the verdict `fault` and the remedy."""
+    """Return a row: with the verdict ok if `fine`, else with the verdict `fault` and the remedy."""
     return Row(what, value) if fine else Row(what, value, fault, remedy)
 
 

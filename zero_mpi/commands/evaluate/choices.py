@@ -22,11 +22,11 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.text_streams import each_line, is_text
 
-# Tokens that are scored: the answers; a last word, right if each token is the most likely one; the full text.
-# In CORE: the tokens after the common beginning of the prompts, their common ending, or a continuation.
+# Tokens of a question that are scored: its answers, the last word of a text, or the full text; in CORE the
+# tokens after the common beginning of all prompts, their common ending, or a continuation.
 ANSWERS, LAST, TEXT = "answers", "last", "text"
 DIFFERING, COMMON, GREEDY = CORE = ("differing", "common", "greedy")
-MANY = {"choices", "context_options", "endings"}  # fields of a line that have several texts
+MANY = {"choices", "context_options", "endings"}  # fields with several texts
 LETTERS = "ABCDEFGHIJ"
 ABOUT = "The following are multiple choice questions (with answers) about "
 BY_NAME = "lambada"  # a file with this in its name has texts whose last word is to be predicted
@@ -94,7 +94,7 @@ def lambada(v: Any) -> Question:
     return Question([before], [last], 0, LAST)
 
 
-FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function; the first match counts
+FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function; first match
     "ctx endings label": hellaswag,
     "question_stem choices answerKey": lambda v: labelled(v["question_stem"], v),
     "question question_concept choices answerKey": lambda v: lettered(
@@ -138,7 +138,7 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
     """Return the question of a line in a published form, else None. Raise ValueError for invalid fields.
 
-    `name`: the file's name, for fields that fit several forms; `delimiter`: text before an answer in CORE.
+    `name`, the file's name, decides if fields fit several forms. `delimiter` precedes answers in CORE.
     """
     has = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
     fields = next((each for each in FORMS if has.issuperset(each.split())), None)
@@ -175,7 +175,7 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
 
 
 Ids = NDArray[np.int64]
-MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # limits: answers per question; characters of question and answers
+MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # maximum number of answers of a question; of characters
 QUESTION = ("question", "context")  # names of the field that comes before an answer
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
@@ -189,8 +189,8 @@ class EncodedChoices:
     starts: list[int] = field(default_factory=list)  # index of the first scored token of each sequence
     counts: list[int] = field(default_factory=list)  # number of sequences of each question
     right: list[int] = field(default_factory=list)  # number of the right answer of each question
-    answers: list[str] = field(default_factory=list)  # all answers; "" for further windows of a text
-    span: str = ANSWERS  # which tokens are scored: one of the names above
+    answers: list[str] = field(default_factory=list)  # "" for a text's windows after the first
+    span: str = ANSWERS  # name of the tokens that are scored, such as ANSWERS
     cut: int = 0  # number of sequences whose beginning was cut off to fit the context
 
     @property
@@ -245,7 +245,7 @@ def encode_choices(
     shots: int = 0,
     delimiter: str = " ",
 ) -> EncodedChoices:
-    """Return the questions in a file as tokens, with control tokens parsed. Long questions lose their start.
+    """Return the questions in a file as tokens, with control tokens parsed. Long questions are cut in front.
 
     `bos` comes before each question. CORE's questions, and those whose first token is scored, get BOS or EOS.
     Raises FileError if an answer is longer than `context` positions or has no token.
@@ -268,7 +268,7 @@ def encode_choices(
             over = max(0, len(ids) - context - 1)
             if not 0 < start - over < len(ids) - over:
                 problem = f"an answer has {len(ids) - start} of {len(ids)} tokens"
-                raise FileError(f"{where}: {problem}, expected 1 to {context}, which is the context")
+                raise FileError(f"{where}: {problem}, expected 1 to {context} (the model's context)")
             found.sequences.append(ids[over:])
             found.starts.append(start - over)
             found.cut += over > 0
@@ -281,7 +281,7 @@ def encode_choices(
 def rows_of(
     each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
 ) -> Iterator[tuple[Ids, int]]:
-    """Yield each answer's ids, after `first` or, if needed, `edge`, and the index of the first scored id."""
+    """Yield each answer's ids, after its question and BOS or EOS, and the index of the first scored id."""
     texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
     texts += [text.rstrip() for text in each.contexts]
     every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
@@ -291,7 +291,7 @@ def rows_of(
     last = in_common([ids[::-1] for ids in rows]) if each.span == COMMON else 0
     for ids, question in zip(rows, cycle(alone), strict=False):
         start = same or (len(ids) - last if last else in_common([ids, question]))
-        if each.span == TEXT:  # each token is scored once; `edge` precedes the first token
+        if each.span == TEXT:  # windows overlap, but each token is scored once
             ids = np.append(edge, ids).astype(np.int64)
             for place in range(1, len(ids), context):
                 end = min(place + context, len(ids))

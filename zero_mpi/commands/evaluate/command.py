@@ -52,7 +52,7 @@ class EvaluationData:
     windows: measuring.WindowSet | None  # windows of the text; None without a text
     text: dict[str, Any]  # facts about the text, for --json
     tokens: np.ndarray[Any, Any]  # number of counted tokens in each window
-    answers: list[measuring.AnswerSet]  # answers to score; maybe a second set that counts wrong tokens
+    answers: list[measuring.AnswerSet]  # may include a second set whose losses count wrong tokens
     choices: EncodedChoices | None
 
 
@@ -187,8 +187,8 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
         arguments = task.imatrix, totals, texts, text["windows"], text["context"]
         world.on_root(lambda: write_importance(*arguments))
     if task.kl and dataset.windows is not None:
-        sums = measuring.divergence(world, opened.config, opened.candidates, dataset.windows, watchdog)
-        found["divergence"] = measuring.divergence_figures(sums, text["tokens"])
+        compared = opened.candidates, dataset.windows, text["tokens"]
+        found["divergence"] = measuring.divergence(world, opened.config, *compared, watchdog)
     if task.top_k_out is not None and dataset.windows is not None:
         vocab = first.model.vocab_size
         if task.top_k > vocab:
@@ -202,7 +202,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
 
 
 def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: list[Array]) -> Figures:
-    """Return the results of one model. `losses`: those of the windows, then those of the answers."""
+    """Return the results of one model. `losses` has an array for the windows, then arrays for the answers."""
     found: Figures = {
         "model": subject.title,
         "arch": subject.model.arch,
@@ -218,7 +218,7 @@ def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: 
 
 
 def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
-    """Return all results: about the data, about each model, and the difference between two models."""
+    """Return the facts about the data, the results of each model, and the difference between two models."""
     found: Figures = {}
     if dataset.windows is not None:
         found["text"] = dataset.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -44,12 +44,12 @@ from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.setup import choose_transport, layout_config
 
 ROWS = 64  # rows of logits that are compared at a time
-Parted = tuple[Any, PartLosses, int]  # input, loss, and the index of its first part among all parts
-FIGURES = 3  # sums per window: divergence, squared changes of probability, equal top tokens
+Parted = tuple[Any, PartLosses, int]  # inputs; targets in parts; index of the micro-batch's first part
+FIGURES = 3  # number of sums per window: divergence, squared changes of probability, equal top tokens
 
 
 class WindowSet:
-    """Windows of a text, or conversations. A window's loss is a sum over those of its targets that count.
+    """Windows of a text, or conversations. A window's loss is the sum of the losses of its counted targets.
 
     A window has `context` inputs, each of which predicts the next token. If windows overlap, a target counts
     only in the first window that predicts it, so in later windows only the last `stride` targets count.
@@ -77,7 +77,7 @@ class WindowSet:
 
 
 class AnswerSet:
-    """Answers after their questions. An answer's loss is a sum over its own tokens only.
+    """Answers with their questions. Only the tokens of an answer count in its loss.
 
     A micro-batch pads its shorter sequences at the end. Earlier positions do not see the padding.
     """
@@ -103,7 +103,7 @@ class AnswerSet:
 
 
 def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each window the sum of values[id] over its counted targets; `values`: (V,), one per id."""
+    """Return each window's sum of values[id] over the ids that are its counted targets; `values`: (V,)."""
     found: list[int] = []
     for _, batch, _ in map(windows.micro, range(windows.micro_batches)):
         targets = [batch.targets[part] for part in batch.parts]
@@ -112,7 +112,7 @@ def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
-    """Return `values` as one list per question; `counts`: the lengths of the lists."""
+    """Split `values` into one list per question; `counts` has the lengths of the lists."""
     ends = np.cumsum(counts).tolist()
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -188,40 +188,24 @@ def losses_of(
     return losses
 
 
-def divergence(
-    world: World, config: Config, candidates: Sequence[Evaluated], windows: WindowSet, watchdog: Watchdog
-) -> Array:
-    """Return the three sums of `divergences` for two models over the windows. Collective."""
-
-    def read(number: int) -> Parted:
-        watchdog.beat(f"micro-batch {number} of {windows.micro_batches} of both models")
-        return windows.micro(number)
-
-    model, base = candidates
-    with (
-        opened_module(world, config, model, watchdog) as ours,
-        opened_module(world, config, base, watchdog) as theirs,
-        np.errstate(all="ignore"),
-    ):
-        found = divergences([ours, theirs], windows.micro_batches, windows.count, read)
-        del ours, theirs
-    return found
-
-
 # ------------------------------------------------------------------------------------------ quantization
-# Here follow the divergence between two models, and the importance of the columns of matrices.
+# These measures compare two models, or weigh the columns of matrices for `export`.
 
 
-def divergences(
-    modules: Sequence[ShardedModule], micro_batches: int, count: int, read: Callable[[int], Parted]
-) -> Array:
-    """Return three sums for each part, (count, 3) float64, the same on all ranks. Collective.
-
-    modules: the model and its reference; read(i): returns micro-batch i
-    """
+def divergence(
+    world: World,
+    config: Config,
+    candidates: Sequence[Evaluated],
+    windows: WindowSet,
+    tokens: int,
+    watchdog: Watchdog,
+) -> dict[str, float]:
+    """Compare two models over `tokens` tokens, as llama.cpp's perplexity tool does. Collective."""
+    modules = list[ShardedModule]()
 
     def compute(number: int, sums: Array) -> None:
-        (x, batch, first), to_host = read(number), device.in_use().to_host
+        watchdog.beat(f"micro-batch {number} of {windows.micro_batches} of both models")
+        (x, batch, first), to_host = windows.micro(number), device.in_use().to_host
         ours, theirs = (np.array(to_host(each.forward(x, training=False))) for each in modules)
         for place, part in enumerate(batch.parts, first):
             found = compared(ours[part], theirs[part], np.asarray(batch.targets)[part])
@@ -231,11 +215,21 @@ def divergences(
         for module in modules:
             module.forward(None, training=False)
 
-    return dealt_out(modules[0], micro_batches, FIGURES * count, compute, idle).reshape(-1, FIGURES)
+    model, base = candidates
+    with (
+        opened_module(world, config, model, watchdog) as first,
+        opened_module(world, config, base, watchdog) as second,
+        np.errstate(all="ignore"),
+    ):
+        modules += [first, second]
+        sums = dealt_out(first, windows.micro_batches, FIGURES * windows.count, compute, idle)
+        del first, second, modules[:]
+    kl, squares, equal = (ordered_total(column) / tokens for column in sums.reshape(-1, FIGURES).T)
+    return {"kl": kl, "rms_change": float(np.sqrt(squares)), "same_top": equal}
 
 
 def compared(ours: Array, theirs: Array, targets: Array) -> Array:
-    """Return the three sums over positions, given the logits (T, V) of a model and of its reference."""
+    """Return the three sums over a window's positions, from the logits (T, V) of a model and a reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
         here = slice(start, start + ROWS)
@@ -255,20 +249,14 @@ def log_softmax(logits: Array) -> Array:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def divergence_figures(sums: Array, tokens: int) -> dict[str, float]:
-    """Return the means of the sums over all tokens, with the definitions of llama.cpp's perplexity tool."""
-    divergence, squares, equal = (ordered_total(column) / tokens for column in sums.T)
-    return {"kl": divergence, "rms_change": float(np.sqrt(squares)), "same_top": equal}
-
-
 class Importance:
     """Importance matrix: for each matrix, sums of its squared inputs and the number of inputs.
 
-    Micro-batches are added in the order of gradients, so the number of ranks does not change the result.
+    Micro-batches are summed in a fixed order, like gradients, so the number of ranks changes no bit.
     """
 
     def __init__(self, model: ModelConfig, comm: Comm) -> None:
-        self.places, end = dict[str, tuple[int, int, int]](), 0  # of each: first element, matrices, columns
+        self.places, end = dict[str, tuple[int, int, int]](), 0  # first element, matrices, columns
         for name, param in model.params().items():
             if name.startswith("blk.") and name.endswith(".weight") and len(param.shape) > 1:
                 matrices, columns = param.shape[0] if len(param.shape) > 2 else 1, param.shape[-1]
@@ -287,7 +275,7 @@ class Importance:
         return both[:, :columns], both[:, columns:]
 
     def observe(self, name: str, x: Any, starts: Any) -> None:
-        """Add inputs x (..., in) of a matrix or of stacked experts; those of expert e begin at starts[e]."""
+        """Add inputs x (..., in) of a matrix or of stacked experts; inputs of expert e begin at starts[e]."""
         if name not in self.places:
             return
         to_host = device.in_use().to_host
@@ -322,7 +310,7 @@ LEAST = 1e-12  # lower bound of the total probability of the ids that a record o
 
 
 class TopK(HeadLoss):
-    """Loss that finds the most likely ids of each position: `records` (B T,), after `evaluate`."""
+    """Loss that finds the most likely ids of each position. `evaluate` stores them in `records` (B T,)."""
 
     def __init__(self, teacher: TeacherFile) -> None:
         self._teacher, self.records = teacher, np.zeros(0, teacher.record)

@@ -1,4 +1,4 @@
-"""Computes results from losses: sums over one vector in its order, so they are equal at any number of ranks.
+"""Computes results from losses. Losses are summed in the order of the text, so ranks change no result.
 
 Results are numbers in dictionaries, as `--json` writes them. None means that a number is missing.
 """
@@ -68,7 +68,7 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
     """Return results for answers preferred by log-likelihood: in total, per token or per byte of the answer.
 
     acc                fraction right by log-likelihood; for tasks of CORE by log-likelihood per token
-    acc_norm           fraction right by log-likelihood per character (no leading space); acc_bytes: per byte
+    acc_norm           fraction right by log-likelihood per character (no leading space); acc_bytes per byte
     right              number of questions whose right answer is preferred; the first of equal answers wins
     accuracy           fraction of all questions for each number in `right`
     log_likelihoods    log-likelihood in nats of each answer of each question
@@ -106,9 +106,9 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 
 
 def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
-    """Return `model` minus `base` for each result. The standard error is that of the difference.
+    """Return `model` minus `base` for each result, and the standard error of the difference in loss.
 
-    Both models read the same windows, so this error does not contain the differences between windows.
+    Both models read the same windows, so windows that are hard for both do not increase this error.
     """
     found: Figures = {}
     if "text" in model:

@@ -1,4 +1,4 @@
-"""The task of an evaluation, read from flags. Flags that `train` has too become settings of training."""
+"""The task of an evaluation, read from flags. Flags shared with `train` become a `Config` of training."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.resume import settled_bos
 
 MOST_CONTEXT = 2048  # default limit, because attention's time grows with the square of a window's tokens
-SETTINGS = {  # settings of training that evaluate has too; a help text if the meaning differs
+SETTINGS = {  # settings that evaluate shares with training; a help text if the meaning differs
     "data": "text, token files or conversations (.jsonl)",
     "tokenizer": "byte, from-init (the model's, default) or a tokenizer file",
     **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""),
@@ -62,8 +62,8 @@ class Task:
     choices: Path | None = None  # file of questions with several answers, or of a published task
     shots: int = 0  # number of solved questions shown before each question
     delimiter: str = " "  # text between question and answer in CORE files
-    context: int | None = None  # tokens per window; None: as the model, at most MOST_CONTEXT
-    stride: int | None = None  # tokens between the starts of windows; None: length of a window
+    context: int | None = None  # tokens per window; None: the model's context, at most MOST_CONTEXT
+    stride: int | None = None  # tokens between the starts of windows; None: `context`
     windows: int | None = None  # maximum number of windows; None: all windows
     json: Path | None = None  # file for all results
     kl: bool = False  # whether to compare the probabilities of both models
@@ -79,7 +79,7 @@ class Task:
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line. Its result has only the flags that the user gave."""
+    """Return the parser of the command line, which returns only the flags that the user gave."""
     parser = Parser(
         prog="mpirun -n N zero-mpi evaluate",
         usage="%(prog)s PATH [flags]",
@@ -152,7 +152,7 @@ LONGEST_NAME = 40  # maximum number of characters of a model's path in a table
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Model to evaluate. path, lora: from the flags; source: reader of its weights; model: its sizes."""
+    """Model to evaluate: the paths in the flags, the reader of its weights, and its sizes."""
 
     path: str
     source: WeightSource
@@ -187,14 +187,14 @@ class Opened:
 
     config: Config  # settings, with `context` set to the length of a window
     candidates: tuple[Evaluated, ...]  # the model, and the model of --against if given
-    tokenizer: Tokenizer | None  # encodes the text; for token files the first model's, if readable
+    tokenizer: Tokenizer | None  # for the text; for token files the first model's, None if unreadable
     threads: int  # number of threads of this rank
 
 
 def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
     """Return the inputs that this rank opens, and facts that must be equal on all ranks.
 
-    `number`: this rank's index on its node if the launcher gives none. Raises UsageError for invalid inputs.
+    `number` is this rank's index on its node if the launcher gives none. Raises UsageError for bad inputs.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")

@@ -40,7 +40,7 @@ from zero_mpi.commands.export import huggingface
 from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, planned
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
-from zero_mpi.errors import JobError, UsageError
+from zero_mpi.errors import UsageError, naming, writing
 from zero_mpi.files.atomic import partial_of
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.open import is_file, is_folder, refusing
@@ -96,7 +96,6 @@ class Export:
 
     target: Path
     wanted: str
-    pure: bool
     kinds: huggingface.Kinds = field(default_factory=dict)
     files: list[PlannedFile] = field(default_factory=list)
     encoder: Encoder | None = None
@@ -129,7 +128,7 @@ class Export:
             fill(self.files, self.paths, self.encoder, rank, size)
 
     def publish(self) -> None:
-        """Rename the result to its final name. Of several files, the first one is renamed last."""
+        """Rename the result to its final name. The first of several files is renamed last."""
         place, target = self.place, self.target
         if len(self.files) > 1:
             for path, result in reversed([*zip(self.paths, self.results, strict=True)]):
@@ -152,20 +151,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     export: Export = world.run_on_all(partial(prepare, options, world.rank == 0))
 
-    def step(action: Callable[[], None]) -> Callable[[], None]:
-        def work() -> None:
-            try:
-                action()
-            except OSError as error:
-                cause = error.strerror or str(error)
-                raise JobError(f"{error.filename or export.target}: cannot be written: {cause}") from error
-
-        return work
+    def step(action: Callable[..., None], *arguments: int) -> None:
+        with writing(), naming(export.target):
+            action(*arguments)
 
     try:
-        world.on_root(step(export.begin))
-        world.run_on_all(step(partial(export.fill, world.rank, world.size)))
-        world.on_root(step(export.publish))
+        world.on_root(partial(step, export.begin))
+        world.run_on_all(partial(step, export.fill, world.rank, world.size))
+        world.on_root(partial(step, export.publish))
     except BaseException:
         if world.rank == 0:
             remove(export.place)
@@ -187,7 +180,7 @@ def prepare(options: Namespace, tells: bool) -> Export:
             raise UsageError(f"{name} {given}: only a GGUF can have it: name the target NAME.gguf")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
-    found = Export(target, options.type, options.pure)
+    found = Export(target, options.type)
     only = options.base is not None
     source = only_adapter(options, as_gguf) if only else open_source(options.source, as_gguf, options.merge)
     if not as_gguf:
@@ -244,7 +237,7 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
-            raise UsageError(f"{name} {given}: not with --base, which converts only the adapter")
+            raise UsageError(f"{name} {given}: cannot be used with --base, which converts only the adapter")
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
     MergedWeights(base, adapter)  # raises an error if the adapter belongs to another base
@@ -257,7 +250,7 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
 
 
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
-    """Return the source. Raise UsageError unless it is a model that the target's format can store."""
+    """Return the source. Raise UsageError if it is not a model that the target's format can store."""
     source = open_merged(path, adapter)
     architecture = keys_of(source).architecture
     if architecture is None or architecture == "zero_mpi":
@@ -272,7 +265,7 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 
 
 def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
-    """Return the encoder, which chooses types. Raise UsageError if they need a missing library or matrix."""
+    """Return the encoder. Raise UsageError if the type needs a missing library or importance matrix."""
     wanted, matrix = options.type, options.imatrix
     by_ggml = wanted in mixes.MIXES or matrix is not None
     if by_ggml:
@@ -293,7 +286,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
-    """Return those keys of the source that stay valid, with the tokenizer's keys if it is a folder."""
+    """Return the keys of the source that stay valid, and the tokenizer's keys if the source is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
     keys["general.file_type"] = np.uint32(mixes.file_type(wanted))
     if wanted in mixes.MIXES or wanted.startswith("q"):

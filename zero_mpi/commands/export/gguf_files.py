@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -27,6 +27,8 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.ops import ggml
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class PlannedFile:
@@ -41,15 +43,10 @@ class PlannedFile:
 
 
 def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) -> list[PlannedFile]:
-    """Return the files of a model. Each has at most `most` bytes of tensors, or a single tensor."""
-    table, parts, filled = encoder.table(), list[list[Announced]]([[]]), 0
-    for entry, spec in zip(table, checked_table(table).values(), strict=True):
-        nbytes = padded(spec.nbytes, alignment_of(keys))
-        if most is not None and parts[-1] and filled + nbytes > most:
-            parts.append([])
-            filled = 0
-        parts[-1].append(entry)
-        filled += nbytes
+    """Return the files to write. A file has at most `most` bytes of tensors, unless one tensor is larger."""
+    table, alignment = encoder.table(), alignment_of(keys)
+    sizes = [padded(spec.nbytes, alignment) for spec in checked_table(table).values()]
+    parts = [table] if most is None else in_parts(table, sizes, most)
     if len(parts) == 1:
         return [PlannedFile(target.name, keys, table)]
     architecture = {"general.architecture": keys["general.architecture"]}
@@ -60,6 +57,18 @@ def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) ->
         name = f"{target.name.removesuffix('.gguf')}-{number + 1:05d}-of-{len(parts):05d}.gguf"
         found.append(PlannedFile(name, own, part))
     return found
+
+
+def in_parts(items: Iterable[T], sizes: Iterable[int], most: int) -> list[list[T]]:
+    """Split items into lists, in order. A list has a total size of at most `most`, or a single item."""
+    parts, filled = list[list[T]]([[]]), 0
+    for item, size in zip(items, sizes, strict=True):
+        if parts[-1] and filled + size > most:
+            parts.append([])
+            filled = 0
+        parts[-1].append(item)
+        filled += size
+    return parts
 
 
 def create(file: PlannedFile, path: Path) -> None:
@@ -89,9 +98,9 @@ AT_ONCE = 1 << 18  # elements encoded together; this takes a few MiB with all te
 class Encoder:
     """Encoder of a source's tensors. It chooses the type of each tensor and makes its blocks.
 
-    by_ggml      whether ggml quantizes; otherwise the package gguf does, for 8 bits and the oldest types
+    by_ggml      whether the library ggml quantizes; else the Python package gguf does (q8_0, q4_0, ...)
     importance   tensor name -> weights of its columns, (matrices, width)
-    masters      training state with float32 masters of rounded parameters, from which blocks are made
+    masters      training state whose float32 masters of rounded parameters are encoded instead
     """
 
     source: WeightSource
@@ -116,7 +125,7 @@ class Encoder:
         ]
 
     def encoded(self, name: str, start: int, stop: int) -> memoryview:
-        """Return elements [start, stop) in the tensor's type; the source's bytes if it has this type."""
+        """Return elements [start, stop) in their new type. If it is the source's type, no bit changes."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
         if isinstance(self.source, GGUFFile) and spec.type == kind:

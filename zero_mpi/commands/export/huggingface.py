@@ -26,7 +26,7 @@ from zero_mpi.checkpoint.huggingface.families import FAMILIES, MIXTURES, ROTARY_
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, pack_header
 from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, lora_of
-from zero_mpi.commands.export.gguf_files import encoded_pieces
+from zero_mpi.commands.export.gguf_files import encoded_pieces, in_parts
 from zero_mpi.data import KINDS, tokenizer_config, tokenizer_json
 from zero_mpi.data.conversations.chat_template import template_of
 from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, USER_DEFINED, GGUFTokenizer
@@ -42,14 +42,14 @@ EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 
 def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
-    """Return the tokens that end an answer, eos first, and a key for one that only the chat template shows.
+    """Return the tokens that end an answer, eos first, and a key for the token that only the template shows.
 
-    An unknown tokenizer has no such tokens.
+    For an unknown tokenizer, both are empty.
     """
     kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
     try:
         tokenizer = kind(metadata, place) if kind else None
-    except UsageError:  # a model can be exported without a tokenizer that cannot be read
+    except UsageError:  # then the model is exported without its tokenizer
         tokenizer = None
     if tokenizer is None:
         return [], {}
@@ -79,9 +79,9 @@ TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor to write into a folder: its name and shape in the folder, and its source.
+    """A tensor to write into a Hugging Face folder: its name and shape there, and its source.
 
-    `runs`: ranges of elements in tensors of the source that form it; empty: all elements of `spec`.
+    `runs` lists the ranges of elements in the source that form the tensor; () stands for all of `spec`.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Outgoing:
 
 
 class Keys:
-    """Keys of the architecture of a source whose model zero_mpi has read."""
+    """Reader of the architecture's keys in a source."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source, self.keys = source, GGUFKeys(source.metadata, str(source.path))
@@ -142,9 +142,7 @@ def plain(value: Any) -> Any:
 
 
 def outgoing(source: WeightSource) -> list[Outgoing]:
-    """Return the tensors to write into a folder for the model of `source`. Raise FileError if the format has
-    no place for one.
-    """
+    """Return the tensors to write into a folder. Raise FileError if one has no counterpart in the format."""
     keys = Keys(source)
     width, is_mixture = 0 if keys.arch == "gpt2" else keys.head_width(), keys.family in MIXTURES
     found: list[Outgoing] = []
@@ -174,7 +172,13 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
     keys = Keys(source)
     sizes = {there: keys.size(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
     kind = ROTARY_CLASSES.get(keys.family)
-    own = gpt2_settings(keys) if kind is None else rotary_settings(keys, kind)
+    own = {
+        "n_inner": keys.size("feed_forward_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+    }
+    if kind is not None:
+        own = rotary_settings(keys, kind)
     return {
         "architectures": ["GPT2LMHeadModel" if kind is None else kind.name],
         "model_type": (kind and kind.model_type) or keys.family,
@@ -198,15 +202,6 @@ def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
     }
     ends, _ = ends_of(source.metadata, keys.place)
     return found | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
-
-
-def gpt2_settings(keys: Keys) -> dict[str, Any]:
-    """Return the settings that only gpt2 has."""
-    return {
-        "n_inner": keys.size("feed_forward_length"),
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-    }
 
 
 def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
@@ -300,8 +295,8 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
     """Return the setting that produces the divisors in `rope_freqs.weight`; None without this tensor.
 
-    The model's own setting is tried first. If it does not fit, the factor and the original context length are
-    searched; all Llama 3 models share the other numbers. Raises FileError for divisors that no setting gives.
+    The setting in the model's keys is tried first, then usual factors and original context lengths, because
+    all Llama 3 models share the other numbers. Raises FileError for divisors that no setting gives.
     """
     if rope.ROPE_FREQS not in source.tensors:
         return None
@@ -315,7 +310,7 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
     raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, as config.json needs")
 
 
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that safetensors has too
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that safetensors can also store
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION, MORE_TEMPLATES = "generation_config.json", "additional_chat_templates"
 COPIED = (  # files copied from one Hugging Face folder to the next
@@ -333,7 +328,7 @@ def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> 
     write_json(folder / hf_folder.CONFIG, config)
     kind = GGMLQuantizationType[wanted.upper()]
     width = 4 if wanted == "f32" else 2
-    parts = in_parts(tensors, most // width)
+    parts = in_parts(tensors, [width * tensor.spec.size for tensor in tensors], most)
     names = [SINGLE]
     if len(parts) > 1:
         names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
@@ -347,19 +342,6 @@ def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> 
     if special and not isinstance(source, hf_folder.HuggingFaceFolder):
         write_json(folder / GENERATION, special)
     return {tensor.name: wanted for tensor in tensors}
-
-
-def in_parts(tensors: Sequence[Outgoing], most: int) -> list[list[Outgoing]]:
-    """Return the tensors in order, in one list per file: at most `most` elements, or a single tensor."""
-    parts: list[list[Outgoing]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if parts[-1] and filled + tensor.spec.size > most:
-            parts.append([])
-            filled = 0
-        parts[-1].append(tensor)
-        filled += tensor.spec.size
-    return parts
 
 
 def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationType) -> None:
@@ -393,22 +375,19 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: Path) -> Kinds:
-    """Write config and factors of an adapter into a new folder. Return the type of each tensor."""
+    """Write an adapter into a new PEFT folder; return tensor types. Raise FileError if that is impossible."""
     keys = GGUFKeys(base.metadata, str(base.path))
-    tensors = [outgoing_factor(adapter, spec, keys) for spec in adapter.tensors.values()]
+    tensors = list[Outgoing]()
+    for spec in adapter.tensors.values():
+        target, dot, end = spec.name.rpartition(".")
+        order, head = hf_folder.order_and_head(spec, target, dot + end, keys)
+        name = f"{hf_folder.PREFIX}{layer_of(keys.architecture or '', target)}{hf_folder.ENDS[dot + end]}"
+        tensors.append(Outgoing(name, spec.shape, adapter, spec, order, head))
     config = config_of(adapter, base, keys.architecture or "")
     folder.mkdir()
     write_json(folder / hf_folder.PEFT_CONFIG, config)
     write_part(folder / hf_folder.PEFT_MODEL, tensors, GGMLQuantizationType[wanted.upper()])
     return {tensor.name: wanted for tensor in tensors}
-
-
-def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> Outgoing:
-    """Return a factor with PEFT's name and order of rows. Raise FileError if PEFT has no place for it."""
-    target, dot, end = spec.name.rpartition(".")
-    order, head = hf_folder.order_and_head(spec, target, dot + end, keys)
-    name = f"{hf_folder.PREFIX}{layer_of(keys.architecture or '', target)}{hf_folder.ENDS[dot + end]}"
-    return Outgoing(name, spec.shape, adapter, spec, order, head)
 
 
 def layer_of(arch: str, weight: str) -> str:
@@ -417,7 +396,7 @@ def layer_of(arch: str, weight: str) -> str:
 
 
 def config_of(adapter: WeightSource, base: WeightSource, arch: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json. It lists full layer names, because blocks may differ."""
+    """Return the content of adapter_config.json. It lists full layer names, as blocks may differ."""
     lora = lora_of(adapter)
     return {
         "peft_type": "LORA",

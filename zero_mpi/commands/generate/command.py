@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,6 @@ class LlamaCppSpeaker(Speaker):
         )
 
 
-Message = dict[str, str]
-
-
 @dataclass
 class Chat:
     """A conversation so far, as messages with role and content. The message `system`, if any, comes first."""
@@ -135,7 +133,7 @@ class Chat:
     template: ChatTemplate
     tokenizer: Tokenizer
     system: str | None = None
-    messages: list[Message] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.system is not None:
@@ -179,13 +177,6 @@ def make_parser() -> Parser:
     engines = "engine that runs the model: own (zero_mpi), or llamacpp (package xllamacpp)"
     add("--engine", choices=ENGINES, default="own", help=engines)
     add("--tokens", type=int, default=200, help="maximum number of tokens to generate")
-    add_draw(parser)
-    return parser
-
-
-def add_draw(parser: Parser) -> None:
-    """Add the flags that say how the next token is drawn."""
-    add = parser.add_argument
     temperature = "sampling temperature; 0: always the most likely token"
     add("--temperature", type=float, default=0.8, help=temperature)
     add("--top-k", type=int, default=40, help="sample from the N likeliest tokens; 0: no limit")
@@ -193,10 +184,11 @@ def add_draw(parser: Parser) -> None:
     least = "of these, use tokens with at least X times the highest probability"
     add("--min-p", type=float, default=0.0, help=least)
     add("--seed", type=int, default=0, help="random seed for sampling")
+    return parser
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print prompts and continuations as soon as bytes are ready, each up to an end-of-text token."""
+    """Print prompts and continuations, each byte as soon as it is ready. Return the exit status."""
     options = make_parser().parse_args(arguments)
     check(options)
     log.install(world.rank, world.size).to_stderr = True  # stdout has only the answers
@@ -205,51 +197,37 @@ def command(world: World, arguments: Sequence[str]) -> int:
     tokenizer = speaker.tokenizer
     template = template_of(tokenizer, template_inputs(options, tokenizer)) if options.chat else None
     try:
-        if options.batch > 1:
-            answer_in_batches(speaker, template)
-        elif template is None:
-            for number, prompt in enumerate(prompts(options)):
-                print_answer(speaker, number, prompt, as_bytes(prompt), tokenizer.encode_prompt(prompt))
-        else:
-            talk(speaker, template)
+        print_answers(speaker, template)
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def talk(speaker: Speaker, template: ChatTemplate) -> None:
-    """Print the answers to all prompts. Each line of a --prompts file is a conversation of its own."""
-    options, conversation = speaker.options, None
-    for number, prompt in enumerate(prompts(options)):
-        if conversation is None or options.prompts is not None:
-            conversation = Chat(template, speaker.tokenizer, options.system)
-        conversation.answered(print_answer(speaker, number, prompt, b"", conversation.prompt_ids(prompt)))
+def print_answers(speaker: Speaker, template: ChatTemplate | None) -> None:
+    """Print the answers to all prompts, --batch of them computed together.
 
-
-def answer_in_batches(speaker: Speaker, template: ChatTemplate | None) -> None:
-    """Print the answers to all prompts of a file; `--batch` prompts are computed together."""
-    waiting, options = list(prompts(speaker.options)), speaker.options
-    for start in range(0, len(waiting), options.batch):
-        part, ids = waiting[start : start + options.batch], list[Array]()
-        for prompt in part:
+    Each line of a --prompts file is a separate conversation; typed lines continue one conversation.
+    """
+    options, source, numbers = speaker.options, prompts(speaker.options), count()
+    chat: Chat | None = None
+    while batch := list(islice(source, max(1, options.batch))):
+        ids = list[Array]()
+        for prompt in batch:
             if template is None:
                 ids.append(speaker.tokenizer.encode_prompt(prompt))
-            else:
-                ids.append(Chat(template, speaker.tokenizer, options.system).prompt_ids(prompt))
-        for i, answer in enumerate(speaker.answers(ids)):
-            first = b"" if template else as_bytes(part[i])
-            print_answer(speaker, start + i, part[i], first, ids[i], answer)
+                continue
+            if chat is None or options.prompts is not None:
+                chat = Chat(template, speaker.tokenizer, options.system)
+            ids.append(chat.prompt_ids(prompt))
+        ready = speaker.answers(ids) if options.batch > 1 else [None]
+        for each in zip(batch, ids, ready, numbers, strict=False):
+            reply = print_answer(speaker, *each)
+            if chat is not None:
+                chat.answered(reply)
 
 
-def as_bytes(prompt: str) -> bytes:
-    """Return a prompt as the bytes that the user gave."""
-    return prompt.encode("utf-8", "surrogateescape")
-
-
-def print_answer(
-    speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array, ready: Reply | None = None
-) -> Reply:
-    """Print one answer in the requested form; compute it unless it is `ready`. Then print an empty line."""
+def print_answer(speaker: Speaker, prompt: str, ids: Array, ready: Reply | None, number: int) -> Reply:
+    """Print one answer, computed unless it is `ready`. An empty line separates texts of answers."""
     if speaker.options.json:
         answer = ready or speaker.answer(ids, lambda piece: None)
         texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}
@@ -258,7 +236,8 @@ def print_answer(
         return answer
     write = escaping(write_bytes) if sys.stdout.isatty() else write_bytes
     write_bytes(b"\n" if number else b"")
-    write(first)
+    if not speaker.options.chat:
+        write(prompt.encode("utf-8", "surrogateescape"))
     if ready:
         write(ready.text)
     answer = ready or speaker.answer(ids, write)
@@ -345,8 +324,7 @@ def typed() -> Iterator[str]:
     """Yield each line of standard input as soon as it is complete. On a terminal, show a mark before it."""
     while True:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            sys.stdout.buffer.write(MARK)
-            sys.stdout.buffer.flush()
+            write_bytes(MARK)
         line = sys.stdin.buffer.readline()
         if not line:
             return

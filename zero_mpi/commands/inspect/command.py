@@ -86,7 +86,7 @@ def lines_of(found: Report, everything: bool) -> Iterator[str]:
 
 
 def texts_of(value: Any, everything: bool) -> Iterator[str]:
-    """Yield a value as lines. Short values of a dictionary share a line; others follow their names."""
+    """Yield a value as lines. Short entries of a dictionary share a line; long entries do not."""
     if isinstance(value, list):
         every = (text for item in value for text in texts_of(item, everything))
         are_names = any(isinstance(item, str) for item in value)

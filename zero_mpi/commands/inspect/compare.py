@@ -39,7 +39,7 @@ def compare_paths(first: Path, second: Path) -> Report:
 
 
 def compare(first: Path, second: Path) -> Report:
-    """Return the comparison of two models. Raise UsageError if one is unreadable. A file equals itself."""
+    """Return the comparison of two models. Raise UsageError if one is unreadable. One file is read once."""
     subject = open_subject(first)
     is_one = exists(second) and os.path.samefile(first, second)
     other_subject = subject if is_one else open_subject(second)
@@ -109,7 +109,7 @@ def difference(ours: Stored, theirs: Stored) -> Report:
 
 
 def first_of(start: int, block: int, before: int, spec: TensorSpec, values: tuple[Any, Any]) -> Report:
-    """Return the first element that differs in a block that differs. The block begins at element `start`."""
+    """Return place and values of the first difference in a chunk's block that begins at element `start`."""
     shown = None
     if values[0] is not None:
         pair = [value[start : start + block] for value in values]

@@ -51,7 +51,7 @@ SWEEP = ("ranks_per_node", "most_ranks")
 
 
 class Question(NamedTuple):
-    """Cases to plan. per_node: ranks per node in a sweep; text: bytes of all ids; sample: is text sampled?"""
+    """Cases to plan. `per_node` is a sweep's number of ranks per node; `text` is the bytes of all ids."""
 
     cases: tuple[Case, ...]
     machine: Machine
@@ -134,7 +134,7 @@ def read(arguments: Sequence[str]) -> Question:
 
 
 def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
-    """Return the machine file, ranks and nodes. Of the nodes in the file, take as few as suffice."""
+    """Return the machine file, ranks and nodes. The default is as few nodes as the ranks need."""
     described = None
     if "machine" in own:
         if "doctor" in own:
@@ -152,7 +152,7 @@ def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
     """Return the model of `--init` or of the flags. The default vocabulary size is the tokenizer's.
 
-    base: type of a frozen base without `--init`; its tensors get the types that `export` would write
+    Without `--init`, a frozen base has the types that `export --type` would write for the type `base`.
     """
     init = inputs.open_init(config)
     if init is not None and base is not None:
@@ -187,7 +187,7 @@ def find_machine(
     base = assumed(case.on_gpu, case.precision_name)
     if of_bf16 and base in LOW:
         numbers["flops"] = of_bf16
-    if case.on_gpu and described is None:  # the rates in the doctor's file are those of the host's CPU
+    if case.on_gpu and described is None:  # the doctor has measured the host's CPU
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
     if (text := own.get("memory")) is not None:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)

@@ -54,8 +54,8 @@ PANELS = (
 MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events marked on the strip
 SIGNS = {"saved": "diamond", "resumed": "triangle-right", "warning": "triangle-up", "stopped": "square"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")  # Okabe and Ito, 2008
-DASHES = ("solid", "dash", "dot", "dashdot")  # dashes of further runs, once all colours are used
-MOST_EVENTS, MOST_MARKS = 200, 300  # limits for a run: events listed; saves, and other events, marked
+DASHES = ("solid", "dash", "dot", "dashdot")  # the dash changes once all colours are used
+MOST_EVENTS, MOST_MARKS = 200, 300  # maximum number of events of a run in the list; of marks on the strip
 LONGEST_NAME = 60  # maximum number of characters of a run's name
 PANEL, STRIP, GAP = 210, 40, 46  # heights in pixels
 PAGE = Path(__file__).parent / "page.html"
@@ -246,7 +246,7 @@ def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Return the state of a run, and the facts that the event of its newest start has."""
+    """Return the state of a run, and the facts in the event of its newest start."""
     reason, steps = run.status.text("reason"), run.status.count("steps") or run.config.count("steps")
     state = (run.state or "unknown: there is no status.json") + (f": {reason}" if reason else "")
     started = {

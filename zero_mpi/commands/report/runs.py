@@ -32,12 +32,12 @@ from zero_mpi.telemetry.status import NAME as STATUS
 from zero_mpi.telemetry.status import RUNNING, read_status
 
 LIMIT = 2000  # maximum number of columns of a run's curves
-LARGEST = 1e39  # slightly above the largest float32; a larger number counts as not finite
-MEMORY = "memory_bytes"  # a record has one number for each rank; the curve has the largest
+LARGEST = 1e39  # above the largest float32; larger numbers count as not finite
+MEMORY = "memory_bytes"  # list with a number for each rank; the curve shows the largest
 NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 NUMBERS += ("step_seconds", "wait_seconds", MEMORY, "balance_loss", "z_loss")
 NUMBERS += ("load_most", "load_least", "load_entropy")
-LOST = "lost"  # state of a "running" run whose files did not change for SILENCE seconds
+LOST = "lost"  # state of a "running" run that has not renewed its status for SILENCE
 SILENCE = 60.0  # seconds; a run that is alive renews its status every five seconds
 MOST_KEYS = 500  # maximum number of settings that the page shows
 MOST_HISTORY = 8 << 20  # maximum bytes of events to keep; older events are dropped
@@ -187,7 +187,7 @@ def check_folder(path: Path) -> None:
 
 
 def read_events(path: Path) -> list[Entry]:
-    """Return the newest events of a run, the oldest of them first. Invalid lines are left out."""
+    """Return the newest events of a run in order of time. Invalid lines are left out."""
     found, size = deque[tuple[int, Entry]](), 0
     with suppress(FileError):
         for line in read_lines(path, b'"event"'):

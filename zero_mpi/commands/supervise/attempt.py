@@ -57,9 +57,6 @@ class RunFolder:
     def word(self) -> Mapping[str, Any]:
         return status.read_status(self.path / status.NAME)
 
-    def step(self) -> int:
-        return last_step(self.path / METRICS)
-
     def checkpoint(self) -> tuple[str, int]:
         """Return the name and the time of the newest complete checkpoint, or NO_CHECKPOINT."""
         try:
@@ -120,7 +117,7 @@ class Ending:
     def final_status(self, stop_requested: bool) -> int | None:
         """Return the exit status if the run is over; None if it must be started again.
 
-        stop_requested: whether the run was asked to stop
+        `stop_requested` says whether the run was asked to stop.
         """
         state = self.said.get("state")
         if state == status.DONE or (self.status == 0 and state is None and not self.ended_for):
@@ -139,7 +136,7 @@ class Ending:
 
 
 class StopRequest:
-    """Stop signals received so far. signal_name: the first one; at_once: whether a second Ctrl-C came."""
+    """Stop signals received so far. `signal_name` names the first; `at_once` means a second Ctrl-C."""
 
     def __init__(self) -> None:
         self.signal_name, self.at_once = "", False
@@ -170,7 +167,7 @@ class Attempt:
     def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
         """Run the command and return its `Ending`. Raise UsageError if the program does not exist.
 
-        settings: environment variables to set in addition to those of this process
+        `settings` are environment variables that are added to those of this process.
         """
         try:
             job = subprocess.Popen(
@@ -198,7 +195,7 @@ class Attempt:
             code = job.wait()
         progressed = self._folder.checkpoint() not in (self._checkpoint, NO_CHECKPOINT)
         end = 128 - code if code < 0 else code
-        return Ending(end, self._said(), ended_for, self._folder.step(), progressed)
+        return Ending(end, self._said(), ended_for, last_step(self._folder.path / METRICS), progressed)
 
     def _said(self) -> Mapping[str, Any]:
         word = self._folder.word()

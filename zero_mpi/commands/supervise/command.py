@@ -21,19 +21,19 @@ from zero_mpi.cli.text import few, plural, seconds
 from zero_mpi.commands.hostfile import LINES, HostEntry
 from zero_mpi.commands.supervise import attempt
 from zero_mpi.commands.supervise.attempt import NO_CHECKPOINT, Attempt, Ending, RunFolder, StopRequest
-from zero_mpi.commands.supervise.hosts import PLACEHOLDERS, HostPool, Template, find_pool, ranks_of
+from zero_mpi.commands.supervise.hosts import PLACEHOLDERS, HostPool, Template, find_pool
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import one_line
 from zero_mpi.launch.ending import BAD_USAGE, FAILED, REQUEUE, say
 from zero_mpi.launch.stopping import INTERRUPTED, leave
 from zero_mpi.telemetry import events
 
-BEFORE = "--"  # between supervise's flags and the command
+BEFORE = "--"  # word between supervise's flags and the command
 MOST_PAUSE = 300.0  # maximum seconds before a restart
 # Lets a Slurm step start before the previous step has ended, which takes minutes after a lost node.
 OVERLAP = {"SLURM_OVERLAP": "1"}
-LOOK = 0.1  # seconds between checks whether a pause must end
-ORPHANS = 30.0  # seconds to wait until ranks whose launcher has died end
+LOOK = 0.1  # seconds between checks for the end of a pause
+ORPHANS = 30.0  # seconds to wait for ranks whose launcher has died
 NUMBERS: dict[str, tuple[float, int, str]] = {  # flag -> default, minimum, help
     "--restarts": (10, 0, "maximum number of restarts without a new checkpoint"),
     "--backoff": (5.0, 0, "seconds before the first restart; doubled each time"),
@@ -91,7 +91,7 @@ def prepare(arguments: Sequence[str]) -> Restarts:
 
 
 def with_spare(pool: HostPool | None, options: Namespace, template: Template) -> HostPool | None:
-    """Return the hosts, the last of them as spares. Raise UsageError if there are too few."""
+    """Return the hosts, with --spare of them in reserve. Raise UsageError if there are too few."""
     if not template.takes_hosts:
         if options.hostfile or options.spare or options.min_hosts > 1:
             expected = f"expected one of {', '.join(PLACEHOLDERS)} in the command"
@@ -110,7 +110,7 @@ def with_spare(pool: HostPool | None, options: Namespace, template: Template) ->
 
 
 class Restarts:
-    """Loop of restarts. `limits`: values of the flags; `stop`: stop signals of this process."""
+    """Loop of restarts. `limits` has the values of the flags; `stop` notes stop signals of this process."""
 
     def __init__(
         self, template: Template, pool: HostPool | None, folder: RunFolder, limits: Namespace
@@ -194,7 +194,7 @@ class Restarts:
     def _report(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
         where, about = "", {}
         if self._pool is not None:
-            names, ranks = [host.name for host in hosts], ranks_of(hosts)
+            names, ranks = [host.name for host in hosts], sum(host.slots for host in hosts)
             where = f" on {plural(len(hosts), 'host')} ({', '.join(few(names))}), {plural(ranks, 'rank')}"
             about = {"hosts": names, "ranks": ranks}
         if silent:

@@ -25,7 +25,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
 AT_ONCE = 64  # hosts that are probed at the same time
-LOOK = 0.05  # seconds between checks whether probes have ended
+LOOK = 0.05  # seconds between checks of running probes
 SECONDS = 30.0  # seconds within which Slurm must list its nodes
 HERE = "{host}"
 BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
@@ -107,7 +107,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
 
 @dataclass(frozen=True)
 class Template:
-    """Launch command with placeholders. words: words of the command; form: name of the hostfile's form."""
+    """Launch command with placeholders. `form` names the launcher whose form the hostfile has."""
 
     words: tuple[str, ...]
     form: str
@@ -121,7 +121,7 @@ class Template:
         path = folder / "hosts"
         path.write_text("".join(f"{LINES[self.form](host)}\n" for host in hosts))
         names = ",".join(host.name for host in hosts)
-        values = str(path), names, str(len(hosts)), str(ranks_of(hosts))
+        values = str(path), names, str(len(hosts)), str(sum(host.slots for host in hosts))
         words = list(self.words)
         for placeholder, value in zip(PLACEHOLDERS, values, strict=True):
             words = [word.replace(placeholder, value) for word in words]
@@ -152,8 +152,3 @@ class Template:
     def _is_training(self) -> bool:
         names = [Path(word).name for word in self.words]
         return "zero_mpi.train" in names or ("zero-mpi", "train") in pairwise(names)
-
-
-def ranks_of(hosts: Sequence[HostEntry]) -> int:
-    """Return the total number of ranks of these hosts."""
-    return sum(host.slots for host in hosts)

@@ -180,9 +180,9 @@ def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
 def inspect_files(
     world: World, encoding: work.Encoding, watchdog: Watchdog
 ) -> tuple[list[Table], list[list[int]]]:
-    """Inspect all files, each on one rank. Raise UsageError for a file that cannot be read. Collective.
+    """Inspect all files, each on one rank. Raise UsageError for an unreadable file. Collective.
 
-    Return the inputs for the manifest, and the weights of each file's pieces (no weights if it is no text).
+    Return the inputs for the manifest, and the weights of each file's pieces ([] for a file without text).
     """
     files, reading = encoding.files, encoding.reading()
     sizes, found = [file.size for file in files], dict[int, tuple[str, list[int]]]()

@@ -1,7 +1,7 @@
 """Formats of text files, cutting of inputs into parts, assignment of parts to ranks, and encoding.
 
-A format (`TEXT_FORMATS`) has a function for the weights of a file's pieces, by which work is divided before
-it begins, and a function for the texts between two places of a file. A part becomes a token file.
+A format (`TEXT_FORMATS`) has a function that weighs the pieces of a file, so that work can be divided, and a
+function that yields the texts between two positions in a file. A part becomes a token file.
 
 Nonblocking sums over the ranks (`ProgressSum`) share progress, problems of a rank, and the end of the work. A
 sum begins as soon as the previous sum is complete, so a rank with a large document delays no other rank.
@@ -44,9 +44,9 @@ from zero_mpi.telemetry.progress_bar import interval, short, watched
 
 FLAG = "TEXT"  # name of the inputs in messages
 ROWS = 256  # rows of Parquet that are read together
-DENSEST, ALWAYS = 50, 8 << 20  # maximum bytes of an unpacked text: per byte of the file, and for any file
+DENSEST, ALWAYS = 50, 8 << 20  # an unpacked text may have DENSEST times its file's bytes, or ALWAYS bytes
 FRACTION, SMALLEST, LARGEST = 256, 1 << 20, 1 << 28  # a part has 1 / FRACTION of all bytes, within limits
-EVERY, PAUSE = 0.1, 0.01  # seconds between sums; seconds between checks by a rank that is done
+EVERY, PAUSE = 0.1, 0.01  # seconds between sums; between checks of a rank that has finished
 WATCHED, LOGGED = 5.0, 60.0  # seconds between progress lines: on a terminal, in a log
 
 # --------------------------------------------------------------------------------------------- formats
@@ -126,10 +126,10 @@ class TextFormat(NamedTuple):
 
     name: str
     suffixes: tuple[str, ...]  # suffixes of its files, without .gz or .zst
-    # Returns approximate bytes of text, for the file or for each row group; None: the file is left out.
+    # Returns approximate bytes of text of the file, or of each row group; None for a file to leave out.
     weights: Callable[[InputFile, Reading], list[int] | None]
-    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # yields the texts between two places
-    divisible: bool = False  # whether places are bytes; otherwise they are indices of weights
+    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # yields the texts between two positions
+    divisible: bool = False  # whether positions are bytes; if not, they are indices of weights
 
 
 def _length(file: InputFile, reading: Reading) -> list[int] | None:
@@ -209,7 +209,7 @@ TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the 
 
 
 def unpacked_name(name: str) -> str:
-    """Return a file's name without the suffix of a compression."""
+    """Return a file's name without the suffix of its compression, such as .gz."""
     return name[: len(name) - len(text_streams.packing_of(name))]
 
 
@@ -224,7 +224,7 @@ def format_named(name: str) -> TextFormat:
 
 
 class FilePiece(NamedTuple):
-    """Part of input number `file`, from place `first` to `stop`. weight: approximate bytes of text."""
+    """Part of input number `file`, between two positions. `weight` is its approximate bytes of text."""
 
     file: int
     first: int
@@ -297,8 +297,8 @@ class ProgressSum:
     """Sums of the progress of all ranks. `beat` starts a sum, or reads the result of a finished sum.
 
     what     name of the work, for the watchdog
-    total    weight of all work; `before`: weight that an earlier job has done
-    stops    function that returns whether this rank must stop
+    total    weight of all work; an earlier job has done `before` of it
+    stops    function that returns True if this rank must stop
     """
 
     def __init__(

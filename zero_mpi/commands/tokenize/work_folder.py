@@ -33,8 +33,8 @@ from zero_mpi.files.open import exists, open_in_place, read_file
 from zero_mpi.files.parse import parse_json
 
 PLAN, BIN, IDX = "plan.json", ".bin", ".idx"
-CODE = "zero_mpi's source"  # key of the plan for the digest of the code
-MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # limits of a plan or manifest; millions of files make it large
+CODE = "zero_mpi's source"  # key in the plan: digest of the code
+MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # limits of a plan or manifest, which may list millions of files
 UNDER_WAY = re.compile(r"\d{5,}\.(bin|idx)|\.(\d{5,}|plan|manifest|tokenizer)\.(json|gguf)\.partial")
 RECORD = re.compile(r"(\d{5,}|plan)\.json")
 SAME = "use the same value to continue, or another --out"
@@ -43,7 +43,7 @@ Table = dict[str, Any]
 
 
 class WorkFolder:
-    """Folder of `--out`, on rank 0 while it is locked. `about`: settings that affect bytes, without inputs.
+    """Folder of `--out`, which rank 0 has locked. `about` has the settings that affect bytes, without inputs.
 
     Raises UsageError if the folder has other files, or was started with other settings.
     """
@@ -78,7 +78,7 @@ class WorkFolder:
                     raise UsageError(f"{begun}: {what} was {quoted(was)}, is now {quoted(value)}: {SAME}")
 
     def begin(self, inputs: list[Table], tokenizer: Tokenizer) -> None:
-        """Write the plan. Raise UsageError if the folder has other inputs, or OSError with a file's name."""
+        """Write the plan. Raise UsageError if the folder has other inputs, OSError if writing fails."""
         self._check({"inputs": inputs})
         self.about["inputs"] = inputs
         if self.is_complete:
@@ -94,7 +94,7 @@ class WorkFolder:
         write_whole(self.aside / PLAN, json.dumps(sealed(plan)))
 
     def end(self, manifest: Table) -> None:
-        """Write the manifest and remove files that do not belong there. Raise OSError with a file's name."""
+        """Write the manifest and remove the files of the job. Raise OSError if writing fails."""
         sync_folder(self.out)
         write_whole(self.out / MANIFEST, json.dumps({**self.about, **manifest}, indent=2) + "\n")
         sync_folder(self.out)
@@ -122,7 +122,7 @@ class PartWriter:
         self._file = open(self._aside[BIN], "wb", opener=open_in_place)  # noqa: SIM115 (closed by __exit__)
 
     def add(self, name: str, ids: NDArray[np.integer[Any]]) -> None:
-        """Append a document. `name` is its name in errors. An empty document is skipped."""
+        """Append a document, called `name` in errors, unless it is empty."""
         if len(ids) > MEGATRON_MOST:
             raise UsageError(f"{name}: a document has {len(ids):,} tokens, but at most {MEGATRON_MOST:,} fit")
         if len(ids):
@@ -157,7 +157,7 @@ class PartWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError):  # the data that is needed is on disk already
+        with suppress(OSError):  # `finish` has flushed the data
             self._file.close()
         for path in self._aside.values():
             with suppress(OSError):
@@ -202,7 +202,7 @@ def differences(before: Any, now: Any, what: str = "") -> Iterator[tuple[str, An
 
 @contextmanager
 def ours(path: Path) -> Iterator[None]:
-    """Convert an error with a file of tokenize, raised in the `with` block, to a FileError with a remedy."""
+    """Convert an error in the `with` block, from an invalid file of tokenize, to a FileError."""
     try:
         yield
     except UsageError:

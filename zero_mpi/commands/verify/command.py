@@ -112,7 +112,7 @@ class Request:
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line. Its result has only the flags that the user gave."""
+    """Return the parser of the command line, which returns only the flags that the user gave."""
     parser = Parser(
         prog="mpirun -n N zero-mpi verify",
         usage="%(prog)s DIR [flags]",
@@ -228,8 +228,8 @@ def resolve_job(world: World, request: Request, history: History, segments: Sequ
     said, proof = history.runs[segments[0].run], request.run / PROOF
 
     def config_then() -> Config:
-        """Return the settings with the values of the job. Raise UsageError for an unknown setting."""
-        then = {"bos": NEVER, "template_date": DAY, **said[SETTINGS]}  # older runs did not record these two
+        """Return the settings with the values of the job. Raise UsageError for an invalid value."""
+        then = {"bos": NEVER, "template_date": DAY, **said[SETTINGS]}  # not recorded by older runs
         found: Config = replace(
             request.config,
             **{
@@ -258,7 +258,7 @@ def say(world: World, *texts: str) -> None:
 
 def check_config(run: Path, config: Config, history: History) -> None:
     """Raise Differs unless config.toml and checkpoints have the settings of the chain."""
-    said = history.runs[-1]  # settings that are newer than the run have their defaults
+    said = history.runs[-1]  # a setting that is newer than the run has its default
     refuse(toml.CONFIG_FILE, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
     stays = {*Config().fixed(), *said[FACTS]} - {*toml.PATHS}
     kept = {key: value for key, value in (said[SETTINGS] | said[FACTS]).items() if key in stays}
@@ -270,7 +270,7 @@ def check_config(run: Path, config: Config, history: History) -> None:
 
 
 def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segment]) -> list[str]:
-    """Raise Differs unless data and initial weights are those of the run's job and its checkpoints.
+    """Raise Differs unless data and initial weights match the run's job and its checkpoints.
 
     Return notes on other differences, in machine and package, that may change bits.
     """
@@ -288,7 +288,7 @@ def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segm
 
 
 def refuse(where: str, found: Facts, said: Facts, whose: str = f"the chain in {PROOF}") -> None:
-    """Raise Differs for the first value that is not the recorded value. `whose`: where it is recorded."""
+    """Raise Differs for the first value that is not the recorded value, naming the record (`whose`)."""
     for key, before, now in differences(said, found):
         label = {"corpus": CORPUS}.get(key, spelled(key) if key in FIELDS else shown(key))
         place = where if where == "here" else f"in {where}"
@@ -385,9 +385,9 @@ def compare_state(world: World, folder: Path, session: Session, step: int) -> No
 
 
 def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, int, str]]:
-    """Yield (file, tensor, element, text) where this rank's shards differ. Raise FileError if unreadable.
+    """Yield (file, tensor, element, text) where this rank's shards differ. Raise FileError for a bad file.
 
-    Only the first element that differs is yielded for each tensor and chunk.
+    A chunk of a tensor yields at most its first different element.
     """
     files = open_checkpoint(folder)
     sources: dict[str, WeightSource] = {**files.weights, STATE: files.state}

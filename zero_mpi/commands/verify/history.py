@@ -25,7 +25,7 @@ from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
 from zero_mpi.telemetry.proof import ID as NAME
 from zero_mpi.train.description import FACTS, MACHINE, SETTINGS
 
-MOST_JOBS = 1 << 14  # maximum number of jobs of a run, as the settings of each job are kept in memory
+MOST_JOBS = 1 << 14  # maximum number of jobs of a run; the settings of all jobs are kept in memory
 Record = Mapping[str, Any]
 Steps = tuple[int, int]  # start, last step
 
@@ -58,7 +58,7 @@ class History:
     """Events of a run, in order, and the segments that follow from them."""
 
     folders: Mapping[int, Path]  # existing checkpoints, by step
-    runs: list[Record] = field(default_factory=list)  # for each job: facts that determine its bits, if known
+    runs: list[Record] = field(default_factory=list)  # for each job, what its line of the chain records
     segments: list[Segment] = field(default_factory=list)  # segments that can be recomputed
     saved: list[int] = field(default_factory=list)  # steps of checkpoints, as saves and resumes recorded them
     at: int = -1  # the last step
@@ -107,7 +107,7 @@ class History:
         self.at = step
 
     def save(self, step: int, name: object) -> None:
-        """Add a checkpoint, maybe one that was written later. Raise Differs if the folder has another one."""
+        """Add the checkpoint of a step, maybe an earlier step. Raise Differs if the folder has another."""
         in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
         if not self.runs or not in_order:
             raise Differs(f"a checkpoint of step {step} follows step {self.at}")
@@ -128,7 +128,7 @@ class History:
 
 
 def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
-    """Return (start, last) of each sequence of steps, after `first` up to `last`, that is in no segment."""
+    """Return (start, last) of each sequence of steps between `first` and `last` that is in no segment."""
     found, reached = [], first
     for segment in [*segments, Segment(last, last, False, 0)]:
         if segment.start > reached:
@@ -147,7 +147,7 @@ def steps_of(segments: Sequence[Segment]) -> list[Steps]:
 
 
 class Records:
-    """Reader of a run's records, one by one. `ahead` is the next record, {} at the end."""
+    """Reader of a run's records, one by one. `ahead` is the next record; after the last record it is {}."""
 
     def __init__(self, run: Path) -> None:
         self._rest = records_of(run)
@@ -170,7 +170,7 @@ def records_of(run: Path) -> Iterator[Record]:
 
 
 def read_history(run: Path, expect: str | None) -> History:
-    """Return a run's history. Raise Differs if its files contradict each other; UsageError without files."""
+    """Return a run's history. Raise Differs if files contradict each other, UsageError without a chain."""
     records, history = Records(run), History(dict(folders.steps(run)))
     ended = status.read_status(run / status.NAME).get("state") in (status.DONE, status.STOPPED)
     if not exists(run / proof.PROOF):
@@ -194,7 +194,7 @@ def read_history(run: Path, expect: str | None) -> History:
 def follow(run: Path, records: Records, history: History, ended: bool) -> None:
     """Add the lines of a chain. Raise Differs if they contradict the records in metrics.jsonl.
 
-    `ended`: whether the last job ended normally, so that the last line of each file must be complete.
+    If `ended`, the last job ended normally, and the last line of each file must be complete.
     """
     try:
         with closing(proof.read_proof(run / proof.PROOF)) as lines:
