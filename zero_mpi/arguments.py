@@ -20,7 +20,7 @@ UNCOUNTED = -1  # target that the loss ignores
 
 
 def came(value: object) -> str:
-    """Return the found value for an error: a small value unchanged, any other value as its type."""
+    """Return a value as text for an error message: a short value itself, of any other value the type."""
     if value is None or isinstance(value, str | bool | int | float | complex | Real | tuple):
         return shown(value if not isinstance(value, str) else repr(value), 60)
     return f"a {type(value).__name__}"
@@ -78,7 +78,7 @@ def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds:
 
 
 def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> None:
-    """Raise ValueError with the first differing names unless the given names are the wanted names."""
+    """Raise ValueError, with the first missing and surplus names, unless `given` has the `wanted` names."""
     missing = [name for name in wanted if name not in given]
     surplus = [name for name in given if name not in wanted]
     if missing or surplus:

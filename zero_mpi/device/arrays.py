@@ -1,10 +1,10 @@
 """Helpers for NumPy and CuPy arrays, and pools of reusable buffers.
 
 Other modules compute on arrays of NumPy or CuPy. `namespace` returns the module whose functions apply to an
-array, and `device` knows where arrays are kept. `BufferPool` lends the large flat buffers of the runtime
-(gathered units, gradients of a unit), which callers return explicitly. `recycled` lends memory for
+array, and `device.home_of` returns the device that holds it. `BufferPool` lends the large flat buffers of the
+runtime (gathered units, gradients of a unit), which callers return explicitly. `recycled` lends memory for
 activations, which returns to the pool when its last view is deleted. Neither pool shrinks during training, so
-steps allocate no large memory after each size has been used.
+a step allocates no large memory once each size has been used.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class LoRA:
     """Settings of adapters: rank, patterns of the weights that get one, and alpha (scale alpha / rank).
 
     stored: names and types of frozen weights that are kept in the file's quantized blocks
-    rounding: names and types of matrices that are merged with their adapters and rounded in layers
+    rounding: names and types of matrices that layers merge with their adapters and round to the type
     added: number of added tokens; their rows, the last of embedding and head, are trained
     """
 

@@ -182,7 +182,7 @@ def name_some(names: Iterable[str], most: int = 3) -> str:
     return (", ".join(shown(name) for name in ordered[:most]) or "none") + more
 
 
-NEUTRAL = (None, "none", 0, 1)  # values that mean the same as a missing key, like False but not True
+NEUTRAL = (None, "none", 0, 1)  # values that mean the same as a missing key; False does too (0), but not True
 
 
 class ModelKeys:

@@ -41,7 +41,7 @@ ROPE_FREQS = "rope_freqs.weight"
 NONE, LINEAR, YARN = "none", "linear", "yarn"
 TYPE, FACTOR, ORIGINAL = (f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length"))
 OLD_FACTOR = "rope.scale_linear"
-# A frequency is high from FAST rotations within the original context on, and low with at most SLOW rotations.
+# Within the original context, a high frequency makes at least FAST rotations, a low one at most SLOW.
 FAST, SLOW = 32.0, 1.0
 # Keys of YaRN's other constants, with the only supported value of each key.
 FIXED = {
@@ -245,9 +245,7 @@ class RotaryModel(ModelConfig):
         query = keys.size("attention.head_count")
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
-            raise UsageError(
-                f"the GGUF keys say {query} heads over {kv} key/value heads, expected a multiple of these"
-            )
+            raise UsageError(f"the GGUF keys say {query} heads, not a multiple of their {kv} key/value heads")
         key_width = keys.size("attention.key_length", width // query)
         turned = keys.size("rope.dimension_count", key_width)
         if turned > key_width or turned % 2 or key_width % 2:
@@ -259,7 +257,7 @@ class RotaryModel(ModelConfig):
         if not cls.any_head_width and not query * key_width == query * value_width == width:
             raise UsageError(
                 f"the GGUF keys say {query} heads of width {key_width} (values: {value_width}); "
-                f"expected heads that make up {cls.arch}.embedding_length = {width}, as llama.cpp does"
+                f"expected a total width of {cls.arch}.embedding_length = {width}, as llama.cpp does"
             )
         return Heads(query, kv, key_width, value_width)
 

@@ -22,7 +22,7 @@ from zero_mpi.ops.elementary import logs
 from zero_mpi.ops.flat_reference import column_sums
 
 BALANCE, Z, LOAD = "balance_loss", "z_loss", ".expert_load"
-ROWS = 1024  # rows of a temporary array
+ROWS = 1024  # rows of logits that are processed at a time
 
 
 def balance(sums: Mapping[str, Any]) -> float:
@@ -43,7 +43,7 @@ class RouterLosses:
         self.name, self.experts = name, experts
 
     def tallies(self) -> dict[str, Tally]:
-        """Return the tallies of a routed layer. A loss without a scale in the module is only reported."""
+        """Return the tallies of a routed layer. At scale 0, the default, losses are only reported."""
         load = {self.name + LOAD: Tally((self.experts,))}
         return {BALANCE: Tally(scale=0.0, value=balance), Z: Tally(scale=0.0), **load}
 

@@ -138,7 +138,7 @@ class Experts(Composite, AddsInForward):
     def _backward_of_choice(
         self, p: Weights, x: Any, routing: Routing, of_weights: list[tuple[slice, Any]], g: Gradients
     ) -> Any:
-        """Return the router's part of dx (T, C), given gradients of the rows' weights in several parts."""
+        """Return the router's contribution to dx (T, C); of_weights: gradients of the rows' weights."""
         (_, dw), *more = of_weights
         if more:
             dw = routing.weights.astype(dw.dtype)
@@ -151,7 +151,7 @@ class Experts(Composite, AddsInForward):
         return self.router.backward(p, (x, None), dlogits, g)
 
     def _observe(self, rows: Any, gate: Any, up: Any, starts: Any) -> None:
-        """Pass the inputs of the experts that have these rows to the observers."""
+        """Call the observers with the inputs of some experts' matrices; starts: each expert's first row."""
         for observe in OBSERVERS:
             plain = ops.swiglu(gate, up)  # without weights, as in llama.cpp, which applies them after `down`
             for linear, x_of in (self.gate, rows), (self.up, rows), (self.down, plain):

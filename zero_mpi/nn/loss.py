@@ -1,7 +1,7 @@
 """Losses, which the last stage computes between its forward and its backward.
 
-A `HeadLoss` belongs to a micro-batch and receives the last stage. Training and evaluation use only this
-interface, so a new loss is a new class here and needs no change elsewhere.
+A `HeadLoss` holds the targets of a micro-batch, and its methods run the last stage. Training and evaluation
+use only this interface, so a new loss is a new class here and needs no change elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_targets(targets: Any, logits: Any = None) -> None:
 class HeadLoss:
     """A loss of a micro-batch that is computed with the last stage, so that not all logits exist at once.
 
-    The last stage treats each row independently. This stage may receive a few more rows than have targets.
+    The last stage treats each row independently. It may receive a few rows that have no targets.
     """
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
@@ -111,7 +111,7 @@ class CrossEntropy(HeadLoss):
 
 @dataclass(frozen=True, eq=False)
 class Distilled(CrossEntropy):
-    """(1 - weight) times the cross-entropy, plus weight times the divergence from records (B T,).
+    """Distillation: (1 - weight) * cross-entropy + weight * divergence from the teacher's records (B T,).
 
     A record has the teacher's `ids` (K,), the logarithms of their probabilities T (`logp`), and the logarithm
     of the remaining probability Tr (`rest`); zeros if there is no prediction. With the student's softmax S at

@@ -77,7 +77,7 @@ class MatrixRule(Rule):
 class AdamW(Rule):
     """AdamW (Loshchilov and Hutter, 2019).
 
-    betas, eps    decay of the two moments, and the number added to the root of the second moment
+    betas, eps    decay rates of the two moments, and the number added to the square root of the second moment
     """
 
     betas: tuple[float, float] = (0.9, 0.95)

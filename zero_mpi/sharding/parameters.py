@@ -92,7 +92,7 @@ class Parameters:
         self._make_master(self.shard)
 
     def _make_master(self, updated: Array) -> None:
-        """Set `master` to a float32 copy of `updated` in low precision, otherwise to `updated` itself."""
+        """Set `master` to `updated`, or in low precision to a new float32 array of the same length."""
         self.master = updated
         if self.context.precision.is_low:
             make = self.context.masters or device.in_use().zeros
@@ -138,7 +138,7 @@ class Parameters:
 
     def copy_of(self, name: str) -> Array:
         """Return a copy of a full parameter, on the device of its shards. Collective."""
-        if self.low is not None:  # training never gathers the float32 parameters
+        if self.low is not None:  # gather the float32 parameters, which training never does
             full = device.home_of(self.master).empty(self.unit.length)
             self.context.comm.allgather(self.master_shard, full, self.partition, self._label).wait()
             return self.unit.views(full)[name]
@@ -355,7 +355,7 @@ def gpu_to_spare(name: str) -> Cuda:
 def masters_on_host(precision: Precision) -> Callable[[int], Array]:
     """Return a function that allocates zeros in pinned memory, for float32 parameters.
 
-    Raises UsageError without a GPU, or if layers read the parameters that are updated.
+    Raises UsageError without a GPU, or if layers read the float32 parameters themselves.
     """
     where = gpu_to_spare(STATE)
     if not precision.is_low:

@@ -22,7 +22,7 @@ from zero_mpi.telemetry import spans
 class MicroBatch:
     """Activations, saved values and gradients of a micro-batch; without a micro-batch, x is None.
 
-    module     the ShardedModule that it runs through
+    module     the ShardedModule that computes it
     keeps      whether a backward follows; the values that it needs are then kept in `saved`
     loss_of    the loss that the last stage computes
     adapted    False: the products of adapters are left out, as if they were zero
@@ -75,7 +75,7 @@ class MicroBatch:
                 return action
 
     def _turns(self, stage: int, p: StageWeights, g: Gradients) -> Iterator[tuple[slice, Weights, Gradients]]:
-        """Yield the parts of a stage's stacked parameters, each after the actions before its turn."""
+        """Yield the parts of a stage's stacked parameters; the actions before a part's turn are executed."""
         parts, label = self.module.parts[stage], self.module.stages[stage].scope
         for _ in parts.members:
             spans.lap(spans.COMPUTE, "part", label)
@@ -96,7 +96,7 @@ class MicroBatch:
             self.saved[stage] = saved
 
     def loss_and_backward(self, stage: int) -> None:
-        """Compute the loss and dy of the previous stage; in low precision the loss may be scaled."""
+        """Compute the loss, and dy for the previous stage, which in fp16 is multiplied by the loss scale."""
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
         weights, gradients = self._stage_weights(stage), self._gradients(self.module.uses[stage])
         assert self.loss_of is not None, "training needs a loss"
@@ -112,7 +112,7 @@ class MicroBatch:
             self.losses = self.loss_of.evaluate(layer, weights, self.x)
 
     def backward(self, stage: int) -> None:
-        """Compute dy of the previous stage; saved values are dropped as soon as they are used."""
+        """Compute dy for the previous stage; saved values are dropped as soon as they are used."""
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
         weights = self._stage_weights(stage, layer.backward_reads_params)
         gradients = self._gradients(self.module.uses[stage])

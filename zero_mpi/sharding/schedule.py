@@ -113,7 +113,7 @@ class Moves:
 
 
 class Step(NamedTuple):
-    """One computation: its action, the units whose parameters it reads or whose gradients it adds to."""
+    """Action of a computation, units whose parameters it reads, and units whose gradients it adds to."""
 
     compute: StageAction
     reads: Indices
@@ -238,7 +238,7 @@ def plan_moves(
 ) -> list[Moves]:
     """Return the moves of each step. `held` units are present at the start, `keep` units stay at the end.
 
-    Units in `passing` are released after each step.
+    Units in `passing` are released after a step, unless the next step reads them.
     """
     last = {unit: place for place, step in enumerate(steps) for unit in step.reads}
     started = set(held)

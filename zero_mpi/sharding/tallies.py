@@ -1,6 +1,6 @@
 """Sums of values that layers report for each micro-batch: auxiliary losses, and data for buffer updates.
 
-Each micro-batch has a row in a table, and all ranks fill their rows. Rows are added in order, so the sums do
+Each micro-batch has a row in a table, which its rank fills. Rows are added in order, so the sums do
 not depend on the number of ranks.
 """
 
