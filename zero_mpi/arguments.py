@@ -34,15 +34,10 @@ def whole(what: str, value: Any, least: int | None = None, below: int | None = N
         number = None
     fits = number is not None and (least is None or number >= least) and (below is None or number < below)
     if number is None or not fits:
-        raise ValueError(f"{what}: expected a whole number{span(least, below)}, got {came(value)}")
+        limits = "" if least is None else f" of at least {least}"
+        limits = limits if below is None else f" from {least} to {below - 1}"
+        raise ValueError(f"{what}: expected a whole number{limits}, got {came(value)}")
     return number
-
-
-def span(least: int | None, below: int | None) -> str:
-    """Return limits of integers, for messages."""
-    if below is not None:
-        return f" from {least} to {below - 1}"
-    return "" if least is None else f" of at least {least}"
 
 
 def number(

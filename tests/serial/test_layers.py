@@ -132,7 +132,6 @@ CASES = [
     Case("recompute, no parameters", nn.Recompute(nn.GELU()), SEQUENCES),
     Case("recompute, positions", nn.Recompute(nn.LearnedPositions("a", 8, 7)), SEQUENCES),
     Case("llama block, biases", block(BIASED), BLOCK_INPUT),
-    *(Case(f"{arch} block", block(config), BLOCK_INPUT) for arch, config in MODELS.items()),
     *(whole(arch, config) for arch, config in MODELS.items()),
     *(
         whole(f"{name}, recompute", config, recompute=True)

@@ -86,7 +86,6 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Array) -> None:
-        """Return a buffer of `take` to the pool."""
         assert self._lent.pop(id(buffer), None) is buffer, "this buffer is not lent by this pool"
         self._free.append(buffer)
 
@@ -97,7 +96,6 @@ class BufferPool:
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of all buffers, lent or free."""
         return sum(int(buffer.nbytes) for buffer in [*self._free, *self._lent.values()])
 
 
@@ -194,7 +192,6 @@ class Recycler:
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of all blocks, lent or free."""
         return sum(int(block.memory.nbytes) for block in list(self._blocks))
 
 

@@ -58,7 +58,6 @@ class Cuda:
 
     @property
     def about(self) -> str:
-        """Description of the GPU, for messages."""
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
 
@@ -186,7 +185,6 @@ class CudaStopwatch:
         self._rate = 0.0  # host seconds per GPU millisecond; 0: not known yet
 
     def stamp(self) -> Any:
-        """Return an event after all work launched so far."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event

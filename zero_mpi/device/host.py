@@ -43,7 +43,6 @@ class Host:
         return raw[skip : skip + size * itemsize].view(dtype)
 
     def zeros(self, size: int, dtype: Any = np.float32) -> Array:
-        """Return a flat array of zeros with the alignment of `empty`."""
         array = self.empty(size, dtype)
         array.fill(0)
         return array

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, Layer, Linear, Stage
-from zero_mpi.nn.adapters import FIRST, SECOND
 from zero_mpi.nn.layer import Composite
 from zero_mpi.ops.block_kinds import BlockKind
 
@@ -64,11 +63,6 @@ def is_meant(name: str, pattern: str) -> bool:
     """Return whether a pattern selects a projection; see NAMED for head, router and experts."""
     named = name != HEAD or pattern.startswith("output")
     return fnmatchcase(name, pattern) and named and all(part in pattern for part in NAMED if part in name)
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter."""
-    return name.endswith((FIRST, SECOND))
 
 
 def projections(stages: Sequence[Stage]) -> dict[str, Linear]:

@@ -16,7 +16,7 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import MOST_SIZE
-from zero_mpi.models.model_config import HEAD_STD, ModelConfig, ModelKeys, Read, head_stages, require_divides
+from zero_mpi.models.model_config import HEAD_STD, ModelConfig, ModelKeys, Read, require_divides
 from zero_mpi.nn import (
     CausalAttention,
     Chain,
@@ -245,7 +245,9 @@ class RotaryModel(ModelConfig):
         query = keys.size("attention.head_count")
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
-            raise UsageError(f"the GGUF keys say {query} heads, not a multiple of their {kv} key/value heads")
+            raise UsageError(
+                f"the GGUF keys say {query} heads over {kv} key/value heads, expected a multiple of {kv}"
+            )
         key_width = keys.size("attention.key_length", width // query)
         turned = keys.size("rope.dimension_count", key_width)
         if turned > key_width or turned % 2 or key_width % 2:
@@ -283,7 +285,6 @@ class RotaryModel(ModelConfig):
 
     @property
     def heads(self) -> Heads:
-        """Numbers and widths of the attention heads."""
         return Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
 
     def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> Linear:
@@ -292,7 +293,6 @@ class RotaryModel(ModelConfig):
         return Linear(f"{prefix}.{name}", inputs, outputs, bias=name in self.biases, std=std)
 
     def norm(self, name: str) -> RMSNorm:
-        """Return an RMSNorm over the residual stream."""
         return RMSNorm(name, self.embedding_length, self.rms_epsilon)
 
     def branch(self, before: str, after: str, *layers: Layer) -> Layer:
@@ -355,7 +355,6 @@ class RotaryModel(ModelConfig):
 
     @property
     def magnitude(self) -> float:
-        """Factor by which q and k are multiplied when they are rotated."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
 
     @property
@@ -380,21 +379,17 @@ class RotaryModel(ModelConfig):
         return Experts(prefix, *sizes, normalized=self.normalized, std=std, shared=shared)
 
     def block(self, prefix: str) -> Layer:
-        """Return the layer x + attention(norm(x)), then x + feed_forward(norm(x))."""
         return Chain(Residual(self.attention(prefix)), Residual(self.feed_forward(prefix)))
 
     def embedding(self) -> Layer:
-        """Return the layer that maps tokens to vectors."""
         return Embedding("token_embd", self.vocab_size, self.embedding_length)
 
     def final_norm(self) -> Layer:
-        """Return the norm before the head."""
         return self.norm("output_norm")
 
     def layers(self) -> list[Stage]:
         blocks = [Stage(f"blk.{i}", self.block(f"blk.{i}")) for i in range(self.block_count)]
-        head = head_stages(self.final_norm(), self.embedding_length, self.vocab_size, self.tied)
-        return [Stage("token_embd", self.embedding()), *blocks, *head]
+        return [Stage("token_embd", self.embedding()), *blocks, *self.head(self.final_norm())]
 
 
 def block_number(prefix: str) -> int:

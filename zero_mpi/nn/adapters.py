@@ -42,7 +42,6 @@ class LowRank:
         }
 
     def params(self) -> dict[str, Param]:
-        """Return the parameters a and b by name."""
         return self._params
 
     def merged(self, p: Weights, w: Any, part: slice) -> Any:
@@ -117,7 +116,6 @@ class AddedRows:
         self._params = {self.name: Param((rows, width))}
 
     def params(self) -> dict[str, Param]:
-        """Return the parameter of the rows by name."""
         return self._params
 
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:

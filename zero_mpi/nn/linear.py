@@ -161,9 +161,9 @@ class Rows:
         return self.linear.backward(p, saved, dy, g, into, self.part)
 
 
-def without_adapters(p: Weights) -> dict[str, Any]:
-    """Return weights without adapters, with which layers compute the outputs of the frozen model."""
-    return {name: each for name, each in p.items() if not name.endswith((FIRST, SECOND))}
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to a low-rank product."""
+    return name.endswith((FIRST, SECOND))
 
 
 def rows_of(linear: Linear, counts: Sequence[int]) -> list[Rows]:

@@ -85,7 +85,6 @@ class CrossEntropy(HeadLoss):
         number("CrossEntropy: scale", self.scale)
 
     def __call__(self, logits: Array) -> tuple[Scalar, Array]:
-        """Return (loss, dlogits): the loss and its gradient."""
         return cross_entropy(logits, self.targets, self.scale)
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
@@ -159,7 +158,6 @@ class Distilled(CrossEntropy):
         return terms[there].sum(), share
 
     def cooled(self, z: Any) -> Any:
-        """Return logits divided by the temperature, in recycled memory."""
         found = pool_of(device.in_use()).take(z.shape, z.dtype)
         namespace(z).divide(z, z.dtype.type(self.temperature), out=found)
         return found

@@ -111,7 +111,6 @@ class ShardedOptimizer:
         return rule
 
     def rate_factor(self, name: str) -> float:
-        """Return the factor of a parameter's learning rate."""
         return matched(self._scales, name, 1.0)
 
     def _is_directed(self, unit: ShardedUnit) -> bool:

@@ -33,11 +33,10 @@ from zero_mpi.sharding.graphs import graphs_for
 from zero_mpi.sharding.layout import Layout, LayoutConfig, is_trainable, lay_out, layout_facts
 from zero_mpi.sharding.norm import SquaresSum, runs_of
 from zero_mpi.sharding.parameters import BlockParameters, Context, ReadBytes, make_parameters, masters_on_host
-from zero_mpi.sharding.passes import MicroBatch
+from zero_mpi.sharding.passes import MicroBatch, tallies_of
 from zero_mpi.sharding.precision import FLOAT32, FP64, LossScale, Precision
 from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.strategy import Strategy
-from zero_mpi.sharding.tallies import tallies_of
 from zero_mpi.sharding.unit import Unit
 from zero_mpi.telemetry import spans
 

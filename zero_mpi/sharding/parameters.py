@@ -154,7 +154,6 @@ class Parameters:
 
     @property
     def master_shard(self) -> Array:
-        """Shard of this rank in float32."""
         first = self.part.start - self.master_part.start
         return self.master[first : first + self.part.stop - self.part.start]
 
@@ -175,7 +174,6 @@ class Parameters:
 
     @property
     def nbytes_whole(self) -> int:
-        """Bytes of the unit's full parameters."""
         return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:

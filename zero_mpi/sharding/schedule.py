@@ -136,7 +136,6 @@ class Parts:
     again: int = 0
 
     def forward(self, stage: int, reads: Indices) -> Iterator[Step]:
-        """Yield the turns of the stage's forward."""
         for number, units in enumerate(self.units):
             yield Step(Turn(stage, number), reads + units)
 
@@ -154,23 +153,23 @@ def make_schedule(
     trainable: Sequence[bool],
     prefetch: int,
     *,
-    gathers: Sequence[bool] | None = None,
-    parts: Mapping[int, Parts] | None = None,
+    gathers: Sequence[bool],
+    parts: Mapping[int, Parts],
 ) -> Schedule:
     """Return the schedule of stages. `uses[stage]`: its units; `parts[stage]`: its units used in turns.
 
     `reads_in_backward[stage]`: whether the stage's backward reads parameters; `trainable[unit]`: whether it
-    has gradients; `gathers[unit]`: whether its parameters are sharded, and so gathered; None: all are.
+    has gradients; `gathers[unit]`: whether its parameters are sharded, and so gathered.
     The last stage has no parts.
     """
-    parts, top = parts or {}, len(uses) - 1
+    top = len(uses) - 1
     ascent, descent = steps_of(uses, reads_in_backward, trainable, parts)
     users = [[stage for stage in range(top + 1) if unit in uses[stage]] for unit in range(len(trainable))]
     distant = {unit for unit, using in enumerate(users) if using and using[-1] - using[0] >= len(using)}
     carried = ({*uses[top]} | distant) & {unit for step in descent for unit in step.reads}
 
     passing = {unit for each in parts.values() for units in each.units for unit in units}
-    plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable), passing=passing)
+    plan = partial(plan_moves, prefetch=prefetch, gathers=gathers, passing=passing)
     up, down = plan(ascent, keep=carried), plan(descent, held=carried)
     alone = plan(ascent)  # without a following backward
     reductions = reductions_after(descent, trainable)

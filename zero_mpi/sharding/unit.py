@@ -79,7 +79,6 @@ class Unit:
         return -(-self.params[name].size // self.quantum)
 
     def partition(self, ranks: int) -> Partition:
-        """Return the partition of the buffer among ranks."""
         return dealt_out(self.length, ranks, self.quantum, self.ends)
 
     def gathered_size(self, compute: Any) -> int:
@@ -227,7 +226,6 @@ class BlockUnit(Unit):
         return Unit(self.name, runs, WORDS, False)
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of one parameter's blocks."""
         return self.kinds[name].bytes_of(self.params[name].size)
 
     def gathered_size(self, compute: Any) -> int:
