@@ -20,7 +20,7 @@ UNCOUNTED = -1  # target that the loss ignores
 
 
 def came(value: object) -> str:
-    """Return a value as text for an error message: a short value itself, of any other value the type."""
+    """Return text for a value in an error message: the value if it is simple, otherwise its type."""
     if value is None or isinstance(value, str | bool | int | float | complex | Real | tuple):
         return shown(value if not isinstance(value, str) else repr(value), 60)
     return f"a {type(value).__name__}"

@@ -72,7 +72,7 @@ def import_optional(user: str, extra: str, *modules: str, otherwise: str = "") -
         importlib.import_module(package)
         found = tuple(map(importlib.import_module, modules))
     except ImportError as error:
-        why = first_line(error.__cause__ or error)  # CuPy's own message begins with a frame
+        why = first_line(error.__cause__ or error)  # CuPy frames its own message with lines of =
         remedy = f"pip install 'zero-mpi[{extra}]'{otherwise}"
         raise UsageError(f"{user} needs {package} ({why}): {remedy}") from error
     return found[0] if len(found) == 1 else found

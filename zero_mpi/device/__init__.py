@@ -64,7 +64,7 @@ def claim(name: str) -> None:
 
 
 def adopt(chosen: Device) -> Device:
-    """Compute on a device from now on, and return it."""
+    """Set the device that this process computes on, and return it."""
     global _in_use
     _in_use = chosen
     return chosen

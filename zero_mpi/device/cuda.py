@@ -117,7 +117,7 @@ class Cuda:
     def fetch(self, pairs: list[tuple[Array, Array]]) -> CudaMark:
         """Start copies of (pinned, array) pairs to the host; return a mark after the last copy.
 
-        Later work runs concurrently. Call `before_update` before the arrays change.
+        Later work runs concurrently with the copies. Call `before_update` before the arrays change.
         """
         runtime = self.cupy.cuda.runtime
         self._copies.wait_event(self.mark().event)

@@ -61,7 +61,7 @@ class Host:
         return raw[skip : skip + nbytes]
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """Return (owner, array): an array in flat `memory`, and an object that lives as long as its views."""
+        """Return (owner, array): an array in flat `memory`, whose views keep the object `owner` alive."""
         owner: Any = (ctypes.c_char * memory.nbytes).from_buffer(memory)
         return owner, np.ndarray(shape, dtype, owner)
 

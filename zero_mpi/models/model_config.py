@@ -181,7 +181,7 @@ class ModelConfig:
                 raise UsageError(f"{source}: {name} has shape {shapes[name]}, expected {shape}")
 
 
-NEUTRAL = (None, "none", 0, 1)  # values that mean the same as a missing key; False does too (0), but not True
+NEUTRAL = (None, "none", 0, 1)  # values that, like False but unlike True, mean the same as a missing key
 
 
 class ModelKeys:

@@ -91,9 +91,7 @@ class RopeScaling:
     def metadata(self) -> dict[str, Any]:
         """Return the GGUF keys of this scaling, without the architecture's prefix."""
         keys = {TYPE: self.kind, FACTOR: np.float32(self.factor)}
-        if self.kind == LINEAR:
-            return keys
-        return keys | {ORIGINAL: np.uint32(self.original)}
+        return keys if self.kind == LINEAR else keys | {ORIGINAL: np.uint32(self.original)}
 
     def divisors(self, width: int, base: float) -> tuple[float, ...]:
         """Return the divisors of the width / 2 frequencies of a head."""

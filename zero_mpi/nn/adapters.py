@@ -60,7 +60,7 @@ class LowRank:
         """Return y + narrow b^T; y has the columns `part` of the O outputs, and may be overwritten."""
         b = p[self.b][part]
         if via is ops:
-            return ops.linear_backward_x(narrow, b.T, y)  # adds to y in place, in half the time
+            return ops.linear_backward_x(narrow, b.T, y)  # adds to y in place, twice as fast
         return via.linear(narrow, b, None, y)
 
     def backward(
@@ -154,7 +154,7 @@ def copied(x: Any) -> Any:
 
 @singledispatch
 def parted(tokens: Any, first: int) -> tuple[Any, Any, Any]:
-    """Return the tokens with 0 for ids >= `first`, the flat positions of such ids, and such ids - `first`."""
+    """Return tokens with 0 for added ids (>= `first`), and flat positions and row numbers of added ids."""
     flat = tokens.reshape(-1)
     places = namespace(tokens).flatnonzero(flat >= first)
     return tokens * (tokens < first), places, flat[places] - first

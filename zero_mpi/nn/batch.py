@@ -70,14 +70,14 @@ class Documents:
         return xp.cumsum(within[:, ::-1], axis=1)[:, ::-1].reshape(-1) > 0
 
     def rows(self, table: Array) -> Array:
-        """Return each token's row, by position, of a table (positions, ...): (B T, ...), cached by table."""
+        """Return the row of `table` at each token's position, (B T, ...); results are cached by table."""
         found = self._rows.get(id(table))
         if found is None:
             found = self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
         return found[1]
 
     def within(self, window: int) -> Array:
-        """Return the first position that each position attends to in a window: (B, T), cached by window."""
+        """Return the first position that each position attends to in a window, (B, T); results are cached."""
         if window not in self._within:
             batch, length = self.begins.shape
             first = first_in_window(batch, 0, length, window, device.home_of(self.begins))

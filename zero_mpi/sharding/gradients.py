@@ -160,7 +160,7 @@ class AllreducedGradients(ReplicatedGradients):
 
 
 class SharedGradients(SlicedGradients, Handle):
-    """Gradients whose full sum is stored once per node. It is complete when the reduction has ended."""
+    """Gradients whose full sum is stored once per node. The sum is complete when the reduction has ended."""
 
     def start_publish(self) -> Handle:
         self.context.comm.signal_written()

@@ -154,7 +154,7 @@ class ShardedModule:
         """Add this micro-batch's gradients, start their reduction, and return dx of the first trained stage.
 
         `contributors`: ranks from this number on have no micro-batch in this round and pass dy = None.
-        `last`: whether this is the step's last round. NO_SHARD with fast reduces only then.
+        `last`: whether this is the step's last round. With NO_SHARD and fast, only that round reduces.
         """
         assert self._forward is not None, "call forward(x, training=True) before backward"
         micro_batch, self._forward = self._forward, None

@@ -64,7 +64,7 @@ class Context:
 class Parameters:
     """Arrays of a unit's parameters. This base class keeps only the rank's shard.
 
-    shard    this rank's `part` of the unit in the compute dtype, which gathers send
+    shard    this rank's `part` of the unit in the compute dtype; gathers send it
     full     the full unit in the compute dtype, while it is gathered
     master   float32 array of `master_part`, which this rank updates; if layers compute in float32, a
              view of `shard` or `full`

@@ -146,7 +146,7 @@ class Tallies:
     def __init__(self, kinds: Mapping[str, Tally]) -> None:
         self.kinds = kinds
         self.scales = {name: kind.scale for name, kind in kinds.items() if kind.scale}
-        self.micro_batches = 1  # micro-batches of a step, over all ranks
+        self.micro_batches = 1  # number of micro-batches of a step, over all ranks
         self.rounds: list[dict[str, Any]] = []  # values reported by this rank's micro-batches of the step
         self._sums: dict[str, Array] = {}
 
