@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from zero_mpi.errors import UsageError
-from zero_mpi.models.model_config import HEAD_STD, ModelConfig, ModelKeys, Read
+from zero_mpi.models.model_config import ModelConfig, ModelKeys, Read
 from zero_mpi.nn import (
     GELU,
     CausalAttention,
@@ -64,8 +64,7 @@ class GPT2(ModelConfig):
 
     def block(self, prefix: str) -> Layer:
         width, hidden, eps = self.embedding_length, self.feed_forward_length, self.norm_epsilon
-        head = width // self.head_count
-        std = HEAD_STD / (2 * self.block_count) ** 0.5
+        head, std = width // self.head_count, self.residual_std
         attention = Chain(
             LayerNorm(f"{prefix}.attn_norm", width, eps),
             FusedQKV(prefix, width, Heads(self.head_count, self.head_count, head, head), bias=True),

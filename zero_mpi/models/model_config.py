@@ -25,7 +25,6 @@ Metadata = Mapping[str, Any]
 Number = TypeVar("Number", int, float)
 Read = Callable[[str], Array]
 """Function that returns the elements of a named tensor of a file, 1-D float32."""
-HEAD_STD = 0.02  # standard deviation of initial weights (Radford et al., GPT-2, 2019)
 
 
 ARCHITECTURES: dict[str, type[ModelConfig]] = {}
@@ -147,6 +146,11 @@ class ModelConfig:
             Stage(stage.scope, Recompute(stage.layer)) if stage.scope.startswith("blk.") else stage
             for stage in stages
         ]
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation of initial weights that write to the residual stream, as in GPT-2 (2019)."""
+        return float(0.02 / (2 * self.block_count) ** 0.5)
 
     @property
     def stored(self) -> dict[str, BlockKind]:

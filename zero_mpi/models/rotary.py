@@ -16,7 +16,7 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import MOST_SIZE
-from zero_mpi.models.model_config import HEAD_STD, ModelConfig, ModelKeys, Read, require_divides
+from zero_mpi.models.model_config import ModelConfig, ModelKeys, Read, require_divides
 from zero_mpi.nn import (
     CausalAttention,
     Chain,
@@ -286,9 +286,8 @@ class RotaryModel(ModelConfig):
         return Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
 
     def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> Linear:
-        """Return a projection into the residual stream, initialized depending on depth, as in GPT-2."""
-        std = HEAD_STD / (2 * self.block_count) ** 0.5
-        return Linear(f"{prefix}.{name}", inputs, outputs, bias=name in self.biases, std=std)
+        """Return a projection into the residual stream."""
+        return Linear(f"{prefix}.{name}", inputs, outputs, bias=name in self.biases, std=self.residual_std)
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(name, self.embedding_length, self.rms_epsilon)
@@ -373,8 +372,7 @@ class RotaryModel(ModelConfig):
     def experts(self, prefix: str, shared: Layer | None = None) -> Layer:
         """Return the mixture of experts of a block; `shared`: a layer that gets every token."""
         sizes = self.embedding_length, self.feed_forward_length, self.expert_count, self.expert_used_count
-        std = HEAD_STD / (2 * self.block_count) ** 0.5
-        return Experts(prefix, *sizes, normalized=self.normalized, std=std, shared=shared)
+        return Experts(prefix, *sizes, normalized=self.normalized, std=self.residual_std, shared=shared)
 
     def block(self, prefix: str) -> Layer:
         return Chain(Residual(self.attention(prefix)), Residual(self.feed_forward(prefix)))

@@ -245,7 +245,7 @@ def params_of(layers: Iterable[Layer]) -> dict[str, Param]:
 
 def check_param(name: Any, param: Any) -> None:
     """Raise ValueError for an invalid parameter."""
-    instance("a parameter's name", name, str, "a text")
+    instance("a parameter's name", name, str, "a string")
     instance(f"parameter {name}", param, Param, "Param(shape)")
     if not isinstance(param.shape, tuple) or not param.shape:
         raise ValueError(

@@ -188,9 +188,9 @@ def tallies_of(stages: Iterable[Stage], scales: Mapping[str, float] | None) -> T
     for stage in stages:
         for name, tally in stage.layer.tallies().items():
             if found.setdefault(name, tally) != tally:
-                raise ValueError(f"tally {name}: layers declare {found[name]} and {tally}")
+                raise ValueError(f"tally {name}: layers declare different tallies, {found[name]} and {tally}")
     for name, scale in (scales or {}).items():
         if name not in found or found[name].scale is None:
-            raise ValueError(f"auxiliary: {name} is no auxiliary loss of the model's layers")
+            raise ValueError(f"auxiliary: {name} is not an auxiliary loss of the model")
         found[name] = replace(found[name], scale=scale)
     return Tallies(found)
