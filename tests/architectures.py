@@ -74,6 +74,7 @@ MIXED = {"ffn_gate_inp": "NE", "ffn_gate_exps": "NFE", "ffn_up_exps": "NFE", "ff
 MOE = {"attn_norm": "E", **PROJECTIONS, "ffn_norm": "E", **MIXED}
 SHARED = {"ffn_gate_shexp": "SE", "ffn_up_shexp": "SE", "ffn_down_shexp": "ES"}
 EXPERTS = {"expert_count": 5, "expert_used_count": 2}
+MULTIPLIERS = {"embedding_scale": 3.0, "residual_scale": 0.375, "attention_scale": 0.75, "logit_scale": 1.5}
 GPT2 = {"attn_norm": "E", "attn_qkv": "TE", "attn_output": "EE", "ffn_norm": "E"}
 GPT2 |= {"ffn_up": "FE", "ffn_down": "EF"}
 
@@ -98,15 +99,7 @@ ROWS = {
         tolerance=2e-2,
         flags=("--kv-heads", "1", "--tied", "--layers", "6"),
     ),
-    "granite": Row(
-        LLAMA,
-        settings={
-            "embedding_scale": 3.0,
-            "residual_scale": 0.375,
-            "attention_scale": 0.75,
-            "logit_scale": 1.5,
-        },
-    ),
+    "granite": Row(LLAMA, settings=MULTIPLIERS),
     "qwen3moe": Row(MOE | HEAD_NORMS, settings=EXPERTS, fit=one_width, flags=MIXTURE, needed=FOUR),
     "olmoe": Row(
         MOE | {"attn_q_norm": "Q", "attn_k_norm": "K"},
@@ -118,14 +111,7 @@ ROWS = {
     ),
     "granitemoe": Row(
         MOE | SHARED,
-        settings={
-            **EXPERTS,
-            "expert_shared_feed_forward_length": 7,
-            "embedding_scale": 3.0,
-            "residual_scale": 0.375,
-            "attention_scale": 0.75,
-            "logit_scale": 1.5,
-        },
+        settings=EXPERTS | MULTIPLIERS | {"expert_shared_feed_forward_length": 7},
         flags=MIXTURE,
         needed=FOUR,
     ),

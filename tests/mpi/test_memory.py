@@ -9,15 +9,6 @@ QUANTUM = 1024
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 6, "tied": False})
 
 
-def one_step(comm, config, strategy, **options):
-    module = tiny.make(comm, config, strategy, **options)
-    optimizer = ShardedAdamW(module)
-    count = comm.size + 1
-    tiny.run_step(module, GradAccum(module, count), config, 0, count)
-    optimizer.step()
-    return module, optimizer
-
-
 def test_an_evaluation_leaves_nothing_gathered(exact):
     module = tiny.make(exact, DEEP, FULL_SHARD, prefetch=2)
     module.forward(tiny.micro_batch(0, 0, DEEP)[0], training=False)
@@ -26,7 +17,10 @@ def test_an_evaluation_leaves_nothing_gathered(exact):
 
 
 def test_parameters_gradients_and_moments_are_one_nth(exact):
-    module, optimizer = one_step(exact, DEEP, FULL_SHARD)
+    module, count = tiny.make(exact, DEEP, FULL_SHARD), exact.size + 1
+    optimizer = ShardedAdamW(module)
+    tiny.run_step(module, GradAccum(module, count), DEEP, 0, count)
+    optimizer.step()
     total = sum(unit.unit.length for unit in module.units)
     most = total / exact.size + QUANTUM * len(module.units)  # slices of a unit differ by at most one quantum
     held = sum(unit.parameters.master_shard.size for unit in module.units)

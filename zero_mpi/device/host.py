@@ -115,7 +115,6 @@ class HostStopwatch:
     stamp = staticmethod(time.perf_counter)
 
     def seconds(self, stamp: float) -> float:
-        """Return `stamp` itself, which is a time of `time.perf_counter`."""
         return stamp
 
 

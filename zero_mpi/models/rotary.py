@@ -313,7 +313,6 @@ class RotaryModel(ModelConfig):
         )
 
     def norms_of_heads(self, prefix: str) -> list[Layer]:
-        """Return the layer that normalizes q and k, if the architecture has one."""
         if self.joint_norms:
             return [JointQKNorm(prefix, self.heads, self.rms_epsilon)]
         return [QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []

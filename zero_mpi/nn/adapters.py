@@ -133,7 +133,6 @@ class AddedRows:
     def backward(
         self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
     ) -> Any:
-        """Add the contribution of the added rows to dx and return it; add their gradient into g."""
         dy = copied(dy[..., -self.rows :])
         if self.name in g:
             via.linear_backward_w(dy, saved[0], g[self.name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from zero_mpi import ops
@@ -168,5 +168,4 @@ def is_adapter(name: str) -> bool:
 
 def rows_of(linear: Linear, counts: Sequence[int]) -> list[Rows]:
     """Return layers for consecutive rows of a linear layer: one for each number of rows in `counts`."""
-    ends = list(accumulate(counts))
-    return [Rows(linear, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+    return [Rows(linear, *bounds) for bounds in pairwise(accumulate(counts, initial=0))]

@@ -296,7 +296,6 @@ class BlockParameters(Parameters):
         return self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
 
     def _unpack(self, name: str, out: Array) -> None:
-        """Fill `out`, which has the shape of the parameter, from the gathered bytes."""
         ops.dequantize(self._raw(name), self.unit.kinds[name].name, out.reshape(-1))
 
     def copy_of(self, name: str) -> Array:

@@ -90,7 +90,6 @@ class Unit:
         return 0
 
     def gathered_split(self, ranks: int, compute: Any) -> Partition:
-        """Return the partition of `gathered_size` among ranks."""
         size, quantum = self.gathered_size(compute), floats(self.quantum, compute)
         return dealt_out(size, ranks, quantum, tuple(floats(end, compute) for end in self.ends))
 
