@@ -139,12 +139,12 @@ class Layer:
         raise NotImplementedError
 
     def forward_onto(self, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
-        """Return (residual + y, saved); a residual of None is left out."""
+        """Return (residual + y, saved), or (y, saved) if residual is None."""
         y, saved = self.forward(p, x)
         return y if residual is None else ops.add(residual, y), saved
 
     def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any) -> Any:
-        """Return residual + dx; a residual of None is left out."""
+        """Return residual + dx, or dx if residual is None."""
         dx = self.backward(p, saved, dy, g)
         return dx if residual is None else ops.add(residual, dx)
 
@@ -174,7 +174,7 @@ class AddsInForward(Layer):
     """Base class of a layer whose forward can add `residual` to y in the pass that writes y."""
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
-        """Return (y, saved), or (residual + y, saved)."""
+        """Return (y, saved), with `residual` added to y if it is given."""
         raise NotImplementedError
 
     def forward_onto(self, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
@@ -185,7 +185,7 @@ class AddsInBackward(Layer):
     """Base class of a layer whose backward can add `residual` to dx in the pass that writes dx."""
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
-        """Return dx, or residual + dx; add the parameters' gradients into g."""
+        """Return dx, with `residual` added if it is given; add the parameters' gradients into g."""
         raise NotImplementedError
 
     def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any) -> Any:

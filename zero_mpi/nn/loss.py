@@ -232,7 +232,7 @@ class SequenceLoss(HeadLoss):
 
 
 def loss_with(targets: Any, scale: float) -> HeadLoss | None:
-    """Return `targets` if it is a loss, the cross-entropy of an array of targets, or None for None."""
+    """Return `targets` if it is a loss or None; for an array of targets, return its cross-entropy."""
     return targets if targets is None or isinstance(targets, HeadLoss) else CrossEntropy(targets, scale)
 
 

@@ -2,7 +2,7 @@
 
 C and R are the summed log-probabilities of a better and a worse answer, minus those under the reference model
 if the loss uses one; nc and nr are the numbers of their tokens. All computation is in float64 on the host.
-TRL uses the same names. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
+TRL has the same names. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
 SimPO: Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
 """
 

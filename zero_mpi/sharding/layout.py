@@ -173,7 +173,7 @@ def cut_stacks(
 ) -> Iterator[tuple[int, Stack, list[tuple[slice, list[Unit]]]]]:
     """Yield (stage, its stack, units of each part) for each stage whose stack is split over several units.
 
-    A stack that several stages use, or the last stage (whose forward and backward are one), is not split.
+    A stack is not split if several stages use it, or the last stage, whose forward and backward are one.
     """
     if config.strategy.buckets or config.by_rows:
         return

@@ -86,7 +86,7 @@ class MicroBatch:
                 return action
 
     def _turns(self, stage: int, p: StageWeights, g: Gradients) -> Iterator[tuple[slice, Weights, Gradients]]:
-        """Yield the parts of a stage's stacked parameters; the actions before a part's turn are executed."""
+        """Yield the parts of a stage's stacked parameters, after executing the actions before each turn."""
         parts, label = self.module.parts[stage], self.module.stages[stage].scope
         for _ in parts.members:
             spans.lap(spans.COMPUTE, "part", label)
