@@ -56,8 +56,9 @@ class ModelConfig:
         """Return the configuration that command-line flags describe; raise UsageError on invalid sizes."""
         sizes = check_sizes(sizes)
         dim, heads = sizes["dim"], sizes["heads"]
-        uneven = f"--heads {heads} does not divide --dim {dim}"
-        require_divides(dim, heads, uneven, "every head gets dim / heads columns")
+        if dim % heads:
+            uneven = f"--heads {heads} does not divide --dim {dim}"
+            raise UsageError(f"{uneven}: every head gets dim / heads columns")
         common = {
             "vocab_size": sizes["vocab_size"],
             "context_length": sizes["context"],
@@ -237,12 +238,6 @@ class ModelKeys:
             if value is True or isinstance(value, np.ndarray | list) or value not in NEUTRAL:
                 found = described(value)
                 raise UsageError(f"the GGUF key {self.arch}.{name} = {found} is not supported")
-
-
-def require_divides(whole: int, part: int, what: str, why: str) -> None:
-    """Raise UsageError unless `part` divides `whole`; `what` names both flags with their values."""
-    if part < 1 or whole % part:
-        raise UsageError(f"{what}: {why}")
 
 
 REQUIRED = ("layers", "dim", "heads", "context", "vocab_size")

@@ -16,7 +16,7 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import MOST_SIZE
-from zero_mpi.models.model_config import ModelConfig, ModelKeys, Read, require_divides
+from zero_mpi.models.model_config import ModelConfig, ModelKeys, Read
 from zero_mpi.nn import (
     CausalAttention,
     Chain,
@@ -184,11 +184,12 @@ class RotaryModel(ModelConfig):
         if sizes["tied"] and not cls.may_tie:
             raise UsageError(f"--tied: {cls.arch} models have an untied head; leave the flag out")
         kv_heads = heads if sizes["kv_heads"] is None else sizes["kv_heads"]
-        uneven = f"--kv-heads {kv_heads} does not divide --heads {heads}"
-        require_divides(heads, kv_heads, uneven, "each key/value head serves the same number of query heads")
-        odd = f"--dim {dim} / --heads {heads} = {dim // heads} is odd"
-        why = "rotary positions rotate pairs of columns, so the head width must be even"
-        require_divides(dim // heads, 2, odd, why)
+        if kv_heads < 1 or heads % kv_heads:
+            uneven = f"--kv-heads {kv_heads} does not divide --heads {heads}"
+            raise UsageError(f"{uneven}: each key/value head serves the same number of query heads")
+        if dim // heads % 2:
+            odd = f"--dim {dim} / --heads {heads} = {dim // heads} is odd"
+            raise UsageError(f"{odd}: rotary positions rotate pairs of columns, so heads need an even width")
         return {
             "tied": bool(sizes["tied"]),
             "head_count_kv": kv_heads,
