@@ -52,7 +52,7 @@ class RouterLosses:
         self.name, self.experts = name, experts
 
     def tallies(self) -> dict[str, Tally]:
-        """Return the tallies of a routed layer. At scale 0, the default, losses are only reported."""
+        """Return the tallies of a routed layer. At scale 0, the default, a loss has no gradient."""
         load = {self.name + LOAD: Tally((self.experts,))}
         return {BALANCE: Tally(scale=0.0, value=balance), Z: Tally(scale=0.0), **load}
 
