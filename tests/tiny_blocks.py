@@ -8,7 +8,8 @@ from gguf import GGMLQuantizationType, dequantize
 
 from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule
 from zero_mpi.models import Llama
-from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
+from zero_mpi.models.lora import FROZEN, LoRA
+from zero_mpi.nn.linear import is_adapter
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, PLAIN
 
 SCALES = {  # block type -> positions of the float16 values in a block

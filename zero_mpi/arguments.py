@@ -20,7 +20,7 @@ UNCOUNTED = -1  # target that the loss ignores
 
 
 def came(value: object) -> str:
-    """Return the found value for an error: a small value unchanged, any other value as its type."""
+    """Return text for a value in an error message: the value if it is simple, otherwise its type."""
     if value is None or isinstance(value, str | bool | int | float | complex | Real | tuple):
         return shown(value if not isinstance(value, str) else repr(value), 60)
     return f"a {type(value).__name__}"
@@ -34,15 +34,10 @@ def whole(what: str, value: Any, least: int | None = None, below: int | None = N
         number = None
     fits = number is not None and (least is None or number >= least) and (below is None or number < below)
     if number is None or not fits:
-        raise ValueError(f"{what}: expected a whole number{span(least, below)}, got {came(value)}")
+        limits = "" if least is None else f" of at least {least}"
+        limits = limits if below is None else f" from {least} to {below - 1}"
+        raise ValueError(f"{what}: expected a whole number{limits}, got {came(value)}")
     return number
-
-
-def span(least: int | None, below: int | None) -> str:
-    """Return limits of integers, for messages."""
-    if below is not None:
-        return f" from {least} to {below - 1}"
-    return "" if least is None else f" of at least {least}"
 
 
 def number(
@@ -78,7 +73,7 @@ def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds:
 
 
 def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> None:
-    """Raise ValueError with the first differing names unless the given names are the wanted names."""
+    """Raise ValueError, with the first missing and surplus names, unless `given` has the `wanted` names."""
     missing = [name for name in wanted if name not in given]
     surplus = [name for name in given if name not in wanted]
     if missing or surplus:

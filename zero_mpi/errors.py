@@ -12,15 +12,15 @@ from typing import Any
 
 
 class UsageError(ValueError):
-    """Bad usage or bad input: says what was expected, what was found, and what to do."""
+    """Bad usage or bad input; the message says what was expected, what was found, and what to do."""
 
 
 class FileError(UsageError):
-    """A file with invalid content: names the file, what was expected and what was found."""
+    """A file with invalid content; the message names the file, what was expected and what was found."""
 
 
 class JobError(RuntimeError):
-    """A failure that all ranks know and raise together: one line from rank 0, exit status 1."""
+    """A failure that all ranks detect and raise together: one line from rank 0, exit status 1."""
 
 
 def explain(error: OSError) -> str:
@@ -72,7 +72,7 @@ def import_optional(user: str, extra: str, *modules: str, otherwise: str = "") -
         importlib.import_module(package)
         found = tuple(map(importlib.import_module, modules))
     except ImportError as error:
-        why = first_line(error.__cause__ or error)  # CuPy puts a frame around its message
+        why = first_line(error.__cause__ or error)  # CuPy frames its own message with lines of =
         remedy = f"pip install 'zero-mpi[{extra}]'{otherwise}"
         raise UsageError(f"{user} needs {package} ({why}): {remedy}") from error
     return found[0] if len(found) == 1 else found

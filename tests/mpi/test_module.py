@@ -62,7 +62,7 @@ def test_a_step_drops_what_was_gathered_before_it(exact):
     for early in (False, True):
         module = tiny.make(exact, CONFIG, prefetch=2)
         optimizer = ShardedAdamW(module, lr=0.1)
-        one_round(module, exact.rank)
+        one_round(module, exact)
         if early:
             module.forward(x)
         optimizer.step()
@@ -70,18 +70,16 @@ def test_a_step_drops_what_was_gathered_before_it(exact):
     assert np.array_equal(*outputs)
 
 
-def one_round(module, rank):
-    x, targets = tiny.micro_batch(0, rank, CONFIG)
-    _, dy = cross_entropy(module.forward(x), targets, 1 / (module.comm.size * targets.size))
+def one_round(module, comm, rank=None):
+    x, targets = tiny.micro_batch(0, comm.rank if rank is None else rank, CONFIG)
+    _, dy = cross_entropy(module.forward(x), targets, 1 / (comm.size * targets.size))
     module.backward(dy)
 
 
-def whole_gradients(ranks):
+def whole_gradients(comm):
     module = tiny.make(SerialComm(), CONFIG, NO_SHARD)
-    for rank in range(ranks):
-        x, targets = tiny.micro_batch(0, rank, CONFIG)
-        _, dy = cross_entropy(module.forward(x), targets, 1 / (ranks * targets.size))
-        module.backward(dy)
+    for rank in range(comm.size):
+        one_round(module, comm, rank)
     module.sync_gradients()
     return {
         name: view for unit in module.units for name, view in unit.unit.views(unit.gradient.whole).items()
@@ -90,8 +88,8 @@ def whole_gradients(ranks):
 
 @strategies
 def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
-    module, whole = tiny.make(exact, CONFIG, strategy), whole_gradients(exact.size)
-    one_round(module, exact.rank)
+    module, whole = tiny.make(exact, CONFIG, strategy), whole_gradients(exact)
+    one_round(module, exact)
     handle = module.overlapped_sync_gradients()
     handle.wait()
     module.sync_gradients()  # a second call has no effect
@@ -110,9 +108,9 @@ def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
 @strategies
 def test_the_norm_is_the_norm_of_the_whole_and_counts_tied_once(exact, strategy):
     module = tiny.make(exact, CONFIG, strategy)
-    one_round(module, exact.rank)
+    one_round(module, exact)
     module.sync_gradients()
-    squares = sum((g.astype(np.float64) ** 2).sum() for g in whole_gradients(exact.size).values())
+    squares = sum((g.astype(np.float64) ** 2).sum() for g in whole_gradients(exact).values())
     assert module.gradient_norm() == pytest.approx(np.sqrt(squares), rel=1e-12)
     norm = clip_grad_norm(module, 0.5 * np.sqrt(squares))
     assert norm == pytest.approx(np.sqrt(squares), rel=1e-12)
@@ -121,10 +119,10 @@ def test_the_norm_is_the_norm_of_the_whole_and_counts_tied_once(exact, strategy)
 
 def test_fast_no_shard_reduces_once_a_step(fast):
     module = tiny.make(fast, CONFIG, NO_SHARD)
-    one_round(module, fast.rank)
+    one_round(module, fast)
     if fast.size > 1:
         with pytest.raises(ValueError, match="last=False"):
-            one_round(module, fast.rank)
+            one_round(module, fast)
 
 
 @strategies
@@ -177,7 +175,7 @@ def test_a_sharded_linear_layer_holds_rows_and_drops_them_at_once(exact):
 def test_clipping_what_the_library_has_summed_scales_all_of_it(fast):
     """Every rank updates the full unit, so the full gradient must be scaled, not only the rank's slice."""
     module = tiny.make(fast, CONFIG, NO_SHARD)
-    one_round(module, fast.rank)
+    one_round(module, fast)
     norm = clip_grad_norm(module, 1e-3)
     assert norm > 1e-3
     squares = sum(float(np.square(unit.gradient.whole, dtype=np.float64).sum()) for unit in module.units)

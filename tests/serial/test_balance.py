@@ -11,9 +11,9 @@ from test_resume import refused
 from zero_mpi import SerialComm, UsageError
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.config.command_line import parse
-from zero_mpi.nn.balance import BALANCE, RouterLosses, Z, balance
 from zero_mpi.nn.batch import BatchContext, Documents, Packed
-from zero_mpi.sharding.tallies import Tallies
+from zero_mpi.nn.experts import BALANCE, RouterLosses, Z, balance
+from zero_mpi.sharding.passes import Tallies
 from zero_mpi.train.steps import load_figures
 
 LAYERS, TOKENS, EXPERTS, USED = 3, 1030, 5, 2  # TOKENS: more than one chunk

@@ -91,7 +91,6 @@ CASES = [
     Case("rms norm", nn.RMSNorm("a", 7, 1e-3), SEQUENCES),
     Case("layer norm", nn.LayerNorm("a", 7, 1e-3), SEQUENCES),
     Case("gelu", nn.GELU(), SEQUENCES),
-    Case("swiglu", nn.SwiGLU("a", 7, 5), SEQUENCES),
     Case("joint swiglu, bias", nn.JointSwiGLU("a", 7, 5, bias=True), SEQUENCES),
     Case("geglu", nn.GeGLU("a", 7, 5), SEQUENCES),
     Case("window", nn.CausalAttention(0.5, 3), qkv(GROUPED)),
@@ -110,29 +109,22 @@ CASES = [
     Case("rope, magnitude", nn.RoPE(100.0, interleaved=False, magnitude=1.5), qkv(GROUPED)),
     Case("rope, factors", nn.RoPE(100.0, interleaved=False, factors=(0.5, 8.0)), qkv(GROUPED)),
     Case("qk norm", nn.QKNorm("a", 4, 1e-3), qkv(GROUPED)),
-    Case("qk norm, K = H", nn.QKNorm("a", 4, 1e-3), qkv(EQUAL)),
     Case("joint qk norm", nn.JointQKNorm("a", GROUPED, 1e-3), qkv(GROUPED)),
     Case("multiply", nn.Multiply(0.3), SEQUENCES),
     Case("attention, grouped", nn.CausalAttention(0.5), qkv(GROUPED)),
     Case("attention, K = H", nn.CausalAttention(0.5), qkv(EQUAL)),
-    Case("attention, one head", nn.CausalAttention(0.5), qkv(nn.Heads(1, 1, 3, 3))),
     Case("attention, K = 1", nn.CausalAttention(0.5), qkv(nn.Heads(3, 1, 3, 5))),
     Case("merge heads", nn.MergeHeads(), real(2, 5, 3, 4)),
-    Case("project qkv", nn.ProjectQKV("a", 7, GROUPED), SEQUENCES),
     Case("project qkv, bias", nn.ProjectQKV("a", 7, GROUPED, bias=True), SEQUENCES),
-    Case("joint qkv", nn.JointQKV("a", 7, GROUPED), SEQUENCES),
-    Case("joint qkv, bias", nn.JointQKV("a", 7, EQUAL, bias=True), SEQUENCES),
-    Case("fused qkv", nn.FusedQKV("a", 7, GROUPED), SEQUENCES),
-    Case("fused qkv, bias", nn.FusedQKV("a", 7, EQUAL, bias=True), SEQUENCES),
+    Case("joint qkv, bias", nn.JointQKV("a", 7, GROUPED, bias=True), SEQUENCES),
+    Case("fused qkv, bias", nn.FusedQKV("a", 7, GROUPED, bias=True), SEQUENCES),
     Case("chain", nn.Chain(nn.Linear("a", 7, 5), nn.GELU(), nn.Linear("b", 5, 2)), SEQUENCES),
     Case("chain, one matrix twice", nn.Chain(nn.Linear("a", 7, 7), nn.Linear("a", 7, 7)), SEQUENCES),
     Case("residual", nn.Residual(nn.Linear("a", 7, 7, bias=True)), SEQUENCES),
-    Case("residual, no parameters", nn.Residual(nn.GELU()), SEQUENCES),
     Case("recompute", nn.Recompute(nn.Chain(nn.RMSNorm("a", 7, 1e-3), nn.SwiGLU("b", 7, 3))), SEQUENCES),
     Case("recompute, no parameters", nn.Recompute(nn.GELU()), SEQUENCES),
     Case("recompute, positions", nn.Recompute(nn.LearnedPositions("a", 8, 7)), SEQUENCES),
     Case("llama block, biases", block(BIASED), BLOCK_INPUT),
-    *(Case(f"{arch} block", block(config), BLOCK_INPUT) for arch, config in MODELS.items()),
     *(whole(arch, config) for arch, config in MODELS.items()),
     *(
         whole(f"{name}, recompute", config, recompute=True)
@@ -149,11 +141,7 @@ CASES = [
     whole("llama, adapters", with_adapters(BIASED)),
     whole("llama, adapter of the head", with_adapters(BIASED, "output.weight", "blk.1.attn_q.weight")),
     whole("qwen2, tied, adapters, recompute", with_adapters(replace(QWEN2, tied=True)), recompute=True),
-    *(
-        whole(f"{arch}, adapters", with_adapters(config))
-        for arch, config in MODELS.items()
-        if arch not in ("llama", "qwen2", "gpt2", "qwen3")
-    ),
+    whole("phi3, adapters", with_adapters(MODELS["phi3"])),
     whole("gpt2, adapters of some", with_adapters(GPT, "blk.*.attn_qkv.weight", "blk.0.ffn_*")),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

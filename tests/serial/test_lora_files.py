@@ -29,7 +29,8 @@ from zero_mpi.checkpoint.weights import adapter_metadata, lora_of, open_adapter,
 from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
-from zero_mpi.models.lora import TARGETS, LoRA, is_adapter
+from zero_mpi.models.lora import TARGETS, LoRA
+from zero_mpi.nn.linear import is_adapter
 from zero_mpi.train.text_model import TextModel
 
 llama_cpp()  # skips the module without it

@@ -144,18 +144,8 @@ def refused(message: str):
 
 IMPOSSIBLE = [
     *((arch, {"heads": 5}, "--heads 5") for arch in ARCHITECTURES),
-    *(
-        (arch, {name: size}, f"--{name.replace('_', '-')} {size}: ")
-        for arch in ARCHITECTURES
-        for name, size in {
-            "layers": 0,
-            "dim": 0,
-            "heads": 0,
-            "context": -1,
-            "vocab_size": 0,
-            "ffn": -3,
-        }.items()
-    ),
+    *(("llama", {name: 0}, f"--{name} 0: ") for name in ("layers", "dim", "heads", "context")),
+    *(("gpt2", {name: -3}, f"--{name.replace('_', '-')} -3: ") for name in ("vocab_size", "ffn")),
     *(("llama", {"kv_heads": number}, f"--kv-heads {number} ") for number in (3, 8, 0)),
     ("llama", {"heads": 8}, "--heads 8 = 3"),
     ("qwen2", {"kv_heads": 3}, "--kv-heads 3"),

@@ -12,7 +12,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import projections
-from zero_mpi.nn.balance import BALANCE, Z
+from zero_mpi.nn.experts import BALANCE, Z
 from zero_mpi.ops.elementary import cosine
 from zero_mpi.optim.muon import Muon
 from zero_mpi.optim.rule import AdamW, Rounded, Rule

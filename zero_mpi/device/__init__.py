@@ -3,13 +3,13 @@
 A process computes on one device, chosen once, before the first large array. A device provides the few
 operations that hosts and GPUs have in common: flat memory, memory that is lent to an array and returned after
 use, copies between host and device, and markers in the order of the device's work. All other array code runs
-on NumPy and CuPy alike. `arrays` has pools of buffers on a device, and `ordered_sum` adds arrays in rank
-order.
+on NumPy and CuPy arrays alike. `arrays` has pools of buffers on a device, and `ordered_sum` adds arrays in
+rank order.
 
 If the launcher gives a rank its number on the node, `claim` takes that rank's GPU before MPI starts, because
-MPI libraries use the GPU of the thread that starts them. All computation uses one stream. A step copies only
-the gradient's norm from the GPU, and losses stay on the GPU until the step's total is formed. So the host can
-launch further work while the GPU computes.
+MPI libraries use the current GPU of the thread that starts them. All computation uses one stream. A step
+copies only the gradient's norm from the GPU, and losses stay on the GPU until the step's total is formed. So
+the host can launch further work while the GPU computes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def claim(name: str) -> None:
 
 
 def adopt(chosen: Device) -> Device:
-    """Compute on a device from now on, and return it."""
+    """Set the device that this process computes on, and return it."""
     global _in_use
     _in_use = chosen
     return chosen

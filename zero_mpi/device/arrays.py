@@ -1,10 +1,10 @@
 """Helpers for NumPy and CuPy arrays, and pools of reusable buffers.
 
 Other modules compute on arrays of NumPy or CuPy. `namespace` returns the module whose functions apply to an
-array, and `device` knows where arrays are kept. `BufferPool` lends the large flat buffers of the runtime
-(gathered units, gradients of a unit), which callers return explicitly. `recycled` lends memory for
+array, and `device.home_of` returns the device that holds it. `BufferPool` lends the large flat buffers of the
+runtime (gathered units, gradients of a unit), which callers return explicitly. `recycled` lends memory for
 activations, which returns to the pool when its last view is deleted. Neither pool shrinks during training, so
-steps allocate no large memory after each size has been used.
+a step allocates no large memory once each size has been used.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Array) -> None:
-        """Return a buffer of `take` to the pool."""
         assert self._lent.pop(id(buffer), None) is buffer, "this buffer is not lent by this pool"
         self._free.append(buffer)
 
@@ -97,7 +96,6 @@ class BufferPool:
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of all buffers, lent or free."""
         return sum(int(buffer.nbytes) for buffer in [*self._free, *self._lent.values()])
 
 
@@ -194,7 +192,6 @@ class Recycler:
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of all blocks, lent or free."""
         return sum(int(block.memory.nbytes) for block in list(self._blocks))
 
 

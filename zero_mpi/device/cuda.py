@@ -58,7 +58,6 @@ class Cuda:
 
     @property
     def about(self) -> str:
-        """Description of the GPU, for messages."""
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
 
@@ -118,7 +117,7 @@ class Cuda:
     def fetch(self, pairs: list[tuple[Array, Array]]) -> CudaMark:
         """Start copies of (pinned, array) pairs to the host; return a mark after the last copy.
 
-        Later work runs concurrently. Call `before_update` before the arrays change.
+        Later work runs concurrently with the copies. Call `before_update` before the arrays change.
         """
         runtime = self.cupy.cuda.runtime
         self._copies.wait_event(self.mark().event)
@@ -186,7 +185,6 @@ class CudaStopwatch:
         self._rate = 0.0  # host seconds per GPU millisecond; 0: not known yet
 
     def stamp(self) -> Any:
-        """Return an event after all work launched so far."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event

@@ -43,7 +43,6 @@ class Host:
         return raw[skip : skip + size * itemsize].view(dtype)
 
     def zeros(self, size: int, dtype: Any = np.float32) -> Array:
-        """Return a flat array of zeros with the alignment of `empty`."""
         array = self.empty(size, dtype)
         array.fill(0)
         return array
@@ -62,7 +61,7 @@ class Host:
         return raw[skip : skip + nbytes]
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """Return (owner, array): an array in flat `memory`, and an object that lives as long as its views."""
+        """Return (owner, array): an array in flat `memory`, whose views keep the object `owner` alive."""
         owner: Any = (ctypes.c_char * memory.nbytes).from_buffer(memory)
         return owner, np.ndarray(shape, dtype, owner)
 
@@ -116,7 +115,6 @@ class HostStopwatch:
     stamp = staticmethod(time.perf_counter)
 
     def seconds(self, stamp: float) -> float:
-        """Return `stamp` itself, which is a time of `time.perf_counter`."""
         return stamp
 
 

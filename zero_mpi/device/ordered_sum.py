@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 OPTIONS = ("-std=c++17",)
 KINDS, PAIRWISE = ("float32", "bfloat16", "float16"), "pairwise_sums"
 LEAF = 128  # NumPy halves longer vectors to sum them
-MAX_PARTS = 8  # parts that one launch adds, as in the CUDA source
+MAX_PARTS = 8  # maximum number of parts that one launch adds, as in the CUDA source
 THREADS, BLOCKS = 256, 1024  # threads per block; maximum number of blocks, enough to fill any GPU
 PER_THREAD = 4  # elements that a thread adds at a time
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from zero_mpi.errors import UsageError
-from zero_mpi.models.model_config import HEAD_STD, ModelConfig, ModelKeys, Read, head_stages
+from zero_mpi.models.model_config import ModelConfig, ModelKeys, Read
 from zero_mpi.nn import (
     GELU,
     CausalAttention,
@@ -63,10 +63,8 @@ class GPT2(ModelConfig):
         return super().metadata() | epsilon
 
     def block(self, prefix: str) -> Layer:
-        """Return the layer x + attention(norm(x)), then x + mlp(norm(x))."""
         width, hidden, eps = self.embedding_length, self.feed_forward_length, self.norm_epsilon
-        head = width // self.head_count
-        std = HEAD_STD / (2 * self.block_count) ** 0.5
+        head, std = width // self.head_count, self.residual_std
         attention = Chain(
             LayerNorm(f"{prefix}.attn_norm", width, eps),
             FusedQKV(prefix, width, Heads(self.head_count, self.head_count, head, head), bias=True),
@@ -84,11 +82,9 @@ class GPT2(ModelConfig):
 
     def layers(self) -> list[Stage]:
         width = self.embedding_length
-        positions = LearnedPositions("position_embd", self.context_length, width)
-        norm = LayerNorm("output_norm", width, self.norm_epsilon)
         return [
             Stage("token_embd", Embedding("token_embd", self.vocab_size, width)),
-            Stage("position_embd", positions),
+            Stage("position_embd", LearnedPositions("position_embd", self.context_length, width)),
             *(Stage(f"blk.{i}", self.block(f"blk.{i}")) for i in range(self.block_count)),
-            *head_stages(norm, width, self.vocab_size, self.tied),
+            *self.head(LayerNorm("output_norm", width, self.norm_epsilon)),
         ]

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, Layer, Linear, Stage
-from zero_mpi.nn.adapters import FIRST, SECOND
 from zero_mpi.nn.layer import Composite
 from zero_mpi.ops.block_kinds import BlockKind
 
@@ -25,7 +24,7 @@ class LoRA:
     """Settings of adapters: rank, patterns of the weights that get one, and alpha (scale alpha / rank).
 
     stored: names and types of frozen weights that are kept in the file's quantized blocks
-    rounding: names and types of matrices that are merged with their adapters and rounded in layers
+    rounding: names and types of matrices that layers merge with their adapters and round to the type
     added: number of added tokens; their rows, the last of embedding and head, are trained
     """
 
@@ -64,11 +63,6 @@ def is_meant(name: str, pattern: str) -> bool:
     """Return whether a pattern selects a projection; see NAMED for head, router and experts."""
     named = name != HEAD or pattern.startswith("output")
     return fnmatchcase(name, pattern) and named and all(part in pattern for part in NAMED if part in name)
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter."""
-    return name.endswith((FIRST, SECOND))
 
 
 def projections(stages: Sequence[Stage]) -> dict[str, Linear]:

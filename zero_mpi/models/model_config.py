@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from zero_mpi.arguments import came, same_names, whole
+from zero_mpi.arguments import came, same_names, some, whole
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import MOST_SIZE, TOKENS, GGUFKeys, described
 from zero_mpi.models.lora import LoRA
 from zero_mpi.nn import Chain, Layer, Linear, Param, Recompute, Stage, stage_params
@@ -26,7 +25,6 @@ Metadata = Mapping[str, Any]
 Number = TypeVar("Number", int, float)
 Read = Callable[[str], Array]
 """Function that returns the elements of a named tensor of a file, 1-D float32."""
-HEAD_STD = 0.02  # standard deviation of initial weights (Radford et al., GPT-2, 2019)
 
 
 ARCHITECTURES: dict[str, type[ModelConfig]] = {}
@@ -58,8 +56,9 @@ class ModelConfig:
         """Return the configuration that command-line flags describe; raise UsageError on invalid sizes."""
         sizes = check_sizes(sizes)
         dim, heads = sizes["dim"], sizes["heads"]
-        uneven = f"--heads {heads} does not divide --dim {dim}"
-        require_divides(dim, heads, uneven, "every head gets dim / heads columns")
+        if dim % heads:
+            uneven = f"--heads {heads} does not divide --dim {dim}"
+            raise UsageError(f"{uneven}: every head gets dim / heads columns")
         common = {
             "vocab_size": sizes["vocab_size"],
             "context_length": sizes["context"],
@@ -120,6 +119,14 @@ class ModelConfig:
         """Return the stages in order of computation, without adapters."""
         raise NotImplementedError
 
+    def head(self, norm: Layer) -> list[Stage]:
+        """Return the stages of the final norm and the head; a tied head is in the embedding's scope."""
+        name = "token_embd" if self.tied else "output"
+        linear = Linear(name, self.embedding_length, self.vocab_size)
+        if self.tied:
+            return [Stage("output_norm", norm), Stage(name, linear)]
+        return [Stage(name, Chain(norm, linear))]
+
     def metadata(self) -> dict[str, Any]:
         """Return the GGUF keys of this architecture, which llama.cpp needs to open the file."""
         return {
@@ -142,13 +149,17 @@ class ModelConfig:
         ]
 
     @property
+    def residual_std(self) -> float:
+        """Standard deviation of initial weights that write to the residual stream, as in GPT-2 (2019)."""
+        return float(0.02 / (2 * self.block_count) ** 0.5)
+
+    @property
     def stored(self) -> dict[str, BlockKind]:
         """Parameters that are kept in the file's quantized blocks."""
         return {} if self.lora is None else dict(self.lora.stored)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the parameters that are kept in quantized blocks."""
         params = self.params() if self.stored else {}
         return sum(kind.bytes_of(params[name].size) for name, kind in self.stored.items() if name in params)
 
@@ -168,21 +179,14 @@ class ModelConfig:
         if missing or surplus:
             raise UsageError(
                 f"{source}: tensors do not match architecture {self.arch}: "
-                f"missing {name_some(missing)}, surplus {name_some(surplus)}"
+                f"missing {some(sorted(missing))}, surplus {some(sorted(surplus))}"
             )
         for name, shape in wanted.items():
             if shapes[name] != shape:
                 raise UsageError(f"{source}: {name} has shape {shapes[name]}, expected {shape}")
 
 
-def name_some(names: Iterable[str], most: int = 3) -> str:
-    """Return 'none', or the first `most` names and the number of further names."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return (", ".join(shown(name) for name in ordered[:most]) or "none") + more
-
-
-NEUTRAL = (None, "none", 0, 1)  # values that mean the same as a missing key, like False but not True
+NEUTRAL = (None, "none", 0, 1)  # values that, like False but unlike True, mean the same as a missing key
 
 
 class ModelKeys:
@@ -236,12 +240,6 @@ class ModelKeys:
                 raise UsageError(f"the GGUF key {self.arch}.{name} = {found} is not supported")
 
 
-def require_divides(whole: int, part: int, what: str, why: str) -> None:
-    """Raise UsageError unless `part` divides `whole`; `what` names both flags with their values."""
-    if part < 1 or whole % part:
-        raise UsageError(f"{what}: {why}")
-
-
 REQUIRED = ("layers", "dim", "heads", "context", "vocab_size")
 EXPERTS = ("experts", "experts_used", "expert_ffn")
 OPTIONAL = ("kv_heads", "ffn", *EXPERTS, "tied")
@@ -268,13 +266,6 @@ def check_sizes(flags: Any) -> dict[str, Any]:
 def spelled(name: str) -> str:
     """Return the command-line flag of a size."""
     return f"--{name.replace('_', '-')}"
-
-
-def head_stages(norm: Layer, width: int, vocabulary_size: int, tied: bool) -> list[Stage]:
-    """Return the stages of the final norm and the head; a tied head uses the embedding's matrix and scope."""
-    if tied:
-        return [Stage("output_norm", norm), Stage("token_embd", Linear("token_embd", width, vocabulary_size))]
-    return [Stage("output", Chain(norm, Linear("output", width, vocabulary_size)))]
 
 
 MOST_BLOCKS = 2_000  # twice the depth of the deepest known model; planning more blocks takes minutes

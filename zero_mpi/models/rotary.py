@@ -16,7 +16,7 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import MOST_SIZE
-from zero_mpi.models.model_config import HEAD_STD, ModelConfig, ModelKeys, Read, head_stages, require_divides
+from zero_mpi.models.model_config import ModelConfig, ModelKeys, Read
 from zero_mpi.nn import (
     CausalAttention,
     Chain,
@@ -41,7 +41,7 @@ ROPE_FREQS = "rope_freqs.weight"
 NONE, LINEAR, YARN = "none", "linear", "yarn"
 TYPE, FACTOR, ORIGINAL = (f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length"))
 OLD_FACTOR = "rope.scale_linear"
-# A frequency is high from FAST rotations within the original context on, and low with at most SLOW rotations.
+# Within the original context, a high frequency makes at least FAST rotations, a low one at most SLOW.
 FAST, SLOW = 32.0, 1.0
 # Keys of YaRN's other constants, with the only supported value of each key.
 FIXED = {
@@ -91,9 +91,7 @@ class RopeScaling:
     def metadata(self) -> dict[str, Any]:
         """Return the GGUF keys of this scaling, without the architecture's prefix."""
         keys = {TYPE: self.kind, FACTOR: np.float32(self.factor)}
-        if self.kind == LINEAR:
-            return keys
-        return keys | {ORIGINAL: np.uint32(self.original)}
+        return keys if self.kind == LINEAR else keys | {ORIGINAL: np.uint32(self.original)}
 
     def divisors(self, width: int, base: float) -> tuple[float, ...]:
         """Return the divisors of the width / 2 frequencies of a head."""
@@ -186,11 +184,12 @@ class RotaryModel(ModelConfig):
         if sizes["tied"] and not cls.may_tie:
             raise UsageError(f"--tied: {cls.arch} models have an untied head; leave the flag out")
         kv_heads = heads if sizes["kv_heads"] is None else sizes["kv_heads"]
-        uneven = f"--kv-heads {kv_heads} does not divide --heads {heads}"
-        require_divides(heads, kv_heads, uneven, "each key/value head serves the same number of query heads")
-        odd = f"--dim {dim} / --heads {heads} = {dim // heads} is odd"
-        why = "rotary positions rotate pairs of columns, so the head width must be even"
-        require_divides(dim // heads, 2, odd, why)
+        if kv_heads < 1 or heads % kv_heads:
+            uneven = f"--kv-heads {kv_heads} does not divide --heads {heads}"
+            raise UsageError(f"{uneven}: each key/value head serves the same number of query heads")
+        if dim // heads % 2:
+            odd = f"--dim {dim} / --heads {heads} = {dim // heads} is odd"
+            raise UsageError(f"{odd}: rotary positions rotate pairs of columns, so heads need an even width")
         return {
             "tied": bool(sizes["tied"]),
             "head_count_kv": kv_heads,
@@ -246,7 +245,7 @@ class RotaryModel(ModelConfig):
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
             raise UsageError(
-                f"the GGUF keys say {query} heads over {kv} key/value heads, expected a multiple of these"
+                f"the GGUF keys say {query} heads over {kv} key/value heads, expected a multiple of {kv}"
             )
         key_width = keys.size("attention.key_length", width // query)
         turned = keys.size("rope.dimension_count", key_width)
@@ -259,7 +258,7 @@ class RotaryModel(ModelConfig):
         if not cls.any_head_width and not query * key_width == query * value_width == width:
             raise UsageError(
                 f"the GGUF keys say {query} heads of width {key_width} (values: {value_width}); "
-                f"expected heads that make up {cls.arch}.embedding_length = {width}, as llama.cpp does"
+                f"expected a total width of {cls.arch}.embedding_length = {width}, as llama.cpp does"
             )
         return Heads(query, kv, key_width, value_width)
 
@@ -285,16 +284,13 @@ class RotaryModel(ModelConfig):
 
     @property
     def heads(self) -> Heads:
-        """Numbers and widths of the attention heads."""
         return Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
 
     def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> Linear:
-        """Return a projection into the residual stream, initialized depending on depth, as in GPT-2."""
-        std = HEAD_STD / (2 * self.block_count) ** 0.5
-        return Linear(f"{prefix}.{name}", inputs, outputs, bias=name in self.biases, std=std)
+        """Return a projection into the residual stream."""
+        return Linear(f"{prefix}.{name}", inputs, outputs, bias=name in self.biases, std=self.residual_std)
 
     def norm(self, name: str) -> RMSNorm:
-        """Return an RMSNorm over the residual stream."""
         return RMSNorm(name, self.embedding_length, self.rms_epsilon)
 
     def branch(self, before: str, after: str, *layers: Layer) -> Layer:
@@ -318,7 +314,6 @@ class RotaryModel(ModelConfig):
         )
 
     def norms_of_heads(self, prefix: str) -> list[Layer]:
-        """Return the layer that normalizes q and k, if the architecture has one."""
         if self.joint_norms:
             return [JointQKNorm(prefix, self.heads, self.rms_epsilon)]
         return [QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []
@@ -357,7 +352,6 @@ class RotaryModel(ModelConfig):
 
     @property
     def magnitude(self) -> float:
-        """Factor by which q and k are multiplied when they are rotated."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
 
     @property
@@ -378,25 +372,20 @@ class RotaryModel(ModelConfig):
     def experts(self, prefix: str, shared: Layer | None = None) -> Layer:
         """Return the mixture of experts of a block; `shared`: a layer that gets every token."""
         sizes = self.embedding_length, self.feed_forward_length, self.expert_count, self.expert_used_count
-        std = HEAD_STD / (2 * self.block_count) ** 0.5
-        return Experts(prefix, *sizes, normalized=self.normalized, std=std, shared=shared)
+        return Experts(prefix, *sizes, normalized=self.normalized, std=self.residual_std, shared=shared)
 
     def block(self, prefix: str) -> Layer:
-        """Return the layer x + attention(norm(x)), then x + feed_forward(norm(x))."""
         return Chain(Residual(self.attention(prefix)), Residual(self.feed_forward(prefix)))
 
     def embedding(self) -> Layer:
-        """Return the layer that maps tokens to vectors."""
         return Embedding("token_embd", self.vocab_size, self.embedding_length)
 
     def final_norm(self) -> Layer:
-        """Return the norm before the head."""
         return self.norm("output_norm")
 
     def layers(self) -> list[Stage]:
         blocks = [Stage(f"blk.{i}", self.block(f"blk.{i}")) for i in range(self.block_count)]
-        head = head_stages(self.final_norm(), self.embedding_length, self.vocab_size, self.tied)
-        return [Stage("token_embd", self.embedding()), *blocks, *head]
+        return [Stage("token_embd", self.embedding()), *blocks, *self.head(self.final_norm())]
 
 
 def block_number(prefix: str) -> int:

@@ -1,4 +1,4 @@
-"""Elementwise layers: multiplication by a number, GELU, the gated projections of SwiGLU and GeGLU."""
+"""Layers: multiplication by a number, GELU, and the gated projections SwiGLU and GeGLU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Multiply(AddsInForward):
 
 
 class GELU(Layer):
-    """Layer y = GELU(x), in the tanh form, elementwise."""
+    """Layer y = GELU(x), elementwise, in the tanh approximation."""
 
     backward_reads_params = False
 
@@ -40,7 +40,7 @@ class GELU(Layer):
 class SwiGLU(Composite):
     """Layer silu(gate(x)) * up(x), with `PREFIX.ffn_gate` and `.ffn_up` (F, C): (..., C) -> (..., F).
 
-    `suffix` is the end of both names.
+    `suffix` is appended to both names.
     """
 
     join, split = staticmethod(ops.swiglu), staticmethod(ops.swiglu_backward)
@@ -68,7 +68,7 @@ class SwiGLU(Composite):
 
 
 class JointSwiGLU(SwiGLU):
-    """SwiGLU with one matrix `PREFIX.ffn_up` (2 F, C): the first F rows are the gate's."""
+    """SwiGLU with one matrix `PREFIX.ffn_up` (2 F, C), whose first F rows are the gate projection."""
 
     def __init__(self, prefix: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
         both = (outputs, outputs)

@@ -1,4 +1,4 @@
-"""Adapters: a trained product of low rank (LoRA) for a frozen projection, or rows of added tokens.
+"""Adapters of frozen matrices: a trained low-rank product (LoRA), or trained rows for added tokens.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021: y = x W^T + s (x a^T) b^T, with
 a = `NAME.lora_a` (R, C) random and b = `NAME.lora_b` (O, R) zero at the start, where NAME is the weight's
@@ -18,16 +18,16 @@ from zero_mpi.nn.layer import Gradients, Param, Weights
 from zero_mpi.ops.rounding import round_to
 
 FIRST, SECOND = ".lora_a", ".lora_b"
-ADDED = ".added"  # suffix of the parameter's name, after the name of the matrix
+ADDED = ".added"  # suffix of the parameter's name, appended to the matrix's name
 AT_ONCE = 1 << 16  # elements of a product computed at once, so that they fit in cache
 
 
 class LowRank:
     """The adapter of one matrix (O, C), or of a stack of matrices (N, O, C), of rank R.
 
-    With `kind`, a quantized type, layers use `merged` instead of the matrix (not for stacks), and gradients
-    of a and b ignore the rounding (straight-through). `via`: the linear-layer operations to use, as in
-    `Linear.forward`.
+    If `kind`, a quantized type, is set (not for stacks), layers multiply by the result of `merged`, and
+    gradients of a and b ignore the rounding (straight-through). `via`: the operations to use, `ops` or
+    `experts.grouped`.
     """
 
     def __init__(
@@ -42,12 +42,11 @@ class LowRank:
         }
 
     def params(self) -> dict[str, Param]:
-        """Return the parameters a and b by name."""
         return self._params
 
     def merged(self, p: Weights, w: Any, part: slice) -> Any:
-        """Return a part of the rows of the matrix w, merged with the product and rounded to `kind`."""
-        assert self.kind is not None, "the adapter rounds to a type"
+        """Return w plus the product, rounded to `kind`; w has the rows `part` of the matrix."""
+        assert self.kind is not None, "this adapter has no quantized type to round to"
         return w if self.b not in p else merged(w, p[self.a], p[self.b][part], self.scale, self.kind)
 
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
@@ -58,10 +57,10 @@ class LowRank:
         return self._scaled(via.linear(x, p[self.a]))
 
     def add_to(self, y: Any, p: Weights, narrow: Any, part: slice, via: Any = ops) -> Any:
-        """Return y (..., O) + narrow b^T, for a part of the O rows; y may be overwritten."""
+        """Return y + narrow b^T; y has the columns `part` of the O outputs, and may be overwritten."""
         b = p[self.b][part]
         if via is ops:
-            return ops.linear_backward_x(narrow, b.T, y)  # adds to y in place, which takes half the time
+            return ops.linear_backward_x(narrow, b.T, y)  # adds to y in place, twice as fast
         return via.linear(narrow, b, None, y)
 
     def backward(
@@ -85,7 +84,7 @@ class LowRank:
 
 
 def product(b: Any, a: Any) -> Any:
-    """Return b (O, R) @ a (R, C) in float32, bit-identical on all machines and for any part of b.
+    """Return b (O, R) @ a (R, C) in float32; a row's bits depend neither on the machine nor on other rows.
 
     The terms of an element are added in order and each sum is rounded; BLAS would choose its own order.
     """
@@ -108,7 +107,7 @@ def merged(w: Any, a: Any, b: Any, scale: float, kind: str) -> Any:
 
 
 class AddedRows:
-    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C); layers use it like an adapter."""
+    """Last rows of a matrix (O, C): the parameter `NAME.weight.added` (rows, C), used like an adapter."""
 
     kind = None
 
@@ -117,7 +116,6 @@ class AddedRows:
         self._params = {self.name: Param((rows, width))}
 
     def params(self) -> dict[str, Param]:
-        """Return the parameter of the rows by name."""
         return self._params
 
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
@@ -125,7 +123,7 @@ class AddedRows:
         return x
 
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
-        """Return the columns y (..., O - rows) followed by the columns of the added rows."""
+        """Return y (..., O - rows) followed by the outputs of the added rows: (..., O)."""
         size = y.shape[-1]
         joined = like(y, size + self.rows)
         joined[..., :size] = y
@@ -135,7 +133,6 @@ class AddedRows:
     def backward(
         self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
     ) -> Any:
-        """Add the contribution of the added rows to dx and return it; add their gradient into g."""
         dy = copied(dy[..., -self.rows :])
         if self.name in g:
             via.linear_backward_w(dy, saved[0], g[self.name])
@@ -148,7 +145,7 @@ def like(x: Any, width: int) -> Any:
 
 
 def copied(x: Any) -> Any:
-    """Return a copy of columns, contiguous and in recycled memory."""
+    """Return a contiguous copy of x in recycled memory."""
     out = like(x, x.shape[-1])
     out[...] = x
     return out
@@ -156,7 +153,7 @@ def copied(x: Any) -> Any:
 
 @singledispatch
 def parted(tokens: Any, first: int) -> tuple[Any, Any, Any]:
-    """Return tokens with 0 for ids from `first` on; their flat positions; these ids minus `first`."""
+    """Return tokens with 0 for added ids (>= `first`), and flat positions and row numbers of added ids."""
     flat = tokens.reshape(-1)
     places = namespace(tokens).flatnonzero(flat >= first)
     return tokens * (tokens < first), places, flat[places] - first

@@ -92,7 +92,7 @@ class JointQKV(ProjectQKV):
 
 
 class FusedQKV(JointQKV):
-    """`JointQKV` by a single product with the full matrix: q, k and v are columns of the result."""
+    """`JointQKV` with a single matrix product; q, k and v are columns of its result."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         qkv, saved = self.whole[0].forward(p, x)
@@ -152,7 +152,7 @@ class JointQKNorm(QKNorm):
         return a.reshape(dq.shape), b.reshape(dk.shape), dv
 
 
-Scaling = tuple[float, tuple[float, ...], float]  # base and divisors of the frequencies; magnitude
+Scaling = tuple[float, tuple[float, ...], float]  # base of the frequencies, their divisors, magnitude
 
 
 @lru_cache(maxsize=32)
@@ -175,7 +175,7 @@ def rope_table(
 class RoPE(Layer):
     """Rotation of q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX.
 
-    `factors` (one per pair, or none) divide the frequencies; Llama 3 uses that for longer contexts. YaRN also
+    `factors` (one per pair, or none) divide the frequencies; Llama 3 uses them for long contexts. YaRN also
     multiplies rotated elements by a `magnitude` (Peng et al., 2023). `width`: number of elements at the start
     of a head that are rotated; None: all.
     """
@@ -201,7 +201,7 @@ class RoPE(Layer):
         return found
 
     def table(self, stop: int, q: Any, sign: int = 1) -> tuple[Any, Any]:
-        """Return cosines and sines (positions, W / 2) for at least `stop` positions of q (..., D)."""
+        """Return cosines and sines (positions, rotated width / 2) of at least `stop` positions for q."""
         rounded = 1 << (stop - 1).bit_length()  # powers of two, so that generation makes only a few tables
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never in low precision
         on_gpu = device.is_cupy(q)
@@ -234,9 +234,9 @@ class RoPE(Layer):
 
 
 class CausalAttention(Layer):
-    """Layer (q, k, v) -> (B, T, H, E): positions attend to themselves and earlier positions.
+    """Layer (q, k, v) -> (B, T, H, E): each position attends to itself and to earlier positions.
 
-    `window`: maximum number of these positions, itself included (Beltagy et al., "Longformer", 2020).
+    `window`: maximum number of positions attended to, itself included (Beltagy et al., "Longformer", 2020).
     """
 
     keeps_results = False

@@ -1,4 +1,4 @@
-"""Information on a micro-batch for its layers: documents, factors of losses, sums of reported values.
+"""Context of a micro-batch for its layers: documents, factors of losses, sums of reported values.
 
 Nearly all layers treat each position independently and need only weights and input. Other layers call
 `batch_of(p)`: attention for the documents in a `Packed` input, and a layer with an auxiliary loss for the
@@ -49,7 +49,7 @@ class Packed:
 
 
 class Documents:
-    """Starts of a micro-batch's documents, on the device, and arrays that are derived from them once."""
+    """Starts of a micro-batch's documents, on the device, and arrays computed from them at first use."""
 
     def __init__(self, packed: Packed) -> None:
         self._ids = packed.ids
@@ -70,14 +70,14 @@ class Documents:
         return xp.cumsum(within[:, ::-1], axis=1)[:, ::-1].reshape(-1) > 0
 
     def rows(self, table: Array) -> Array:
-        """Return the row of a table (positions, ...) for each token, (B T, ...); computed once per table."""
+        """Return the row of `table` at each token's position, (B T, ...); results are cached by table."""
         found = self._rows.get(id(table))
         if found is None:
             found = self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
         return found[1]
 
     def within(self, window: int) -> Array:
-        """Return the first position that each position sees, given a window; computed once per window."""
+        """Return the first position that each position attends to in a window, (B, T); results are cached."""
         if window not in self._within:
             batch, length = self.begins.shape
             first = first_in_window(batch, 0, length, window, device.home_of(self.begins))
@@ -87,14 +87,14 @@ class Documents:
 
 @lru_cache(maxsize=32)
 def first_in_window(batch: int, start: int, stop: int, window: int, place: device.Device) -> Array:
-    """Return the first position in the window of each position from start to stop: (B, T) int64."""
+    """Return the first position in the window that ends at each position from start to stop: (B, T) int64."""
     first = np.maximum(0, np.arange(start, stop) - window + 1)
     return place.from_host(np.tile(first, (batch, 1)))
 
 
 @dataclass(eq=False)
 class BatchContext:
-    """Information on a micro-batch in addition to its input, and sums that its layers report."""
+    """Information about a micro-batch besides its input, and the sums of values that its layers report."""
 
     documents: Documents | None = None  # documents of the rows; None: each row is one document
     factors: Mapping[str, float] = field(default_factory=dict)  # auxiliary loss -> factor; empty: no backward
@@ -127,7 +127,7 @@ class StageWeights(dict[str, Array]):
 
 
 def batch_of(p: Weights) -> BatchContext:
-    """Return the micro-batch for which weights are used, or an empty micro-batch if it is unknown."""
+    """Return the context of the micro-batch that uses the weights; an empty context if it is unknown."""
     return p.batch if isinstance(p, StageWeights) else BatchContext()
 
 

@@ -25,7 +25,7 @@ class Chain(Composite, AddsInForward, AddsInBackward):
     def __init__(self, *layers: Layer) -> None:
         if not layers:
             raise ValueError("a chain needs at least one layer")
-        keeps = [True, *(layer.keeps_results for layer in layers), True]  # both ends' values may be kept
+        keeps = [True, *(layer.keeps_results for layer in layers), True]  # callers may keep x and y
         around = zip(keeps, layers, keeps[2:], strict=False)
         self.layers = [x if before or after else x.overwriting() for before, x, after in around]
         self.backward_reads_params = any(layer.backward_reads_params for layer in layers)

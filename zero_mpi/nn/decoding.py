@@ -58,7 +58,7 @@ class Decoder:
         return y
 
     def _recorded(self) -> Program | None:
-        """Return a program with capacity for one more position; None for a model without a program."""
+        """Return a program with capacity for one more position; None if the model cannot be recorded."""
         position = self.cache.position
         if self._records and (self.program is None or self.program.capacity <= position):
             try:
@@ -69,9 +69,9 @@ class Decoder:
 
 
 class Batch:
-    """Several sequences that begin with `prompts` and grow by one token at a time, up to `tokens` tokens.
+    """Several sequences that begin with `prompts`; each `read` adds a token to each, at most `tokens` times.
 
-    Raises Unrecorded for a model without a program.
+    Raises Unrecorded if the model cannot be recorded.
     """
 
     def __init__(self, stages: Sequence[Stage], p: Weights, prompts: Sequence[Array], tokens: int) -> None:
@@ -101,7 +101,7 @@ def joined(stored: Sequence[Array], capacity: int) -> Array:
 
 
 class Unrecorded(Exception):
-    """Error: no instruction supports a layer or an array."""
+    """Error for a layer or an array that no instruction supports."""
 
 
 class Program:
@@ -178,7 +178,7 @@ class Program:
             if linear.bias is not None:
                 found[place] = self.combine(self.code.ADD, found[place], self.p[linear.bias][part], 1)
             if isinstance(linear.adapter, AddedRows):
-                raise Unrecorded("a head with added rows")
+                raise Unrecorded("no instruction for a head with added rows")
             if linear.adapter is not None and linear.adapter.b in self.p:
                 found[place] = self.adapt(linear.adapter, part, x, found[place])
         return found
@@ -186,13 +186,13 @@ class Program:
     def adapt(self, adapter: LowRank, part: slice, x: Array, y: Array) -> Array:
         """Record the addition of an adapter's product to y, and return the sum."""
         if adapter.kind is not None:
-            raise Unrecorded("an adapter that is rounded with its matrix")
+            raise Unrecorded("no instruction for an adapter that is rounded with its matrix")
         narrow = self.products([(self.p[adapter.a], x)])[0]
         narrow = self.combine(self.code.SCALE, narrow, adapter.scale, 1)
         return self.combine(self.code.ADD, y, self.products([(self.p[adapter.b][part], narrow)])[0])
 
     def normalize(self, norm: RMSNorm | LayerNorm, x: Array, vectors: int = 1) -> Array:
-        """Record a norm of vectors of one width."""
+        """Record a norm of `vectors` vectors per sequence, each of `norm.width` elements."""
         y, bias = self.buffer(*x.shape[1:]), getattr(norm, "bias", None)
         operation = self.code.NORM if bias is None else self.code.CENTRED_NORM
         weights = self.place(self.p[norm.weight]), 0 if bias is None else self.place(self.p[bias])
@@ -203,7 +203,7 @@ class Program:
 def embedding(to: Program, layer: Embedding, x: Any) -> Array:
     """Record an embedding; `run` looks up the rows of the token ids."""
     if to.first is not None or x is not None:
-        raise Unrecorded("an embedding of computed values")
+        raise Unrecorded("no instruction for an embedding of computed values")
     to.first = layer, to.buffer(layer.param.shape[1])
     return to.first[1]
 

@@ -32,7 +32,7 @@ class Embedding(Layer):
         return found if self.added is None else found | self.added.params()
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        array(f"{self.weight}: tokens", x, kinds=WHOLE)  # floats would be truncated, or fail
+        array(f"{self.weight}: tokens", x, kinds=WHOLE)  # float tokens would be truncated, or fail later
         w: Any = p[self.weight]
         if self.added is not None:
             old, places, rows = parted(x, w.shape[0])

@@ -27,7 +27,7 @@ from zero_mpi.ops.elementary import normals
 Weights = Mapping[str, Array]
 Gradients = MutableMapping[str, Array]
 INITS = ("normal", "ones", "zeros")
-DRAW_BLOCK = 1 << 16  # elements of a block of initial values
+DRAW_BLOCK = 1 << 16  # number of initial values that are drawn together
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Param:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
@@ -57,8 +56,8 @@ class Param:
 class Tally:
     """Numbers that forward reports for each micro-batch (`BatchContext.report`); layers may share a name.
 
-    scale   factor of an auxiliary loss, averaged over micro-batches; None: a sum, not a loss
-    value   function that computes a micro-batch's number from all its sums by name; None: the sum itself
+    scale   factor of an auxiliary loss, which is averaged over micro-batches; None: not a loss, but a sum
+    value   function that computes a micro-batch's number from its sums by name; None: the sum itself
     """
 
     shape: tuple[int, ...] = ()
@@ -84,7 +83,7 @@ class Cache:
     entries: dict[int, Any] = field(default_factory=dict)
 
     def extend(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
-        """Return a layer's arrays of `stop` keys and values, like k and v (B, T, ...), with stored values."""
+        """Return a layer's keys and values so far, in arrays of at least `stop` positions, like k and v."""
         stored = self.entries.get(id(layer))
         if stored is None or stored[0].shape[1] < stop:
             grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
@@ -101,8 +100,8 @@ class Layer:
     `saved` is any value that backward needs from forward; it must not hold arrays of `p`. A parameter that is
     missing in `g` is frozen, so its gradient is not computed.
 
-    A layer that overwrites its x and dy saves memory and a pass. A `Chain` allows this (`overwriting`) for a
-    layer between two layers that keep neither the y of their forward nor the dx of their backward.
+    A layer that overwrites its x and dy saves memory and memory traffic. A `Chain` allows this
+    (`overwriting`) for a layer between two layers that keep neither their y nor their dx.
     """
 
     keeps_results = True
@@ -113,7 +112,7 @@ class Layer:
         return {}
 
     def stacks(self) -> list[Stack]:
-        """Return the parameters that forward and backward use by `turns`, once in each run."""
+        """Return the parameters that forward and backward take part by part, in one loop over `turns`."""
         return []
 
     def tallies(self) -> dict[str, Tally]:
@@ -121,7 +120,7 @@ class Layer:
         return {}
 
     def update(self, buffers: MutableMapping[str, Array], sums: Mapping[str, Array]) -> None:
-        """Set this layer's buffers (on the host) after a step, from sums of tallies that all ranks have."""
+        """Set this layer's buffers (host arrays) after a step, from the sums of tallies over all ranks."""
 
     def overwriting(self) -> Layer:
         """Return a copy of the layer that may overwrite its x and dy, or the layer if it never does."""
@@ -140,12 +139,12 @@ class Layer:
         raise NotImplementedError
 
     def forward_onto(self, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
-        """Return (residual + y, saved); a residual of None is left out."""
+        """Return (residual + y, saved), or (y, saved) if residual is None."""
         y, saved = self.forward(p, x)
         return y if residual is None else ops.add(residual, y), saved
 
     def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any) -> Any:
-        """Return residual + dx; a residual of None is left out."""
+        """Return residual + dx, or dx if residual is None."""
         dx = self.backward(p, saved, dy, g)
         return dx if residual is None else ops.add(residual, dx)
 
@@ -166,7 +165,7 @@ class Layer:
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         """Return y at the positions after those in `cache`.
 
-        A layer overrides `infer` if its result at a position depends on other positions or the index.
+        A layer overrides `infer` if its result at a position depends on the index or on other positions.
         """
         return self.forward(p, x)[0]
 
@@ -175,7 +174,7 @@ class AddsInForward(Layer):
     """Base class of a layer whose forward can add `residual` to y in the pass that writes y."""
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
-        """Return (y, saved), or (residual + y, saved)."""
+        """Return (y, saved), with `residual` added to y if it is given."""
         raise NotImplementedError
 
     def forward_onto(self, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
@@ -186,7 +185,7 @@ class AddsInBackward(Layer):
     """Base class of a layer whose backward can add `residual` to dx in the pass that writes dx."""
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
-        """Return dx, or residual + dx; add the parameters' gradients into g."""
+        """Return dx, with `residual` added if it is given; add the parameters' gradients into g."""
         raise NotImplementedError
 
     def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any) -> Any:
@@ -246,7 +245,7 @@ def params_of(layers: Iterable[Layer]) -> dict[str, Param]:
 
 def check_param(name: Any, param: Any) -> None:
     """Raise ValueError for an invalid parameter."""
-    instance("a parameter's name", name, str, "a text")
+    instance("a parameter's name", name, str, "a string")
     instance(f"parameter {name}", param, Param, "Param(shape)")
     if not isinstance(param.shape, tuple) or not param.shape:
         raise ValueError(
@@ -277,6 +276,6 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
             first, last = max(start, begin), min(stop, begin + DRAW_BLOCK)
             count, counter = last - begin, [0, 0, 0, begin // DRAW_BLOCK]
             generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
-            drawn = normals(generator, count + count % 2)  # some methods draw pairs of numbers
+            drawn = normals(generator, count + count % 2)  # `--bits portable` draws pairs
             values[first - start : last - start] = drawn[first - begin : count] * np.float32(param.std)
     return values

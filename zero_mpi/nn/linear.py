@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from zero_mpi import ops
@@ -32,7 +32,7 @@ def observing(observe: Callable[[str, Any, Any], None]) -> Iterator[None]:
 
 
 def some(x: Any, part: slice) -> Any:
-    """Return a part of the rows of `x`, or `x` for all rows, since a view costs microseconds on a GPU."""
+    """Return rows `part` of x, or x itself for ALL, because a view takes microseconds on a GPU."""
     return x if part is ALL else x[part]
 
 
@@ -40,8 +40,8 @@ class Linear(AddsInForward):
     """Layer y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
     If the layer has an adapter (`adapters`), the adapter's product is added. `fused`: the number of rows of
-    each matrix, if W consists of several matrices. `stack`: the number N of matrices W (N, O, C), one of
-    which applies to each row of x; then `forward` and `backward` use operations on stacks, `via`.
+    each matrix, if W consists of several matrices. `stack`: number N of matrices W (N, O, C), one of which
+    applies to each row of x; callers then pass operations on stacks as `via`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Linear(AddsInForward):
         self.adapter = AddedRows(self.weight, rows, width)
 
     def _matrix(self, p: Weights, part: slice) -> Any:
-        """Return a part of the rows of W, as used in the product."""
+        """Return rows `part` of W, merged with the adapter if their sum is rounded."""
         w: Any = some(p[self.weight], part)
         adapter = self.adapter
         return w if adapter is None or adapter.kind is None else adapter.merged(p, w, part)
@@ -86,7 +86,7 @@ class Linear(AddsInForward):
         return self._params if self.adapter is None else self._params | self.adapter.params()
 
     def saved(self, p: Weights, x: Any, via: Any = ops) -> tuple[Any, Any]:
-        """Return x and, if an adapter's product is added, its `narrow`."""
+        """Return x, and the adapter's `narrow` result if its product is added to y."""
         return x, None if self.adapter is None else self.adapter.narrow(p, x, via)
 
     def forward(
@@ -161,12 +161,11 @@ class Rows:
         return self.linear.backward(p, saved, dy, g, into, self.part)
 
 
-def without_adapters(p: Weights) -> dict[str, Any]:
-    """Return weights without adapters, with which layers compute the outputs of the frozen model."""
-    return {name: each for name, each in p.items() if not name.endswith((FIRST, SECOND))}
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to a low-rank product."""
+    return name.endswith((FIRST, SECOND))
 
 
 def rows_of(linear: Linear, counts: Sequence[int]) -> list[Rows]:
-    """Return layers for consecutive parts, of `counts` rows, of a layer."""
-    ends = list(accumulate(counts))
-    return [Rows(linear, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+    """Return layers for consecutive rows of a linear layer: one for each number of rows in `counts`."""
+    return [Rows(linear, *bounds) for bounds in pairwise(accumulate(counts, initial=0))]

@@ -1,7 +1,7 @@
 """Losses, which the last stage computes between its forward and its backward.
 
-A `HeadLoss` belongs to a micro-batch and receives the last stage. Training and evaluation use only this
-interface, so a new loss is a new class here and needs no change elsewhere.
+A `HeadLoss` holds the targets of a micro-batch, and its methods run the last stage. Training and evaluation
+use only this interface, so a new loss is a new class here and needs no change elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_targets(targets: Any, logits: Any = None) -> None:
 class HeadLoss:
     """A loss of a micro-batch that is computed with the last stage, so that not all logits exist at once.
 
-    The last stage treats each row independently. This stage may receive a few more rows than have targets.
+    The last stage treats each row independently. It may receive a few rows that have no targets.
     """
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
@@ -74,7 +74,7 @@ class HeadLoss:
 class CrossEntropy(HeadLoss):
     """The cross-entropy of a micro-batch, `scale` times the sum over targets; a target of -1 is ignored.
 
-    Calling it with logits runs `cross_entropy`. The last stage computes its logits in chunks.
+    The last stage computes its logits in chunks.
     """
 
     targets: Array
@@ -83,10 +83,6 @@ class CrossEntropy(HeadLoss):
     def __post_init__(self) -> None:
         check_targets(self.targets)
         number("CrossEntropy: scale", self.scale)
-
-    def __call__(self, logits: Array) -> tuple[Scalar, Array]:
-        """Return (loss, dlogits): the loss and its gradient."""
-        return cross_entropy(logits, self.targets, self.scale)
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
         x_rows, targets, rows = self._given(x)
@@ -111,7 +107,7 @@ class CrossEntropy(HeadLoss):
 
 @dataclass(frozen=True, eq=False)
 class Distilled(CrossEntropy):
-    """(1 - weight) times the cross-entropy, plus weight times the divergence from records (B T,).
+    """Distillation: (1 - weight) * cross-entropy + weight * divergence from the teacher's records (B T,).
 
     A record has the teacher's `ids` (K,), the logarithms of their probabilities T (`logp`), and the logarithm
     of the remaining probability Tr (`rest`); zeros if there is no prediction. With the student's softmax S at
@@ -159,7 +155,6 @@ class Distilled(CrossEntropy):
         return terms[there].sum(), share
 
     def cooled(self, z: Any) -> Any:
-        """Return logits divided by the temperature, in recycled memory."""
         found = pool_of(device.in_use()).take(z.shape, z.dtype)
         namespace(z).divide(z, z.dtype.type(self.temperature), out=found)
         return found
@@ -234,7 +229,7 @@ class SequenceLoss(HeadLoss):
 
 
 def loss_with(targets: Any, scale: float) -> HeadLoss | None:
-    """Return `targets` if it is a loss, the cross-entropy of an array of targets, or None for None."""
+    """Return `targets` if it is a loss or None; for an array of targets, return its cross-entropy."""
     return targets if targets is None or isinstance(targets, HeadLoss) else CrossEntropy(targets, scale)
 
 

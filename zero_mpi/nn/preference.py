@@ -2,7 +2,7 @@
 
 C and R are the summed log-probabilities of a better and a worse answer, minus those under the reference model
 if the loss uses one; nc and nr are the numbers of their tokens. All computation is in float64 on the host.
-TRL uses the same names. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
+TRL has the same names. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
 SimPO: Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
 """
 
@@ -20,7 +20,7 @@ Pair = tuple[float, float, float]  # the loss, and its derivatives with respect 
 
 
 class Scored(NamedTuple):
-    """Terms of a loss, and its derivatives with respect to the sum of each sequence."""
+    """Terms of a loss, and its derivatives with respect to each sequence's summed log-probability."""
 
     terms: list[float]
     slopes: list[float]
@@ -55,7 +55,7 @@ class Preference:
     def score(
         self, numbers: Sequence[int], sums: Sequence[float], counts: Sequence[int], kl: float = 0.0
     ) -> Scored:
-        """Return the loss of sequences. Better answers have even `numbers`; the worse answer follows."""
+        """Return the loss of sequences. A better answer has an even number; the worse answer follows it."""
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
         if self.is_unpaired:
@@ -94,7 +94,7 @@ def simpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
 
 
 def orpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return ORPO's comparison of odds and its derivatives, without the cross-entropy."""
+    """Return ORPO's odds-ratio loss and its derivatives, without the cross-entropy."""
     c, r = min(C / nc, MOST_AVERAGE), min(R / nr, MOST_AVERAGE)
     odds = log_odds(c, r)
     slope = -self.beta * sigmoid(-odds)
@@ -106,7 +106,7 @@ PREFERENCES = (*PAIRWISE, "kto")
 
 
 def exp(x: float) -> float:
-    """Return e^x for a number of at most 0."""
+    """Return e^x for x <= 0."""
     return float(power(math.e, x))
 
 
@@ -122,6 +122,6 @@ def log_sigmoid(x: float) -> float:
 
 
 def log_odds(c: float, r: float) -> float:
-    """Return the log of the ratio of the odds of two average log-probabilities."""
+    """Return the log odds ratio of two answers, given the average log-probability of their tokens."""
     c, r = min(c, MOST_AVERAGE), min(r, MOST_AVERAGE)
     return c - r - log(1 - exp(c)) + log(1 - exp(r))

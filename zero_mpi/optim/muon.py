@@ -42,7 +42,7 @@ EPS = 1e-7  # added to the norm that divides a matrix
 
 @dataclass(frozen=True)
 class Muon(MatrixRule):
-    """Muon for matrices: the last two dimensions of a parameter.
+    """Muon rule; the last two dimensions of a parameter are a matrix.
 
     momentum       decay of the momentum
     nesterov       True for Nesterov momentum
@@ -118,7 +118,7 @@ class Muon(MatrixRule):
 def norm(x: Array) -> Scalar:
     """Return the Euclidean norm of a matrix; its squares are summed in float64 in one fixed order.
 
-    A GPU's result stays there, so that the host does not wait for it.
+    On a GPU the result stays in GPU memory, so that the host does not wait for it.
     """
     flat = x.reshape(-1)
     full = flat.size // QUANTUM * QUANTUM

@@ -29,7 +29,7 @@ def chunk_of(quantum: int) -> int:
 class HostState(Mapping[str, Array]):
     """Named states of this rank's part of a unit, in pinned memory: flat, initially zero.
 
-    `quantum`: chunks begin at its multiples. Reading a state waits for copies in progress.
+    Chunks begin at multiples of `quantum`. Reading a state waits for copies in progress.
     """
 
     def __init__(self, where: Cuda, size: int, quantum: int, names: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class Offload:
     def through(self, states: HostState, *more: Array) -> Iterator[tuple[slice, list[Array]]]:
         """Yield (part, arrays on the GPU) chunk by chunk: the states, and `more` host arrays of equal length.
 
-        The caller launches work that may change the arrays. The next request copies them back.
+        The caller launches work that may change the arrays. The next iteration copies them back.
         """
         self._up.wait_event(states.stored)  # wait for the chunks of the previous step
         for part, own in states.chunks():
@@ -108,7 +108,7 @@ class Offload:
         states.stored.record(self._down)
 
     def finish(self) -> None:
-        """Wait until all chunks are copied back. Reads of states wait too, reads of parameters do not."""
+        """Wait until all chunks are copied back. Reading a state waits too; reading parameters does not."""
         self._down.synchronize()
 
     def _copy(self, targets: list[Array], sources: list[Array], kind: int, stream: Any) -> None:

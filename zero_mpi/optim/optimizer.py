@@ -111,7 +111,6 @@ class ShardedOptimizer:
         return rule
 
     def rate_factor(self, name: str) -> float:
-        """Return the factor of a parameter's learning rate."""
         return matched(self._scales, name, 1.0)
 
     def _is_directed(self, unit: ShardedUnit) -> bool:
@@ -121,7 +120,7 @@ class ShardedOptimizer:
     def _rates_of(self, unit: ShardedUnit, scales: Mapping[str, float]) -> tuple[Array, list[Segment]]:
         """Return each updated chunk's decay factor, (chunks,) float64, and segments of equal rate and rule.
 
-        Rates rarely differ, so a unit has few segments. Segments do not change an element's update.
+        Rates rarely differ, so a unit has few segments. An element's update does not depend on the segments.
         """
         part, full = unit.updated[2], unit.unit
         here = slice(part.start // full.quantum, -(-part.stop // full.quantum))
@@ -144,7 +143,7 @@ class ShardedOptimizer:
         return self.average
 
     def begin(self) -> None:
-        """Let rules prepare the parameters of a new run, after these have values. Collective."""
+        """Let rules prepare a new run, once the parameters have values. Collective."""
         if all(type(rule).begin is Rule.begin for rule in self.rules.values()):
             return
         self.module.drop_gathered()

@@ -77,7 +77,7 @@ class MatrixRule(Rule):
 class AdamW(Rule):
     """AdamW (Loshchilov and Hutter, 2019).
 
-    betas, eps    decay of the two moments, and the number added to the root of the second moment
+    betas, eps    decay rates of the two moments, and the number added to the square root of the second moment
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -123,12 +123,10 @@ class Rounded(Rule):
         return (*self.rule.states, MASTER)
 
     def begin(self, part: Part) -> None:
-        """Copy the initial parameters to the masters, then round the parameters."""
         part.states[MASTER][...] = part.parameters
         self._round(part)
 
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
-        """Update the masters, then round them into the parameters."""
         taken = replace(part, parameters=part.states[MASTER], low=None)
         self.rule.update(taken, lr, grad_scale, step)
         self._round(part)

@@ -1,7 +1,7 @@
 """Actions of a rank in a step, and the one loop that executes them in order.
 
-A schedule consists of lists of actions. Training, evaluation and plans pass the same lists to `run`, and
-buffer sizes and diagrams are computed from them.
+A schedule consists of lists of actions. Training and evaluation pass them to `run`; plans, buffer sizes and
+diagrams are computed from the same lists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Action:
-    """One action. `verb` is its description; `method` is the method of a unit or micro-batch that does it."""
+    """One action. `verb` describes it; `method` names the method of a unit or micro-batch that does it."""
 
     verb = method = ""
 
@@ -66,7 +66,7 @@ class Release(UnitAction):
 
 
 class Reduce(UnitAction):
-    """Start to sum a unit's gradients over ranks."""
+    """Start the sum of a unit's gradients over ranks."""
 
     verb, method = "reduce", "start_reduce"
 
@@ -141,7 +141,7 @@ def without(kinds: UnionType, actions: Iterable[Action]) -> Actions:
 
 
 def by_stage(actions: Sequence[Action]) -> Iterator[Actions]:
-    """Split actions into one list per stage that computes, with `Progress` at its end; yield the lists."""
+    """Yield the actions in groups, one for each computation; a group ends with `Progress`."""
     start = 0
     for end, action in enumerate(actions, 1):
         if isinstance(action, Progress):

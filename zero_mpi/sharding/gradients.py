@@ -27,7 +27,7 @@ def accumulates_locally(comm: Comm, strategy: Strategy) -> bool:
 
 
 class Gradients:
-    """Base class of all gradients. It is used directly for a frozen unit, which has no gradients.
+    """Base class of the gradients of a unit. It is used directly for a frozen unit, which has no gradients.
 
     sum       this rank's slice of the gradients, summed over ranks and rounds, float32
     whole     the full sum, if this rank updates the full unit; otherwise None
@@ -84,7 +84,7 @@ class SlicedGradients(Gradients):
             self.wait_reduce()
             buffer = self._buffer()
             self._of_round = as_kind(buffer, self.unit.length, self._kind)
-            self._of_round.view(np.uint8).fill(0)  # filling bfloat16 elements takes four times as long
+            self._of_round.view(np.uint8).fill(0)  # filling bfloat16 directly takes four times as long
             if id(buffer) not in self._views:
                 self._views[id(buffer)] = self.unit.views(self._of_round)
             self._open = self._views[id(buffer)]
@@ -141,7 +141,7 @@ class ReplicatedGradients(SlicedGradients):
 
 
 class AllreducedGradients(ReplicatedGradients):
-    """Gradients that a rank sums over rounds and the library sums over ranks once per step."""
+    """Gradients that a rank sums over rounds, and the MPI library sums over ranks once per step."""
 
     def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
         if accumulate:
@@ -160,7 +160,7 @@ class AllreducedGradients(ReplicatedGradients):
 
 
 class SharedGradients(SlicedGradients, Handle):
-    """Gradients whose full sum is stored once per node. It is complete when the reduction has ended."""
+    """Gradients whose full sum is stored once per node. The sum is complete when the reduction has ended."""
 
     def start_publish(self) -> Handle:
         self.context.comm.signal_written()

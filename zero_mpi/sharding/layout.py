@@ -48,11 +48,11 @@ class LayoutConfig:
 
     strategy    FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD
     prefetch    how many stages ahead parameters are gathered (FULL_SHARD, HYBRID_SHARD)
-    bucket_mb   size of a unit in MiB if units are cut by bytes: under NO_SHARD, otherwise for experts
+    bucket_mb   size in MiB of units that are cut by bytes: all units under NO_SHARD, otherwise expert stacks
     frozen      name patterns ("blk.0.*") of parameters without gradient, moments and reduction
     by_rows     one unit per parameter, cut between rows (dimension 0), unless the strategy is NO_SHARD
     precision   FP32, BF16 or FP16: the type of gathered parameters, activations and reduced gradients
-    stored      name -> BlockKind of frozen parameters in a file's quantized blocks; on CPUs. They are
+    stored      name -> BlockKind of frozen parameters in a file's quantized blocks, on CPUs only; they are
                 filled by `load_stored`, gathered as bytes and unpacked for layers
     whole       name patterns of matrices that are stored in full on one rank each, as Muon needs them
     """
@@ -120,7 +120,7 @@ class Layout:
         return [unit.gathered_split(ranks, kind) if unit.trainable else Partition(0, ranks) for unit in units]
 
     def dealt(self, ranks: int) -> Layout:
-        """Return the layout for `ranks` ranks, in which each unsplit matrix has an owner."""
+        """Return the layout for `ranks` ranks, with an owner for each matrix that one rank stores in full."""
         return replace(self, units=dealt_whole(self.units, ranks, products_of))
 
 
@@ -171,9 +171,9 @@ def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
 def cut_stacks(
     stages: Sequence[Stage], config: LayoutConfig, params: Mapping[str, Param]
 ) -> Iterator[tuple[int, Stack, list[tuple[slice, list[Unit]]]]]:
-    """Yield stages whose stacked parameters are split over several units, and these units by parts.
+    """Yield (stage, its stack, units of each part) for each stage whose stack is split over several units.
 
-    Parameters of several stages or of the last stage, whose forward and backward are one, are not split.
+    A stack is not split if several stages use it, or the last stage, whose forward and backward are one.
     """
     if config.strategy.buckets or config.by_rows:
         return
@@ -217,7 +217,7 @@ class LengthOnly(Host):
 
 
 class Lending:
-    """Simulation of the buffers that a rank's actions borrow, without shared memory and sums in place."""
+    """Simulation of the buffers that a rank borrows without shared memory and without sums in place."""
 
     def __init__(self, units: Sequence[Unit], uses: Sequence[Indices], precision: Precision) -> None:
         self._units, self._uses, self._precision = units, uses, precision
@@ -261,7 +261,7 @@ class Lending:
                 self._added.add(unit)
 
     def _end(self, unit: int) -> None:
-        """Return the buffer of a gradient whose sum is complete to the pool."""
+        """Give the buffer of a complete sum back to the pool."""
         if unit in self._sums and unit not in self._added:
             self.gradients.give(self._sums.pop(unit))
 

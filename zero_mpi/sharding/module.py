@@ -33,11 +33,10 @@ from zero_mpi.sharding.graphs import graphs_for
 from zero_mpi.sharding.layout import Layout, LayoutConfig, is_trainable, lay_out, layout_facts
 from zero_mpi.sharding.norm import SquaresSum, runs_of
 from zero_mpi.sharding.parameters import BlockParameters, Context, ReadBytes, make_parameters, masters_on_host
-from zero_mpi.sharding.passes import MicroBatch
+from zero_mpi.sharding.passes import MicroBatch, tallies_of
 from zero_mpi.sharding.precision import FLOAT32, FP64, LossScale, Precision
 from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.strategy import Strategy
-from zero_mpi.sharding.tallies import tallies_of
 from zero_mpi.sharding.unit import Unit
 from zero_mpi.telemetry import spans
 
@@ -155,7 +154,7 @@ class ShardedModule:
         """Add this micro-batch's gradients, start their reduction, and return dx of the first trained stage.
 
         `contributors`: ranks from this number on have no micro-batch in this round and pass dy = None.
-        `last`: whether this is the step's last round. Only then NO_SHARD with fast reduces.
+        `last`: whether this is the step's last round. With NO_SHARD and fast, only that round reduces.
         """
         assert self._forward is not None, "call forward(x, training=True) before backward"
         micro_batch, self._forward = self._forward, None
@@ -186,7 +185,7 @@ class ShardedModule:
     def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
         """Return the losses of a micro-batch's parts, without a backward; [] if x and loss_of are None.
 
-        If `adapted` is false, the updates of LoRA adapters are left out.
+        If `adapted` is false, the products of LoRA adapters are left out.
         """
         self._begin()
         micro_batch = MicroBatch(self, x, keeps=False, loss_of=loss_of, adapted=adapted)
@@ -198,7 +197,7 @@ class ShardedModule:
         spans.restart()
 
     def _schedule_of(self, last: bool) -> Schedule:
-        """Return the schedule of a round. If each rank sums its micro-batches, only the last one reduces."""
+        """Return a round's schedule. If each rank sums its micro-batches, only the last round reduces."""
         defers = not last and accumulates_locally(self.comm, self.strategy)
         return self.schedule.without_reductions if defers else self.schedule
 
@@ -257,7 +256,7 @@ class ShardedModule:
         return math.sqrt(self._squares.total(total)) / self.loss_scale.factor
 
     def start_updates(self) -> None:
-        """Announce an update of all units, and start gathers on ranks that keep the full parameters."""
+        """Signal that all units are updated, and start gathers on ranks that keep the full parameters."""
         self.group.signal_written()
         if self.strategy.shards_moments:  # otherwise every rank has updated all parameters
             for unit in self.units:
@@ -281,7 +280,7 @@ class ShardedModule:
             self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
 
     def _values_of(self, params: Mapping[str, Param]) -> dict[str, Array]:
-        """Return full parameters on the host, by a sum over ranks of their owners' elements. Collective."""
+        """Return full parameters on the host, summed over ranks that each add their elements. Collective."""
         together = Unit("values", params, 1, False)
         total = np.zeros(together.length)
         for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):
@@ -301,7 +300,7 @@ class ShardedModule:
     # ------------------------------------------------------------------------------------------- values
 
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
-        """Fill parameters, all or `names`, by (seed, name), with the same values for any ranks. Collective.
+        """Fill all parameters, or those in `names`, with values that depend only on (seed, name). Collective.
 
         Ranks need equal seeds, unless each keeps all parameters; `DDP.broadcast_parameters` may follow.
         """
@@ -344,7 +343,7 @@ class ShardedModule:
 def fill(
     unit: ShardedUnit, target: Array, part: slice, read: Read, names: Collection[str] | None = None
 ) -> None:
-    """Write read(name, start, stop) into `target`, `part` of a unit; only of parameters `names`, if given."""
+    """Write values of `read` into `target`, which has `part` of a unit; only parameters `names`, if given."""
     for segment in unit.unit.segments(part):
         if names is None or segment.name in names:
             size = segment.where.stop - segment.where.start

@@ -1,9 +1,9 @@
 """Sum of the squared gradient elements, in one order for all ranks, units, strategies and devices.
 
-The terms are float64 sums over chunks of each parameter, in the model's order. The terms are added as by
-NumPy's `sum`, which halves a vector down to leaves of at most LEAF values. A rank that has all values of a
-leaf sends their sum. If several ranks have values of a leaf, they send these values. In total, ranks send
-about one number per 100,000 parameters.
+The terms are float64 sums over chunks of each parameter, in the model's order. The terms are added in the
+order of NumPy's `sum`, which halves a vector down to leaves of at most LEAF values. A rank that has all
+values of a leaf sends their sum. If several ranks have values of a leaf, they send these values. In total,
+ranks send about one number per 100,000 parameters.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from zero_mpi.sharding.unit import Unit
 
 
 def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
-    """Return (4, N): for each run, its start and end in the model, its index on the rank, the rank.
+    """Return (4, N): for each run, its start and end in the model, its index on the rank, and its rank.
 
     A run is a contiguous range of the model's values in a unit that one rank holds. names: the model's
     parameters in order. A rank has the values of its trained units, one unit after the other.
     """
     trained = [unit for unit in units if unit.trainable]
-    chunks = Counter[str]()  # chunks counted so far, for a stacked parameter in several units
+    chunks = Counter[str]()  # chunks of each parameter, which may be in several units
     for unit in trained:
         chunks.update({name: unit.chunks(name) for name in unit.params})
     first = dict(zip(names, accumulate((chunks[name] for name in names), initial=0), strict=False))
@@ -52,7 +52,7 @@ def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
 
 
 class SquaresSum:
-    """Computation of the sum of all values, where each rank has the values of its runs."""
+    """Sum of all values over ranks, each of which has the values of its runs."""
 
     def __init__(self, runs: Array, rank: int) -> None:
         cuts = np.unique(np.append(runs[:2], 0))
@@ -69,7 +69,7 @@ class SquaresSum:
         inside = np.searchsorted(cuts, starts, "right"), np.searchsorted(cuts, starts + lengths, "left")
         self._dealt = inside[0] < inside[1]
         many = lengths[self._dealt]
-        self._rest = np.stack([np.cumsum(many) - many, many])  # positions in the vector, after the leaves
+        self._rest = np.stack([np.cumsum(many) - many, many])  # starts and lengths, after the leaf sums
         alone = np.repeat(starts[self._dealt] - self._rest[0], many) + np.arange(many.sum())
         self.size = starts.size + alone.size
         lengths = np.concatenate([lengths * ~self._dealt, np.ones_like(alone)])

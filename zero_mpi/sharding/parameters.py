@@ -64,7 +64,7 @@ class Context:
 class Parameters:
     """Arrays of a unit's parameters. This base class keeps only the rank's shard.
 
-    shard    this rank's `part` of the unit in the compute dtype, which gathers send
+    shard    this rank's `part` of the unit in the compute dtype; gathers send it
     full     the full unit in the compute dtype, while it is gathered
     master   float32 array of `master_part`, which this rank updates; if layers compute in float32, a
              view of `shard` or `full`
@@ -92,7 +92,7 @@ class Parameters:
         self._make_master(self.shard)
 
     def _make_master(self, updated: Array) -> None:
-        """Set `master` to a float32 copy of `updated` in low precision, otherwise to `updated` itself."""
+        """Set `master` to `updated`, or in low precision to a new float32 array of the same length."""
         self.master = updated
         if self.context.precision.is_low:
             make = self.context.masters or device.in_use().zeros
@@ -138,7 +138,7 @@ class Parameters:
 
     def copy_of(self, name: str) -> Array:
         """Return a copy of a full parameter, on the device of its shards. Collective."""
-        if self.low is not None:  # training never gathers the float32 parameters
+        if self.low is not None:  # gather the float32 parameters, which training never does
             full = device.home_of(self.master).empty(self.unit.length)
             self.context.comm.allgather(self.master_shard, full, self.partition, self._label).wait()
             return self.unit.views(full)[name]
@@ -154,7 +154,6 @@ class Parameters:
 
     @property
     def master_shard(self) -> Array:
-        """Shard of this rank in float32."""
         first = self.part.start - self.master_part.start
         return self.master[first : first + self.part.stop - self.part.start]
 
@@ -175,7 +174,6 @@ class Parameters:
 
     @property
     def nbytes_whole(self) -> int:
-        """Bytes of the unit's full parameters."""
         return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
@@ -298,7 +296,6 @@ class BlockParameters(Parameters):
         return self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
 
     def _unpack(self, name: str, out: Array) -> None:
-        """Fill `out`, which has the shape of the parameter, from the gathered bytes."""
         ops.dequantize(self._raw(name), self.unit.kinds[name].name, out.reshape(-1))
 
     def copy_of(self, name: str) -> Array:
@@ -355,7 +352,7 @@ def gpu_to_spare(name: str) -> Cuda:
 def masters_on_host(precision: Precision) -> Callable[[int], Array]:
     """Return a function that allocates zeros in pinned memory, for float32 parameters.
 
-    Raises UsageError without a GPU, or if layers read the parameters that are updated.
+    Raises UsageError without a GPU, or if layers read the float32 parameters themselves.
     """
     where = gpu_to_spare(STATE)
     if not precision.is_low:

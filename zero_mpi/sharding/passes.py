@@ -1,18 +1,29 @@
-"""A micro-batch during its pass through the stages: the values that the computing actions read and write."""
+"""A micro-batch during its pass through the stages: the values that the computing actions read and write.
+
+Layers also report numbers for each micro-batch: auxiliary losses, and data for buffer updates. `Tallies` sums
+them. Each micro-batch has a row in a table, which its rank fills. Rows are added in order, so the sums do not
+depend on the number of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from math import prod
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from zero_mpi import device
 from zero_mpi.arguments import came
+from zero_mpi.comm import Comm
 from zero_mpi.device.arrays import Scalar
+from zero_mpi.device.types import Array
 from zero_mpi.nn.batch import BatchContext, Documents, Packed, StageWeights
-from zero_mpi.nn.layer import Gradients, Weights
-from zero_mpi.nn.linear import without_adapters
+from zero_mpi.nn.layer import Gradients, Stage, Tally, Weights
+from zero_mpi.nn.linear import is_adapter
 from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.sharding.actions import Action, Turn
 from zero_mpi.sharding.parameters import joined
@@ -22,7 +33,7 @@ from zero_mpi.telemetry import spans
 class MicroBatch:
     """Activations, saved values and gradients of a micro-batch; without a micro-batch, x is None.
 
-    module     the ShardedModule that it runs through
+    module     the ShardedModule that computes it
     keeps      whether a backward follows; the values that it needs are then kept in `saved`
     loss_of    the loss that the last stage computes
     adapted    False: the products of adapters are left out, as if they were zero
@@ -52,7 +63,7 @@ class MicroBatch:
 
     def _weights(self, units: Iterable[int]) -> dict[str, Any]:
         weights = joined([self.module.units[unit].weights() for unit in units])
-        return weights if self.adapted else without_adapters(weights)
+        return {name: x for name, x in weights.items() if self.adapted or not is_adapter(name)}
 
     def _gradients(self, units: Iterable[int]) -> Gradients:
         """Return the gradients that backward adds to, by name; frozen parameters have none."""
@@ -75,7 +86,7 @@ class MicroBatch:
                 return action
 
     def _turns(self, stage: int, p: StageWeights, g: Gradients) -> Iterator[tuple[slice, Weights, Gradients]]:
-        """Yield the parts of a stage's stacked parameters, each after the actions before its turn."""
+        """Yield the parts of a stage's stacked parameters, after executing the actions before each turn."""
         parts, label = self.module.parts[stage], self.module.stages[stage].scope
         for _ in parts.members:
             spans.lap(spans.COMPUTE, "part", label)
@@ -88,7 +99,6 @@ class MicroBatch:
             yield members, weights | self._weights(parts.units[turn.number]), gradients
 
     def forward(self, stage: int) -> None:
-        """Compute the input x of the next stage."""
         layer, weights = self.module.stages[stage].layer, self._stage_weights(stage)
         with spans.computing("forward", self.module.stages[stage].scope):
             self.x, saved = layer.forward(weights, self.x)
@@ -96,7 +106,7 @@ class MicroBatch:
             self.saved[stage] = saved
 
     def loss_and_backward(self, stage: int) -> None:
-        """Compute the loss and dy of the previous stage; in low precision the loss may be scaled."""
+        """Compute the loss, and dy for the previous stage, which in fp16 is multiplied by the loss scale."""
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
         weights, gradients = self._stage_weights(stage), self._gradients(self.module.uses[stage])
         assert self.loss_of is not None, "training needs a loss"
@@ -112,7 +122,7 @@ class MicroBatch:
             self.losses = self.loss_of.evaluate(layer, weights, self.x)
 
     def backward(self, stage: int) -> None:
-        """Compute dy of the previous stage; saved values are dropped as soon as they are used."""
+        """Compute dy for the previous stage; saved values are dropped as soon as they are used."""
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
         weights = self._stage_weights(stage, layer.backward_reads_params)
         gradients = self._gradients(self.module.uses[stage])
@@ -128,3 +138,59 @@ def as_input(x: Any) -> Any:
     if isinstance(x, str | bytes | list | Real):
         raise ValueError(f"forward: expected an array, got {came(x)}")
     return x.ids if isinstance(x, Packed) else x
+
+
+class Tallies:
+    """The tallies that a model's layers declare, and their sums over the micro-batches of a step."""
+
+    def __init__(self, kinds: Mapping[str, Tally]) -> None:
+        self.kinds = kinds
+        self.scales = {name: kind.scale for name, kind in kinds.items() if kind.scale}
+        self.micro_batches = 1  # number of micro-batches of a step, over all ranks
+        self.rounds: list[dict[str, Any]] = []  # values reported by this rank's micro-batches of the step
+        self._sums: dict[str, Array] = {}
+
+    def factors(self, loss_scale: float) -> dict[str, float]:
+        """Return each auxiliary loss's factor for a micro-batch, times `loss_scale`."""
+        return {name: scale * loss_scale / self.micro_batches for name, scale in self.scales.items()}
+
+    def sums(self, comm: Comm) -> dict[str, Array]:
+        """Return name -> float64 sum over the step's micro-batches, or mean for losses. Collective."""
+        if self.kinds and self.rounds:
+            rows = [self._row(reported) for reported in self.rounds]
+            table = np.zeros((len(rows), comm.size, rows[0].size))
+            table[:, comm.rank] = rows
+            total = np.zeros(rows[0].size)
+            for row in comm.sum_vector(table.reshape(-1)).reshape(-1, total.size):
+                total += row
+            cuts = np.cumsum([1, *(prod(kind.shape) for kind in self.kinds.values())])
+            count, *parts = np.split(total, cuts[:-1])
+            for (name, kind), part in zip(self.kinds.items(), parts, strict=True):
+                self._sums[name] = part.reshape(kind.shape) / (1 if kind.scale is None else max(1, count[0]))
+            self.rounds.clear()
+        return self._sums
+
+    def _row(self, reported: Mapping[str, Any]) -> Array:
+        """Return a row of 1 and the numbers of a micro-batch; zeros without a micro-batch."""
+        host, row = {name: device.in_use().to_host(x) for name, x in reported.items()}, [np.ones(1)]
+        for name, kind in self.kinds.items():
+            value = kind.value(host) if kind.value and host else host.get(name, 0.0)
+            row.append(np.broadcast_to(np.asarray(value, np.float64), kind.shape).reshape(-1))
+        return np.concatenate(row) * bool(host)
+
+
+def tallies_of(stages: Iterable[Stage], scales: Mapping[str, float] | None) -> Tallies:
+    """Return the tallies of a model; `scales` replace the scales that layers declare for auxiliary losses.
+
+    Raises ValueError for a scale without a loss, and for layers that declare different tallies with one name.
+    """
+    found: dict[str, Tally] = {}
+    for stage in stages:
+        for name, tally in stage.layer.tallies().items():
+            if found.setdefault(name, tally) != tally:
+                raise ValueError(f"tally {name}: layers declare different tallies, {found[name]} and {tally}")
+    for name, scale in (scales or {}).items():
+        if name not in found or found[name].scale is None:
+            raise ValueError(f"auxiliary: {name} is not an auxiliary loss of the model")
+        found[name] = replace(found[name], scale=scale)
+    return Tallies(found)

@@ -41,7 +41,7 @@ class Precision:
 
     @property
     def is_low(self) -> bool:
-        """True if a rank keeps its slices in two types."""
+        """True if a rank keeps its slices in two types, float32 and the compute type."""
         return bool(self.compute != self.master)
 
 
@@ -69,7 +69,7 @@ def precision_named(name: str, reduce: str | None = None) -> Precision:
 
 
 def floats(elements: int, kind: Any) -> int:
-    """Return the number of float32 elements, as pools count, in the space of `elements` of a type."""
+    """Return how many float32 elements a buffer needs to hold `elements` elements of the type `kind`."""
     return int(-(-elements * np.dtype(kind).itemsize // FLOAT32.itemsize))
 
 

@@ -121,9 +121,9 @@ def part_losses(
     read: Callable[[int], tuple[Any, HeadLoss, int]],
     after: Callable[[int], None] | None = None,
 ) -> Array:
-    """Return the losses of all parts of the micro-batches, (count,) float64, on all ranks. Collective.
+    """Return the loss of each part of the micro-batches, a sum over targets: (count,) float64. Collective.
 
-    `read(i)` returns micro-batch i. A loss is the sum over its part's targets. `after`: see `dealt_out`.
+    `read(i)` returns x, a loss, and the index of the first part of micro-batch i. `after`: see `dealt_out`.
     """
 
     def compute(number: int, losses: Array) -> None:

@@ -113,7 +113,7 @@ class Moves:
 
 
 class Step(NamedTuple):
-    """One computation: its action, the units whose parameters it reads or whose gradients it adds to."""
+    """Action of a computation, units whose parameters it reads, and units whose gradients it adds to."""
 
     compute: StageAction
     reads: Indices
@@ -136,7 +136,6 @@ class Parts:
     again: int = 0
 
     def forward(self, stage: int, reads: Indices) -> Iterator[Step]:
-        """Yield the turns of the stage's forward."""
         for number, units in enumerate(self.units):
             yield Step(Turn(stage, number), reads + units)
 
@@ -154,23 +153,23 @@ def make_schedule(
     trainable: Sequence[bool],
     prefetch: int,
     *,
-    gathers: Sequence[bool] | None = None,
-    parts: Mapping[int, Parts] | None = None,
+    gathers: Sequence[bool],
+    parts: Mapping[int, Parts],
 ) -> Schedule:
     """Return the schedule of stages. `uses[stage]`: its units; `parts[stage]`: its units used in turns.
 
     `reads_in_backward[stage]`: whether the stage's backward reads parameters; `trainable[unit]`: whether it
-    has gradients; `gathers[unit]`: whether its parameters are sharded, and so gathered; None: all are.
+    has gradients; `gathers[unit]`: whether its parameters are sharded, and so gathered.
     The last stage has no parts.
     """
-    parts, top = parts or {}, len(uses) - 1
+    top = len(uses) - 1
     ascent, descent = steps_of(uses, reads_in_backward, trainable, parts)
     users = [[stage for stage in range(top + 1) if unit in uses[stage]] for unit in range(len(trainable))]
     distant = {unit for unit, using in enumerate(users) if using and using[-1] - using[0] >= len(using)}
     carried = ({*uses[top]} | distant) & {unit for step in descent for unit in step.reads}
 
     passing = {unit for each in parts.values() for units in each.units for unit in units}
-    plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable), passing=passing)
+    plan = partial(plan_moves, prefetch=prefetch, gathers=gathers, passing=passing)
     up, down = plan(ascent, keep=carried), plan(descent, held=carried)
     alone = plan(ascent)  # without a following backward
     reductions = reductions_after(descent, trainable)
@@ -238,7 +237,7 @@ def plan_moves(
 ) -> list[Moves]:
     """Return the moves of each step. `held` units are present at the start, `keep` units stay at the end.
 
-    Units in `passing` are released after each step.
+    Units in `passing` are released after a step, unless the next step reads them.
     """
     last = {unit: place for place, step in enumerate(steps) for unit in step.reads}
     started = set(held)

@@ -14,7 +14,7 @@ from zero_mpi.errors import UsageError
 
 @dataclass(frozen=True)
 class Strategy:
-    """Choice of the state that is sharded. Gradients are reduced into slices under every strategy.
+    """Sharding strategy, as four choices. Gradients are reduced into slices under every strategy.
 
     shards_parameters  parameters are sharded, and gathered around each use
     shards_moments     a rank updates only its slice; otherwise it gathers gradients and updates everything

@@ -22,7 +22,7 @@ QUANTUM = 1024  # elements
 # Kinds of units. All parameters of a unit have the same kind; stored parameters are frozen.
 TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
 BYTES = 4  # bytes of an element
-WORDS = 16  # words in a cache line of 64 bytes; lengths of stored tensors and slices are multiples
+WORDS = 16  # words in a cache line of 64 bytes, which divides the lengths of stored tensors and slices
 
 Stored = Mapping[str, BlockKind]
 
@@ -79,19 +79,17 @@ class Unit:
         return -(-self.params[name].size // self.quantum)
 
     def partition(self, ranks: int) -> Partition:
-        """Return the partition of the buffer among ranks."""
         return dealt_out(self.length, ranks, self.quantum, self.ends)
 
     def gathered_size(self, compute: Any) -> int:
-        """Return the number of float32 elements of gathered parameters in the compute type."""
+        """Return the length of the buffer for gathered parameters of type `compute`, in float32 elements."""
         return floats(self.length, compute)
 
     def unpacked_size(self, compute: Any) -> int:
-        """Return the float32 elements of arrays unpacked for layers; 0 if layers read gathered arrays."""
+        """Return the length of the buffer for unpacked parameters, in float32 elements; 0 without one."""
         return 0
 
     def gathered_split(self, ranks: int, compute: Any) -> Partition:
-        """Return the partition of `gathered_size` among ranks."""
         size, quantum = self.gathered_size(compute), floats(self.quantum, compute)
         return dealt_out(size, ranks, quantum, tuple(floats(end, compute) for end in self.ends))
 
@@ -107,7 +105,7 @@ class Unit:
         }
 
     def segments(self, part: slice) -> list[Segment]:
-        """Return the parameters' runs in the slice `part` of the buffer, in order, without gaps."""
+        """Return the runs of parameters in the slice `part` of the buffer, in order; gaps are left out."""
         found = []
         for name, param in self.params.items():
             first = max(self.offsets[name], part.start)
@@ -227,7 +225,6 @@ class BlockUnit(Unit):
         return Unit(self.name, runs, WORDS, False)
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of one parameter's blocks."""
         return self.kinds[name].bytes_of(self.params[name].size)
 
     def gathered_size(self, compute: Any) -> int:

@@ -31,8 +31,8 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.models.lora import is_adapter
 from zero_mpi.nn.adapters import FIRST
+from zero_mpi.nn.linear import is_adapter
 from zero_mpi.ops import ggml
 from zero_mpi.ops.rounding import round_to
 from zero_mpi.optim.optimizer import ShardedOptimizer

@@ -16,7 +16,7 @@ import numpy as np
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.config.optimizer import schedule_of
 from zero_mpi.device.types import Array
-from zero_mpi.nn.balance import LOAD
+from zero_mpi.nn.experts import LOAD
 from zero_mpi.sharding.rounds import Accumulator, Rounds
 from zero_mpi.telemetry import spans
 from zero_mpi.train.objective import StepLoss

@@ -19,8 +19,8 @@ from zero_mpi.checkpoint.weights import TOKENS_ADDED, MergedWeights, WeightSourc
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
-from zero_mpi.models.lora import is_adapter
 from zero_mpi.nn.decoding import Batch, Decoder, Unrecorded
+from zero_mpi.nn.linear import is_adapter
 from zero_mpi.ops.block_kinds import finite_blocks
 from zero_mpi.ops.packed_matrix import PackedMatrix, packs
 
