@@ -74,7 +74,6 @@ MIXED = {"ffn_gate_inp": "NE", "ffn_gate_exps": "NFE", "ffn_up_exps": "NFE", "ff
 MOE = {"attn_norm": "E", **PROJECTIONS, "ffn_norm": "E", **MIXED}
 SHARED = {"ffn_gate_shexp": "SE", "ffn_up_shexp": "SE", "ffn_down_shexp": "ES"}
 EXPERTS = {"expert_count": 5, "expert_used_count": 2}
-MULTIPLIERS = {"embedding_scale": 3.0, "residual_scale": 0.375, "attention_scale": 0.75, "logit_scale": 1.5}
 GPT2 = {"attn_norm": "E", "attn_qkv": "TE", "attn_output": "EE", "ffn_norm": "E"}
 GPT2 |= {"ffn_up": "FE", "ffn_down": "EF"}
 

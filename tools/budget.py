@@ -18,27 +18,27 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9447, "package": 50535, "tests": 42770}
+TOTAL = {"engine": 9367, "package": 50154, "tests": 41457}
 ROOMS = {
-    "checkpoint": 4360,
-    "cli": 254,
-    "comm": 4119,
-    "commands": 7825,
-    "compat": 777,
-    "config": 1350,
-    "data": 5951,
-    "device": 763,
+    "checkpoint": 4333,
+    "cli": 252,
+    "comm": 4036,
+    "commands": 7758,
+    "compat": 768,
+    "config": 1333,
+    "data": 5891,
+    "device": 756,
     "environment": 378,
-    "files": 905,
-    "launch": 2013,
-    "models": 1256,
-    "nn": 2329,
+    "files": 901,
+    "launch": 2011,
+    "models": 1226,
+    "nn": 2309,
     "ops": 7610,
-    "optim": 679,
+    "optim": 676,
     "plan": 2214,
-    "sharding": 2675,
-    "telemetry": 1326,
-    "train": 3484,
+    "sharding": 2658,
+    "telemetry": 1322,
+    "train": 3460,
 }
 # The engine: files to read to understand a step. These are full packages, and these files of ops and comm.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
@@ -46,7 +46,7 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # limits on the lines of functions
-WORDS = {"pages": 25222, "README.md": 1000}  # number of words, as `wc -w` counts them
+WORDS = {"pages": 25237, "README.md": 1000}  # number of words, as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),

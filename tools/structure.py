@@ -52,6 +52,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
 }
 
 MAX_FUNCTION, MAX_FILE = 40, 500
+SHORT = 3  # maximum number of lines of a function that needs no docstring
 # Files and functions that are too long, with their lines. These numbers may only fall.
 DEBT = {
     "zero_mpi/ops/cpu/attention.py:backward": 44,
@@ -221,7 +222,10 @@ def check_size(line: int, what: str, place: str, length: int, limit: float) -> I
 
 
 def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation]:
-    """Yield a message for a missing docstring: of the module and, if `public_names`, of public objects."""
+    """Yield a message for a missing docstring: of the module and, if `public_names`, of public objects.
+
+    A function of at most three lines needs none.
+    """
     if tree.body and ast.get_docstring(tree) is None:
         yield 1, "the module has no docstring"
     for node in tree.body if public_names else ():
@@ -229,6 +233,7 @@ def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation
             isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             and not node.name.startswith("_")
             and ast.get_docstring(node) is None
+            and (isinstance(node, ast.ClassDef) or (node.end_lineno or 0) - node.body[0].lineno >= SHORT)
             and not any(UNDOCUMENTED.match(ast.unparse(mark)) for mark in node.decorator_list)
         ):
             yield node.lineno, f"{node.name} is public and has no docstring"

@@ -74,7 +74,7 @@ class HeadLoss:
 class CrossEntropy(HeadLoss):
     """The cross-entropy of a micro-batch, `scale` times the sum over targets; a target of -1 is ignored.
 
-    The last stage computes its logits in chunks.
+    Calling it with logits runs `cross_entropy`. The last stage computes its logits in chunks.
     """
 
     targets: Array
@@ -83,6 +83,10 @@ class CrossEntropy(HeadLoss):
     def __post_init__(self) -> None:
         check_targets(self.targets)
         number("CrossEntropy: scale", self.scale)
+
+    def __call__(self, logits: Array) -> tuple[Scalar, Array]:
+        """Return (loss, dlogits): the loss and its gradient."""
+        return cross_entropy(logits, self.targets, self.scale)
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
         x_rows, targets, rows = self._given(x)
