@@ -7,9 +7,8 @@ import tracemalloc
 
 import pytest
 import tiny
-from checkpoints import save_checkpoint
+from checkpoints import digests, save_checkpoint
 from recording import RecordingComm
-from test_module_files import digests
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import parallel_write

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import tiny
-from test_checkpoint import FILES, digests
+from checkpoints import FILES, digests
 
 import zero_mpi
 from zero_mpi import (

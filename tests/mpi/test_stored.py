@@ -12,7 +12,6 @@ from test_plan_exact import (
     apart,
     case_of,
     check_memory,
-    check_sent,
     check_traffic,
 )
 from transports import ON_SEVERAL
@@ -90,4 +89,4 @@ def test_memory_and_traffic_over_nodes(apart, base, strategy):
     nodes = apart.size // PER_NODE
     case = case_of(apart, base[0], strategy, apart.size + 1, nodes=nodes, frozen=FROZEN)
     check_memory(apart, replace(case, async_save=True))
-    check_sent(apart, case)
+    check_traffic(apart, case)

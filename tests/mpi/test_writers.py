@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoints import save_checkpoint
-from test_checkpoint import DESCRIPTION, digests, trained
+from checkpoints import FILES, digests, save_checkpoint
+from test_checkpoint import DESCRIPTION, trained
 from test_nodes import nodes_of
 
 from zero_mpi import FULL_SHARD, NO_SHARD
@@ -27,8 +27,6 @@ SPEC = importlib.util.spec_from_file_location(
 )
 file_calls = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(file_calls)
-
-FILES = ("model.gguf", "optimizer.gguf")
 
 
 def pretend(monkeypatch, folder, kind):
