@@ -1,8 +1,8 @@
 """Cache of compiled kernels: one folder per machine type and set of package versions, kept between runs.
 
-The folder's name is a hash of everything that changes the code. So its content is never out of date, and
-machines of different types may share a home directory. Code from the folder is executed, so only this user
-may own the folder. If no such folder can be written, every run compiles into a temporary folder.
+The folder's name contains a hash of everything that changes the code. So its content is never out of date,
+and machines of different types may share a home directory. Code from the folder is executed, so the folder
+must belong to this user. If no such folder can be written, every run compiles into a temporary folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_mpi.environment import portable
 
 SOURCES = Path(__file__).parent / "cpu"
 PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
-COMPLETE = "complete-{}"  # name of a file that exists if the folder has all kernels of a type
+COMPLETE = "complete-{}"  # name of the file that marks a folder with all kernels of a type
 
 
 def installed(package: str) -> str:
@@ -107,5 +107,5 @@ def mark_complete(kind: str) -> None:
     """Record that the folder has all kernels of a type."""
     try:
         (folder() / COMPLETE.format(kind)).touch()
-    except OSError:  # not serious: the next run announces a compilation that is not needed
+    except OSError:  # harmless: the next run only prints that it compiles
         return

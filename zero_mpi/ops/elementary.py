@@ -30,7 +30,7 @@ QUARTER_TURN = tuple(
     map(float.fromhex, ("0x1.921fb54400000p+0", "0x1.0b4611a600000p-34", "0x1.3198a2e037073p-69"))
 )
 TURN = float.fromhex("0x1.921fb54442d18p+2")
-MOST_ANGLE = 2.0**20  # up to this angle, quarter turns times the first two parts of pi/2 are exact
+MOST_ANGLE = 2.0**20  # below this angle, multiples of the first two parts of pi/2 are exact
 SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9, 0, -1)]  # Taylor series, highest order first
 EXPONENTIAL = [1 / math.factorial(n) for n in range(14, 0, -1)]
 COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(9, 1, -1)]
@@ -77,7 +77,7 @@ def decimal_log(x: float) -> float:
 
 @lru_cache(maxsize=256)
 def decimal_power(x: float, y: float) -> float:
-    """Return x^y, rounded once. x must be at least 0, and so must y if x is 0."""
+    """Return x^y, rounded once, for x >= 0; if x is 0, y must not be negative."""
     return float(EXACTLY.power(Decimal(x), Decimal(y))) if x and y else float(not y)
 
 
@@ -89,7 +89,7 @@ def power_by_decimal(x: float, y: Any) -> Any:
 
 
 def quarters(x: Array) -> tuple[Array, Array]:
-    """Split angles into full quarter turns, modulo 4, and remainders between -pi/4 and pi/4."""
+    """Return (the number of quarter turns modulo 4, the remainder between -pi/4 and pi/4) of angles."""
     assert not np.size(x) or np.abs(x).max() < MOST_ANGLE, "a larger angle would lose precision"
     count = np.floor(x * (2 / math.pi) + 0.5)
     for part in QUARTER_TURN:
@@ -132,7 +132,7 @@ def cosine_of_number(x: float) -> float:
 
 def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
     """Return `count` standard normal float32 numbers; `count` must be even (Box and Muller, 1958)."""
-    u = generator.random(count)  # random integers times a power of two
+    u = generator.random(count)  # exact on all machines: random integers times a power of two
     radius = np.sqrt(-2.0 * log_of_array(1.0 - u[::2]))
     angle = TURN * u[1::2]
     pairs = np.stack((radius * cosine_of_array(angle), radius * sine_of_array(angle)), axis=1)
@@ -145,7 +145,7 @@ def normals_by_numpy(generator: np.random.Generator, count: int) -> Array:
 
 
 def chosen(own: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
-    """Return this module's function under `--bits portable`, and the library's function otherwise."""
+    """Return `own` under `--bits portable`, and `library` otherwise."""
     return own if portable.active else library
 
 

@@ -1,4 +1,4 @@
-"""Matrices kept in quantized blocks: `PackedMatrix`, for layers that only run forward, and `PackedStack`."""
+"""Matrices in quantized blocks: `PackedMatrix`, for layers that only run forward, and `PackedStack`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PackedMatrix:
 class PackedStack:
     """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8. Indexing unpacks one matrix.
 
-    kept     type to which the elements are rounded; `dtype`: type of an unpacked matrix
+    An unpacked matrix is rounded to the type `kept` and returned in the type `dtype`.
     """
 
     raw: Array

@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 LEAST = 1 << 16  # minimum elements per part: waking a thread and waiting for it takes fifty microseconds
 LEAST_PRODUCT = 1 << 22  # minimum multiplications per part of a product, for the same reason
-EVEN_ROWS = 16  # parts of a matrix have a multiple of this many rows, as the libraries' kernels do
-EVEN = 256  # parts of flat arrays have a multiple of this length: full vectors, as in one loop over the array
+EVEN_ROWS = 16  # the rows of a part of a matrix are a multiple of this, like the blocks of matmul libraries
+EVEN = 256  # the length of a part of a flat array is a multiple of this, so that loops run over full vectors
 
 _threads = 1
 _pool: ThreadPoolExecutor | None = None
@@ -81,7 +81,7 @@ def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
 
 
 def run(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of calls, in order; only the last call runs on this thread."""
+    """Run calls on all threads, the last call on this thread; return their results in order."""
     if _pool is None or len(calls) < 2:
         return [call() for call in calls]
     resting[0] = 1
@@ -134,7 +134,7 @@ def cut_product(part: slice, axis: int, **of: Any) -> dict[str, Any]:
 
 
 def with_sums(shape: tuple[int, ...], work: Callable[..., None], *sums: Array) -> None:
-    """Call `work(part, *sums)` for each part, which adds to `sums`. Several parts get separate `sums`."""
+    """Call `work(part, *sums)` for each part. Several parts add to separate arrays, which are then added."""
     parts = cut(shape)
     if len(parts) == 1:
         work(parts[0], *sums)

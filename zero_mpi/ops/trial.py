@@ -26,11 +26,11 @@ from zero_mpi.ops import signatures
 from zero_mpi.ops.registry import OPERATIONS
 
 # (rows, inputs, outputs) of linear layers. OpenBLAS has special kernels for products of up to a million
-# multiplications, splits sums of a few hundred terms (each size occurs here), and divides large products.
+# multiplications, splits sums of a few hundred terms, and divides large products: all three occur here.
 PRODUCTS = (
     (1, 96, 65), (7, 33, 130), (64, 64, 64), (96, 192, 576), (64, 1040, 200), (520, 96, 72), (160, 264, 700)
 )  # fmt: skip
-# (sequences, positions, heads, key/value heads, width of a head). Only the first keeps its weights.
+# (sequences, positions, heads, key/value heads, width of a head). The second is too long to keep its weights.
 ATTENTIONS = ((2, 70, 4, 2, 32), (1, 1100, 1, 1, 24))
 STREAM = 1 << 18  # slightly more numbers than the largest array has
 ROWS, WIDTH = 67, 193  # sizes for operations on rows: not multiples of a vector or an unrolled loop
@@ -64,7 +64,7 @@ Draw = Callable[..., Array]  # `numbers` for one type
 
 @cache
 def stream() -> Array:
-    """Return numbers between -1 and 1 that are equal on all machines: no library's generator makes them."""
+    """Return numbers between -1 and 1, bit-identical on all machines: they use no library's generator."""
     bits = np.arange(STREAM, dtype=np.uint32) * np.uint32(2654435761)
     bits ^= bits >> np.uint32(15)
     bits *= np.uint32(2246822519)
@@ -80,7 +80,7 @@ def numbers(*shape: int, seed: int, times: float = 1, kind: Any = np.float32) ->
 
 
 def whole(count: int, *shape: int) -> Array:
-    """Return integers below `count`, each of which occurs often."""
+    """Return an array of integers below `count`; each integer occurs several times."""
     values = np.arange(math.prod(shape), dtype=np.int64) * 7919 % count
     return device.in_use().from_host(values.reshape(shape))
 
@@ -176,6 +176,6 @@ def digest(kind: Any = np.float32) -> str:
     where = device.in_use()
     for result in results(kind):
         found.update(np.ascontiguousarray(where.to_host(result)).tobytes())
-    pool_of(where).trim()  # training needs buffers of other sizes
+    pool_of(where).trim()  # free the buffers, whose sizes training does not use
     stream.cache_clear()
     return found.hexdigest()[:16]

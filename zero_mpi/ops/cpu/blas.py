@@ -125,7 +125,7 @@ def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
 
 
 def times(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
-    """Return c after computing c = a b, + c if `adds`, of float32 matrices with strides as for `multiply`."""
+    """Compute and return c = a b, or c + a b if `adds`, for float32 matrices that `multiply` accepts."""
     multiply(a, b, ONE if adds else ZERO, c)
     return c
 
@@ -137,7 +137,7 @@ def by_rows(x: Array) -> bool:
 
 
 def by_row(x: Array) -> Array:
-    """Return the matrix if BLAS supports its strides, else a copy."""
+    """Return the matrix if its rows are contiguous and do not overlap, else a copy."""
     return x if by_rows(x) else np.ascontiguousarray(x)
 
 

@@ -40,7 +40,7 @@ def add_rows(ids: Array, dy: Array, dw: Array) -> None:
 
 @kernel("i1 i1 l2 e2+")
 def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
-    """Add to each row of dw, selected by ascending `ids`, the sum of its rows dy[order[i]], rounded once."""
+    """Add dy[order[i]] to dw[ids[i]] for ascending ids; the rows of an id are summed and rounded once."""
     total = np.zeros(dy.shape[1], np.float32)
     for i in range(ids.size):
         row, out = dy[order[i]], dw[ids[i]]
@@ -87,7 +87,7 @@ def sum_positions(dy: Array, dw: Array) -> None:
 
 
 def checked(ids: Array, count: int, least: int = 0) -> Array:
-    """Return ids as a flat int64 array; raise IndexError for an id below `least`, or not below `count`."""
+    """Return ids as a flat int64 array; raise IndexError for an id outside [least, count)."""
     found = np.ascontiguousarray(ids.reshape(-1), np.int64)
     place = first_outside(found, least, count)
     if place >= 0:

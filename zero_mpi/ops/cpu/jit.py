@@ -39,7 +39,7 @@ _kernels: list[tuple[Any, Any, Any]] = []  # kernel, float32 signature, bfloat16
 # With arcp and afn, reciprocals and roots may be the processor's estimates, which differ by manufacturer.
 LIBERTIES = {"reassoc", "contract", "nsz"} | (set() if portable.active else {"arcp", "afn"})
 FLOAT, DOUBLE = types.float32, types.float64
-LOW = types.uint16  # the bits of a bfloat16
+LOW = types.uint16  # type of the bits of a bfloat16 in kernels
 WORD = ir.IntType(32)
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
@@ -94,7 +94,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
             entry(*given)
             return bool(type(compiled)._search_new_conversions(compiled, *given))
 
-        # numba calls these if no loaded version fits, the second only while another thread loads a version.
+        # numba calls `fits_now` if no loaded version fits, and `entry` only while another thread loads one.
         compiled._search_new_conversions, compiled._compile_for_args = fits_now, entry
         compiled._can_compile = False
         _kernels.append((compiled, full, low))
@@ -187,7 +187,7 @@ PLACES = types.int64  # the type of addresses and counts in kernels
 
 
 def emitted(signature: Any, emit: Callable[..., Any]) -> Any:
-    """Return an intrinsic with a signature; emit(builder, values) emits its code and returns its result."""
+    """Return an intrinsic with this signature; emit(builder, *values) emits code and returns the result."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         found = emit(builder, *values)
@@ -218,7 +218,7 @@ def stored(builder: Any, value: Any, place: Any) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def wide(context: Any, x: Any) -> Any:
-    """Return an element as float32: the element itself, or the value of the bits of a bfloat16."""
+    """Return an element as float32; x is a float32 or the bits of a bfloat16."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if signature.args[0] == FLOAT:
@@ -243,7 +243,7 @@ def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], A
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(context: Any, out: Any, x: Any) -> Any:
-    """Return a float32 as `out` stores it: unchanged, or the bits of the nearest bfloat16, ties to even."""
+    """Return x as `out` stores it: the float32 itself, or the bits of the nearest bfloat16, ties to even."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if out.dtype == FLOAT:
@@ -339,13 +339,13 @@ def row_most(row: Array) -> Any:
 
 @helper
 def lanes_of(width: int) -> Array:
-    """Return zeros for `column_sums`: row i is added to lane i mod LANES; the last line is the total."""
+    """Return zeros for sums over rows: kernels add row i to lane i mod LANES; the last line is the total."""
     return np.zeros((LANES + 1, width), np.float32)
 
 
 @fixed_helper
 def settle(lanes: Array, i: int, n: int) -> None:
-    """Add up and clear the lanes (LANES + 1, O) after each LANES * LANE_ROWS rows and after the last row."""
+    """After a block of rows and the last row, add the lanes (LANES + 1, O) to the last line; clear them."""
     if i < n - 1 and i % (LANES * LANE_ROWS) < LANES * LANE_ROWS - 1:
         return
     for j in range(lanes.shape[1]):

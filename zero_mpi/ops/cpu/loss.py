@@ -35,7 +35,7 @@ from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts, with_sums
 
 Loss = tuple[np.float64, Array | None]
-NOTHING = np.zeros((0, 0), np.uint16)  # used in place of an array that is not needed
+NOTHING = np.zeros((0, 0), np.uint16)  # argument for `low` if no bfloat16 gradient is written
 
 
 @kernel("f2+ l2+ i1 f b -> d")
@@ -48,7 +48,7 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
     """
     n, width = z.shape
     total = 0.0
-    weights = np.empty(width, np.float32)  # not in z, so that one loop serves both cases, bit-identically
+    weights = np.empty(width, np.float32)  # the same loop with and without `gradient`: same bits
     for i in range(n):
         row = z[i]
         if targets[i] == UNCOUNTED:

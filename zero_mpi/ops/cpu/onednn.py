@@ -27,7 +27,7 @@ from zero_mpi.environment import portable
 from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32
 
 VARIABLE, WHEEL, FILE = "ZERO_MPI_DNNL", "onednn-cpu-gomp", "libdnnl.so.3"
-CPU, IN_ORDER = 1, 1  # kinds of engine and stream
+CPU, IN_ORDER = 1, 1  # the library's numbers for the CPU engine and an in-order stream
 KINDS = {BFLOAT16: 2, FLOAT32: 3}
 BF16_UNITS, TILE_UNITS = 0x80, 0x200  # bits of the instruction set in use
 SOURCE, WEIGHTS, BIAS, RESULT, SECOND_SOURCE = 1, 33, 41, 17, 2
@@ -35,7 +35,7 @@ BINARY_ADD = 0x1FFF0
 POST_OPERATION = (32768, 16384)  # argument number of the first post-operation, which depends on the version
 MOST_DIMS = 12
 MOST_PRODUCTS = 1024  # products kept per thread; nearly every window of packed documents has new shapes
-OF = {"matmul_primitive_desc": "primitive_desc"}  # the name under which an object is destroyed, if it differs
+OF = {"matmul_primitive_desc": "primitive_desc"}  # object -> another name, under which it is destroyed
 Handle = ctypes.c_void_p
 Key = tuple[Any, ...]
 
@@ -55,7 +55,7 @@ class Product:
 
     def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
         self._library, self._stream, self._memories = library, library.own.stream, list[Handle]()
-        with contextlib.ExitStack() as lent:  # the primitive and memory objects keep copies
+        with contextlib.ExitStack() as lent:  # the primitive and memory objects copy these descriptions
             descriptions = {what: library.description(lent, array) for what, array in arrays.items()}
             for description in descriptions.values():
                 self._memories.append(library.made("memory_create", description, library.engine, None))
@@ -137,11 +137,11 @@ class OneDNN:
         plus: Array | None = None,
         adds: bool = False,
     ) -> Array:
-        """Return c after computing c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus + c.
+        """Compute and return c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus, + c if `adds`.
 
-        Without `adds`, c is not read. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all are
-        float32. a or a^T, and b or b^T, have contiguous rows that do not overlap. bias is for single matrices
-        only. Products that the library does not support are computed on float32 copies.
+        Either a, b, bias and plus are bfloat16 and c is bfloat16 or float32, or all are float32. a or a^T,
+        and b or b^T, have contiguous rows that do not overlap. `bias` requires single matrices. NumPy
+        computes products that the library does not support, on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:
@@ -257,8 +257,8 @@ class OneDNN:
 
 
 def share_threads() -> None:
-    """Limit the library to as many threads as BLAS in products that this thread starts. Of several BLAS
-    libraries the smallest number counts, because a limit does not reach a library loaded later (SciPy's)."""
+    """Limit the library to as many threads as BLAS in products that this thread starts. If several BLAS
+    libraries are loaded, use the smallest limit: a limit does not apply to one loaded later (SciPy's)."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     ThreadpoolController().limit(limits=min(threads, default=1), user_api="openmp")
 

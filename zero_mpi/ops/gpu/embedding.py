@@ -37,8 +37,8 @@ TOKEN_KEYS = Kernel("embedding.cu", "token_keys", "PLPLL")
 EMBEDDING_SUMS = by_pairs("embedding.cu", "embedding_sums", "PPPPLLL", product(TYPES, TYPES))
 EMBEDDING_JOINS = Family("embedding.cu", "embedding_joins", "PPPLLL")
 JOIN_PACK = 4  # elements per thread in the kernel that adds up partial sums
-PLACE_BITS = 32  # low bits of a key, for the position; the token is in the bits above
-# CuPy's sort waits for the GPU and allocates memory. This sort is meant for tens of thousands of keys.
+PLACE_BITS = 32  # the low bits of a key are the position, the bits above the token
+# CuPy's sort waits for the GPU and allocates memory. This sort is fast for tens of thousands of keys.
 DIGIT_COUNTS = Kernel("sort.cu", "digit_counts", "PPLL")
 COUNTS_BEFORE = Kernel("sort.cu", "counts_before", "PL")
 BY_DIGIT = Kernel("sort.cu", "by_digit", "PPPLL")

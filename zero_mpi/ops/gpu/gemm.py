@@ -1,4 +1,4 @@
-"""Matrix products by cuBLASLt. The first product of some shapes and types makes a plan, which is kept.
+"""Matrix products by cuBLASLt. The first product of each set of shapes and types makes a plan, which is kept.
 
 Our arrays are row-major and cuBLASLt is column-major, so cuBLASLt computes the transposed product: our second
 factor is its A, our first factor its B, and our rows are its columns. A plan holds the descriptors and the
@@ -34,7 +34,7 @@ from zero_mpi.ops.sizes import WORKSPACE
 # Constants from the headers of CUDA and cuBLASLt; tests compare them with the bindings.
 COMPUTE_32F, NORMAL, TRANSPOSED = 68, 0, 1
 EPILOGUE_DEFAULT, EPILOGUE_BIAS = 1, 4
-WHOLE, FLOAT32_PARTS = 0, 2  # masks of reduction schemes: unsplit sums only; or float32 parts in a workspace
+WHOLE, FLOAT32_PARTS = 0, 2  # masks of reduction schemes: unsplit sums; float32 parts in a workspace
 SINGLE, HALF, BFLOAT16 = 0, 2, 14  # cudaDataType
 KINDS = {np.dtype(np.float32): SINGLE, np.dtype(np.float16): HALF, np.dtype(ml_dtypes.bfloat16): BFLOAT16}
 DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
@@ -141,7 +141,7 @@ class LtGemm:
             more = {"BIAS_DATA_TYPE": spec.d.kind, "BIAS_POINTER": spec.bias}
             describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_BIAS, **more)
         self.layouts = [products.layout(m) for m in (spec.b, spec.a, spec.c or spec.d, spec.d)]
-        self._adds: Callable[[int, int], None] | None = None  # adds the bias if no algorithm adds it
+        self._adds: Callable[[int, int], None] | None = None  # kernel for the bias, if no algorithm adds it
         try:
             self._choose(products, spec)
         except NoAlgorithm:  # unaligned rows may have no algorithm that adds a bias
@@ -231,7 +231,7 @@ class LtGemm:
 
 
 def bias_adder(d: Matrix) -> Callable[[int, int], None]:
-    """Return a function that adds a bias to each row of a result, which rounds sums a second time."""
+    """Return a function that adds a bias to a result (both given by address), with a second rounding."""
     kernel = ADD_ROW[DTYPES[d.kind]]
     grid = tiled(d.rows, d.columns, PACK // BYTES[d.kind])
     return lambda at, bias: kernel(*grid, (at, bias, 0, at, d.columns, d.step, 0, d.step))
@@ -289,7 +289,7 @@ class Products:
 
 
 def workspace_bytes(where: Any) -> int:
-    """Return the bytes of workspace for the best kernels of a GPU: 32 MiB from Hopper on, else 8 MiB."""
+    """Return the bytes of workspace for a GPU's best kernels: 32 MiB on Hopper and later, else 8 MiB."""
     return WORKSPACE if int(where.cupy.cuda.Device(where.number).compute_capability) >= 90 else 8 << 20
 
 
@@ -328,7 +328,7 @@ def product(
     pa, pb, pd = a.data.ptr, b.data.ptr, d.data.ptr
     pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or c.strides)
     bias_at, step = (0, None) if bias is None else (bias.data.ptr, bias.strides)
-    # The operations' signatures derive all other shapes and types from these.
+    # These determine all other shapes and types, because operations check their arrays.
     key = (a.shape, a.strides, a.dtype, b.shape, b.strides, d.strides, d.dtype, onto, ta, tb, step)
     made = products()
     plan, fits = made.known.get(key), not (pa | pb | pc | pd | bias_at) % FITTING
@@ -345,7 +345,7 @@ def product(
 
 
 def fitting(b: Array) -> Array:
-    """Return a vector, or an aligned copy of it, that products can read as bias."""
+    """Return a vector, or an aligned contiguous copy, which products can read as bias."""
     if b.data.ptr % FITTING == 0 and (b.size < 2 or b.strides[0] == b.itemsize):
         return b
     copy = take(b.shape, b.dtype)

@@ -24,7 +24,7 @@ def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradien
     z becomes the gradient of the added loss; otherwise z does not change. A row with target UNCOUNTED adds
     nothing; any other target outside [0, V) makes the loss NaN.
     """
-    assert lying(z) is z, "the rows of z are contiguous"
+    assert lying(z) is z, "the rows of z are contiguous and equally far apart"
     losses = losses_of_rows(z, z if gradient else None, targets, scale)
     add_losses(total, losses, scale, True)
 
