@@ -10,9 +10,7 @@ attention uses products and softmax kernels (`attention`). Other operations are 
 compiled by CuPy's NVRTC; `launch` has the table of kernels. No kernel uses atomics. Sums over rows use
 partial sums whose number depends only on the shape. Gradients of embeddings use a stable sort by token.
 
-Tests need no GPU. `tests/pretend` simulates CuPy: streams are threads with delays, kernels are the real
-sources compiled for the CPU, and NumPy computes the calls of cuBLASLt and cuDNN. `benchmarks/gpu_check.py`
-tests speed and real drivers. The suite also compiles every kernel for sm_80, sm_90 and sm_100.
+Tests need no GPU: `tests/pretend` simulates CuPy. `benchmarks/gpu_check.py` tests speed and real drivers.
 """
 
 from zero_mpi.ops.gpu import attention, elementwise, embedding, flat, gemm, launch, linear, loss, norm  # noqa: F401  (register versions)

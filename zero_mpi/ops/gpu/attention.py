@@ -19,23 +19,10 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import Matrix, batched, kind_of, multiply
-from zero_mpi.ops.gpu.launch import (
-    ARRAY,
-    BF16,
-    F16,
-    F32,
-    PACK,
-    THREADS,
-    Family,
-    at,
-    by_pairs,
-    f4,
-    packed,
-    take,
-)
+from zero_mpi.ops.gpu.launch import ARRAY, BF16, F16, F32, THREADS, Family, at, by_pairs, f4, packed, take
 from zero_mpi.ops.gpu.sdpa import ANY_ORDER, Sdpa, sdpa, way
 from zero_mpi.ops.registry import implements
-from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_across
+from zero_mpi.ops.sizes import PACK, check_kept, gradients_like, score_rows, scores_across
 
 WEIGHTS = Family("attention.cu", "attention_weights", "PPPPLLLLLLLL")
 MOVES = ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
@@ -115,7 +102,7 @@ def about() -> str:
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """Compute `reference.causal_attention`; backward gets (y if by cuDNN, logarithms (B, H, T), begins)."""
+    """Compute `reference.causal_attention`; backward gets (y for cuDNN or None, logarithms, begins)."""
     y = take((*q.shape[:3], v.shape[3]), q.dtype)
     sums = take((q.shape[0], q.shape[2], q.shape[1]), F32)
     if not y.size:
@@ -232,14 +219,13 @@ class Scores:
         return self.matrix(self.low, n, m)
 
     def _rows(self, n: int, m: int) -> tuple[int, int, int, int]:
-        """Return the kernel arguments that describe the rows of a block."""
+
         return m, self.sizes.across, n, self.sizes.shared
 
     def _grid(self, n: int, m: int) -> tuple[int, int]:
         """Return (blocks, threads): one block per row, the number of threads a power of two."""
-        return self.sizes.groups * n * self.sizes.shared, min(
-            THREADS, max(32, 1 << (-(-m // SHARE) - 1).bit_length())
-        )
+        threads = min(THREADS, max(32, 1 << (-(-m // SHARE) - 1).bit_length()))
+        return self.sizes.groups * n * self.sizes.shared, threads
 
 
 def forward(sizes: Sizes, work: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array) -> None:
@@ -256,12 +242,7 @@ def forward(sizes: Sizes, work: Scores, inputs: Sequence[Array], scale: float, y
 
 
 def backward(
-    sizes: Sizes,
-    work: Scores,
-    inputs: Sequence[Array],
-    sums: Array,
-    scale: float,
-    into: tuple[Array, ...],
+    sizes: Sizes, work: Scores, inputs: Sequence[Array], sums: Array, scale: float, into: tuple[Array, ...]
 ) -> None:
     """Fill into = (dq, dk, dv) from inputs q, k, v and dy.
 

@@ -224,7 +224,7 @@ class LtGemm:
             self._adds(d, bias)
 
     def close(self) -> None:
-        """Free the descriptors."""
+
         for layout in self.layouts:
             self._lt.matrix_layout_destroy(layout)
         self._lt.matmul_desc_destroy(self.described)
@@ -267,7 +267,8 @@ class Products:
         self.tunes = os.environ.get("ZERO_MPI_GPU_TUNE", "0") == "1"
         splits = self.tunes or os.environ.get("ZERO_MPI_GPU_SPLIT_K", "1") != "0"
         self.reductions = FLOAT32_PARTS if splits else WHOLE
-        self.buffer = where.empty(workspace_bytes(where), np.uint8)
+        hopper = int(where.cupy.cuda.Device(where.number).compute_capability) >= 90
+        self.buffer = where.empty(WORKSPACE if hopper else 8 << 20, np.uint8)  # the best kernels need this
         self.workspace, self.workspace_bytes = self.buffer.data.ptr, self.buffer.nbytes
         self.plans: dict[Any, LtGemm] = {}
         self.known: dict[Any, LtGemm] = {}  # plans for aligned arrays, by shapes and strides
@@ -286,11 +287,6 @@ class Products:
             self.known.clear()
         plan = self.plans[key] = LtGemm(self, spec)
         return plan
-
-
-def workspace_bytes(where: Any) -> int:
-    """Return the bytes of workspace for a GPU's best kernels: 32 MiB on Hopper and later, else 8 MiB."""
-    return WORKSPACE if int(where.cupy.cuda.Device(where.number).compute_capability) >= 90 else 8 << 20
 
 
 _products: Products | None = None
@@ -366,10 +362,8 @@ def multiply(
 ) -> LtGemm | None:
     """Compute d = scale a b + c + bias, with the bias added to each row. c may be d itself, or None.
 
-    Return the plan, or None if d is empty.
-
     `ta` and `tb`: use a and b transposed. a and b have one type, and c and d one type; sums are float32 and
-    rounded once. Raise ValueError if the shapes do not fit.
+    rounded once. Return the plan, or None if d is empty. Raise ValueError if the shapes do not fit.
     """
     if not d[1] * d[2] * d[5]:
         return None

@@ -26,7 +26,7 @@ from zero_mpi.ops.sizes import THREADS as THREADS
 FOLDER = Path(__file__).resolve().parent / "kernels"
 OPTIONS = ("-std=c++17",)
 F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
-F64, I64 = np.dtype(np.float64), np.dtype(np.int64)
+F64 = np.dtype(np.float64)
 TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # suffixes of kernel names
 f4 = np.float32
 ARRAY = cupy.ndarray

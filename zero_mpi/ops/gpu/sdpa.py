@@ -109,9 +109,8 @@ class Sdpa:
     """
 
     def __init__(self, where: Any) -> None:
-        limit = os.environ.setdefault(
-            SLOPES_LIMIT, str(most_slopes(memory_of(where)))
-        )  # the frontend reads it for each graph
+        slopes = str(most_slopes(memory_of(where)))
+        limit = os.environ.setdefault(SLOPES_LIMIT, slopes)  # the frontend reads it for each graph
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
         self.where = where
@@ -135,7 +134,7 @@ class Sdpa:
         )
 
     def forward(self, q: Array, k: Array, v: Array, scale: float, y: Array, stats: Array) -> bool:
-        """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums. Return False if unsupported."""
+        """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums; return whether cuDNN can."""
         graph = self._kept(False, scale, (q, k, v, y))
         if graph is None:
             return False
