@@ -8,6 +8,7 @@ must belong to this user. If no such folder can be written, every run compiles i
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import platform
@@ -49,13 +50,8 @@ def key() -> str:
     """Return the folder's name, which contains a hash of everything that the code depends on."""
     digest = hashlib.sha256()
     place = str(SOURCES)  # the path is also part of the key of numba's own cache
-    for text in (
-        place,
-        platform.python_version(),
-        platform.machine(),
-        processor(),
-        *map(installed, PACKAGES),
-    ):
+    machine = platform.machine(), processor()
+    for text in (place, platform.python_version(), *machine, *map(installed, PACKAGES)):
         digest.update(text.encode() + b"\0")
     sources = [SOURCES.parent / name for name in ("elementary.py", "block_kinds.py", "../arguments.py")]
     for path in [*sources, *sorted(SOURCES.parent.glob("*reference.py")), *sorted(SOURCES.glob("*.py"))]:
@@ -105,7 +101,5 @@ def is_complete(kind: str) -> bool:
 
 def mark_complete(kind: str) -> None:
     """Record that the folder has all kernels of a type."""
-    try:
+    with contextlib.suppress(OSError):  # harmless: the next run only prints that it compiles
         (folder() / COMPLETE.format(kind)).touch()
-    except OSError:  # harmless: the next run only prints that it compiles
-        return

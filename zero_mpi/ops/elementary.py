@@ -105,7 +105,7 @@ def series(z: Array, factors: Iterable[float]) -> Array:
     return total
 
 
-def sine_ahead(x: Array, ahead: int) -> Array:
+def sine_of_array(x: Array, ahead: int = 0) -> Array:
     """Return the float64 sines of x plus `ahead` quarter turns, to 3 ulp."""
     quarter, r = quarters(np.asarray(x, np.float64))
     quarter, z = quarter + ahead, r * r
@@ -115,14 +115,9 @@ def sine_ahead(x: Array, ahead: int) -> Array:
     return found
 
 
-def sine_of_array(x: Array) -> Array:
-    """Return the float64 sines of angles, to 3 ulp."""
-    return sine_ahead(x, 0)
-
-
 def cosine_of_array(x: Array) -> Array:
     """Return the float64 cosines of angles, to 3 ulp."""
-    return sine_ahead(x, 1)
+    return sine_of_array(x, 1)
 
 
 def cosine_of_number(x: float) -> float:

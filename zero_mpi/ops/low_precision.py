@@ -21,8 +21,6 @@ from zero_mpi.ops.signatures import Signature
 
 BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 LOW = (BFLOAT16, FLOAT16)
-
-
 WIDENED: dict[str, Signature] = {}  # signatures of operations that get float32 copies of low-precision arrays
 
 

@@ -30,34 +30,18 @@ from zero_mpi.ops.registry import OPERATIONS
 PRODUCTS = (
     (1, 96, 65), (7, 33, 130), (64, 64, 64), (96, 192, 576), (64, 1040, 200), (520, 96, 72), (160, 264, 700)
 )  # fmt: skip
-# (sequences, positions, heads, key/value heads, width of a head). The second is too long to keep its weights.
+# (sequences, positions, heads, key/value heads, width of a head). Only the first shape keeps its weights.
 ATTENTIONS = ((2, 70, 4, 2, 32), (1, 1100, 1, 1, 24))
 STREAM = 1 << 18  # slightly more numbers than the largest array has
 ROWS, WIDTH = 67, 193  # sizes for operations on rows: not multiples of a vector or an unrolled loop
 VOCABULARY = 301
-SIZES = {
-    "...": (ROWS,),
-    "1": 1,
-    "C": WIDTH,
-    "O": WIDTH,
-    "V": VOCABULARY,
-    "B": 2,
-    "T": 9,
-    "H": 3,
-    "D": 22,
-    "E": 11,
-}
+SIZES = {"...": (ROWS,), "1": 1, "B": 2, "C": WIDTH, "D": 22, "E": 11, "H": 3, "O": WIDTH, "T": 9}
+SIZES["V"] = VOCABULARY
 RANGE = 9  # numbers up to RANGE cover the useful range of the exponential
 OWN = {"route", "route_backward", "grouped_linear", "grouped_linear_backward_x", "grouped_linear_backward_w"}
 OWN |= {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
-OWN |= {
-    "causal_attention",
-    "causal_attention_backward",
-    "adamw",
-    "moving_average",
-    "chunk_squares",
-    "dequantize",
-}
+OWN |= {"causal_attention", "causal_attention_backward", "adamw", "moving_average", "chunk_squares"}
+OWN |= {"dequantize"}
 
 Draw = Callable[..., Array]  # `numbers` for one type
 

@@ -123,11 +123,9 @@ def steps_from(builder: Any, start: Any, step: Any) -> list[Any]:
 @intrinsic  # type: ignore[untyped-decorator]
 def pair_lines(context: Any, above: Any, below: Any, out: Any) -> Any:
     """Write sixteen pairs of elements, one element from each of two rows; all arguments are addresses."""
-
-    def emit(builder: Any, above: Any, below: Any, out: Any) -> None:
-        stored(builder, pairs_of(builder, above, below), out)
-
-    return emitted(types.void(PLACES, PLACES, PLACES), emit)
+    return emitted(
+        types.void(PLACES, PLACES, PLACES), lambda b, up, down, out: stored(b, pairs_of(b, up, down), out)
+    )
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -169,15 +167,8 @@ def narrow_line(context: Any, sums: Any, out: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ products
 
 
-def configuration() -> Array:
-    """Return the bytes that LDTILECFG reads: the first palette, and eight tiles of 16 rows of 64 bytes."""
-    layout = np.zeros(64, np.uint8)
-    layout[0] = 1
-    layout[16:32:2], layout[48:56] = ROW_BYTES, ROWS
-    return layout
-
-
-TILES = configuration()
+TILES = np.zeros(64, np.uint8)  # configuration: the first palette, and eight tiles of 16 rows of 64 bytes
+TILES[0], TILES[16:32:2], TILES[48:56] = 1, ROW_BYTES, ROWS
 
 
 @helper

@@ -232,11 +232,10 @@ def buffers(scratch: Array, heads: int, n: int, width: int, tall: int) -> tuple[
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """Compute `reference.causal_attention`; backward gets (exponentials or None, sums, y, begins)."""
+    """Compute `reference.causal_attention`; the second result is (exponentials or None, sums, y, begins)."""
     multiplies = product_of(q, k, v)
     if multiplies is None or not q.size or not v.size:
-        found: tuple[Array, Any] = otherwise(causal_attention, q, k, v, scale, begins)
-        return found
+        return otherwise(causal_attention, q, k, v, scale, begins)
     if not single(q):
         return attention_bf16.forward(multiplies, q, k, v, scale, begins)
     (batch, length, heads, _), size = q.shape, head_weights(q.shape[1], k.shape[1])
@@ -253,8 +252,7 @@ def causal_attention_backward(
 ) -> tuple[Array, Array, Array]:
     multiplies = product_of(dy, q, k, v)
     if multiplies is None or not isinstance(kept, tuple):
-        found: tuple[Array, Array, Array] = otherwise(causal_attention_backward, dy, q, k, v, kept, scale)
-        return found
+        return otherwise(causal_attention_backward, dy, q, k, v, kept, scale)
     (p, sums, *y, begins), (batch, length, heads, _), total = kept, q.shape, k.shape[1]
     size, count = head_weights(length, total, BLOCK if y else LOW_BLOCK), batch * heads * length
     check_kept((p, batch * heads * size), (begins, batch * length), (sums, count * (2 if y else 1)))

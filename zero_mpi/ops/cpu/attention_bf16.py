@@ -32,7 +32,7 @@ from zero_mpi.ops.cpu.jit import (
     row_most,
     wide,
 )
-from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights
+from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights, low_tile
 
 Multiply = Callable[..., Array]
 EVEN = 16  # rows end at a multiple of EVEN past the diagonal, so that loops run over full vectors
@@ -117,7 +117,7 @@ def forward(
         buffer, of_rows = s[share.number * most :], sums[share.before * length :]
         kept = p[share.before * size if keep else share.number * most :]
         looks = None if begins is None else begins[share.sequences]
-        for whole in tiles_for(qs, ks)[0]:
+        for whole in tiles_for(qs, ks):
             tile = whole.within(looks)
             scores, weights = tile.cut(buffer), tile.cut(kept, tile.weights if keep else 0)
             multiplies(tile.of_queries(qs), tile.of_keys(ks).swapaxes(2, 3), scores)
@@ -130,7 +130,8 @@ def forward(
 
 def largest(parts: list[HeadShare], q: Array, k: Array) -> int:
     """Return the number of scores in the largest tile of all shares."""
-    return max(tiles_for(*share.cut(q, k))[1] for share in parts)
+    lengths = q.shape[1], k.shape[1]
+    return max(low_tile(x.shape[0], x.shape[2], *lengths) for share in parts for x in share.cut(k))
 
 
 def backward(
@@ -171,7 +172,7 @@ def backward_of(
     buffers: scores, gradients of scores, weights (of all tiles if `keep`) and row sums
     """
     (dy, q, k, v), (dq, dk, dv), (score_buffer, slope_buffer, kept, sums) = views, results, buffers
-    found = tuple(tile.within(begins) for tile in tiles_for(q, k)[0])
+    found = tuple(tile.within(begins) for tile in tiles_for(q, k))
     to_keys, to_values = KeySums(dk, found), KeySums(dv, found)
     for tile in found:
         scores, ds, dys = tile.cut(score_buffer), tile.cut(slope_buffer), tile.of_queries(dy)

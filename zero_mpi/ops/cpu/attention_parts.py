@@ -5,16 +5,16 @@ A tile is a block of rows of some heads, with the keys that these rows see. One 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import prod
 
 import numpy as np
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import threads
-from zero_mpi.ops.sizes import LONG, LOW_BLOCK, early_keys, low_tile, tile_heads
+from zero_mpi.ops.sizes import LONG, LOW_BLOCK, early_keys, tile_heads
 
 NONE = np.zeros((0, 0), np.int64)
 
@@ -133,14 +133,6 @@ class Tile:
         return sums[self.sums : self.sums + prod(shape)].reshape(shape)
 
 
-def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices (sequences, key heads) that are computed together."""
-    sequences, together = tile_heads(batch, heads, length, total)
-    for b in range(0, batch, sequences):
-        for g in range(0, heads, together):
-            yield slice(b, min(b + sequences, batch)), slice(g, min(g + together, heads))
-
-
 @cache
 def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
     """Return the tiles for `length` queries and `total` keys; `shared` query heads share a key head.
@@ -150,9 +142,11 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
     """
     found: list[Tile] = []
     weights = sums = 0
-    starts = range(0, length, LOW_BLOCK)
-    for sequences, keys in groups(batch, heads // shared, length, total):
-        count = sequences.stop - sequences.start, keys.stop - keys.start
+    starts, of_keys = range(0, length, LOW_BLOCK), heads // shared
+    some, together = tile_heads(batch, of_keys, length, total)
+    for b, g in product(range(0, batch, some), range(0, of_keys, together)):
+        sequences, keys = slice(b, min(b + some, batch)), slice(g, min(g + together, of_keys))
+        count = sequences.stop - b, keys.stop - g
         for share in range(shared):
             queries = slice(keys.start * shared + share, keys.stop * shared, shared)
             for r in reversed(starts):
@@ -168,7 +162,7 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
     return tuple(found)
 
 
-def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
-    """Return (the tiles, the number of elements of the largest tile)."""
+def tiles_for(q: Array, k: Array) -> tuple[Tile, ...]:
+    """Return the tiles for these arrays."""
     (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
-    return tiles(batch, length, heads, heads // of_keys, total), low_tile(batch, of_keys, length, total)
+    return tiles(batch, length, heads, heads // of_keys, total)

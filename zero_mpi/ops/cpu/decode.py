@@ -160,7 +160,7 @@ def keep(line: Array, sequences: int, positions: Array) -> None:
 
 @compiled
 def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
-    """Attend by a head. A: keys, B: values, C: capacity, D: window, E: scale, F, G: widths, H: key heads."""
+    """Compute a head. A: keys, B: values, C: capacity, D: window, E: scale, F, G: widths, H: key heads."""
     heads, key_width, width = line[PARTS], line[F], line[G]
     group = head * line[H] // heads
     for n in range(sequences):

@@ -95,7 +95,6 @@ class Block:
         return self.builder.or_(low, self.builder.shl(high, constant(place)))
 
     def times(self, factor: Any, whole: Any) -> Any:
-        """Return a float32 times a word."""
         return self.builder.fmul(factor, self.builder.sitofp(whole, SINGLE))
 
     def part(self, whole: Any, shift: int, mask: int) -> Any:
@@ -232,9 +231,8 @@ def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, lo
                 if narrows:
                     near = nearest_low(builder, vector, SIXTEEN, constant)
                     vector = builder.trunc(near, ir.VectorType(HALF, ELEMENTS))
-                stored(
-                    builder, vector, place_of(builder, out, index, at * ELEMENTS * width, elements * width)
-                )
+                place = place_of(builder, out, index, at * ELEMENTS * width, elements * width)
+                stored(builder, vector, place)
 
         each_block(builder, number, raw, blocks, write)
 
@@ -280,27 +278,14 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
     if not (packed or kind in RARE) or not out.flags.c_contiguous or not out.size:
         reference.dequantize(raw, kind, out)
         return
-    if kind in RARE:
-        dequantize_rare(np.ascontiguousarray(raw), kind, out)
-        return
-    block, number, filled_out = BLOCK_KINDS[kind], PACKED.index(kind), bits(out)
-    raw = np.ascontiguousarray(raw)
+    block, raw = BLOCK_KINDS[kind], np.ascontiguousarray(raw)
 
     def work(blocks: slice) -> None:
-        here = slice(blocks.start * block.elements, blocks.stop * block.elements)
-        unpack(raw[blocks.start * block.nbytes :], filled_out[here], number, blocks.stop - blocks.start)
-
-    in_parts((out.size // block.elements, block.elements), work)
-
-
-def dequantize_rare(raw: Array, kind: str, out: Array) -> None:
-    """Unpack a type that has no kernel here, with ggml if it is installed."""
-    block = BLOCK_KINDS[kind]
-
-    def work(blocks: slice) -> None:
-        here = slice(blocks.start * block.elements, blocks.stop * block.elements)
         part = raw[blocks.start * block.nbytes : blocks.stop * block.nbytes]
-        if not ggml.dequantize(part, kind, out[here]):
-            reference.dequantize(part, kind, out[here])
+        filled = out[blocks.start * block.elements : blocks.stop * block.elements]
+        if packed:
+            unpack(part, bits(filled), PACKED.index(kind), blocks.stop - blocks.start)
+        elif not ggml.dequantize(part, kind, filled):
+            reference.dequantize(part, kind, filled)
 
     in_parts((out.size // block.elements, block.elements), work)

@@ -7,7 +7,20 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, ZERO, adds_into, alike, bits, kernel, matrix, narrow, wide
+from zero_mpi.ops.cpu.elementwise import add_low
+from zero_mpi.ops.cpu.jit import (
+    BFLOAT16,
+    FLOAT32,
+    ZERO,
+    adds_into,
+    alike,
+    bits,
+    flat,
+    kernel,
+    matrix,
+    narrow,
+    wide,
+)
 from zero_mpi.ops.registry import defined, implements
 
 
@@ -50,16 +63,6 @@ def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
             for j in range(total.size):
                 out[j] = narrow(dw, wide(out[j]) + total[j])
             total[:] = ZERO
-
-
-@kernel("l3 l2 l3+")
-def add_positions(x: Array, w: Array, y: Array) -> None:
-    """Compute y (B, T, C) = x + w (T, C) of bfloat16."""
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            row, place, out = x[b, t], w[t], y[b, t]
-            for j in range(row.size):
-                out[j] = narrow(y, wide(row[j]) + wide(place[j]))
 
 
 @kernel("l3 e2+")
@@ -125,7 +128,8 @@ def positions(x: Array, w: Array) -> Array:
     y = recycled(x.shape, x.dtype)
     if x.dtype == FLOAT32:
         return np.add(x, w, out=y)
-    add_positions(bits(np.ascontiguousarray(x)), matrix(w), bits(y))
+    for row, out in zip(x, y, strict=True):
+        add_low(flat(row), flat(w), flat(out))
     return y
 
 

@@ -43,7 +43,6 @@ LOW = types.uint16  # type of the bits of a bfloat16 in kernels
 WORD = ir.IntType(32)
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
-SECOND_BLAS = "scipy.linalg.cython_blas"
 
 f4: Any = np.float32
 ZERO, ONE = f4(0), f4(1)
@@ -112,7 +111,7 @@ def load(compiled: Any, signature: Any) -> Any:
             numba.config.CACHE_DIR = before
         compiled._can_compile = True
         try:
-            with out_of_reach(SECOND_BLAS):  # no kernel uses this library, which numba would load in 0.2 s
+            with out_of_reach("scipy.linalg.cython_blas"):  # unused; numba would load it in 0.2 s
                 return compiled.compile(signature)
         finally:
             compiled._can_compile = False
@@ -122,7 +121,7 @@ class QuickCache(FunctionCache):  # type: ignore[misc]
     """Cache of numba that loads code without importing everything that a compilation needs."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the code for a signature, or None if it is not in the cache."""
+
         rtsys.initialize(target_context)
         return self._load_overload(sig, target_context)
 
@@ -220,13 +219,12 @@ def stored(builder: Any, value: Any, place: Any) -> None:
 def wide(context: Any, x: Any) -> Any:
     """Return an element as float32; x is a float32 or the bits of a bfloat16."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        if signature.args[0] == FLOAT:
-            return values[0]
-        word = builder.zext(values[0], WORD)
-        return builder.bitcast(builder.shl(word, WORD(16)), ir.FloatType())
+    def emit(builder: Any, value: Any) -> Any:
+        if x == FLOAT:
+            return value
+        return builder.bitcast(builder.shl(builder.zext(value, WORD), WORD(16)), SINGLE)
 
-    return FLOAT(x), codegen
+    return emitted(FLOAT(x), emit)
 
 
 def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], Any] = WORD) -> Any:
@@ -245,12 +243,10 @@ def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], A
 def narrow(context: Any, out: Any, x: Any) -> Any:
     """Return x as `out` stores it: the float32 itself, or the bits of the nearest bfloat16, ties to even."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        if out.dtype == FLOAT:
-            return values[1]
-        return builder.trunc(nearest_low(builder, values[1], WORD), ir.IntType(16))
+    def emit(builder: Any, _: Any, value: Any) -> Any:
+        return value if out.dtype == FLOAT else builder.trunc(nearest_low(builder, value, WORD), HALF)
 
-    return out.dtype(out, FLOAT), codegen
+    return emitted(out.dtype(out, FLOAT), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -115,8 +115,7 @@ def linear_cross_entropy(
 ) -> Loss:
     multiplies = multiplier(x, w, b) if can_add(x, dw, db) else None
     if multiplies is None:
-        found: Loss = otherwise(linear_cross_entropy, x, w, b, targets, scale, dw, db, need_dx)
-        return found
+        return otherwise(linear_cross_entropy, x, w, b, targets, scale, dw, db, need_dx)
     inputs, weights, ids = fitting(rows(x)), fitting(w), checked(targets, w.shape[0], UNCOUNTED)
     n, vocabulary = inputs.shape[0], w.shape[0]
     step = chunk_rows(n, vocabulary)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import llvmlite.binding
 import numpy as np
@@ -43,6 +43,8 @@ from zero_mpi.ops.low_precision import accept_low
 from zero_mpi.ops.reference import rows
 from zero_mpi.ops.registry import defined, implements
 from zero_mpi.ops.threads import EVEN_ROWS, cut_product, equal_parts, in_parts, shared, with_sums
+
+T = TypeVar("T")
 
 LEAST = 1 << 22  # multiplications: BLAS computes smaller float32 products before oneDNN has begun
 AT_A_TIME = 3 << 20  # maximum bytes of a transposed matrix in a call: oneDNN's copy must fit in cache
@@ -130,11 +132,11 @@ def by_tiles() -> Callable[..., Array] | None:
     return amx.multiply
 
 
-def otherwise(operation: Callable[..., Any], *given: Any) -> Any:
-    """Compute an operation without library: bfloat16 on float32 copies, other types by the reference."""
-    if given[0].dtype == BFLOAT16:
-        return accept_low(operation.__name__, operation)(*given)
-    return getattr(reference, operation.__name__)(*given)
+def otherwise(operation: Callable[..., T], *given: Any) -> T:
+    """Compute an operation that no library supports, on float32 copies of bfloat16 or by the reference."""
+    name, is_low = operation.__name__, given[0].dtype == BFLOAT16
+    result: T = (accept_low(name, operation) if is_low else getattr(reference, name))(*given)
+    return result
 
 
 # -------------------------------------------------------------------------------------- the linear layer
