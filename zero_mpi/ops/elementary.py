@@ -88,15 +88,6 @@ def power_by_decimal(x: float, y: Any) -> Any:
     return decimal_power(float(x), float(y))
 
 
-def quarters(x: Array) -> tuple[Array, Array]:
-    """Return (the number of quarter turns modulo 4, the remainder between -pi/4 and pi/4) of angles."""
-    assert not np.size(x) or np.abs(x).max() < MOST_ANGLE, "a larger angle would lose precision"
-    count = np.floor(x * (2 / math.pi) + 0.5)
-    for part in QUARTER_TURN:
-        x = x - count * part
-    return count.astype(np.int64) & 3, x
-
-
 def series(z: Array, factors: Iterable[float]) -> Array:
     """Return the polynomial z (f_n + z (f_n-1 + ...)), where f_n is the last of `factors`."""
     total = np.zeros_like(z)
@@ -107,8 +98,12 @@ def series(z: Array, factors: Iterable[float]) -> Array:
 
 def sine_of_array(x: Array, ahead: int = 0) -> Array:
     """Return the float64 sines of x plus `ahead` quarter turns, to 3 ulp."""
-    quarter, r = quarters(np.asarray(x, np.float64))
-    quarter, z = quarter + ahead, r * r
+    r = np.asarray(x, np.float64)
+    assert not r.size or np.abs(r).max() < MOST_ANGLE, "a larger angle would lose precision"
+    count = np.floor(r * (2 / math.pi) + 0.5)
+    for part in QUARTER_TURN:
+        r = r - count * part
+    quarter, z = count.astype(np.int64) + ahead, r * r
     sine = r + r * series(z, SINE)
     cosine = 1.0 - (0.5 * z - z * series(z, COSINE))
     found: Array = np.where(quarter & 1, cosine, sine) * np.where(quarter & 2, -1.0, 1.0)
@@ -134,11 +129,6 @@ def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
     return pairs.astype(np.float32).ravel()
 
 
-def normals_by_numpy(generator: np.random.Generator, count: int) -> Array:
-    """Return `count` standard normal float32 numbers."""
-    return generator.standard_normal(count, np.float32)
-
-
 def chosen(own: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
     """Return `own` under `--bits portable`, and `library` otherwise."""
     return own if portable.active else library
@@ -151,4 +141,6 @@ logs: Callable[[Array], Array] = chosen(log_of_array, np.log)
 exps: Callable[[Array], Array] = chosen(exp_of_array, np.exp)
 cosines: Callable[[Array], Array] = chosen(cosine_of_array, np.cos)
 sines: Callable[[Array], Array] = chosen(sine_of_array, np.sin)
-normals: Callable[[np.random.Generator, int], Array] = chosen(normals_by_turns, normals_by_numpy)
+normals: Callable[[np.random.Generator, int], Array] = chosen(
+    normals_by_turns, lambda generator, count: generator.standard_normal(count, np.float32)
+)

@@ -7,12 +7,9 @@ neither. Operations and the plan therefore both use the numbers and formulas of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from zero_mpi.device.arrays import side_by_side
 from zero_mpi.device.types import Array
-
-Take = Callable[[tuple[int, ...], Any], Array]  # makes an array of a shape and a type
 
 # Attention on the CPU.
 BLOCK = 64  # rows: smaller blocks need more calls, larger blocks compute more scores above the diagonal;
@@ -40,8 +37,8 @@ LINE = 8  # a row of logits is padded to a multiple of LINE elements: products o
 WORKSPACE = 32 << 20  # bytes of cuBLASLt's workspace on Hopper and later GPUs
 
 
-def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Array, Array]:
-    """Return arrays for dq, dk and dv: columns of one array if q, k and v are columns of one array too."""
+def gradients_like(q: Array, k: Array, v: Array, take: Callable[..., Array]) -> tuple[Array, Array, Array]:
+    """Return arrays for dq, dk and dv by take(shape, type): columns of one array if q, k and v are, too."""
     joint = side_by_side((q, k, v))
     if joint is None:
         return take(q.shape, q.dtype), take(k.shape, k.dtype), take(v.shape, v.dtype)
@@ -174,9 +171,8 @@ def check_kept(*kept: tuple[Array | None, int]) -> None:
     """Raise ValueError unless the arrays kept by attention's forward have the sizes that backward expects."""
     for x, size in kept:
         if x is not None and x.size != size:
-            raise ValueError(
-                f"causal_attention_backward: expected {size} elements from forward; got {x.shape} {x.dtype}"
-            )
+            got = f"{x.shape} {x.dtype}"
+            raise ValueError(f"causal_attention_backward: expected {size} elements from forward; got {got}")
 
 
 def run_length(p: Array, runs: Array) -> int:

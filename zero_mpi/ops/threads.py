@@ -63,12 +63,7 @@ def start(work: Callable[..., T], *given: Any) -> Future[T]:
 
 def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
     """Return slices that divide an array's rows into equal multiples of `even`; one slice if it is small."""
-    return slices(shape[0], prod(shape) // LEAST, even)
-
-
-def slices(rows: int, most: int, even: int) -> list[slice]:
-    """Return slices that divide `rows` into equal multiples of `even`: one per thread, at most `most`."""
-    return equal_parts(rows, min(_threads, most), even)
+    return equal_parts(shape[0], min(_threads, prod(shape) // LEAST), even)
 
 
 def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
@@ -116,7 +111,8 @@ def shared(product: Callable[..., Array]) -> Callable[..., Array]:
     def multiply(a: Array, b: Array, c: Array, **more: Any) -> Array:
         lead = c.shape[:-2] or c.shape
         axis = lead.index(max(lead))
-        parts = slices(c.shape[axis], c.size * a.shape[-1] // LEAST_PRODUCT, EVEN_ROWS if c.ndim == 2 else 1)
+        most = min(_threads, c.size * a.shape[-1] // LEAST_PRODUCT)
+        parts = equal_parts(c.shape[axis], most, EVEN_ROWS if c.ndim == 2 else 1)
         run([partial(product, **cut_product(part, axis, a=a, b=b, c=c, **more)) for part in parts])
         return c
 

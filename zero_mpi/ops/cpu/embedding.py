@@ -8,19 +8,7 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.elementwise import add_low
-from zero_mpi.ops.cpu.jit import (
-    BFLOAT16,
-    FLOAT32,
-    ZERO,
-    adds_into,
-    alike,
-    bits,
-    flat,
-    kernel,
-    matrix,
-    narrow,
-    wide,
-)
+from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, adds_into, alike, bits, flat, kernel, matrix, narrow, wide
 from zero_mpi.ops.registry import defined, implements
 
 
@@ -62,7 +50,7 @@ def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
         if i + 1 == ids.size or ids[i + 1] != ids[i]:
             for j in range(total.size):
                 out[j] = narrow(dw, wide(out[j]) + total[j])
-            total[:] = ZERO
+            total[:] = 0
 
 
 @kernel("l3 e2+")
@@ -70,7 +58,7 @@ def add_sums_of_positions(dy: Array, dw: Array) -> None:
     """Add to dw (T, C) the sum of dy (B, T, C) over sequences, rounded once."""
     total = np.zeros(dy.shape[2], np.float32)
     for t in range(dy.shape[1]):
-        total[:] = ZERO
+        total[:] = 0
         for b in range(dy.shape[0]):
             row = dy[b, t]
             for j in range(total.size):

@@ -15,21 +15,9 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import by_rows, fitting
 from zero_mpi.ops.cpu.embedding import checked
-from zero_mpi.ops.cpu.jit import (
-    BFLOAT16,
-    FLOAT32,
-    ZERO,
-    exponential,
-    f4,
-    flat,
-    kernel,
-    log_double,
-    narrow,
-    row_most,
-    single,
-)
+from zero_mpi.ops.cpu.jit import FLOAT32, exponential, f4, flat, kernel, log_double, narrow, row_most, single
 from zero_mpi.ops.cpu.products import add_columns, add_row, multiplier, otherwise
-from zero_mpi.ops.low_precision import widened
+from zero_mpi.ops.low_precision import BFLOAT16, widened
 from zero_mpi.ops.reference import chunk_rows, rows
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts, with_sums
@@ -53,11 +41,11 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
         row = z[i]
         if targets[i] == UNCOUNTED:
             if gradient:
-                row[:] = ZERO
+                row[:] = 0
             continue
         most = row_most(row)
         picked = np.float64(row[targets[i]] - most)
-        weight = ZERO
+        weight = f4(0)
         for j in range(width):
             e = exponential(row[j] - most)
             weights[j] = e

@@ -160,8 +160,7 @@ def by_rows(x: Array) -> tuple[Array, int, int, int]:
 
 def elements(x: Array) -> int:
     """Return the number of blocks for a flat array, with one pack per thread."""
-    result: int = -(-x.size * x.itemsize // (THREADS * PACK))
-    return result
+    return int(-(-x.size * x.itemsize // (THREADS * PACK)))
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:
