@@ -1,4 +1,4 @@
-"""The operations of layers and optimizers, which are dispatched by the type of their first array.
+"""Operations of layers and optimizers. The type of an operation's first array selects the version.
 
 `reference` defines each operation with `registry.operation`, and `registry.implements` adds faster versions
 for an array type. Callers write `ops.NAME(...)` for arrays on any device. If numba and SciPy are installed,
@@ -46,11 +46,11 @@ def compiles() -> bool:
 
 
 def products(kind: Any) -> tuple[str, str]:
-    """Return (the host's matmul library for a type, ""), or ("", why matmuls use float32 copies).
+    """Return (the host's matmul library for a type, ""), or ("", the reason why matmuls use float32 copies).
 
-    The result is ("", "") on a GPU, and for float32 if BLAS multiplies it.
+    The result is ("", "") on a GPU, and for float32 if BLAS computes the matmuls.
     """
-    if device.in_use() is not device.HOST or kind == np.float64:  # the reference multiplies float64 by NumPy
+    if device.in_use() is not device.HOST or kind == np.float64:  # NumPy computes float64 matmuls
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
         return "", "no CPU kernel multiplies float16"
@@ -63,7 +63,7 @@ def products(kind: Any) -> tuple[str, str]:
 
 
 def slower(kind: Any) -> str:
-    """Return the reason why computing in a type is slower here than it could be, or an empty string."""
+    """Return the reason why a type is slow on this machine, or an empty string."""
     if device.in_use().name == "cuda":
         from zero_mpi.ops import gpu
 
@@ -95,7 +95,7 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
 
     Before it compiles for a CPU, which takes about ten seconds, it calls `say` with one line. If many ranks
     start at once, call `prepare` first on one rank of each node, which fills the cache for the other ranks.
-    Other kernels, such as the host's kernels on a GPU run, are compiled when they are first called.
+    Other kernels, such as the host's kernels in a GPU run, are compiled when they are first called.
     """
     if device.in_use().name == "cuda":
         prepare_gpu()
@@ -146,7 +146,7 @@ def prepare_cpu() -> None:
 
 
 def _on_first_use(name: str) -> Callable[..., Any]:
-    """Return a placeholder for an operation, which imports the kernels when it is called."""
+    """Return a placeholder for an operation; the placeholder imports the kernels when it is called."""
 
     def load_and_call(*arguments: Any, **named: Any) -> Any:
         prepare_cpu()

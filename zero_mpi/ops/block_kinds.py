@@ -31,7 +31,7 @@ class BlockKind:
     nbytes: int
 
     def bytes_of(self, size: int) -> int:
-        """Return the bytes of a tensor of `size` elements, which must be a multiple of `elements`."""
+        """Return the number of bytes of a tensor of `size` elements, a multiple of `elements`."""
         return size // self.elements * self.nbytes
 
 
@@ -48,7 +48,7 @@ EXPONENT = np.uint16(0x7C00)  # exponent bits of a float16; all are set in infin
 
 
 def finite_blocks(raw: Array, kind: str) -> Array:
-    """Return for each block in raw bytes whether its elements are finite. `kind` is in `PACKED`."""
+    """Return a boolean per block of the bytes `raw`: all its elements are finite. `kind` is in `PACKED`."""
     blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_KINDS[kind].nbytes)
     scales = [blocks[:, at : at + 2].copy().view(np.uint16) & EXPONENT for at in SCALES[kind]]
     found: Array = (np.hstack(scales) != EXPONENT).all(axis=1)

@@ -1,13 +1,14 @@
 """Cache of compiled kernels: one folder per machine type and set of package versions, kept between runs.
 
-The folder's name is a hash of everything that changes the code. So its content is never out of date, and
-machines of different types may share a home directory. Code from the folder is executed, so only this user
-may own the folder. If no such folder can be written, every run compiles into a temporary folder.
+The folder's name contains a hash of everything that changes the code. So its content is never out of date,
+and machines of different types may share a home directory. Code from the folder is executed, so the folder
+must belong to this user. If no such folder can be written, every run compiles into a temporary folder.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import platform
@@ -22,7 +23,7 @@ from zero_mpi.environment import portable
 
 SOURCES = Path(__file__).parent / "cpu"
 PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
-COMPLETE = "complete-{}"  # name of a file that exists if the folder has all kernels of a type
+COMPLETE = "complete-{}"  # name of the file that marks a folder with all kernels of a type
 
 
 def installed(package: str) -> str:
@@ -49,13 +50,8 @@ def key() -> str:
     """Return the folder's name, which contains a hash of everything that the code depends on."""
     digest = hashlib.sha256()
     place = str(SOURCES)  # the path is also part of the key of numba's own cache
-    for text in (
-        place,
-        platform.python_version(),
-        platform.machine(),
-        processor(),
-        *map(installed, PACKAGES),
-    ):
+    machine = platform.machine(), processor()
+    for text in (place, platform.python_version(), *machine, *map(installed, PACKAGES)):
         digest.update(text.encode() + b"\0")
     sources = [SOURCES.parent / name for name in ("elementary.py", "block_kinds.py", "../arguments.py")]
     for path in [*sources, *sorted(SOURCES.parent.glob("*reference.py")), *sorted(SOURCES.glob("*.py"))]:
@@ -105,7 +101,5 @@ def is_complete(kind: str) -> bool:
 
 def mark_complete(kind: str) -> None:
     """Record that the folder has all kernels of a type."""
-    try:
+    with contextlib.suppress(OSError):  # harmless: the next run only prints that it compiles
         (folder() / COMPLETE.format(kind)).touch()
-    except OSError:  # not serious: the next run announces a compilation that is not needed
-        return

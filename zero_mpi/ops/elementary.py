@@ -30,7 +30,7 @@ QUARTER_TURN = tuple(
     map(float.fromhex, ("0x1.921fb54400000p+0", "0x1.0b4611a600000p-34", "0x1.3198a2e037073p-69"))
 )
 TURN = float.fromhex("0x1.921fb54442d18p+2")
-MOST_ANGLE = 2.0**20  # up to this angle, quarter turns times the first two parts of pi/2 are exact
+MOST_ANGLE = 2.0**20  # below this angle, multiples of the first two parts of pi/2 are exact
 SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9, 0, -1)]  # Taylor series, highest order first
 EXPONENTIAL = [1 / math.factorial(n) for n in range(14, 0, -1)]
 COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(9, 1, -1)]
@@ -77,7 +77,7 @@ def decimal_log(x: float) -> float:
 
 @lru_cache(maxsize=256)
 def decimal_power(x: float, y: float) -> float:
-    """Return x^y, rounded once. x must be at least 0, and so must y if x is 0."""
+    """Return x^y, rounded once, for x >= 0; if x is 0, y must not be negative."""
     return float(EXACTLY.power(Decimal(x), Decimal(y))) if x and y else float(not y)
 
 
@@ -88,15 +88,6 @@ def power_by_decimal(x: float, y: Any) -> Any:
     return decimal_power(float(x), float(y))
 
 
-def quarters(x: Array) -> tuple[Array, Array]:
-    """Split angles into full quarter turns, modulo 4, and remainders between -pi/4 and pi/4."""
-    assert not np.size(x) or np.abs(x).max() < MOST_ANGLE, "a larger angle would lose precision"
-    count = np.floor(x * (2 / math.pi) + 0.5)
-    for part in QUARTER_TURN:
-        x = x - count * part
-    return count.astype(np.int64) & 3, x
-
-
 def series(z: Array, factors: Iterable[float]) -> Array:
     """Return the polynomial z (f_n + z (f_n-1 + ...)), where f_n is the last of `factors`."""
     total = np.zeros_like(z)
@@ -105,24 +96,23 @@ def series(z: Array, factors: Iterable[float]) -> Array:
     return total
 
 
-def sine_ahead(x: Array, ahead: int) -> Array:
+def sine_of_array(x: Array, ahead: int = 0) -> Array:
     """Return the float64 sines of x plus `ahead` quarter turns, to 3 ulp."""
-    quarter, r = quarters(np.asarray(x, np.float64))
-    quarter, z = quarter + ahead, r * r
+    r = np.asarray(x, np.float64)
+    assert not r.size or np.abs(r).max() < MOST_ANGLE, "a larger angle would lose precision"
+    count = np.floor(r * (2 / math.pi) + 0.5)
+    for part in QUARTER_TURN:
+        r = r - count * part
+    quarter, z = count.astype(np.int64) + ahead, r * r
     sine = r + r * series(z, SINE)
     cosine = 1.0 - (0.5 * z - z * series(z, COSINE))
     found: Array = np.where(quarter & 1, cosine, sine) * np.where(quarter & 2, -1.0, 1.0)
     return found
 
 
-def sine_of_array(x: Array) -> Array:
-    """Return the float64 sines of angles, to 3 ulp."""
-    return sine_ahead(x, 0)
-
-
 def cosine_of_array(x: Array) -> Array:
     """Return the float64 cosines of angles, to 3 ulp."""
-    return sine_ahead(x, 1)
+    return sine_of_array(x, 1)
 
 
 def cosine_of_number(x: float) -> float:
@@ -132,20 +122,15 @@ def cosine_of_number(x: float) -> float:
 
 def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
     """Return `count` standard normal float32 numbers; `count` must be even (Box and Muller, 1958)."""
-    u = generator.random(count)  # random integers times a power of two
+    u = generator.random(count)  # exact on all machines: random integers times a power of two
     radius = np.sqrt(-2.0 * log_of_array(1.0 - u[::2]))
     angle = TURN * u[1::2]
     pairs = np.stack((radius * cosine_of_array(angle), radius * sine_of_array(angle)), axis=1)
     return pairs.astype(np.float32).ravel()
 
 
-def normals_by_numpy(generator: np.random.Generator, count: int) -> Array:
-    """Return `count` standard normal float32 numbers."""
-    return generator.standard_normal(count, np.float32)
-
-
 def chosen(own: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
-    """Return this module's function under `--bits portable`, and the library's function otherwise."""
+    """Return `own` under `--bits portable`, and `library` otherwise."""
     return own if portable.active else library
 
 
@@ -156,4 +141,6 @@ logs: Callable[[Array], Array] = chosen(log_of_array, np.log)
 exps: Callable[[Array], Array] = chosen(exp_of_array, np.exp)
 cosines: Callable[[Array], Array] = chosen(cosine_of_array, np.cos)
 sines: Callable[[Array], Array] = chosen(sine_of_array, np.sin)
-normals: Callable[[np.random.Generator, int], Array] = chosen(normals_by_turns, normals_by_numpy)
+normals: Callable[[np.random.Generator, int], Array] = chosen(
+    normals_by_turns, lambda generator, count: generator.standard_normal(count, np.float32)
+)

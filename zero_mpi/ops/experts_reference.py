@@ -16,7 +16,7 @@ from zero_mpi.ops.registry import operation
 
 
 def groups(starts: Array) -> Iterator[tuple[int, slice]]:
-    """Yield the number of each expert that has rows, with the slice of its rows."""
+    """Yield (index, slice of its rows) for each expert that has rows."""
     for expert, (start, stop) in enumerate(pairwise(starts.tolist())):
         if stop > start:
             yield expert, slice(start, stop)
@@ -85,7 +85,7 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
 
 @operation("x R C, w N O C, starts M int64, plus? R O -> R O; M == N + 1")
 def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None) -> Array:
-    """Return y (R, O): each row of x (R, C) times its expert's transposed matrix in w (N, O, C), + plus."""
+    """Return y (R, O) = plus + the product of each row of x (R, C) and its expert's w (O, C) transposed."""
     y = namespace(x).empty((x.shape[0], w.shape[1]), x.dtype)
     for expert, part in groups(starts):
         y[part] = x[part] @ w[expert].T

@@ -1,4 +1,4 @@
-"""The operations of `reference` on flat buffers: updates, averages, sums, and GGUF's blocks."""
+"""Definitions of operations on flat buffers: updates, averages, sums, and unpacking of GGUF blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CHUNK = 1 << 18  # elements unpacked at a time, to bound temporary arrays; a mul
 
 # Order of the sums over rows in gradients of biases and norms. A single sum over thousands of rows loses
 # one bit of precision whenever the number of rows grows fourfold. So rows are summed in blocks of LANES *
-# LANE_ROWS: row i of a block is added to lane i mod LANES, lanes are added in pairs, then block after block.
-# The order depends only on the number of rows. GPU blocks use another order, with equally short sums.
+# LANE_ROWS: row i of a block is added to lane i mod LANES, the lanes are added in pairs, and then the blocks
+# in order. This order depends only on the number of rows. GPU kernels use another order of short sums.
 LANES, LANE_ROWS = 4, 16
 
 
@@ -46,8 +46,8 @@ def adamw(
     m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2, where g is multiplied by grad_scale; p = p (1
     - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps). decay (n,), float64: weight
     decay of each of the n equally long runs of p. Loshchilov and Hutter, "Decoupled Weight Decay
-    Regularization", 2019. Temporary arrays are blocks that fit in cache. Each element is computed by itself,
-    so results are bit-identical however an array is cut.
+    Regularization", 2019. Temporary arrays are blocks that fit in cache. No element depends on another, so
+    results are bit-identical however the arrays are cut.
     """
     xp = namespace(p)
     root_c2 = math.sqrt(1.0 - power(beta2, step))
@@ -78,7 +78,7 @@ def adamw(
 def moving_average(e: Array, p: Array, keep: float) -> None:
     """Compute e = keep e + (1 - keep) p, in place in e; e and p are flat and of equal size.
 
-    As in `adamw`, results are bit-identical however an array is cut.
+    As in `adamw`, results are bit-identical however the arrays are cut.
     """
     for start in range(0, p.size, ADAMW_BLOCK):
         part = slice(start, start + ADAMW_BLOCK)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from zero_mpi.errors import UsageError
 
 VARIABLE, PACKAGE, FILE = "ZERO_MPI_GGML", "libggml", "lib64/libggml-base.so"
-CHUNK = 1 << 18  # elements read at a time if they are rounded afterwards
+CHUNK = 1 << 18  # elements unpacked at a time, to bound temporary arrays
 SIZE, POINTER = ctypes.c_size_t, ctypes.c_void_p
 CALLS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_row_size": (SIZE, [ctypes.c_int, ctypes.c_int64]),
@@ -82,14 +82,14 @@ def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
 def quantize(
     rows: NDArray[np.float32], kind: GGMLQuantizationType, importance: NDArray[np.float32] | None = None
 ) -> NDArray[np.uint8]:
-    """Return rows (n, width) as blocks (n, bytes) of a type; importance (width,): the columns' weights.
+    """Return rows (n, width) as blocks (n, bytes) of a type; importance (width,): a weight for each column.
 
     Raise OverflowError for numbers that the type cannot represent.
     """
     ggml, (count, width) = library(kind.name), rows.shape
     block, nbytes = GGML_QUANT_SIZES[kind]
     expected = width // block * nbytes
-    if width % block or ggml.ggml_row_size(int(kind), width) != expected:  # else the library ends the process
+    if width % block or ggml.ggml_row_size(int(kind), width) != expected:  # the library would abort
         raise ValueError(f"rows of {width}: expected a multiple of the {block} elements of {kind.name}")
     if importance is None and ggml.ggml_quantize_requires_imatrix(int(kind)):
         raise ValueError(f"{kind.name}: expected an importance matrix")

@@ -1,7 +1,7 @@
-"""The operations in bfloat16 and float16 on the host, computed in float32 with each result rounded once.
+"""Operations in bfloat16 and float16 on the host, computed in float32 with each result rounded once.
 
 This module defines low precision: sums and products are computed in float32, and results are rounded to bf16
-or fp16. The module is a slow reference for tests of the GPU's kernels and of the host's bfloat16 kernels.
+or fp16. Tests compare the GPU's kernels and the host's bfloat16 kernels with this slow reference.
 Statistics that forward keeps for backward, losses and tables of rotary positions are never in low precision.
 A gradient to which an operation adds keeps its own type.
 """
@@ -21,9 +21,7 @@ from zero_mpi.ops.signatures import Signature
 
 BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 LOW = (BFLOAT16, FLOAT16)
-
-
-WIDENED: dict[str, Signature] = {}  # operation -> signature, if low-precision arrays are widened for it
+WIDENED: dict[str, Signature] = {}  # signatures of operations that get float32 copies of low-precision arrays
 
 
 def widened(x: Any) -> Any:
@@ -70,6 +68,6 @@ def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, given
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity, visible in the norm."""
+    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity; the norm shows it."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)

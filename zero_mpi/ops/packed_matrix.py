@@ -1,4 +1,4 @@
-"""Matrices kept in quantized blocks: `PackedMatrix`, for layers that only run forward, and `PackedStack`."""
+"""Matrices in quantized blocks: `PackedMatrix`, for layers that only run forward, and `PackedStack`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of rows and columns."""
+
         block = BLOCK_KINDS[self.kind]
         return len(self.raw), self.raw.shape[1] // block.nbytes * block.elements
 
@@ -57,10 +57,8 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedStack:
-    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8. Indexing unpacks one matrix.
-
-    kept     type to which the elements are rounded; `dtype`: type of an unpacked matrix
-    """
+    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8. Indexing unpacks one matrix,
+    rounds it to the type `kept` and returns it in the type `dtype`."""
 
     raw: Array
     kind: str

@@ -18,7 +18,7 @@ from zero_mpi.ops.low_precision import BFLOAT16, WIDENED, accept_low
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-OPERATIONS: dict[str, Any] = {}  # name -> the operation, dispatched by the type of its first array
+OPERATIONS: dict[str, Any] = {}  # name -> function that calls the version for its first array's type
 VERSIONS: dict[type, dict[str, Callable[..., Any]]] = {}  # array type -> operation's name -> faster version
 defined = SimpleNamespace()
 """Reference version of each operation, for arrays that no kernel supports."""
@@ -71,7 +71,7 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
 def implements(
     definition: Callable[..., Any], kind: type = np.ndarray, low: Sequence[Any] = (BFLOAT16,)
 ) -> Callable[[F], F]:
-    """Return a decorator that makes a function the version of an operation for an array type.
+    """Return a decorator that registers a function as the version of an operation for an array type.
 
     low: supported low-precision types; on the host, other low-precision arrays become float32 copies.
     """

@@ -33,7 +33,7 @@ SEEN = 256  # combinations of shapes and types that are remembered for each oper
 
 @dataclass(frozen=True)
 class Entry:
-    """Argument or result in a signature: an array, or without axes a number or a string."""
+    """Argument or result in a signature: an array or, if there are no axes, a number or a string."""
 
     name: str
     axes: tuple[str, ...]
@@ -75,8 +75,8 @@ def checked(
 ) -> Callable[..., Any]:
     """Return a function with the parameters of `definition`; it calls the version for the first array's type.
 
-    The function raises ValueError if its arrays do not fit. The function is made from source text, so that a
-    call reads each array's shape once, builds no list of arguments, and calls no other function in between.
+    The function raises ValueError if its arrays do not fit. It is made from source text for speed: a call
+    reads each array's shape once and builds no list of arguments.
     """
     facts = []
     for entry in expected.entries:
@@ -169,6 +169,6 @@ def bind(axes: Sequence[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> 
 
 
 def bytes_of(kind: str, size: int) -> int:
-    """Return the bytes of `size` elements in blocks of a kind, or -1 if there are no such blocks."""
+    """Return the bytes of `size` elements of a kind, or -1 for an unknown kind or an incomplete block."""
     block = BLOCK_KINDS.get(kind)
     return -1 if block is None or size % block.elements else block.bytes_of(size)

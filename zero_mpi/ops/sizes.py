@@ -7,25 +7,22 @@ neither. Operations and the plan therefore both use the numbers and formulas of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from zero_mpi.device.arrays import side_by_side
 from zero_mpi.device.types import Array
 
-Take = Callable[[tuple[int, ...], Any], Array]  # makes an array of a shape and a type
-
 # Attention on the CPU.
-BLOCK = 64  # rows: smaller blocks need more calls, larger ones compute more scores above the diagonal
-KEYS = 512  # keys of a tile: its scores stay in cache
+BLOCK = 64  # rows: smaller blocks need more calls, larger blocks compute more scores above the diagonal;
+KEYS = 512  # maximum number of keys in a tile, whose scores stay in cache
 LONG = 1024  # a sequence of at least this many rows is divided into early and late rows
 KEPT_WEIGHTS = 64 << 10  # a head with at most this many weights keeps them for backward
 LOW_BLOCK = 128  # rows in bfloat16: a product by oneDNN takes ten microseconds to begin
-LOW_TILE = 256 << 10  # scores that bfloat16 attention computes at a time: they fit in cache
+LOW_TILE = 256 << 10  # scores that bfloat16 attention computes in one call: they fit in cache
 
 # Kernels of the GPU.
 PACK = 16  # bytes that a thread loads at once
 THREADS = 256  # threads of a block, by default
-COLUMN_ROWS, COLUMN_LINES = 32, 128  # sums over rows: rows per partial sum; maximum number of partial sums
+COLUMN_ROWS, COLUMN_LINES = 32, 128  # rows per partial sum of a sum over rows; maximum number of partial sums
 RUN = 32  # sorted positions that a thread handles in an embedding's gradient, as in embedding.cu
 HELD = 4  # packs of a norm's sums that a thread holds, as in norm.cu
 NORM_LINES = 512  # maximum number of partial sums of a norm's gradient
@@ -40,8 +37,8 @@ LINE = 8  # a row of logits is padded to a multiple of LINE elements: products o
 WORKSPACE = 32 << 20  # bytes of cuBLASLt's workspace on Hopper and later GPUs
 
 
-def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Array, Array]:
-    """Return arrays for dq, dk and dv: columns of one array if q, k and v are columns of one array too."""
+def gradients_like(q: Array, k: Array, v: Array, take: Callable[..., Array]) -> tuple[Array, Array, Array]:
+    """Return arrays for dq, dk and dv by take(shape, type): columns of one array if q, k and v are, too."""
     joint = side_by_side((q, k, v))
     if joint is None:
         return take(q.shape, q.dtype), take(k.shape, k.dtype), take(v.shape, v.dtype)
@@ -53,14 +50,14 @@ def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Arr
 
 
 def head_weights(length: int, total: int, block: int = BLOCK) -> int:
-    """Return a head's number of weights in blocks up to the diagonal; `length` queries, `total` keys."""
+    """Return the number of weights that a head computes for `length` queries and `total` keys, by blocks."""
     blocks, before = -(-length // block), total - length
     whole = block * ((blocks - 1) * before + block * ((blocks - 1) * blocks // 2))
     return whole + (length - (blocks - 1) * block) * total
 
 
 def attention_tile(q: Array, k: Array, v: Array, keep: bool) -> tuple[int, int, int, int]:
-    """Return the rows per head, the keys and the scores of a tile in float32, and its other scratch size."""
+    """Return numbers for a float32 tile: rows per head, keys, scores, and elements of its other buffers."""
     (_, length, heads, width), (total, of_keys, tall) = q.shape, v.shape[1:]
     shared, keys = heads // of_keys, total if keep else min(total, KEYS)
     rows = min(length, BLOCK * max(1, min(4 // shared, length // LONG)))  # products need many rows
@@ -68,12 +65,12 @@ def attention_tile(q: Array, k: Array, v: Array, keep: bool) -> tuple[int, int, 
 
 
 def early_keys(length: int, total: int) -> int:
-    """Return how many keys the early rows (half of the work) of a long sequence see; 0 if it is short."""
+    """Return how many keys the early rows of a long sequence, half of its work, see; 0 if it is short."""
     return total - length + int(length * 0.5**0.5) // BLOCK * BLOCK if length >= LONG else 0
 
 
 def unseen_weights(begins: Array, block: int = BLOCK) -> int:
-    """Return the number of weights, of one head in all sequences, whose key no row of their block sees.
+    """Return how many weights of one head in all sequences have a key that no row of their block sees.
 
     begins (B, T): the first key that each row sees.
     """
@@ -100,7 +97,7 @@ def column_lines(rows: int) -> int:
 
 
 def norm_lanes(width: int, pack: int, held: int) -> int:
-    """Return the threads per row, a power of two: one thread per pack, or per `held` packs in longer rows."""
+    """Return the threads per row, a power of two: one thread per pack, or per `held` packs in wide rows."""
     packs = -(-width // pack)
     wanted = packs if packs <= 32 else max(32, -(-packs // held))
     return min(THREADS, 1 << (wanted - 1).bit_length())
@@ -130,7 +127,7 @@ def score_rows(heads: int, total: int) -> int:
 def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]:
     """Return (sequences, key/value heads) per cuDNN backward of up to `most` bytes; shape: q (B, T, H, D).
 
-    One call computes all if a single head needs more bytes, or if a part of the logarithms is unaligned.
+    One call computes all heads if a single head needs more bytes or if parts of the logarithms are unaligned.
     """
     batch, length, heads, _ = shape
     fit = int(min(most / slopes_of(heads // kv, length), batch * kv))  # key/value heads at a time
@@ -174,11 +171,10 @@ def check_kept(*kept: tuple[Array | None, int]) -> None:
     """Raise ValueError unless the arrays kept by attention's forward have the sizes that backward expects."""
     for x, size in kept:
         if x is not None and x.size != size:
-            raise ValueError(
-                f"causal_attention_backward: expected {size} elements from forward; got {x.shape} {x.dtype}"
-            )
+            got = f"{x.shape} {x.dtype}"
+            raise ValueError(f"causal_attention_backward: expected {size} elements from forward; got {got}")
 
 
 def run_length(p: Array, runs: Array) -> int:
-    """Return the length of a run if p has one equally long run per entry of `runs`; at least 1."""
+    """Return the elements of p per entry of `runs`, at least 1."""
     return max(1, int(p.size) // max(1, int(runs.size)))

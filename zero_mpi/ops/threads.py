@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 LEAST = 1 << 16  # minimum elements per part: waking a thread and waiting for it takes fifty microseconds
 LEAST_PRODUCT = 1 << 22  # minimum multiplications per part of a product, for the same reason
-EVEN_ROWS = 16  # parts of a matrix have a multiple of this many rows, as the libraries' kernels do
-EVEN = 256  # parts of flat arrays have a multiple of this length: full vectors, as in one loop over the array
+EVEN_ROWS = 16  # the rows of a part of a matrix are a multiple of this, like the blocks of matmul libraries
+EVEN = 256  # the length of a part of a flat array is a multiple of this, so that loops run over full vectors
 
 _threads = 1
 _pool: ThreadPoolExecutor | None = None
@@ -63,12 +63,7 @@ def start(work: Callable[..., T], *given: Any) -> Future[T]:
 
 def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
     """Return slices that divide an array's rows into equal multiples of `even`; one slice if it is small."""
-    return slices(shape[0], prod(shape) // LEAST, even)
-
-
-def slices(rows: int, most: int, even: int) -> list[slice]:
-    """Return slices that divide `rows` into equal multiples of `even`: one per thread, at most `most`."""
-    return equal_parts(rows, min(_threads, most), even)
+    return equal_parts(shape[0], min(_threads, prod(shape) // LEAST), even)
 
 
 def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
@@ -81,7 +76,7 @@ def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
 
 
 def run(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of calls, in order; only the last call runs on this thread."""
+    """Run calls on all threads, the last call on this thread; return their results in order."""
     if _pool is None or len(calls) < 2:
         return [call() for call in calls]
     resting[0] = 1
@@ -116,7 +111,8 @@ def shared(product: Callable[..., Array]) -> Callable[..., Array]:
     def multiply(a: Array, b: Array, c: Array, **more: Any) -> Array:
         lead = c.shape[:-2] or c.shape
         axis = lead.index(max(lead))
-        parts = slices(c.shape[axis], c.size * a.shape[-1] // LEAST_PRODUCT, EVEN_ROWS if c.ndim == 2 else 1)
+        most = min(_threads, c.size * a.shape[-1] // LEAST_PRODUCT)
+        parts = equal_parts(c.shape[axis], most, EVEN_ROWS if c.ndim == 2 else 1)
         run([partial(product, **cut_product(part, axis, a=a, b=b, c=c, **more)) for part in parts])
         return c
 
@@ -134,7 +130,7 @@ def cut_product(part: slice, axis: int, **of: Any) -> dict[str, Any]:
 
 
 def with_sums(shape: tuple[int, ...], work: Callable[..., None], *sums: Array) -> None:
-    """Call `work(part, *sums)` for each part, which adds to `sums`. Several parts get separate `sums`."""
+    """Call `work(part, *sums)` for each part. Several parts add to separate arrays, which are then added."""
     parts = cut(shape)
     if len(parts) == 1:
         work(parts[0], *sums)

@@ -26,45 +26,29 @@ from zero_mpi.ops import signatures
 from zero_mpi.ops.registry import OPERATIONS
 
 # (rows, inputs, outputs) of linear layers. OpenBLAS has special kernels for products of up to a million
-# multiplications, splits sums of a few hundred terms (each size occurs here), and divides large products.
+# multiplications, splits sums of a few hundred terms, and divides large products: all three occur here.
 PRODUCTS = (
     (1, 96, 65), (7, 33, 130), (64, 64, 64), (96, 192, 576), (64, 1040, 200), (520, 96, 72), (160, 264, 700)
 )  # fmt: skip
-# (sequences, positions, heads, key/value heads, width of a head). Only the first keeps its weights.
+# (sequences, positions, heads, key/value heads, width of a head). Only the first shape keeps its weights.
 ATTENTIONS = ((2, 70, 4, 2, 32), (1, 1100, 1, 1, 24))
 STREAM = 1 << 18  # slightly more numbers than the largest array has
 ROWS, WIDTH = 67, 193  # sizes for operations on rows: not multiples of a vector or an unrolled loop
 VOCABULARY = 301
-SIZES = {
-    "...": (ROWS,),
-    "1": 1,
-    "C": WIDTH,
-    "O": WIDTH,
-    "V": VOCABULARY,
-    "B": 2,
-    "T": 9,
-    "H": 3,
-    "D": 22,
-    "E": 11,
-}
+SIZES = {"...": (ROWS,), "1": 1, "B": 2, "C": WIDTH, "D": 22, "E": 11, "H": 3, "O": WIDTH, "T": 9}
+SIZES["V"] = VOCABULARY
 RANGE = 9  # numbers up to RANGE cover the useful range of the exponential
 OWN = {"route", "route_backward", "grouped_linear", "grouped_linear_backward_x", "grouped_linear_backward_w"}
 OWN |= {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
-OWN |= {
-    "causal_attention",
-    "causal_attention_backward",
-    "adamw",
-    "moving_average",
-    "chunk_squares",
-    "dequantize",
-}
+OWN |= {"causal_attention", "causal_attention_backward", "adamw", "moving_average", "chunk_squares"}
+OWN |= {"dequantize"}
 
 Draw = Callable[..., Array]  # `numbers` for one type
 
 
 @cache
 def stream() -> Array:
-    """Return numbers between -1 and 1 that are equal on all machines: no library's generator makes them."""
+    """Return numbers between -1 and 1, bit-identical on all machines: they use no library's generator."""
     bits = np.arange(STREAM, dtype=np.uint32) * np.uint32(2654435761)
     bits ^= bits >> np.uint32(15)
     bits *= np.uint32(2246822519)
@@ -80,7 +64,7 @@ def numbers(*shape: int, seed: int, times: float = 1, kind: Any = np.float32) ->
 
 
 def whole(count: int, *shape: int) -> Array:
-    """Return integers below `count`, each of which occurs often."""
+    """Return an array of integers below `count`; each integer occurs several times."""
     values = np.arange(math.prod(shape), dtype=np.int64) * 7919 % count
     return device.in_use().from_host(values.reshape(shape))
 
@@ -176,6 +160,6 @@ def digest(kind: Any = np.float32) -> str:
     where = device.in_use()
     for result in results(kind):
         found.update(np.ascontiguousarray(where.to_host(result)).tobytes())
-    pool_of(where).trim()  # training needs buffers of other sizes
+    pool_of(where).trim()  # free the buffers, whose sizes training does not use
     stream.cache_clear()
     return found.hexdigest()[:16]

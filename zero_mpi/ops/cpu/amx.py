@@ -3,9 +3,9 @@
 A tile has 16 rows of 64 bytes. One instruction adds the product of two tiles to a third tile: 16 x 32
 elements by 32 x 16, with the second factor as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four
 tiles hold 32 x 32 sums. b is packed as row pairs once per matrix; a is packed unless its rows form full
-tiles. oneDNN takes longer to copy heads with distant rows than to multiply them (docs/benchmarks.md).
+tiles. oneDNN copies heads whose rows are far apart, which takes longer than the product (docs/benchmarks.md).
 
-Import this module only through `products.by_tiles`: without AMX, the compiler ends the process.
+Import this module only through `products.by_tiles`: without AMX, LLVM aborts the process.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from zero_mpi.ops.cpu.jit import (
 )
 
 ROWS, PANEL, DEPTH = 16, 32, 32  # rows of a tile; rows and columns of a result block; elements of a tile row
-ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row, of a float32 or a pair, of a bfloat16
+ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row, a float32 (or a pair), a bfloat16
 
 
 def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
-    """Return an intrinsic of one instruction. Arguments: constant tile numbers, an address, a step."""
+    """Return an intrinsic of one instruction. Its arguments: constant tile numbers, an address, a stride."""
     if not all(isinstance(tile, types.IntegerLiteral) for tile in tiles):
-        return None  # numba calls this again, with constants
+        return None  # numba then calls this function again with literal tile numbers
 
     def emit(builder: Any, *values: Any) -> None:
         numbers = [BYTE(tile.literal_value) for tile in tiles]
@@ -96,7 +96,7 @@ def store(context: Any, tile: Any, place: Any, step: Any) -> Any:
 
 
 def pairs_of(builder: Any, above: Any, below: Any) -> Any:
-    """Return sixteen words, each of an element from address `above` (lower half) and one from `below`."""
+    """Return sixteen words: the lower halves are the elements at address `above`, the upper at `below`."""
     kind = ir.VectorType(HALF, ELEMENTS)
     low, high = (builder.zext(loaded(builder, place, kind), SIXTEEN) for place in (above, below))
     return builder.or_(low, builder.shl(high, constant(16)))
@@ -123,11 +123,9 @@ def steps_from(builder: Any, start: Any, step: Any) -> list[Any]:
 @intrinsic  # type: ignore[untyped-decorator]
 def pair_lines(context: Any, above: Any, below: Any, out: Any) -> Any:
     """Write sixteen pairs of elements, one element from each of two rows; all arguments are addresses."""
-
-    def emit(builder: Any, above: Any, below: Any, out: Any) -> None:
-        stored(builder, pairs_of(builder, above, below), out)
-
-    return emitted(types.void(PLACES, PLACES, PLACES), emit)
+    return emitted(
+        types.void(PLACES, PLACES, PLACES), lambda b, up, down, out: stored(b, pairs_of(b, up, down), out)
+    )
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -157,7 +155,7 @@ def turn_elements(context: Any, start: Any, step: Any, out: Any, out_step: Any) 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow_line(context: Any, sums: Any, out: Any) -> Any:
-    """Write sixteen float32 numbers as the nearest bfloat16, as `jit.narrow` does."""
+    """Round sixteen float32 numbers to bfloat16, as `jit.narrow` does; both arguments are addresses."""
 
     def emit(builder: Any, sums: Any, out: Any) -> None:
         words = nearest_low(builder, loaded(builder, sums, SINGLES), SIXTEEN, constant)
@@ -169,20 +167,13 @@ def narrow_line(context: Any, sums: Any, out: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ products
 
 
-def configuration() -> Array:
-    """Return the bytes that LDTILECFG reads: the first palette, and eight tiles of 16 rows of 64 bytes."""
-    layout = np.zeros(64, np.uint8)
-    layout[0] = 1
-    layout[16:32:2], layout[48:56] = ROW_BYTES, ROWS
-    return layout
-
-
-TILES = configuration()
+TILES = np.zeros(64, np.uint8)  # configuration: the first palette, and eight tiles of 16 rows of 64 bytes
+TILES[0], TILES[16:32:2], TILES[48:56] = 1, ROW_BYTES, ROWS
 
 
 @helper
 def pair_of(x: Array, i: int, j: int, down: int, right: int) -> Any:
-    """Return the word of elements (i, j) and (i + down, j + right); elements outside x are zero."""
+    """Return x[i, j] and x[i + down, j + right] as halves of a word; elements outside x are zero."""
     low, high = np.uint32(x[i, j]), np.uint32(0)
     if i + down < x.shape[0] and j + right < x.shape[1]:
         high = np.uint32(x[i + down, j + right])
@@ -191,7 +182,7 @@ def pair_of(x: Array, i: int, j: int, down: int, right: int) -> Any:
 
 @fixed_helper
 def pack_pairs(b: Array, packed: Array) -> None:
-    """Pack row pairs of b (K, N) into packed (N / 16, K / 2, 16), by 16 columns; padding is not written."""
+    """Pack row pairs of b (K, N) into panels of 16 columns, (N / 16, K / 2, 16), except their padding."""
     (k, n), (down, right), start = b.shape, b.strides, b.ctypes.data
     for first in range(0, n, ROWS):
         panel, at = packed[first // ROWS], start + first * right
@@ -212,7 +203,7 @@ def pack_pairs(b: Array, packed: Array) -> None:
 
 @fixed_helper
 def pack_rows(a: Array, packed: Array) -> None:
-    """Pack pairs of elements of a (M, K) into packed (M, K / 2); padding is not written."""
+    """Pack pairs of elements of a (M, K) into packed (M, K / 2), except its padding."""
     (m, k), (down, right), start = a.shape, a.strides, a.ctypes.data
     whole, deep = (m // ROWS * ROWS, k // DEPTH * DEPTH) if down == LOW_BYTES else (0, 0)
     for i in range(0, whole, ROWS):
@@ -226,7 +217,7 @@ def pack_rows(a: Array, packed: Array) -> None:
 
 @helper
 def add_panel(a: Any, a_step: Any, b: Any, next_b: Any, depth: Any) -> None:
-    """Add to tiles 0 to 3 the product of 32 rows of a and two panels of 16 columns of b, given by address."""
+    """Add to tiles 0 to 3 the product of 32 rows at address a and the panels at addresses b and next_b."""
     for k in range(0, depth, DEPTH):
         load(4, a + k * LOW_BYTES, a_step)
         load(5, a + k * LOW_BYTES + ROWS * a_step, a_step)

@@ -1,9 +1,9 @@
-"""Causal attention on CPUs in tiles, a block of rows times a block of keys; BLAS computes every product.
+"""Causal attention on CPUs in tiles: blocks of queries times blocks of keys; BLAS computes every product.
 
 A tile has rows of all query heads that share a key head, so that one product computes all of them. Short
-sequences keep the exponentials of their tiles for backward. Long ones keep two numbers per row and compute
-the tiles again, so that memory grows with T (Dao et al., "FlashAttention", 2022). bfloat16 is computed by
-`attention_bf16`.
+sequences keep the exponentials of their tiles for backward. Long sequences keep two numbers per row, and
+backward computes the tiles again, so that memory grows with T (Dao et al., "FlashAttention", 2022).
+`attention_bf16` computes bfloat16.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zero_mpi.ops.sizes import (
 
 @helper
 def at(x: Array, b: int, t: int, h: int) -> tuple[int, int]:
-    """Return the rows of a head of x from x[b, t, h] on, as (address, elements between rows) for `gemm`."""
+    """Return a head's rows from x[b, t, h] on for `gemm`: (address, elements from one row to the next)."""
     address = x.ctypes.data + b * x.strides[0] + t * x.strides[1] + h * x.strides[2]
     return address, max(x.strides[1] // 4, x.shape[3], 1)
 
@@ -50,7 +50,7 @@ def stacked(x: Array) -> tuple[int, int]:
 
 @helper
 def part(buffer: Array, start: int, heads: int, n: int, width: int) -> Array:
-    """Return the array (heads, n, width) that begins at an element of a flat buffer."""
+    """Return the array (heads, n, width) that begins at element `start` of a flat buffer."""
     return buffer[start : start + heads * n * width].reshape(heads, n, width)
 
 
@@ -74,8 +74,8 @@ def soften(p: Array, y: Array, sums: Array, begins: Array, c: int, ahead: int) -
     """Turn scores p (heads, n, m) into exponentials, relative to the largest score of the row so far.
 
     Row i sees the keys from begins[i] to its own position. The tile begins at key c, and row 0 is `ahead`
-    positions later. sums[i, s]: the row's largest score and sum of exponentials; a larger score in the
-    tile scales down this sum and y. Before the first tile, both are undefined.
+    positions later. sums[i, s]: the largest score and the sum of exponentials so far. If a score in this
+    tile is larger, this sum and y are scaled down. Before the first tile, sums and y are undefined.
     """
     starts = c == begins[0]
     for s, i in np.ndindex(p.shape[:2]):
@@ -146,7 +146,7 @@ def forward(
 
 @helper
 def scaled(dy: Array, y: Array, b: int, r: int, h: int, sums: Array, out: Array, along: Array) -> None:
-    """Copy rows of dy / sum to `out`, as `collect` does; along (heads, n, 1): their dot products with y."""
+    """Copy rows of dy / sum to `out`, like `collect`; write the dot products of `out` and y to `along`."""
     for s, i in np.ndindex(out.shape[:2]):
         total, share = ZERO, sums[i, s, 1]
         slope, row = line(dy, b, r + i, h + s), line(y, b, r + i, h + s)
@@ -163,7 +163,7 @@ def slopes(
 ) -> None:
     """Turn the gradient d of the weights into the gradient of their scores: p (d - along).
 
-    If not `keep`, p has scores, which become exponentials again, relative to the largest score of the row.
+    If not `keep`, p holds scores, which become exponentials again, relative to the largest score of the row.
     """
     for s, i in np.ndindex(p.shape[:2]):
         row, slope, most, less = p[s, i], d[s, i], sums[i, s, 0], along[s, i, 0]
@@ -193,7 +193,7 @@ def backward(
     p: Array,
     scratch: Array,
 ) -> None:
-    """Fill dq of `forward`, and add to dk and dv."""
+    """Compute the gradients of `forward`: fill dq, and add to dk and dv."""
     (batch, length, heads, width), tall = q.shape, v.shape[3]
     before, shared = k.shape[1] - length, heads // k.shape[2]
     (block, keys, keep), start = (form[0], form[1], form[2]), 0
@@ -221,7 +221,7 @@ def backward(
 
 @helper
 def buffers(scratch: Array, heads: int, n: int, width: int, tall: int) -> tuple[Array, ...]:
-    """Return arrays for rows of q, dq and dy and for one column, and the rest of a flat buffer."""
+    """Return views of `scratch` for rows of q, dq and dy and for one number per row, and the unused rest."""
     dx, dz, column = heads * n * width, 2 * heads * n * width, heads * n * (2 * width + tall)
     first = part(scratch, 0, heads, n, width), part(scratch, dx, heads, n, width)
     more = part(scratch, dz, heads, n, tall), part(scratch, column, heads, n, 1)
@@ -232,11 +232,10 @@ def buffers(scratch: Array, heads: int, n: int, width: int, tall: int) -> tuple[
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """Compute `reference.causal_attention`, and keep (exponentials or None, sums, y, begins)."""
+    """Compute `reference.causal_attention`; the second result is (exponentials or None, sums, y, begins)."""
     multiplies = product_of(q, k, v)
     if multiplies is None or not q.size or not v.size:
-        found: tuple[Array, Any] = otherwise(causal_attention, q, k, v, scale, begins)
-        return found
+        return otherwise(causal_attention, q, k, v, scale, begins)
     if not single(q):
         return attention_bf16.forward(multiplies, q, k, v, scale, begins)
     (batch, length, heads, _), size = q.shape, head_weights(q.shape[1], k.shape[1])
@@ -253,8 +252,7 @@ def causal_attention_backward(
 ) -> tuple[Array, Array, Array]:
     multiplies = product_of(dy, q, k, v)
     if multiplies is None or not isinstance(kept, tuple):
-        found: tuple[Array, Array, Array] = otherwise(causal_attention_backward, dy, q, k, v, kept, scale)
-        return found
+        return otherwise(causal_attention_backward, dy, q, k, v, kept, scale)
     (p, sums, *y, begins), (batch, length, heads, _), total = kept, q.shape, k.shape[1]
     size, count = head_weights(length, total, BLOCK if y else LOW_BLOCK), batch * heads * length
     check_kept((p, batch * heads * size), (begins, batch * length), (sums, count * (2 if y else 1)))
@@ -281,7 +279,7 @@ def in_tiles(
     scale: float,
     p: Array | None,
 ) -> None:
-    """Run a kernel on all shares; early rows use `early` for `of_keys`. p: the kept exponentials, or None."""
+    """Run a kernel on all shares. Early rows use `early` instead of `of_keys`. p: exponentials, if kept."""
     (batch, length, *_), total = of_rows[0].shape, of_keys[0].shape[1]
     parts, size, keep = units(of_rows[0], of_keys[0]), head_weights(length, total), p is not None
     block, keys, scores, more = attention_tile(of_rows[0], of_keys[0], of_keys[1], keep)

@@ -1,4 +1,4 @@
-"""Causal attention in bfloat16 on CPUs, in blocks of rows of many heads at a time; oneDNN multiplies.
+"""Causal attention in bfloat16 on CPUs, in blocks of rows of many heads; oneDNN computes the products.
 
 Blocks are as in `ops.cpu.attention`, but several heads are computed together, because a call of the library
 takes ten microseconds to start. Scores and all sums are float32. Weights and the gradients of scores are
@@ -32,18 +32,18 @@ from zero_mpi.ops.cpu.jit import (
     row_most,
     wide,
 )
-from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights
+from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights, low_tile
 
 Multiply = Callable[..., Array]
-EVEN = 16  # each row is computed in full vectors: past the diagonal, up to a multiple of EVEN
+EVEN = 16  # rows end at a multiple of EVEN past the diagonal, so that loops run over full vectors
 
 
 @kernel("f4 i2 f b f3+ l4+")
 def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
-    """Compute p, the causal weights of scores s (B, H, n, m) times scale, for the last n of m positions.
+    """Compute the weights p, the causal softmax of s (B, H, n, m) times scale, for the last n of m positions.
 
-    sums (B, H, n): the logarithm of each row's sum of exponentials; an input if `again`. hidden (B, n): the
-    number of keys at the start that each row does not see, or empty.
+    sums (B, H, n): the logarithm of each row's sum of exponentials; an input if `again`. hidden (B, n): how
+    many of the first keys each row does not see; if it is empty, rows see all keys up to their position.
     """
     batch, heads, n, m = s.shape
     row = np.empty(m + EVEN, np.float32)
@@ -117,7 +117,7 @@ def forward(
         buffer, of_rows = s[share.number * most :], sums[share.before * length :]
         kept = p[share.before * size if keep else share.number * most :]
         looks = None if begins is None else begins[share.sequences]
-        for whole in tiles_for(qs, ks)[0]:
+        for whole in tiles_for(qs, ks):
             tile = whole.within(looks)
             scores, weights = tile.cut(buffer), tile.cut(kept, tile.weights if keep else 0)
             multiplies(tile.of_queries(qs), tile.of_keys(ks).swapaxes(2, 3), scores)
@@ -129,14 +129,15 @@ def forward(
 
 
 def largest(parts: list[HeadShare], q: Array, k: Array) -> int:
-    """Return the number of elements in the largest tile of all shares."""
-    return max(tiles_for(*share.cut(q, k))[1] for share in parts)
+    """Return the number of scores in the largest tile of all shares."""
+    lengths = q.shape[1], k.shape[1]
+    return max(low_tile(x.shape[0], x.shape[2], *lengths) for share in parts for x in share.cut(k))
 
 
 def backward(
     multiplies: Multiply, dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v for `forward`."""
+    """Return (dq, dk, dv) of `forward`."""
     (p, sums, begins), parts = kept, shares(q, k)
     size, most = head_weights(q.shape[1], k.shape[1], LOW_BLOCK), largest(parts, q, k)
     s, slope = recycled((len(parts) * most,)), recycled((len(parts) * most,), BFLOAT16)
@@ -166,12 +167,12 @@ def backward_of(
     *,
     keep: bool,
 ) -> None:
-    """Write the gradients dq, dk and dv of one share; `views`: its parts of dy, q, k and v.
+    """Write dq, dk and dv of one share to `results`; `views` has the share's parts of dy, q, k and v.
 
     buffers: scores, gradients of scores, weights (of all tiles if `keep`) and row sums
     """
     (dy, q, k, v), (dq, dk, dv), (score_buffer, slope_buffer, kept, sums) = views, results, buffers
-    found = tuple(tile.within(begins) for tile in tiles_for(q, k)[0])
+    found = tuple(tile.within(begins) for tile in tiles_for(q, k))
     to_keys, to_values = KeySums(dk, found), KeySums(dv, found)
     for tile in found:
         scores, ds, dys = tile.cut(score_buffer), tile.cut(slope_buffer), tile.of_queries(dy)
@@ -187,7 +188,7 @@ def backward_of(
 
 
 class KeySums:
-    """Gradient of keys or values (B, S, G, width). Where several tiles add to it, the sum is in float32."""
+    """Gradient of keys or values (B, S, G, width). If several tiles add to it, it is summed in float32."""
 
     def __init__(self, result: Array, found: tuple[Tile, ...]) -> None:
         self._result, self._sums = result, None

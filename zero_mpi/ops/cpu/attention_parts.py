@@ -1,20 +1,20 @@
-"""Division of attention into shares of heads, one per thread, and in bfloat16 of each share into tiles.
+"""Division of attention into shares of heads, one per thread; in bfloat16 a share is divided into tiles.
 
-A tile is a block of rows of some heads, with the keys that these rows see. Each tile is computed at once.
+A tile is a block of rows of some heads, with the keys that these rows see. One call computes a tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import prod
 
 import numpy as np
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import threads
-from zero_mpi.ops.sizes import LONG, LOW_BLOCK, early_keys, low_tile, tile_heads
+from zero_mpi.ops.sizes import LONG, LOW_BLOCK, early_keys, tile_heads
 
 NONE = np.zeros((0, 0), np.int64)
 
@@ -36,11 +36,11 @@ class HeadShare:
         return [x[self.sequences, :, self.of(x.shape[2] // self.keys)] for x in arrays]
 
     def queries(self, *arrays: Array) -> list[Array]:
-        """Return this share's rows of q or of arrays like it, as views."""
+        """Return views of this share's rows of q, y, dy, dq or sums."""
         return [x[self.sequences, self.rows, self.of(self.shared)] for x in arrays]
 
     def seen(self, before: int, *arrays: Array) -> list[Array]:
-        """Return the rows of k, or of arrays like it, that this share sees; query 0 is at key `before`."""
+        """Return views of the rows of k, v, dk or dv that this share sees; `before`: position of query 0."""
         return [x[self.sequences, : before + self.rows.stop, self.heads] for x in arrays]
 
     def of(self, times: int) -> slice:
@@ -72,7 +72,7 @@ def shares(q: Array, k: Array) -> list[HeadShare]:
 
 
 def units(q: Array, k: Array) -> list[list[HeadShare]]:
-    """Return the shares of each thread. A share of a long sequence has half of the work of one key head."""
+    """Return the shares of each thread. A share of a long sequence is half of the work of one key head."""
     (batch, length, heads, _), (total, keys) = q.shape, k.shape[1:3]
     early = early_keys(length, total) + length - total
     if length < LONG:
@@ -84,15 +84,15 @@ def units(q: Array, k: Array) -> list[list[HeadShare]]:
 
 
 def busy(parts: list[slice]) -> float:
-    """Return the average number of threads that are busy until the largest part is done."""
+    """Return the average number of threads that work until the largest part is done."""
     return float(parts[-1].stop / max(part.stop - part.start for part in parts))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Block of rows of some heads, which is computed at once."""
+    """Block of rows of some heads, and the keys that they see: the work of one call."""
 
-    shape: tuple[int, int, int, int]  # (sequences, heads, n, m): n rows, none of which sees keys from m on
+    shape: tuple[int, int, int, int]  # (sequences, heads, n, m): n query positions, m key positions
     sequences: slice  # range of sequences in the batch
     queries: slice  # range of heads of q
     keys: slice  # range of the heads of k and v that these queries use
@@ -112,7 +112,7 @@ class Tile:
         return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
 
     def within(self, begins: Array | None) -> Tile:
-        """Return the tile without the blocks of keys at its start that no row sees."""
+        """Return the tile without the first blocks of keys if no row sees them."""
         if begins is None:
             return self
         first = int(begins[self.sequences, self.rows.start].min()) // LOW_BLOCK * LOW_BLOCK
@@ -120,11 +120,11 @@ class Tile:
         return replace(self, shape=shape, seen=slice(first, self.seen.stop))
 
     def hidden(self, begins: Array | None) -> Array:
-        """Return for each row how many of the tile's first keys it does not see; empty: each row sees all."""
+        """Return how many of the tile's first keys each row does not see; empty without `begins`."""
         return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
 
     def cut(self, buffer: Array, start: int = 0) -> Array:
-        """Return the view of this tile's scores or weights in a buffer for several tiles."""
+        """Return a view of this tile's scores or weights in a buffer."""
         return buffer[start : start + prod(self.shape)].reshape(self.shape)
 
     def cut_sums(self, sums: Array) -> Array:
@@ -133,26 +133,20 @@ class Tile:
         return sums[self.sums : self.sums + prod(shape)].reshape(shape)
 
 
-def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices (sequences, key heads) that are computed together."""
-    sequences, together = tile_heads(batch, heads, length, total)
-    for b in range(0, batch, sequences):
-        for g in range(0, heads, together):
-            yield slice(b, min(b + sequences, batch)), slice(g, min(g + together, heads))
-
-
 @cache
 def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
-    """Return the tiles of B sequences of T queries in H heads, where `shared` heads see S keys of one head.
+    """Return the tiles for `length` queries and `total` keys; `shared` query heads share a key head.
 
     A head's last block comes first: it sees all keys, so it writes their gradients. The other blocks, and
-    then the other heads that share the keys, add to them.
+    then the other heads that share the keys, add to these gradients.
     """
     found: list[Tile] = []
     weights = sums = 0
-    starts = range(0, length, LOW_BLOCK)
-    for sequences, keys in groups(batch, heads // shared, length, total):
-        count = sequences.stop - sequences.start, keys.stop - keys.start
+    starts, of_keys = range(0, length, LOW_BLOCK), heads // shared
+    some, together = tile_heads(batch, of_keys, length, total)
+    for b, g in product(range(0, batch, some), range(0, of_keys, together)):
+        sequences, keys = slice(b, min(b + some, batch)), slice(g, min(g + together, of_keys))
+        count = sequences.stop - b, keys.stop - g
         for share in range(shared):
             queries = slice(keys.start * shared + share, keys.stop * shared, shared)
             for r in reversed(starts):
@@ -168,7 +162,7 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
     return tuple(found)
 
 
-def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
-    """Return (the tiles, the number of elements of the largest tile)."""
+def tiles_for(q: Array, k: Array) -> tuple[Tile, ...]:
+    """Return the tiles for these arrays."""
     (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
-    return tiles(batch, length, heads, heads // of_keys, total), low_tile(batch, of_keys, length, total)
+    return tiles(batch, length, heads, heads // of_keys, total)

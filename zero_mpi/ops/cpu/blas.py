@@ -21,7 +21,7 @@ from numba.extending import get_cython_function_address, intrinsic
 from threadpoolctl import ThreadpoolController
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops.cpu.jit import ONE, ZERO, helper, kernel
+from zero_mpi.ops.cpu.jit import BYTE, ONE, ZERO, emitted, kernel
 
 SYMBOL = "zero_mpi_sgemm"
 EXPORTED = ("scipy_sgemm_64_", "sgemm_64_", "scipy_sgemm_", "sgemm_")  # names in different builds of OpenBLAS
@@ -53,59 +53,31 @@ llvmlite.binding.add_symbol(SYMBOL, address_in_openblas() or address_in_scipy())
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def sgemm(
-    context: Any,
-    turn_a: Any,
-    turn_b: Any,
-    m: Any,
-    n: Any,
-    k: Any,
-    alpha: Any,
-    a: Any,
-    lda: Any,
-    b: Any,
-    ldb: Any,
-    beta: Any,
-    c: Any,
-    ldc: Any,
-) -> Any:
-    """Call BLAS's sgemm with Fortran's conventions: matrices are column-major, addresses are integers.
-
-    Sizes are passed as addresses of 64-bit integers. A library with 32-bit integers reads the lower half,
-    which comes first on little-endian machines, so the same compiled code works with both libraries.
-    """
-    whole, real = types.int64, types.float32
-    signature = types.void(whole, whole, whole, whole, whole, real, *[whole] * 4, real, whole, whole)
-    letter, pointer = ir.IntType(8), ir.IntType(8).as_pointer()
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        def address_of(value: Any) -> Any:  # Fortran receives every argument by its address
-            return builder.bitcast(cgutils.alloca_once_value(builder, value), pointer)
-
-        def argument(place: int) -> Any:
-            if place in (0, 1):
-                return address_of(builder.trunc(values[place], letter))
-            if place in (6, 8, 11):
-                return builder.inttoptr(values[place], pointer)
-            return address_of(values[place])
-
-        kind = ir.FunctionType(ir.VoidType(), [pointer] * 13)
-        function = cgutils.get_or_insert_function(builder.module, kind, SYMBOL)
-        builder.call(function, [argument(place) for place in range(13)])
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@helper
-def gemm(turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) -> None:
+def gemm(context: Any, turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) -> Any:
     """Compute c (m, n) = alpha op(a) (m, k) op(b) (k, n) + beta c, row-major: Fortran sees c^T = b^T a^T.
 
     `turns`: NN, NT or TN, which says whether a and b are transposed; `sizes`: (m, n, k); a, b and c:
-    (address, elements from one row to the next).
+    (address, elements from one row to the next). Integers have 64 bits. A library with 32-bit integers reads
+    the lower half, which comes first on little-endian machines, so the same code works with both libraries.
     """
-    m, n, k = sizes
-    sgemm(turns[1], turns[0], n, m, k, alpha, b[0], b[1], a[0], a[1], beta, c[0], c[1])
+    pointer = BYTE.as_pointer()
+
+    def emit(builder: Any, turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) -> None:
+        def address_of(value: Any) -> Any:  # Fortran receives every argument by its address
+            return builder.bitcast(cgutils.alloca_once_value(builder, value), pointer)
+
+        def matrix(pair: Any) -> tuple[Any, Any]:
+            place, step = cgutils.unpack_tuple(builder, pair)
+            return builder.inttoptr(place, pointer), address_of(step)
+
+        turn_a, turn_b = (address_of(builder.trunc(x, BYTE)) for x in cgutils.unpack_tuple(builder, turns))
+        m, n, k = map(address_of, cgutils.unpack_tuple(builder, sizes))
+        alpha, beta = address_of(alpha), address_of(beta)
+        given = turn_b, turn_a, n, m, k, alpha, *matrix(b), *matrix(a), beta, *matrix(c)
+        kind = ir.FunctionType(ir.VoidType(), [pointer] * len(given))
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, SYMBOL), given)
+
+    return emitted(types.void(turns, sizes, types.float32, a, b, types.float32, c), emit)
 
 
 @kernel("f2~ f2~ f f2~+")
@@ -125,7 +97,7 @@ def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
 
 
 def times(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
-    """Return c after computing c = a b, + c if `adds`, of float32 matrices with strides as for `multiply`."""
+    """Compute and return c = a b, or c + a b if `adds`, for float32 matrices that `multiply` accepts."""
     multiply(a, b, ONE if adds else ZERO, c)
     return c
 
@@ -137,7 +109,7 @@ def by_rows(x: Array) -> bool:
 
 
 def by_row(x: Array) -> Array:
-    """Return the matrix if BLAS supports its strides, else a copy."""
+    """Return the matrix if its rows are contiguous and do not overlap, else a copy."""
     return x if by_rows(x) else np.ascontiguousarray(x)
 
 

@@ -1,8 +1,8 @@
-"""Instructions that compute one position per sequence of a model, as recorded by `nn.decoding`.
+"""Compiled instructions for generation, which `nn.decoding` records: a run computes one token per sequence.
 
 An instruction is a row of words: its operation, then addresses and sizes. All arrays are float32 and have one
 row per sequence. One call of compiled code runs the instructions of all layers for a position. Threads
-compute the parts of an instruction at the same time.
+share the parts of an instruction.
 
 A crew of threads waits for instructions inside compiled code, because a product of one row takes less time
 than waking a thread. Steps are computed one after the other. The caller writes the number of a step and then
@@ -58,7 +58,7 @@ compiled: Callable[[Any], Any] = numba.njit(fastmath=LIBERTIES, error_model="num
 
 
 def product(w: Any, x: Array, y: Array) -> list[int]:
-    """Return the instruction of y (B, O) = x (B, C) W^T, for a packed or a contiguous float32 matrix."""
+    """Return the instruction for y (B, O) = x (B, C) W^T, where W is packed or contiguous float32."""
     outputs, columns = w.shape
     parts = max(1, min(MOST_PARTS, outputs * columns // PART))
     if isinstance(w, np.ndarray):
@@ -69,7 +69,7 @@ def product(w: Any, x: Array, y: Array) -> list[int]:
 
 
 def instructions(*steps: list[list[int]]) -> Array:
-    """Return instructions (N, COLUMNS); threads may compute the instructions of a step at the same time."""
+    """Return the instructions of all steps (N, COLUMNS); those of one step do not depend on each other."""
     lines = [[line[0], len(step), *line[1:]] for step in steps for line in step]
     return np.array([line + [0] * (COLUMNS - len(line)) for line in lines], np.int64)
 
@@ -160,7 +160,7 @@ def keep(line: Array, sequences: int, positions: Array) -> None:
 
 @compiled
 def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
-    """Compute a head. A: keys, B: values, C: capacity, D: window, E: scale, F, G: widths, H: kv heads."""
+    """Compute a head. A: keys, B: values, C: capacity, D: window, E: scale, F, G: widths, H: key heads."""
     heads, key_width, width = line[PARTS], line[F], line[G]
     group = head * line[H] // heads
     for n in range(sequences):
@@ -190,9 +190,9 @@ def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
 
 @compiled
 def combine(line: Array, sequences: int, positions: Array) -> None:
-    """Compute y (A,) from x and another array at B, element by element.
+    """Compute y (A,) from x and the array at address B, element by element.
 
-    For sums, C says what B holds: a row per sequence (0), one row (1), or a row per position (2).
+    For sums, C says what the array holds: a row per sequence (0), one row (1), or a row per position (2).
     """
     size, operation = line[A], line[OPERATION]
     for n in range(sequences):
@@ -279,7 +279,7 @@ def take(context: Any, place: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pause(context: Any) -> Any:
-    """Tell the processor that this thread waits, if the processor has an instruction for that."""
+    """Run the processor's instruction for waiting loops, if it has one."""
 
     def emit(builder: Any) -> None:
         if platform.machine() in ("x86_64", "AMD64"):
@@ -311,7 +311,7 @@ def take_parts(words: Array, place: int) -> bool:
 
 @kernel("i1+", liberties=False)
 def serve(words: Array) -> None:
-    """Compute parts of steps; return after `PATIENCE` rounds without a step, or if the pool is needed."""
+    """Compute parts of steps; return after `PATIENCE` rounds without a step, or if REST is not zero."""
     place, waited = words.ctypes.data, 0
     while waited < PATIENCE and seen(place + 8 * REST) == 0:
         waited = 0 if take_parts(words, place) else waited + 1
@@ -342,7 +342,7 @@ def run_steps(words: Array, program: Array, positions: Array) -> None:
 
 
 class Crew:
-    """Threads that wait for instructions. They occupy the thread pool until other work needs it."""
+    """Threads of the pool that wait for instructions, until other work needs the pool."""
 
     def __init__(self) -> None:
         self._words, self._servants = np.zeros(WORDS, np.int64), list[Future[None]]()

@@ -43,11 +43,11 @@ from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts
 
 BYTES = ir.VectorType(BYTE, ELEMENTS)
-TOTALS = 4  # a row has this many independent sums, because an addition takes four cycles
+TOTALS = 4  # independent sums per row: an addition takes four cycles
 
 
 class Block:
-    """Code that reads a block at an address as bytes, float16, and vectors of sixteen elements."""
+    """Emitter of code that reads parts of the block at an address; a word has 32 bits."""
 
     def __init__(self, builder: Any, place: Any) -> None:
         self.builder, self._place = builder, place
@@ -56,11 +56,11 @@ class Block:
         return loaded(self.builder, self.builder.add(self._place, PLACE(at)), kind)
 
     def byte(self, at: int) -> Any:
-        """Return a byte as a word."""
+        """Return the unsigned byte at an offset as a word."""
         return self.builder.zext(self._read(at, BYTE), WORD)
 
     def signed(self, at: int) -> Any:
-        """Return a signed byte as a float32."""
+        """Return the signed byte at an offset as a float32."""
         return self.builder.sitofp(self._read(at, BYTE), SINGLE)
 
     def half(self, at: int) -> Any:
@@ -95,11 +95,10 @@ class Block:
         return self.builder.or_(low, self.builder.shl(high, constant(place)))
 
     def times(self, factor: Any, whole: Any) -> Any:
-        """Return a float32 times a word."""
         return self.builder.fmul(factor, self.builder.sitofp(whole, SINGLE))
 
     def part(self, whole: Any, shift: int, mask: int) -> Any:
-        """Return some bits of a word."""
+        """Return the word shifted to the right and masked."""
         return self.builder.and_(self.builder.lshr(whole, WORD(shift)), WORD(mask))
 
 
@@ -110,7 +109,7 @@ def plain_8(x: Block) -> list[Any]:
 
 
 def nibbles(x: Block, has_least: bool) -> list[Any]:
-    """Read Q4_0 and Q4_1: a scale, a minimum if `has_least`, 16 bytes. All low halves come first."""
+    """Read Q4_0 and Q4_1: a scale, a minimum if `has_least`, 16 bytes whose low halves come first."""
     d, (least, start) = x.half(0), (x.half(2), 4) if has_least else (None, 2)
     whole = [x.sixteen(start, shift, 15) for shift in (0, 4)]
     return [x.scaled(q if has_least else x.builder.sub(q, constant(8)), d, least) for q in whole]
@@ -200,7 +199,7 @@ EMITTED: dict[str, Callable[[Block], list[Any]]] = {
 def each_block(
     builder: Any, number: Any, place: Any, blocks: Any, work: Callable[[int, Any, Any], None]
 ) -> None:
-    """Emit a loop over blocks of kind PACKED[number] that calls work(elements of a block, index, vectors)."""
+    """Emit a loop over blocks of kind PACKED[number]; `work(block size, index, vectors)` emits its body."""
     after = builder.append_basic_block("after")
     cases = builder.switch(number, after)
     for at, name in enumerate(PACKED):
@@ -232,9 +231,8 @@ def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, lo
                 if narrows:
                     near = nearest_low(builder, vector, SIXTEEN, constant)
                     vector = builder.trunc(near, ir.VectorType(HALF, ELEMENTS))
-                stored(
-                    builder, vector, place_of(builder, out, index, at * ELEMENTS * width, elements * width)
-                )
+                place = place_of(builder, out, index, at * ELEMENTS * width, elements * width)
+                stored(builder, vector, place)
 
         each_block(builder, number, raw, blocks, write)
 
@@ -280,27 +278,14 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
     if not (packed or kind in RARE) or not out.flags.c_contiguous or not out.size:
         reference.dequantize(raw, kind, out)
         return
-    if kind in RARE:
-        dequantize_rare(np.ascontiguousarray(raw), kind, out)
-        return
-    block, number, filled_out = BLOCK_KINDS[kind], PACKED.index(kind), bits(out)
-    raw = np.ascontiguousarray(raw)
+    block, raw = BLOCK_KINDS[kind], np.ascontiguousarray(raw)
 
     def work(blocks: slice) -> None:
-        here = slice(blocks.start * block.elements, blocks.stop * block.elements)
-        unpack(raw[blocks.start * block.nbytes :], filled_out[here], number, blocks.stop - blocks.start)
-
-    in_parts((out.size // block.elements, block.elements), work)
-
-
-def dequantize_rare(raw: Array, kind: str, out: Array) -> None:
-    """Unpack a type that has no kernel here, with ggml if it is installed."""
-    block = BLOCK_KINDS[kind]
-
-    def work(blocks: slice) -> None:
-        here = slice(blocks.start * block.elements, blocks.stop * block.elements)
         part = raw[blocks.start * block.nbytes : blocks.stop * block.nbytes]
-        if not ggml.dequantize(part, kind, out[here]):
-            reference.dequantize(part, kind, out[here])
+        filled = out[blocks.start * block.elements : blocks.stop * block.elements]
+        if packed:
+            unpack(part, bits(filled), PACKED.index(kind), blocks.stop - blocks.start)
+        elif not ggml.dequantize(part, kind, filled):
+            reference.dequantize(part, kind, filled)
 
     in_parts((out.size // block.elements, block.elements), work)

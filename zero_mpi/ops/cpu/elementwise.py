@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from zero_mpi.ops.cpu.jit import (
     single,
     wide,
 )
-from zero_mpi.ops.registry import defined, implements
+from zero_mpi.ops.registry import OPERATIONS, defined, implements
 from zero_mpi.ops.threads import flat_parts, in_parts
 
 TWICE_SCALE = f4(2 * reference.GELU_SCALE)
@@ -35,6 +37,12 @@ CUBIC, THRICE_CUBIC = f4(reference.GELU_CUBIC), f4(3 * reference.GELU_CUBIC)
 def gelu_share(x: Any) -> Any:
     """Return GELU(x) / x = (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)."""
     return logistic(TWICE_SCALE * (x + CUBIC * x * x * x))
+
+
+@helper
+def gelu_slope(x: Any, share: Any) -> Any:
+    """Return the derivative of GELU, given share = GELU(x) / x."""
+    return share + x * share * (ONE - share) * (TWICE_SCALE * (ONE + THRICE_CUBIC * x * x))
 
 
 @kernel("l1 l1 l1+")
@@ -71,9 +79,7 @@ def gelu_gradient(dy: Array, x: Array, dx: Array) -> None:
     """Compute dx = dy gelu'(x)."""
     for i in range(x.size):
         v = wide(x[i])
-        s = gelu_share(v)
-        slope = TWICE_SCALE * (ONE + THRICE_CUBIC * v * v)
-        dx[i] = narrow(dx, wide(dy[i]) * (s + v * s * (ONE - s) * slope))
+        dx[i] = narrow(dx, wide(dy[i]) * gelu_slope(v, gelu_share(v)))
 
 
 @kernel("e1 e1 e1+")
@@ -92,12 +98,6 @@ def swiglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array)
         s = logistic(v)
         dgate[i] = narrow(dgate, d * wide(up[i]) * s * (ONE + v * (ONE - s)))
         dup[i] = narrow(dup, d * v * s)
-
-
-@helper
-def gelu_slope(x: Any, share: Any) -> Any:
-    """Return the derivative of GELU, given share = GELU(x) / x."""
-    return share + x * share * (ONE - share) * (TWICE_SCALE * (ONE + THRICE_CUBIC * x * x))
 
 
 @kernel("e1 e1 e1+")
@@ -162,43 +162,27 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
     return y
 
 
-def pointwise(kernel: Any, definition: Any, *arrays: Array, results: int = 1) -> Any:
-    """Return the results of a kernel for arrays of one shape, or the results of its definition."""
+def pointwise(kernel: Any, name: str, *given: Array, **named: Array) -> Any:
+    """Return the results of an operation on arrays of one shape, by a kernel or its definition."""
+    arrays = (*given, *named.values())
     if not alike(*arrays):
-        return definition(*arrays)
-    found = tuple(recycled(arrays[0].shape, arrays[0].dtype) for _ in range(results))
+        return getattr(defined, name)(*arrays)
+    found = [recycled(arrays[0].shape, arrays[0].dtype) for _ in OPERATIONS[name].signature.results]
     flat_parts(kernel, *map(flat, (*arrays, *found)))
-    return found if results > 1 else found[0]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
-@implements(reference.gelu)
-def gelu(x: Array) -> Array:
-    return pointwise(gelu_forward, defined.gelu, x)
-
-
-@implements(reference.gelu_backward)
-def gelu_backward(dy: Array, x: Array) -> Array:
-    return pointwise(gelu_gradient, defined.gelu_backward, dy, x)
-
-
-@implements(reference.swiglu)
-def swiglu(gate: Array, up: Array) -> Array:
-    return pointwise(swiglu_forward, defined.swiglu, gate, up)
-
-
-@implements(reference.swiglu_backward)
-def swiglu_backward(dy: Array, gate: Array, up: Array) -> Any:
-    return pointwise(swiglu_gradient, defined.swiglu_backward, dy, gate, up, results=2)
-
-
-@implements(reference.geglu)
-def geglu(gate: Array, up: Array) -> Array:
-    return pointwise(geglu_forward, defined.geglu, gate, up)
-
-
-@implements(reference.geglu_backward)
-def geglu_backward(dy: Array, gate: Array, up: Array) -> Any:
-    return pointwise(geglu_gradient, defined.geglu_backward, dy, gate, up, results=2)
+for _name, _kernel in {
+    "gelu": gelu_forward,
+    "gelu_backward": gelu_gradient,
+    "swiglu": swiglu_forward,
+    "swiglu_backward": swiglu_gradient,
+    "geglu": geglu_forward,
+    "geglu_backward": geglu_gradient,
+}.items():
+    _version: Any = partial(pointwise, _kernel, _name)
+    _version.__signature__ = signature(getattr(reference, _name))
+    implements(getattr(reference, _name))(_version)
 
 
 @implements(reference.rope)

@@ -7,7 +7,8 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, ZERO, adds_into, alike, bits, kernel, matrix, narrow, wide
+from zero_mpi.ops.cpu.elementwise import add_low
+from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, adds_into, alike, bits, flat, kernel, matrix, narrow, wide
 from zero_mpi.ops.registry import defined, implements
 
 
@@ -40,7 +41,7 @@ def add_rows(ids: Array, dy: Array, dw: Array) -> None:
 
 @kernel("i1 i1 l2 e2+")
 def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
-    """Add to each row of dw, selected by ascending `ids`, the sum of its rows dy[order[i]], rounded once."""
+    """Add dy[order[i]] to dw[ids[i]] for ascending ids; the rows of an id are summed and rounded once."""
     total = np.zeros(dy.shape[1], np.float32)
     for i in range(ids.size):
         row, out = dy[order[i]], dw[ids[i]]
@@ -49,17 +50,7 @@ def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
         if i + 1 == ids.size or ids[i + 1] != ids[i]:
             for j in range(total.size):
                 out[j] = narrow(dw, wide(out[j]) + total[j])
-            total[:] = ZERO
-
-
-@kernel("l3 l2 l3+")
-def add_positions(x: Array, w: Array, y: Array) -> None:
-    """Compute y (B, T, C) = x + w (T, C) of bfloat16."""
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            row, place, out = x[b, t], w[t], y[b, t]
-            for j in range(row.size):
-                out[j] = narrow(y, wide(row[j]) + wide(place[j]))
+            total[:] = 0
 
 
 @kernel("l3 e2+")
@@ -67,7 +58,7 @@ def add_sums_of_positions(dy: Array, dw: Array) -> None:
     """Add to dw (T, C) the sum of dy (B, T, C) over sequences, rounded once."""
     total = np.zeros(dy.shape[2], np.float32)
     for t in range(dy.shape[1]):
-        total[:] = ZERO
+        total[:] = 0
         for b in range(dy.shape[0]):
             row = dy[b, t]
             for j in range(total.size):
@@ -87,7 +78,7 @@ def sum_positions(dy: Array, dw: Array) -> None:
 
 
 def checked(ids: Array, count: int, least: int = 0) -> Array:
-    """Return ids as a flat int64 array; raise IndexError for an id below `least`, or not below `count`."""
+    """Return ids as a flat int64 array; raise IndexError for an id outside [least, count)."""
     found = np.ascontiguousarray(ids.reshape(-1), np.int64)
     place = first_outside(found, least, count)
     if place >= 0:
@@ -125,7 +116,8 @@ def positions(x: Array, w: Array) -> Array:
     y = recycled(x.shape, x.dtype)
     if x.dtype == FLOAT32:
         return np.add(x, w, out=y)
-    add_positions(bits(np.ascontiguousarray(x)), matrix(w), bits(y))
+    for row, out in zip(x, y, strict=True):
+        add_low(flat(row), flat(w), flat(out))
     return y
 
 

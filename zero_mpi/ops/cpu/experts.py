@@ -33,7 +33,7 @@ from zero_mpi.ops.threads import in_parts
 
 @kernel("f2 i b f2+ i2+ f2+")
 def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, w: Array) -> None:
-    """Fill p with each row's softmax, chosen and w with its largest elements (arbitrary ones for NaN)."""
+    """Write each row's softmax to p, the largest elements (any for NaN) to w, their indices to chosen."""
     for t in range(logits.shape[0]):
         row, out = logits[t], p[t]
         most, total, kept = row_most(row), ZERO, ZERO
@@ -45,7 +45,7 @@ def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, 
         last = -1
         for u in range(used):
             best = -1
-            for j in range(row.size):  # candidates: lower than the last choice, or equal at a higher index
+            for j in range(row.size):  # `after`: j comes after the last choice in descending order
                 after = last < 0 or out[j] < out[last] or (out[j] == out[last] and j > last)
                 if after and (best < 0 or out[j] > out[best]):
                     best = j
@@ -137,12 +137,12 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
 
 
 # oneDNN prepares a product for each number of rows. That takes 200 to 300 KiB and as much time as many
-# products of an expert, and row counts vary between calls. So they are padded to one of a few row counts.
-LEAST_ROWS, STEPS = 16, 8  # the smallest padded row count; padded row counts per power of two
+# products of an expert. An expert's number of rows varies between calls, so it is rounded up to one of a few.
+LEAST_ROWS, STEPS = 16, 8  # the smallest of these numbers; how many there are per power of two
 
 
 def few(rows: int) -> int:
-    """Return `rows` rounded up to one of the few numbers of rows that are used."""
+    """Return the number of rows rounded up as described above."""
     step = max(LEAST_ROWS, (1 << (rows - 1).bit_length()) // (2 * STEPS))
     return -(-rows // step) * step
 
@@ -164,7 +164,7 @@ def multiply_rows(
     plus: Array | None = None,
     adds: bool = False,
 ) -> None:
-    """Compute y = x w + plus, or y += x w, for the rows `part`; keep other rows. `plus` must be bfloat16."""
+    """Compute y = x w + plus, or y += x w, for the rows `part` of x and y alone. `plus` must be bfloat16."""
     if not is_prepared(x, w):
         multiplies(fitting(x[part]), w, y[part], adds=adds)
         return

@@ -38,10 +38,10 @@ def update(
     eps: float,
     rate: float,
 ) -> None:
-    """Compute the update of `reference.adamw`, element by element; keep (n,): 1 - lr * decay of n equal runs.
+    """Compute the update of `reference.adamw`, element by element.
 
-    low: receives p rounded to bfloat16 while p is in cache; empty if it is not needed.
-    """
+    keep (n,): 1 - lr * decay for each of the n equally long runs of p. low: receives p rounded to bfloat16
+    while p is in cache, or is empty."""
     if keep.size == 0:
         return
     length = p.size // keep.size

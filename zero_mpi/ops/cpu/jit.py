@@ -39,11 +39,10 @@ _kernels: list[tuple[Any, Any, Any]] = []  # kernel, float32 signature, bfloat16
 # With arcp and afn, reciprocals and roots may be the processor's estimates, which differ by manufacturer.
 LIBERTIES = {"reassoc", "contract", "nsz"} | (set() if portable.active else {"arcp", "afn"})
 FLOAT, DOUBLE = types.float32, types.float64
-LOW = types.uint16  # the bits of a bfloat16
+LOW = types.uint16  # type of the bits of a bfloat16 in kernels
 WORD = ir.IntType(32)
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
-SECOND_BLAS = "scipy.linalg.cython_blas"
 
 f4: Any = np.float32
 ZERO, ONE = f4(0), f4(1)
@@ -94,7 +93,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
             entry(*given)
             return bool(type(compiled)._search_new_conversions(compiled, *given))
 
-        # numba calls these if no loaded version fits, the second only while another thread loads a version.
+        # numba calls `fits_now` if no loaded version fits, and `entry` only while another thread loads one.
         compiled._search_new_conversions, compiled._compile_for_args = fits_now, entry
         compiled._can_compile = False
         _kernels.append((compiled, full, low))
@@ -112,7 +111,7 @@ def load(compiled: Any, signature: Any) -> Any:
             numba.config.CACHE_DIR = before
         compiled._can_compile = True
         try:
-            with out_of_reach(SECOND_BLAS):  # no kernel uses this library, which numba would load in 0.2 s
+            with out_of_reach("scipy.linalg.cython_blas"):  # unused; numba would load it in 0.2 s
                 return compiled.compile(signature)
         finally:
             compiled._can_compile = False
@@ -122,7 +121,7 @@ class QuickCache(FunctionCache):  # type: ignore[misc]
     """Cache of numba that loads code without importing everything that a compilation needs."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the code for a signature, or None if it is not in the cache."""
+
         rtsys.initialize(target_context)
         return self._load_overload(sig, target_context)
 
@@ -187,7 +186,7 @@ PLACES = types.int64  # the type of addresses and counts in kernels
 
 
 def emitted(signature: Any, emit: Callable[..., Any]) -> Any:
-    """Return an intrinsic with a signature; emit(builder, values) emits its code and returns its result."""
+    """Return an intrinsic with this signature; emit(builder, *values) emits code and returns the result."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         found = emit(builder, *values)
@@ -218,15 +217,14 @@ def stored(builder: Any, value: Any, place: Any) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def wide(context: Any, x: Any) -> Any:
-    """Return an element as float32: the element itself, or the value of the bits of a bfloat16."""
+    """Return an element as float32; x is a float32 or the bits of a bfloat16."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        if signature.args[0] == FLOAT:
-            return values[0]
-        word = builder.zext(values[0], WORD)
-        return builder.bitcast(builder.shl(word, WORD(16)), ir.FloatType())
+    def emit(builder: Any, value: Any) -> Any:
+        if x == FLOAT:
+            return value
+        return builder.bitcast(builder.shl(builder.zext(value, WORD), WORD(16)), SINGLE)
 
-    return FLOAT(x), codegen
+    return emitted(FLOAT(x), emit)
 
 
 def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], Any] = WORD) -> Any:
@@ -243,14 +241,12 @@ def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], A
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(context: Any, out: Any, x: Any) -> Any:
-    """Return a float32 as `out` stores it: unchanged, or the bits of the nearest bfloat16, ties to even."""
+    """Return x as `out` stores it: the float32 itself, or the bits of the nearest bfloat16, ties to even."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        if out.dtype == FLOAT:
-            return values[1]
-        return builder.trunc(nearest_low(builder, values[1], WORD), ir.IntType(16))
+    def emit(builder: Any, _: Any, value: Any) -> Any:
+        return value if out.dtype == FLOAT else builder.trunc(nearest_low(builder, value, WORD), HALF)
 
-    return out.dtype(out, FLOAT), codegen
+    return emitted(out.dtype(out, FLOAT), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -339,13 +335,13 @@ def row_most(row: Array) -> Any:
 
 @helper
 def lanes_of(width: int) -> Array:
-    """Return zeros for `column_sums`: row i is added to lane i mod LANES; the last line is the total."""
+    """Return zeros for sums over rows: kernels add row i to lane i mod LANES; the last line is the total."""
     return np.zeros((LANES + 1, width), np.float32)
 
 
 @fixed_helper
 def settle(lanes: Array, i: int, n: int) -> None:
-    """Add up and clear the lanes (LANES + 1, O) after each LANES * LANE_ROWS rows and after the last row."""
+    """After a block of rows and the last row, add the lanes (LANES + 1, O) to the last line; clear them."""
     if i < n - 1 and i % (LANES * LANE_ROWS) < LANES * LANE_ROWS - 1:
         return
     for j in range(lanes.shape[1]):

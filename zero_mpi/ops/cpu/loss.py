@@ -15,27 +15,15 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import by_rows, fitting
 from zero_mpi.ops.cpu.embedding import checked
-from zero_mpi.ops.cpu.jit import (
-    BFLOAT16,
-    FLOAT32,
-    ZERO,
-    exponential,
-    f4,
-    flat,
-    kernel,
-    log_double,
-    narrow,
-    row_most,
-    single,
-)
+from zero_mpi.ops.cpu.jit import FLOAT32, exponential, f4, flat, kernel, log_double, narrow, row_most, single
 from zero_mpi.ops.cpu.products import add_columns, add_row, multiplier, otherwise
-from zero_mpi.ops.low_precision import widened
+from zero_mpi.ops.low_precision import BFLOAT16, widened
 from zero_mpi.ops.reference import chunk_rows, rows
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts, with_sums
 
 Loss = tuple[np.float64, Array | None]
-NOTHING = np.zeros((0, 0), np.uint16)  # used in place of an array that is not needed
+NOTHING = np.zeros((0, 0), np.uint16)  # argument for `low` if no bfloat16 gradient is written
 
 
 @kernel("f2+ l2+ i1 f b -> d")
@@ -48,16 +36,16 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
     """
     n, width = z.shape
     total = 0.0
-    weights = np.empty(width, np.float32)  # not in z, so that one loop serves both cases, bit-identically
+    weights = np.empty(width, np.float32)  # the same loop with and without `gradient`: same bits
     for i in range(n):
         row = z[i]
         if targets[i] == UNCOUNTED:
             if gradient:
-                row[:] = ZERO
+                row[:] = 0
             continue
         most = row_most(row)
         picked = np.float64(row[targets[i]] - most)
-        weight = ZERO
+        weight = f4(0)
         for j in range(width):
             e = exponential(row[j] - most)
             weights[j] = e
@@ -115,8 +103,7 @@ def linear_cross_entropy(
 ) -> Loss:
     multiplies = multiplier(x, w, b) if can_add(x, dw, db) else None
     if multiplies is None:
-        found: Loss = otherwise(linear_cross_entropy, x, w, b, targets, scale, dw, db, need_dx)
-        return found
+        return otherwise(linear_cross_entropy, x, w, b, targets, scale, dw, db, need_dx)
     inputs, weights, ids = fitting(rows(x)), fitting(w), checked(targets, w.shape[0], UNCOUNTED)
     n, vocabulary = inputs.shape[0], w.shape[0]
     step = chunk_rows(n, vocabulary)

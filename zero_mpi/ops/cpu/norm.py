@@ -142,7 +142,7 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
 
 
 def addend(plus: Array | None, dy: Array) -> tuple[bool, Array]:
-    """Return (True, the matrix added to dx), or (False, an unread array of the same shape)."""
+    """Return (True, plus as a matrix), or (False, an array of that shape which kernels do not read)."""
     return (False, dy) if plus is None else (True, matrix(plus))
 
 

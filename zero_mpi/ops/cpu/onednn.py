@@ -27,7 +27,7 @@ from zero_mpi.environment import portable
 from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32
 
 VARIABLE, WHEEL, FILE = "ZERO_MPI_DNNL", "onednn-cpu-gomp", "libdnnl.so.3"
-CPU, IN_ORDER = 1, 1  # kinds of engine and stream
+CPU, IN_ORDER = 1, 1  # the library's numbers for the CPU engine and an in-order stream
 KINDS = {BFLOAT16: 2, FLOAT32: 3}
 BF16_UNITS, TILE_UNITS = 0x80, 0x200  # bits of the instruction set in use
 SOURCE, WEIGHTS, BIAS, RESULT, SECOND_SOURCE = 1, 33, 41, 17, 2
@@ -35,7 +35,7 @@ BINARY_ADD = 0x1FFF0
 POST_OPERATION = (32768, 16384)  # argument number of the first post-operation, which depends on the version
 MOST_DIMS = 12
 MOST_PRODUCTS = 1024  # products kept per thread; nearly every window of packed documents has new shapes
-OF = {"matmul_primitive_desc": "primitive_desc"}  # the name under which an object is destroyed, if it differs
+OF = {"matmul_primitive_desc": "primitive_desc"}  # object -> another name, under which it is destroyed
 Handle = ctypes.c_void_p
 Key = tuple[Any, ...]
 
@@ -55,7 +55,7 @@ class Product:
 
     def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
         self._library, self._stream, self._memories = library, library.own.stream, list[Handle]()
-        with contextlib.ExitStack() as lent:  # the primitive and memory objects keep copies
+        with contextlib.ExitStack() as lent:  # the primitive and memory objects copy these descriptions
             descriptions = {what: library.description(lent, array) for what, array in arrays.items()}
             for description in descriptions.values():
                 self._memories.append(library.made("memory_create", description, library.engine, None))
@@ -69,7 +69,6 @@ class Product:
         self._arguments = (Argument * len(pairs))(*pairs)
 
     def destroy(self) -> None:
-        """Free the library objects that this product holds."""
         self._library.destroy("primitive", self._primitive)
         for memory in self._memories:
             self._library.destroy("memory", memory)
@@ -119,13 +118,8 @@ class OneDNN:
     @property
     def about(self) -> str:
         """Name and version of the library."""
-
-        class Version(ctypes.Structure):
-            _fields_ = (("major", ctypes.c_int), ("minor", ctypes.c_int), ("patch", ctypes.c_int))
-
-        self._symbols.dnnl_version.restype = ctypes.POINTER(Version)
-        version = self._symbols.dnnl_version().contents
-        return f"oneDNN {version.major}.{version.minor}.{version.patch}"
+        self._symbols.dnnl_version.restype = ctypes.POINTER(ctypes.c_int * 3)
+        return f"oneDNN {'.'.join(map(str, self._symbols.dnnl_version().contents))}"
 
     def multiply(
         self,
@@ -137,11 +131,11 @@ class OneDNN:
         plus: Array | None = None,
         adds: bool = False,
     ) -> Array:
-        """Return c after computing c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus + c.
+        """Compute and return c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus, + c if `adds`.
 
-        Without `adds`, c is not read. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all are
-        float32. a or a^T, and b or b^T, have contiguous rows that do not overlap. bias is for single matrices
-        only. Products that the library does not support are computed on float32 copies.
+        Either a, b, bias and plus are bfloat16 and c is bfloat16 or float32, or all are float32. a or a^T,
+        and b or b^T, have contiguous rows that do not overlap. `bias` requires single matrices. NumPy
+        computes products that the library does not support, on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:
@@ -177,10 +171,14 @@ class OneDNN:
         if status:
             raise OneDNNError(f"dnnl_{what} returned status {status}")
 
+    def call(self, what: str, *arguments: Any) -> None:
+        """Call a library function; raise OneDNNError if it returns an error status."""
+        self.checked(getattr(self._symbols, f"dnnl_{what}")(*arguments), what)
+
     def made(self, what: str, *arguments: Any) -> Handle:
         """Return the object that a library function creates and returns through its first argument."""
         made = Handle()
-        self.checked(getattr(self._symbols, f"dnnl_{what}")(ctypes.byref(made), *arguments), what)
+        self.call(what, ctypes.byref(made), *arguments)
         return made
 
     def lent(self, until: contextlib.ExitStack, kind: str, *arguments: Any, how: str = "{}_create") -> Handle:
@@ -190,8 +188,7 @@ class OneDNN:
         return found
 
     def destroy(self, kind: str, handle: Handle) -> None:
-        """Free an object of the library."""
-        self.checked(getattr(self._symbols, f"dnnl_{kind}_destroy")(handle), f"{kind}_destroy")
+        self.call(f"{kind}_destroy", handle)
 
     def description(self, lent: contextlib.ExitStack, x: Array) -> Handle:
         """Return the library's description of an array of matrices: shape, strides and type."""
@@ -206,13 +203,10 @@ class OneDNN:
             return None
         attributes, operations = self.lent(lent, "primitive_attr"), self.lent(lent, "post_ops")
         if added is not None:
-            status = self._symbols.dnnl_post_ops_append_binary(operations, BINARY_ADD, added)
-            self.checked(status, "post_ops_append_binary")
+            self.call("post_ops_append_binary", operations, BINARY_ADD, added)
         if adds:
-            status = self._symbols.dnnl_post_ops_append_sum(operations, ctypes.c_float(1), 0, 0)
-            self.checked(status, "post_ops_append_sum")
-        status = self._symbols.dnnl_primitive_attr_set_post_ops(attributes, operations)
-        self.checked(status, "primitive_attr_set_post_ops")
+            self.call("post_ops_append_sum", operations, ctypes.c_float(1), 0, 0)
+        self.call("primitive_attr_set_post_ops", attributes, operations)
         return attributes
 
     # ------------------------------------------------------------------------------ before it is trusted
@@ -244,21 +238,17 @@ class OneDNN:
             x, w, plus = (random.standard_normal(shape, np.float32).astype(BFLOAT16) for shape in shapes)
             a, b, p = (array.astype(np.float32) for array in (x, w, plus))
             y, dx, dw = np.zeros((m, n), BFLOAT16), np.ones((m, k), BFLOAT16), np.ones((n, k), np.float32)
-            one, c = np.float32(1), np.zeros((m, n), np.float32)
+            one, c, ones = np.float32(1), np.zeros((m, n), np.float32), dw.copy()
             yield "float32", self.multiply(a, b.T, c), a @ b.T
-            yield (
-                "float32, added",
-                self.multiply(p.T, a, np.ones((n, k), np.float32), adds=True),
-                p.T @ a + one,
-            )
+            yield "float32, added", self.multiply(p.T, a, ones, adds=True), p.T @ a + one
             yield "forward", self.multiply(x, w.T, y, bias=plus[0], plus=plus), a @ b.T + p[0] + p
             yield "to inputs", self.multiply(plus, w, dx, adds=True), p @ b + one
             yield "to weights", self.multiply(plus.T, x, dw, adds=True), p.T @ a + one
 
 
 def share_threads() -> None:
-    """Limit the library to as many threads as BLAS in products that this thread starts. Of several BLAS
-    libraries the smallest number counts, because a limit does not reach a library loaded later (SciPy's)."""
+    """Limit the library to as many threads as BLAS in products that this thread starts. If several BLAS
+    libraries are loaded, use the smallest limit: a limit does not apply to one loaded later (SciPy's)."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     ThreadpoolController().limit(limits=min(threads, default=1), user_api="openmp")
 

@@ -2,8 +2,8 @@
 
 oneDNN computes products of bfloat16. On processors with bfloat16 units it also computes float32 products,
 except small products, which BLAS finishes before oneDNN has begun. On processors with tile units (AMX),
-oneDNN is faster in float32 only if the second matrix is transposed, as in a forward; in some other shapes it
-takes three times as long (docs/benchmarks.md).
+oneDNN is faster in float32 only if the second matrix is transposed, as in forward; otherwise it takes up to
+three times as long for some shapes (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import llvmlite.binding
 import numpy as np
@@ -44,8 +44,10 @@ from zero_mpi.ops.reference import rows
 from zero_mpi.ops.registry import defined, implements
 from zero_mpi.ops.threads import EVEN_ROWS, cut_product, equal_parts, in_parts, shared, with_sums
 
-LEAST = 1 << 22  # float32 multiplications: BLAS computes smaller products faster than oneDNN starts
-AT_A_TIME = 3 << 20  # bytes of a transposed matrix, which the library copies: the copy must fit in cache
+T = TypeVar("T")
+
+LEAST = 1 << 22  # multiplications: BLAS computes smaller float32 products before oneDNN has begun
+AT_A_TIME = 3 << 20  # maximum bytes of a transposed matrix in a call: oneDNN's copy must fit in cache
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # system call arch_prctl and its arguments
 
 
@@ -55,7 +57,7 @@ def is_transposed(x: Array) -> bool:
 
 
 def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
-    """Return a function like `blas.times` that multiplies these arrays, or None if there is none."""
+    """Return a function like `blas.times` for arrays of these types, or None if no library supports them."""
     given = [array for array in arrays if array is not None]
     library = onednn.load()[0]
     if single(*given):
@@ -65,7 +67,7 @@ def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
 
 
 def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
-    """Return the function of `product_of`, spread over all threads, or None."""
+    """Return the function of `product_of`, divided among all threads, or None."""
     product = product_of(*arrays)
     return None if product is None else shared(product)
 
@@ -84,7 +86,7 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
 
 
 def is_prepared(a: Array, b: Array) -> bool:
-    """Return whether oneDNN, which prepares each shape, computes the product a b unless it is small."""
+    """Return whether oneDNN, which prepares each new shape, computes the product a b (if it is not small)."""
     library = onednn.load()[0]
     if a.dtype == BFLOAT16 or library is None:
         return library is not None
@@ -92,7 +94,7 @@ def is_prepared(a: Array, b: Array) -> bool:
 
 
 def load() -> None:
-    """Load oneDNN, which multiplies bfloat16, and compile our own bfloat16 kernels."""
+    """Load oneDNN and, if the processor has tile units, import our kernels for them."""
     library = onednn.load()[0]
     if library is not None and library.has_tiles:
         by_tiles()
@@ -130,11 +132,11 @@ def by_tiles() -> Callable[..., Array] | None:
     return amx.multiply
 
 
-def otherwise(operation: Callable[..., Any], *given: Any) -> Any:
-    """Compute an operation, in a type that no library multiplies, on float32 copies or by the reference."""
-    if given[0].dtype == BFLOAT16:
-        return accept_low(operation.__name__, operation)(*given)
-    return getattr(reference, operation.__name__)(*given)
+def otherwise(operation: Callable[..., T], *given: Any) -> T:
+    """Compute an operation that no library supports, on float32 copies of bfloat16 or by the reference."""
+    name, is_low = operation.__name__, given[0].dtype == BFLOAT16
+    result: T = (accept_low(name, operation) if is_low else getattr(reference, name))(*given)
+    return result
 
 
 # -------------------------------------------------------------------------------------- the linear layer

@@ -1,18 +1,16 @@
-"""The operations for `cupy.ndarray`, in float32, bfloat16 and float16, by our kernels, cuBLASLt and cuDNN.
+"""Operations for `cupy.ndarray`, in float32, bfloat16 and float16, by our kernels, cuBLASLt and cuDNN.
 
-`ops.low_precision` defines their types: computation in float32, with each result rounded once; statistics and
-losses in float32 or wider. Two runs are bit-identical. Results are in the GPU's recycled memory. Calls are
-ordered by the stream, and no function here waits for the GPU. Importing this package needs CuPy but no GPU.
+As in `ops.low_precision`, computation is in float32, and each result is rounded once; statistics and losses
+are float32 or wider. Two runs are bit-identical. Results are in the GPU's recycled memory. Calls are
+ordered by the stream, and no function of this package waits for the GPU. Its import needs CuPy but no GPU.
 
 cuBLASLt computes matrix products (`gemm`), and adds bias, shortcut and the earlier gradient inside the
-product. cuDNN computes bf16 and fp16 attention if its memory stays within a bound (`sdpa`); otherwise
-products and a softmax kernel do (`attention`). All other operations are CUDA C++ in `kernels/`, compiled by
-CuPy's NVRTC; `launch` has the table of kernels. No kernel uses atomics. Sums over rows use partial sums whose
-number depends only on the shape. Gradients of embeddings use a stable sort of (token, position).
+product. cuDNN computes bf16 and fp16 attention if its memory stays within a bound (`sdpa`); all other
+attention uses products and softmax kernels (`attention`). Other operations are CUDA C++ in `kernels/`,
+compiled by CuPy's NVRTC; `launch` has the table of kernels. No kernel uses atomics. Sums over rows use
+partial sums whose number depends only on the shape. Gradients of embeddings use a stable sort by token.
 
-Tests need no GPU. `tests/pretend` simulates CuPy: streams are threads with delays, kernels are the real
-sources compiled for the CPU, and NumPy computes the calls of cuBLASLt and cuDNN. `benchmarks/gpu_check.py`
-tests speed and real drivers. The suite also compiles every kernel for sm_80, sm_90 and sm_100.
+Tests need no GPU: `tests/pretend` simulates CuPy. `benchmarks/gpu_check.py` tests speed and real drivers.
 """
 
 from zero_mpi.ops.gpu import attention, elementwise, embedding, flat, gemm, launch, linear, loss, norm  # noqa: F401  (register versions)

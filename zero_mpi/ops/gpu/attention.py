@@ -19,23 +19,10 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import Matrix, batched, kind_of, multiply
-from zero_mpi.ops.gpu.launch import (
-    ARRAY,
-    BF16,
-    F16,
-    F32,
-    PACK,
-    THREADS,
-    Family,
-    at,
-    by_pairs,
-    f4,
-    packed,
-    take,
-)
+from zero_mpi.ops.gpu.launch import ARRAY, BF16, F16, F32, THREADS, Family, at, by_pairs, f4, packed, take
 from zero_mpi.ops.gpu.sdpa import ANY_ORDER, Sdpa, sdpa, way
 from zero_mpi.ops.registry import implements
-from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_across
+from zero_mpi.ops.sizes import PACK, check_kept, gradients_like, score_rows, scores_across
 
 WEIGHTS = Family("attention.cu", "attention_weights", "PPPPLLLLLLLL")
 MOVES = ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
@@ -102,7 +89,7 @@ def slower(kind: Any) -> str:
 
 
 def about() -> str:
-    """Return the name of the attention backend, for messages."""
+    """Return a description of the attention backend, for messages."""
     if way() == "own":
         return "attention by own kernels"
     found, why_not = sdpa()
@@ -115,7 +102,7 @@ def about() -> str:
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """Compute `reference.causal_attention`, and keep (y for cuDNN or None, logarithms (B, H, T), begins)."""
+    """Compute `reference.causal_attention`; backward gets (y for cuDNN or None, logarithms, begins)."""
     y = take((*q.shape[:3], v.shape[3]), q.dtype)
     sums = take((q.shape[0], q.shape[2], q.shape[1]), F32)
     if not y.size:
@@ -188,13 +175,13 @@ def gathered(x: Array, kv: int) -> Array:
 def unpack(copy: Array, x: Array, kv: int) -> None:
     """Write a gathered array to x, in the type of x."""
     b, t, h, d = x.shape
-    assert grouped(x, kv) is x, "results lie side by side"
+    assert grouped(x, kv) is x, "the heads of a result are adjacent"
     wide = h // kv * d
     move(copy, x, (b, kv, t, wide), (kv * t * wide, t * wide, wide, *steps(x, kv)))
 
 
 def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, n, m) of each block of n queries that see the first m keys, from the last block down."""
+    """Yield (first, n, m) of blocks of n queries that see the first m keys; the last block comes first."""
     most = score_rows(sizes.groups * sizes.shared, sizes.total)
     for first in reversed(range(0, sizes.length, most)):
         n = min(most, sizes.length - first)
@@ -202,7 +189,7 @@ def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
 
 
 class Scores:
-    """Buffers for the scores of a block, in float32, and its weights, in the type of the inputs.
+    """Buffers for the float32 scores of a block and for its weights, which have the type of the inputs.
 
     begins (B, T): the first key that each query sees; None: each query sees all keys up to its own.
     """
@@ -214,7 +201,7 @@ class Scores:
         self.low = self.wide if kind == F32 else take(self.wide.shape, kind)
 
     def matrix(self, buffer: Array, n: int, m: int) -> Matrix:
-        """Return a block in `buffer` as a Matrix: (n R, m) for each key/value head."""
+        """Return a block in `buffer` as a batch of matrices (n R, m), one for each key/value head."""
         sizes, rows = self.sizes, n * self.sizes.shared
         kind, apart = kind_of(buffer.dtype), rows * sizes.across
         return Matrix(buffer.data.ptr, rows, m, sizes.across, kind, sizes.groups, apart)
@@ -232,14 +219,13 @@ class Scores:
         return self.matrix(self.low, n, m)
 
     def _rows(self, n: int, m: int) -> tuple[int, int, int, int]:
-        """Return the parameters that describe the rows to a kernel."""
+
         return m, self.sizes.across, n, self.sizes.shared
 
     def _grid(self, n: int, m: int) -> tuple[int, int]:
         """Return (blocks, threads): one block per row, the number of threads a power of two."""
-        return self.sizes.groups * n * self.sizes.shared, min(
-            THREADS, max(32, 1 << (-(-m // SHARE) - 1).bit_length())
-        )
+        threads = min(THREADS, max(32, 1 << (-(-m // SHARE) - 1).bit_length()))
+        return self.sizes.groups * n * self.sizes.shared, threads
 
 
 def forward(sizes: Sizes, work: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array) -> None:
@@ -256,12 +242,7 @@ def forward(sizes: Sizes, work: Scores, inputs: Sequence[Array], scale: float, y
 
 
 def backward(
-    sizes: Sizes,
-    work: Scores,
-    inputs: Sequence[Array],
-    sums: Array,
-    scale: float,
-    into: tuple[Array, ...],
+    sizes: Sizes, work: Scores, inputs: Sequence[Array], sums: Array, scale: float, into: tuple[Array, ...]
 ) -> None:
     """Fill into = (dq, dk, dv) from inputs q, k, v and dy.
 

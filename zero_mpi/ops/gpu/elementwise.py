@@ -27,10 +27,8 @@ def pointwise(family: Family, results: int, *given: Array) -> Any:
     """Return the results of an operation on arrays of one shape."""
     arrays = [packed(x) for x in given]
     last = arrays[-1]
-    kind, shape, size = last.dtype, last.shape, last.size
-    arrays += [take(shape, kind) for _ in range(results)]
-    blocks = -(-size * kind.itemsize // (THREADS * PACK))
-    family[kind](blocks, THREADS, (*arrays, size))
+    arrays += [take(last.shape, last.dtype) for _ in range(results)]
+    family[last.dtype](elements(last), THREADS, (*arrays, last.size))
     return arrays[-1] if results == 1 else tuple(arrays[-results:])
 
 

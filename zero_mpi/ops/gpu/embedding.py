@@ -13,32 +13,18 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.elementwise import ADD_ROW
-from zero_mpi.ops.gpu.launch import (
-    ARRAY,
-    F32,
-    I64,
-    PACK,
-    THREADS,
-    TYPES,
-    Family,
-    Kernel,
-    by_pairs,
-    packed,
-    take,
-    tiled,
-    writable,
-)
+from zero_mpi.ops.gpu.launch import ARRAY, F32, TYPES, Family, Kernel, by_pairs, packed, take, tiled, writable
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.registry import implements
-from zero_mpi.ops.sizes import embedding_runs
+from zero_mpi.ops.sizes import PACK, THREADS, embedding_runs
 
 EMBEDDING = Family("embedding.cu", "embedding", "PLPPLL")
 TOKEN_KEYS = Kernel("embedding.cu", "token_keys", "PLPLL")
 EMBEDDING_SUMS = by_pairs("embedding.cu", "embedding_sums", "PPPPLLL", product(TYPES, TYPES))
 EMBEDDING_JOINS = Family("embedding.cu", "embedding_joins", "PPPLLL")
 JOIN_PACK = 4  # elements per thread in the kernel that adds up partial sums
-PLACE_BITS = 32  # low bits of a key, for the position; the token is in the bits above
-# CuPy's sort waits for the GPU and allocates memory. This sort is meant for tens of thousands of keys.
+PLACE_BITS = 32  # the low bits of a key are the position, the bits above the token
+# CuPy's sort waits for the GPU and allocates memory. This sort is fast for tens of thousands of keys.
 DIGIT_COUNTS = Kernel("sort.cu", "digit_counts", "PPLL")
 COUNTS_BEFORE = Kernel("sort.cu", "counts_before", "PL")
 BY_DIGIT = Kernel("sort.cu", "by_digit", "PPPLL")
@@ -61,7 +47,7 @@ def sorted_places(tokens: Array, vocabulary: int) -> Array:
     ids, size = packed(tokens), int(tokens.size)
     if size >= 1 << PLACE_BITS:
         raise ValueError(f"embedding_backward: expected fewer than {1 << PLACE_BITS} tokens; got {size}")
-    keys, other = take((size,), I64), take((size,), I64)
+    keys, other = take((size,), np.int64), take((size,), np.int64)
     blocks = -(-size // THREADS)
     counts = take((blocks << BITS,), np.uint32)
     TOKEN_KEYS(blocks, THREADS, (ids, ids.itemsize, keys, size, vocabulary))

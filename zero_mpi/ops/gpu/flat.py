@@ -11,22 +11,9 @@ from zero_mpi import device
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.elementary import power
-from zero_mpi.ops.gpu.launch import (
-    ARRAY,
-    F32,
-    F64,
-    THREADS,
-    Family,
-    Kernel,
-    at,
-    elements,
-    f4,
-    packed,
-    take,
-    writable,
-)
+from zero_mpi.ops.gpu.launch import ARRAY, F32, F64, Family, Kernel, at, elements, f4, packed, take, writable
 from zero_mpi.ops.registry import implements
-from zero_mpi.ops.sizes import run_length
+from zero_mpi.ops.sizes import THREADS, run_length
 
 ADAMW = Family("flat.cu", "adamw", "PPPPPPLLLDFFFFFFFF")
 CHUNK_SQUARES = Kernel("flat.cu", "chunk_squares", "PPLL")
@@ -64,11 +51,8 @@ def adamw(
     shift = run.bit_length() - 1 if run & (run - 1) == 0 else -1
     root_c2, rate = math.sqrt(1.0 - power(beta2, step)), lr / (1.0 - power(beta1, step))
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
-    ADAMW[(p if low is None else low).dtype](
-        elements(p),
-        THREADS,
-        (p, g, m, v, runs, at(low), size, run, shift, float(lr), *map(f4, numbers)),
-    )
+    arguments = (p, g, m, v, runs, at(low), size, run, shift, float(lr), *map(f4, numbers))
+    ADAMW[(p if low is None else low).dtype](elements(p), THREADS, arguments)
 
 
 @implements(reference.chunk_squares, ARRAY)

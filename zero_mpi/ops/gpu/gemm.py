@@ -1,4 +1,4 @@
-"""Matrix products by cuBLASLt. The first product of some shapes and types makes a plan, which is kept.
+"""Matrix products by cuBLASLt. The first product of each set of shapes and types makes a plan, which is kept.
 
 Our arrays are row-major and cuBLASLt is column-major, so cuBLASLt computes the transposed product: our second
 factor is its A, our first factor its B, and our rows are its columns. A plan holds the descriptors and the
@@ -34,7 +34,7 @@ from zero_mpi.ops.sizes import WORKSPACE
 # Constants from the headers of CUDA and cuBLASLt; tests compare them with the bindings.
 COMPUTE_32F, NORMAL, TRANSPOSED = 68, 0, 1
 EPILOGUE_DEFAULT, EPILOGUE_BIAS = 1, 4
-WHOLE, FLOAT32_PARTS = 0, 2  # masks of reduction schemes: unsplit sums only; or float32 parts in a workspace
+WHOLE, FLOAT32_PARTS = 0, 2  # masks of reduction schemes: unsplit sums; float32 parts in a workspace
 SINGLE, HALF, BFLOAT16 = 0, 2, 14  # cudaDataType
 KINDS = {np.dtype(np.float32): SINGLE, np.dtype(np.float16): HALF, np.dtype(ml_dtypes.bfloat16): BFLOAT16}
 DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
@@ -141,7 +141,7 @@ class LtGemm:
             more = {"BIAS_DATA_TYPE": spec.d.kind, "BIAS_POINTER": spec.bias}
             describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_BIAS, **more)
         self.layouts = [products.layout(m) for m in (spec.b, spec.a, spec.c or spec.d, spec.d)]
-        self._adds: Callable[[int, int], None] | None = None  # adds the bias if no algorithm adds it
+        self._adds: Callable[[int, int], None] | None = None  # kernel for the bias, if no algorithm adds it
         try:
             self._choose(products, spec)
         except NoAlgorithm:  # unaligned rows may have no algorithm that adds a bias
@@ -224,14 +224,14 @@ class LtGemm:
             self._adds(d, bias)
 
     def close(self) -> None:
-        """Free the descriptors."""
+
         for layout in self.layouts:
             self._lt.matrix_layout_destroy(layout)
         self._lt.matmul_desc_destroy(self.described)
 
 
 def bias_adder(d: Matrix) -> Callable[[int, int], None]:
-    """Return a function that adds a bias to each row of a result, which rounds sums a second time."""
+    """Return a function that adds a bias to a result (both given by address), with a second rounding."""
     kernel = ADD_ROW[DTYPES[d.kind]]
     grid = tiled(d.rows, d.columns, PACK // BYTES[d.kind])
     return lambda at, bias: kernel(*grid, (at, bias, 0, at, d.columns, d.step, 0, d.step))
@@ -267,7 +267,8 @@ class Products:
         self.tunes = os.environ.get("ZERO_MPI_GPU_TUNE", "0") == "1"
         splits = self.tunes or os.environ.get("ZERO_MPI_GPU_SPLIT_K", "1") != "0"
         self.reductions = FLOAT32_PARTS if splits else WHOLE
-        self.buffer = where.empty(workspace_bytes(where), np.uint8)
+        hopper = int(where.cupy.cuda.Device(where.number).compute_capability) >= 90
+        self.buffer = where.empty(WORKSPACE if hopper else 8 << 20, np.uint8)  # the best kernels need this
         self.workspace, self.workspace_bytes = self.buffer.data.ptr, self.buffer.nbytes
         self.plans: dict[Any, LtGemm] = {}
         self.known: dict[Any, LtGemm] = {}  # plans for aligned arrays, by shapes and strides
@@ -286,11 +287,6 @@ class Products:
             self.known.clear()
         plan = self.plans[key] = LtGemm(self, spec)
         return plan
-
-
-def workspace_bytes(where: Any) -> int:
-    """Return the bytes of workspace for the best kernels of a GPU: 32 MiB from Hopper on, else 8 MiB."""
-    return WORKSPACE if int(where.cupy.cuda.Device(where.number).compute_capability) >= 90 else 8 << 20
 
 
 _products: Products | None = None
@@ -328,7 +324,7 @@ def product(
     pa, pb, pd = a.data.ptr, b.data.ptr, d.data.ptr
     pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or c.strides)
     bias_at, step = (0, None) if bias is None else (bias.data.ptr, bias.strides)
-    # The operations' signatures derive all other shapes and types from these.
+    # These determine all other shapes and types, because operations check their arrays.
     key = (a.shape, a.strides, a.dtype, b.shape, b.strides, d.strides, d.dtype, onto, ta, tb, step)
     made = products()
     plan, fits = made.known.get(key), not (pa | pb | pc | pd | bias_at) % FITTING
@@ -345,7 +341,7 @@ def product(
 
 
 def fitting(b: Array) -> Array:
-    """Return a vector, or an aligned copy of it, that products can read as bias."""
+    """Return a vector, or an aligned contiguous copy, which products can read as bias."""
     if b.data.ptr % FITTING == 0 and (b.size < 2 or b.strides[0] == b.itemsize):
         return b
     copy = take(b.shape, b.dtype)
@@ -366,10 +362,8 @@ def multiply(
 ) -> LtGemm | None:
     """Compute d = scale a b + c + bias, with the bias added to each row. c may be d itself, or None.
 
-    Return the plan, or None if d is empty.
-
     `ta` and `tb`: use a and b transposed. a and b have one type, and c and d one type; sums are float32 and
-    rounded once. Raise ValueError if the shapes do not fit.
+    rounded once. Return the plan, or None if d is empty. Raise ValueError if the shapes do not fit.
     """
     if not d[1] * d[2] * d[5]:
         return None

@@ -3,8 +3,7 @@
 A module of operations declares the kernels that it calls, with their source and the kinds of their
 parameters. All kernels are in `TABLE`, which a test compares with the sources. All kernels of a source are
 compiled together, and CuPy caches them for later processes. A call passes one tuple of arrays (0 for None)
-and numbers: lengths as Python integers (always 64 bits in the kernel), float32 as `f4`, float64 as
-float.
+and numbers: lengths as Python integers (64 bits in the kernel), float32 as `f4`, float64 as Python floats.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from zero_mpi.ops.sizes import THREADS as THREADS
 FOLDER = Path(__file__).resolve().parent / "kernels"
 OPTIONS = ("-std=c++17",)
 F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
-F64, I64 = np.dtype(np.float64), np.dtype(np.int64)
+F64 = np.dtype(np.float64)
 TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # suffixes of kernel names
 f4 = np.float32
 ARRAY = cupy.ndarray
@@ -48,7 +47,7 @@ class Kernel:
     def bind(self) -> Any:
         """Return the kernel's function on the GPU. The first use of a source compiles or loads it."""
         with device.libraries():
-            self._function = module(self.source).get_function(self.name).kernel  # later calls use it directly
+            self._function = module(self.source).get_function(self.name).kernel  # later calls reuse it
         return self._function
 
     def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
@@ -79,7 +78,7 @@ def by_pairs(source: str, name: str, parameters: str, pairs: Iterable[Any]) -> d
 
 
 def text(source: str) -> str:
-    """Return the text to compile: the common part and the source. Errors name lines of the source."""
+    """Return the text to compile: common.cuh and the source. Compiler errors name lines of the source."""
     common, own = ((FOLDER / name).read_text() for name in ("common.cuh", source))
     return f'{common}#line 1 "{source}"\n{own}'
 
@@ -123,7 +122,7 @@ def at(x: Array | None) -> Any:
 
 @lru_cache(PLANS)
 def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int:
-    """Return the elements from a row of (..., C) to the next row; 0 if this distance varies."""
+    """Return the number of elements from a row of (..., C) to the next row; 0 if this distance varies."""
     if 0 in shape:
         return max(1, int(shape[-1]))
     if shape[-1] > 1 and strides[-1] != size:
@@ -161,8 +160,7 @@ def by_rows(x: Array) -> tuple[Array, int, int, int]:
 
 def elements(x: Array) -> int:
     """Return the number of blocks for a flat array, with one pack per thread."""
-    result: int = -(-x.size * x.itemsize // (THREADS * PACK))
-    return result
+    return int(-(-x.size * x.itemsize // (THREADS * PACK)))
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:

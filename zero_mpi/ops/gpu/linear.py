@@ -19,7 +19,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import product
 from zero_mpi.ops.gpu.launch import ARRAY, lying, memory_of, take
-from zero_mpi.ops.gpu.loss import consume_logits
+from zero_mpi.ops.gpu.loss import add_losses, losses_of_rows
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
@@ -84,7 +84,7 @@ def linear_cross_entropy(
         wide = buffer[: len(rows)]
         product(rows, whole, wide, tb=True, bias=bias)
         z = wide[:, : len(w)]  # the padding stays zero, which is also its gradient
-        consume_logits(z, ids[part], scale, total, gradient)
+        add_losses(total, losses_of_rows(z, z if gradient else None, ids[part], scale), scale, True)
         if dw is not None:
             linear_backward_w(z[:, :even], rows, dw[:even])
             linear_backward_w(z[:, even:], rows, dw[even:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.gpu.launch import ARRAY, F64, THREADS, Family, Kernel, at, by_rows, f4, lying, packed, take
+from zero_mpi.ops.gpu.launch import ARRAY, F64, THREADS, Family, Kernel, at, by_rows, f4, packed, take
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import PACK
 
@@ -17,20 +17,12 @@ ADD_LOSSES = Kernel("loss.cu", "add_losses", "PPLDL")
 MOST_THREADS = 1024  # maximum threads of a block, which works on one row
 
 
-def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradient: bool) -> None:
-    """Add scale times the sum of -log softmax(z)[target] over rows to `total`, one float64.
-
-    z (N, V): any of the three types; the stride of rows may exceed V. targets (N,): integers. If `gradient`,
-    z becomes the gradient of the added loss; otherwise z does not change. A row with target UNCOUNTED adds
-    nothing; any other target outside [0, V) makes the loss NaN.
-    """
-    assert lying(z) is z, "the rows of z are contiguous"
-    losses = losses_of_rows(z, z if gradient else None, targets, scale)
-    add_losses(total, losses, scale, True)
-
-
 def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> Array:
-    """Return -log softmax(z)[target] per row, float64; fill dz with the gradient of scale times their sum."""
+    """Return -log softmax(z)[target] per row, float64; fill dz with the gradient of scale times their sum.
+
+    z (N, V): any of the three types; the stride of rows may exceed V. dz may be z. targets (N,): integers.
+    A row with target UNCOUNTED has no loss; any other target outside [0, V) makes the loss NaN.
+    """
     kernel, (z, rows, width, step) = CONSUME_LOGITS[z.dtype], by_rows(z)
     ids, step_out = packed(targets), step if dz is None else by_rows(dz)[3]
     losses = take((rows,), F64)

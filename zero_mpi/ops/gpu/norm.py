@@ -21,7 +21,7 @@ RMS_NORM = Family("norm.cu", "rms_norm", "PPPPLLLF")
 RMS_NORM_BACKWARD = Family("norm.cu", "rms_norm_backward", "PPPPPPPLLL")
 LAYER_NORM = Family("norm.cu", "layer_norm", "PPPPPPLLLF")
 LAYER_NORM_BACKWARD = Family("norm.cu", "layer_norm_backward", "PPPPPPPPPLLL")
-HELD_TWICE = 3  # packs of sums per thread for dw and db, as in norm.cu; HELD: for dw alone
+HELD_TWICE = 3  # HELD for a norm with two gradients, dw and db, as in norm.cu
 
 
 @lru_cache
@@ -34,7 +34,7 @@ def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, in
 
 
 def forward(family: Family, held: int, x: Array, *rest: Any) -> tuple[Array, ...]:
-    """Return y and as many float32 statistics of each row as there are factors, from (x, factors, eps)."""
+    """Return y and the float32 statistics of each row, as many as factors, from (x, *factors, eps)."""
     *factors, eps = rest
     x, width = packed(x), x.shape[-1]
     y, rows = take(x.shape, x.dtype), x.size // width
@@ -45,9 +45,9 @@ def forward(family: Family, held: int, x: Array, *rest: Any) -> tuple[Array, ...
 
 
 def backward(family: Family, held: int, factors: int, *arguments: Any) -> Array:
-    """Return dx from (dy, x, w, statistics, a gradient to add to for each factor, plus).
+    """Return dx from (dy, x, w, *statistics, *gradients, plus); add to the gradient of each factor.
 
-    Gradients and plus may be None; gradients may have any of the three types.
+    Gradients and plus may be None; gradients may be float32, bf16 or fp16.
     """
     *given, plus = arguments
     given, gradients = [packed(x) for x in given[:-factors]], given[-factors:]

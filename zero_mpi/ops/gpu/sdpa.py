@@ -1,4 +1,4 @@
-"""Attention by cuDNN: one graph for each set of shapes and strides, built at its first use and kept.
+"""Attention by cuDNN: one graph for each set of shapes and strides, built at first use and kept.
 
 q, k and v are read in place, even if heads are columns of a wider array, and gradients are written to their
 destination; strides describe both. cuDNN supports bfloat16 and float16, as many keys as queries, and heads of
@@ -7,8 +7,8 @@ nvidia-cudnn-frontend provides the graphs, cuDNN the kernels.
 
 By default backward is deterministic, for which cuDNN stores a number per score (the frontend's "dP
 workspace"). If these numbers exceed `most_slopes` bytes, backward is called for some sequences or heads at a
-time. If one head exceeds this limit, cuDNN 9.25 and later add in order on Hopper and need memory only for
-gradients. Older versions are not used then, since memory must not grow with the square of T.
+time. If one head alone exceeds this limit, cuDNN 9.25 and later use a method on Hopper that needs memory only
+for gradients. Older versions are not used then, since memory must not grow with the square of T.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero_mpi.ops.sizes import cudnn_group, most_slopes
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # ids of the tensors in a graph
 INPUTS = {"q": Q, "k": K, "v": V, "o": O, "dO": DY}  # ids of inputs by argument name
-TURNED = Q, K, V, O, DY, DQ, DK, DV  # order of a backward's arrays
+TURNED = Q, K, V, O, DY, DQ, DK, DV  # order of the arrays in `backward`
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
 TYPES = {BF16: "BFLOAT16", F16: "HALF"}
@@ -41,9 +41,9 @@ OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
 OLDEST_CUDNN = 90000  # first version whose attention has all features that this module uses
 SLOPES_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # variable of the frontend: bytes, or -1 for no limit
-LINEAR = 16  # bytes per element of q: float32 dq, dk and dv of each query head, and a third more
+LINEAR = 16  # bytes per element of q: 12 for float32 dq, dk and dv of each query head, and a third more
 
-FAULTS = AttributeError, OSError, RuntimeError, TypeError, ValueError  # errors of an incompatible version
+FAULTS = AttributeError, OSError, RuntimeError, TypeError, ValueError  # raised by incompatible versions
 
 logger = logging.getLogger("zero_mpi")
 Strides = tuple[int, ...]
@@ -77,10 +77,10 @@ def way() -> str:
 
 
 class Graph:
-    """A built graph. Call it with the address of each of its tensors to run it on the compute stream.
+    """Built graph; a call with the addresses of its tensors runs it on the compute stream.
 
-    turns: for each run in a call, the offset of each address. Raises RuntimeError if the graph needs more
-    than `most` bytes of workspace.
+    turns: one entry per run of the graph in a call, with the offset of each address. Raises RuntimeError if
+    the graph needs more than `most` bytes of workspace.
     """
 
     def __init__(self, owner: Sdpa, graph: Any, most: float, turns: Sequence[dict[int, int]]) -> None:
@@ -109,9 +109,8 @@ class Sdpa:
     """
 
     def __init__(self, where: Any) -> None:
-        limit = os.environ.setdefault(
-            SLOPES_LIMIT, str(most_slopes(memory_of(where)))
-        )  # the frontend reads it for each graph
+        slopes = str(most_slopes(memory_of(where)))
+        limit = os.environ.setdefault(SLOPES_LIMIT, slopes)  # the frontend reads it for each graph
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
         self.where = where
@@ -135,7 +134,7 @@ class Sdpa:
         )
 
     def forward(self, q: Array, k: Array, v: Array, scale: float, y: Array, stats: Array) -> bool:
-        """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums. Return False if cuDNN cannot."""
+        """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums; return whether cuDNN can."""
         graph = self._kept(False, scale, (q, k, v, y))
         if graph is None:
             return False
@@ -153,7 +152,7 @@ class Sdpa:
         scale: float,
         into: Sequence[Array],
     ) -> bool:
-        """Fill into = (dq, dk, dv). Return False if cuDNN cannot."""
+        """Fill into = (dq, dk, dv). Return False if cuDNN does not support these arrays."""
         arrays = (q, k, v, y, dy, *into)
         graph = self._kept(True, scale, arrays) if all(lies_well(x) for x in (dy, *into)) else None
         if graph is None:
@@ -201,7 +200,7 @@ class Sdpa:
         ]
 
     def _graph_of(self, **arrays: Array) -> tuple[Any, dict[str, Any]]:
-        """Return a new graph, and its input tensors for such arrays by argument name."""
+        """Return a new graph and, by argument name, its input tensors, which describe these arrays."""
         single, kind = self.cudnn.data_type.FLOAT, getattr(self.cudnn.data_type, TYPES[arrays["q"].dtype])
         graph = self.cudnn.pygraph(
             io_data_type=kind, intermediate_data_type=single, compute_data_type=single, handle=self.handle

@@ -35,7 +35,7 @@ def add_partials(
 ) -> None:
     """Add to sums (O,), of any of the three types, the lines of partial (parts, O) in their order.
 
-    The same launch adds the lines of `theirs` to `others`, which has the type of `sums`.
+    The same launch adds the lines of `theirs` to a second gradient `others`, which has the type of `sums`.
     """
     writable("add_partials", sums, others)
     parts, width = partial.shape
