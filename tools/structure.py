@@ -45,7 +45,6 @@ ONLY: dict[tuple[str, str], tuple[str, ...]] = {
 GUARDED: dict[str, tuple[str, ...]] = {
     "mpi4py": ("comm.start_mpi",),
     "cupy": ("device.*", "ops.gpu.*", "comm.*"),
-    "cupyx": ("device.*", "ops.gpu.*", "comm.*"),
     "numba": ("ops.cpu.*", "data.tokenizers.segmentation"),
     "scipy": ("ops.cpu.*",),
     "jinja2": ("data.conversations.sandbox", "commands.report.command"),
