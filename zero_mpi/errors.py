@@ -24,12 +24,10 @@ class JobError(RuntimeError):
 
 
 def explain(error: OSError) -> str:
-    """Return a message with the file that cannot be written and the cause."""
     return f"cannot write {error.filename}: {error.strerror or error}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

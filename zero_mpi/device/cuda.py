@@ -208,7 +208,6 @@ class CudaStopwatch:
 
 
 def import_cupy() -> Any:
-    """Import and return CuPy. Raise UsageError if CuPy is missing."""
     others = " or 'zero-mpi[cuda13]', whichever the driver supports"
     return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 

@@ -204,7 +204,6 @@ class ModelKeys:
         return self._given(name, self.keys.integer(f"{self.arch}.{name}", 1, MOST_SIZE), default)
 
     def text(self, name: str) -> str | None:
-        """Return the string at ARCH.NAME; None if the key is missing."""
         return self.keys.text(f"{self.arch}.{name}")
 
     def _given(self, name: str, value: Number | None, default: Number | None) -> Number:
@@ -272,7 +271,6 @@ MOST_BLOCKS = 2_000  # twice the depth of the deepest known model; planning more
 
 
 def elements(model: ModelConfig) -> int:
-    """Return the number of elements of all parameters; blocks may differ in adapters."""
     return sum(param.size for param in model.params().values())
 
 

@@ -162,7 +162,6 @@ class Rows:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to a low-rank product."""
     return name.endswith((FIRST, SECOND))
 
 

@@ -129,14 +129,12 @@ REDUCING = Reduce | WaitReduce
 
 
 def run(actions: Iterable[Action], units: Sequence[ShardedUnit], work: MicroBatch) -> None:
-    """Execute the actions of a list in order."""
     work.rest = iter(actions)
     for action in work.rest:
         action.do(units, work)
 
 
 def without(kinds: UnionType, actions: Iterable[Action]) -> Actions:
-    """Return `actions` without the actions of the classes `kinds`."""
     return tuple(action for action in actions if not isinstance(action, kinds))
 
 

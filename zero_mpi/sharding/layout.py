@@ -79,7 +79,6 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def is_trainable(name: str, frozen: Sequence[str]) -> bool:
-    """Return whether no frozen pattern matches the parameter's name."""
     return not any(matches(name, pattern) for pattern in frozen)
 
 

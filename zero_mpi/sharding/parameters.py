@@ -38,7 +38,6 @@ class State(Enum):
 
 
 def joined(views: list[Views]) -> Views:
-    """Return the views of several units as one dict, or the views of a single unit unchanged."""
     return views[0] if len(views) == 1 else {name: view for each in views for name, view in each.items()}
 
 
@@ -362,7 +361,6 @@ def masters_on_host(precision: Precision) -> Callable[[int], Array]:
 
 
 def pinned_zeros(where: Cuda, size: int) -> Array:
-    """Return a flat float32 array of zeros in pinned memory of the host."""
     array = where.pinned(size * FLOAT32.itemsize).view(FLOAT32)
     array.fill(0)
     return array

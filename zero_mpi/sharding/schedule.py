@@ -80,7 +80,6 @@ class Schedule:
         return "\n".join(f"  {'; '.join(self._in_words(actions))}" for actions in by_stage(self.training))
 
     def _in_words(self, actions: Actions) -> Iterator[str]:
-        """Yield the actions as text; consecutive actions of one kind are joined."""
         spoken = (action for action in actions if action.verb)
         for verb, alike in groupby(spoken, lambda action: action.verb):
             yield f"{verb} {' '.join(map(self._name, alike))}"

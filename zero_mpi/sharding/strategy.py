@@ -46,7 +46,6 @@ STRATEGIES = {strategy.name: strategy for strategy in (FULL_SHARD, SHARD_GRAD_OP
 
 
 def strategy_named(name: str) -> Strategy:
-    """Return the strategy of a name; for an unknown name raise UsageError, which lists the names."""
     if name not in STRATEGIES:
         raise UsageError(f"strategy {name!r} is not known; expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name]
