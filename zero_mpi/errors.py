@@ -1,7 +1,7 @@
 """The exceptions that a command turns into one line on stderr, from rank 0 only.
 
 `UsageError` means "the user can fix this", exit status 2. It is a `ValueError`, so that callers of the
-library can catch it without knowing the class. `JobError` is a failure of the machine that all ranks share.
+library can catch it without knowing the class. `JobError` is a failure that all ranks raise together.
 """
 
 import importlib

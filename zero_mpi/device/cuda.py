@@ -102,7 +102,7 @@ class Cuda:
             target[...] = source if here else self.to_host(source)
 
     def pinned(self, nbytes: int) -> Array:
-        """Return pinned host memory, which the GPU copies without the CPU; raise UsageError if it fails."""
+        """Return pinned host memory, which the GPU copies without the CPU; UsageError if there is none."""
         cuda = self.cupy.cuda
         self.choose()
         try:
@@ -137,7 +137,7 @@ class Cuda:
             self._fetched = None
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any, Any]:
-        """Record `work` as a CUDA graph without running it; return the graph, the result, and the memory."""
+        """Record `work` as a CUDA graph without running it; return the graph, the result, and the pool."""
         pool = self.cupy.cuda.MemoryPool()
         with self.cupy.cuda.using_allocator(pool.malloc):
             self.stream.begin_capture()

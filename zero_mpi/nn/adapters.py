@@ -84,7 +84,7 @@ class LowRank:
 
 
 def product(b: Any, a: Any) -> Any:
-    """Return b (O, R) @ a (R, C) in float32; a row's bits depend neither on the machine nor on other rows.
+    """Return b (O, R) @ a (R, C) in float32; no row depends on the machine or on other rows.
 
     The terms of an element are added in order and each sum is rounded; BLAS would choose its own order.
     """

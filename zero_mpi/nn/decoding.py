@@ -1,8 +1,7 @@
 """Generation without Python code between layers: one call computes the next position of each sequence.
 
 `Program` visits the layers of a model once and records their computation as instructions of `ops.cpu.decode`.
-One call then computes a position. `RECORDED` lists the supported layers; a model with other layers uses
-`infer`.
+`RECORDED` lists the supported layers; a model with other layers uses `infer`.
 """
 
 from __future__ import annotations

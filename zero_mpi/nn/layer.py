@@ -83,7 +83,7 @@ class Cache:
     entries: dict[int, Any] = field(default_factory=dict)
 
     def extend(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
-        """Return a layer's keys and values so far, in arrays of at least `stop` positions, like k and v."""
+        """Return a layer's keys and values so far, in arrays like k and v with at least `stop` positions."""
         stored = self.entries.get(id(layer))
         if stored is None or stored[0].shape[1] < stop:
             grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
@@ -165,7 +165,7 @@ class Layer:
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         """Return y at the positions after those in `cache`.
 
-        A layer overrides `infer` if its result at a position depends on the index or on other positions.
+        A layer overrides `infer` if its result at a position depends on its index or on other positions.
         """
         return self.forward(p, x)[0]
 

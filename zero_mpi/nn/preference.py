@@ -2,7 +2,7 @@
 
 C and R are the summed log-probabilities of a better and a worse answer, minus those under the reference model
 if the loss uses one; nc and nr are the numbers of their tokens. All computation is in float64 on the host.
-TRL has the same names. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
+Loss names are TRL's. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
 SimPO: Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
 """
 
@@ -55,7 +55,7 @@ class Preference:
     def score(
         self, numbers: Sequence[int], sums: Sequence[float], counts: Sequence[int], kl: float = 0.0
     ) -> Scored:
-        """Return the loss of sequences. A better answer has an even number; the worse answer follows it."""
+        """Return the loss of sequences. Better answers have even `numbers`, worse answers odd `numbers`."""
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
         if self.is_unpaired:

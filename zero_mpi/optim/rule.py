@@ -18,8 +18,8 @@ MASTER = "master"  # name of the state of `Rounded`
 class Part:
     """Adjacent elements that are updated together, as flat arrays of the same length.
 
-    parameters, gradients   float32; gradients are summed over ranks, not yet multiplied by `grad_scale`
-    states   name -> float32 array
+    parameters, gradients   float32 (fp64: float64); gradients are not yet multiplied by `grad_scale`
+    states   name -> array of the same type
     decay    (chunks,) float64: weight decay of each of the part's chunks of equal length
     low      output: parameters rounded to the compute dtype; None if layers read `parameters`
     """

@@ -106,7 +106,7 @@ class Backward(StageAction):
 
 @dataclass(frozen=True)
 class Turn(StageAction):
-    """Switch a stage to part `number` of its stacked parameters; backward adds gradients of units `adds`."""
+    """Switch a stage to part `number` of its stacked parameters."""
 
     number: int
     adds: tuple[int, ...] = ()  # units whose gradients backward adds to

@@ -1,7 +1,7 @@
 """CUDA graphs of micro-batches: the GPU work is recorded once, and one call then launches all of it.
 
-ZERO_MPI_GPU_GRAPH=1 enables them. Graphs need one rank, a cross-entropy of all rows and no trace; other
-micro-batches run normally. The arrays of a recorded micro-batch are in a separate memory pool.
+ZERO_MPI_GPU_GRAPH=1 enables them. Graphs need one rank, a cross-entropy of all rows, no tally and no trace;
+other micro-batches run normally. The arrays of a recorded micro-batch are in a separate memory pool.
 """
 
 from __future__ import annotations
@@ -89,6 +89,6 @@ class Recorded:
 
 
 def graphs_for(module: Any) -> Graphs | None:
-    """Return a `Graphs` if ZERO_MPI_GPU_GRAPH is set and there is only one rank, else None."""
+    """Return a `Graphs` if ZERO_MPI_GPU_GRAPH is set and one rank runs on a GPU, else None."""
     wanted = environment.records_graphs() and isinstance(device.in_use(), Cuda) and module.comm.size == 1
     return Graphs(module) if wanted else None

@@ -216,12 +216,12 @@ class LengthOnly(Host):
 
 
 class Lending:
-    """Simulation of the buffers that a rank borrows without shared memory and without sums in place."""
+    """Simulation of the buffers that a rank borrows if it has no shared memory and no sums in place."""
 
     def __init__(self, units: Sequence[Unit], uses: Sequence[Indices], precision: Precision) -> None:
         self._units, self._uses, self._precision = units, uses, precision
         self.parameters, self.gradients = (BufferPool(where=LengthOnly()) for _ in range(2))
-        self._full: dict[int, Array | None] = {}  # unit -> its borrowed buffer; None after it was unpacked
+        self._full: dict[int, Array | None] = {}  # unit -> its borrowed buffer; None once unpacked
         self._sums = dict[int, Array]()
         self._added = set[int]()  # units whose gradients are not being reduced yet
 

@@ -72,7 +72,7 @@ class ShardedModule:
 
     offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
                       then needs offload="state"
-    auxiliary         name -> scale of an auxiliary loss in the objective, instead of the scale of its layer
+    auxiliary         name -> scale of an auxiliary loss, which replaces the scale that its layers declare
 
     The module can compute once all parameters have values. The constructor is collective. All ranks raise
     UsageError for a precision that the transport cannot reduce, and for arguments that differ between ranks.
@@ -154,7 +154,7 @@ class ShardedModule:
         """Add this micro-batch's gradients, start their reduction, and return dx of the first trained stage.
 
         `contributors`: ranks from this number on have no micro-batch in this round and pass dy = None.
-        `last`: whether this is the step's last round. With NO_SHARD and fast, only that round reduces.
+        `last`: whether this is the step's last round. With NO_SHARD and fast, only the last reduces.
         """
         assert self._forward is not None, "call forward(x, training=True) before backward"
         micro_batch, self._forward = self._forward, None
@@ -302,7 +302,7 @@ class ShardedModule:
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
         """Fill all parameters, or those in `names`, with values that depend only on (seed, name). Collective.
 
-        Ranks need equal seeds, unless each keeps all parameters; `DDP.broadcast_parameters` may follow.
+        Ranks need equal seeds, except under NO_SHARD if `DDP.broadcast_parameters` follows.
         """
 
         def prepare() -> tuple[int, dict[str, object]]:
@@ -343,7 +343,7 @@ class ShardedModule:
 def fill(
     unit: ShardedUnit, target: Array, part: slice, read: Read, names: Collection[str] | None = None
 ) -> None:
-    """Write values of `read` into `target`, which has `part` of a unit; only parameters `names`, if given."""
+    """Write values of `read` into `target`, the `part` of a unit; only parameters `names`, if given."""
     for segment in unit.unit.segments(part):
         if names is None or segment.name in names:
             size = segment.where.stop - segment.where.start

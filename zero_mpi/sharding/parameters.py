@@ -181,7 +181,7 @@ class Parameters:
             device.in_use().copy(self.low, self.master)
 
     def publish(self) -> None:
-        """Round `master_shard` after an update; on ranks that keep the full unit, start the gather."""
+        """Round `master` after writes to its shard; on ranks that keep the full unit, start the gather."""
         if self.low is not None and not self.context.strategy.shards_moments:
             self.context.comm.allgather(None, self.master, self.partition, self._label).wait()
         self.round()

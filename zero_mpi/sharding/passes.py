@@ -169,7 +169,7 @@ class Tallies:
         return self._sums
 
     def _row(self, reported: Mapping[str, Any]) -> Array:
-        """Return a row of 1 and the numbers of a micro-batch; zeros without a micro-batch."""
+        """Return the table row of a micro-batch: 1, then its numbers; all zeros without a micro-batch."""
         host, row = {name: device.in_use().to_host(x) for name, x in reported.items()}, [np.ones(1)]
         for name, kind in self.kinds.items():
             value = kind.value(host) if kind.value and host else host.get(name, 0.0)

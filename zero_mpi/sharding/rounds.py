@@ -93,7 +93,7 @@ class Accumulator:
         return self.run_round(work)
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
-        """Run work(number of ranks with a micro-batch, whether this is the last round); record its loss."""
+        """Call work(number of ranks with a micro-batch, whether the round is the last); record its loss."""
         micro_batch, last = self.rounds.micro_batch(self.round), self.round == len(self.rounds) - 1
         self.module.tallies.micro_batches = self.rounds.micro_batches
         if spans.active is not None:

@@ -1,6 +1,6 @@
 """Sharding strategies: whether parameters and optimizer moments are sharded.
 
-FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
+FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP is stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
 training with replicated state (DDP). HYBRID_SHARD is FULL_SHARD within each node, replicated between nodes
 (Zhao et al., "PyTorch FSDP", 2023): parameters are gathered only inside a node, which must hold them all.
 """
@@ -14,7 +14,7 @@ from zero_mpi.errors import UsageError
 
 @dataclass(frozen=True)
 class Strategy:
-    """Sharding strategy, as four choices. Gradients are reduced into slices under every strategy.
+    """Sharding strategy, as four choices. Gradients are reduced into slices, except in fast NO_SHARD.
 
     shards_parameters  parameters are sharded, and gathered around each use
     shards_moments     a rank updates only its slice; otherwise it gathers gradients and updates everything

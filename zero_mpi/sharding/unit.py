@@ -246,7 +246,7 @@ class BlockUnit(Unit):
 def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: Stored) -> list[BlockUnit]:
     """Return the units of the stored parameters, by scope even if other units are cut by bytes.
 
-    A scope has one unit that is unpacked at once, and one unit of stacked matrices.
+    A scope has one unit that is unpacked as a whole, and one unit of stacked matrices.
     """
     units = []
     for scope, names in by_scope(stages, {name: params[name] for name in params if name in stored}).items():
