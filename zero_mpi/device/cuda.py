@@ -80,7 +80,7 @@ class Cuda:
         return self.cupy.zeros(size, dtype)
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """Return (owner, array) like `Host.lend`. The owner is the array, to which all CuPy views refer."""
+        """Return (owner, array) like `Host.lend`. The array is its own owner: all CuPy views refer to it."""
         array = self.cupy.ndarray(shape, dtype, memory.data)
         return array, array
 

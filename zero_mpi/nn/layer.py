@@ -135,7 +135,7 @@ class Layer:
         return self.forward(p, x)[1]
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        """Return dx; add the parameters' gradients into g. x and dy are not changed."""
+        """Return dx; add the parameters' gradients into g. Only an `overwriting` layer changes x or dy."""
         raise NotImplementedError
 
     def forward_onto(self, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:

@@ -71,7 +71,7 @@ class Linear(AddsInForward):
         self.adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale, kind)
 
     def split(self, rows: int) -> None:
-        """Make the last rows a separate parameter; the other rows are frozen, and there is no bias."""
+        """Make the last rows a separate parameter; the others must be frozen, and there is no bias."""
         outputs, width = self._params[self.weight].shape
         self._params = {self.weight: Param((outputs - rows, width))}
         self.adapter = AddedRows(self.weight, rows, width)

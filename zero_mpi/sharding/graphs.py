@@ -36,7 +36,7 @@ class Graphs:
         self._recorded: dict[Any, Recorded] = {}
 
     def run(self, x: Any, loss: Any, actions: Actions, work: Work) -> Scalar | None:
-        """Return the loss of a micro-batch: run it normally, record and launch it, or launch it again."""
+        """Run a micro-batch normally, record and launch its graph, or launch the graph; return the loss."""
         form = self._form(x, loss)
         recorded = self._recorded.get(form)
         if recorded is not None:
@@ -89,6 +89,6 @@ class Recorded:
 
 
 def graphs_for(module: Any) -> Graphs | None:
-    """Return a `Graphs` if ZERO_MPI_GPU_GRAPH is set and one rank runs on a GPU, else None."""
+    """Return a `Graphs` if ZERO_MPI_GPU_GRAPH is set and a single rank runs on a GPU, else None."""
     wanted = environment.records_graphs() and isinstance(device.in_use(), Cuda) and module.comm.size == 1
     return Graphs(module) if wanted else None

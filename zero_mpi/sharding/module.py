@@ -229,7 +229,7 @@ class ShardedModule:
             self._read.clear()
 
     def overlapped_sync_gradients(self) -> Handle:
-        """Complete the step's reductions; return a handle of the gather of gradients under NO_SHARD."""
+        """Complete the step's reductions; under NO_SHARD, the returned handle waits for full gradients."""
         for unit in self.schedule.reductions:
             self.units[unit].wait_reduce()
         handles = [] if self._synced else [unit.gradient.start_gather() for unit in self.units]
@@ -244,7 +244,7 @@ class ShardedModule:
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
 
-        The result is bit-identical for any ranks, units and strategy (`norm`). Tied parameters count once.
+        It is bit-identical for any rank count, units and strategy (`norm`). Tied parameters count once.
         """
         squares = []
         for unit in self.units:
@@ -280,7 +280,7 @@ class ShardedModule:
             self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
 
     def _values_of(self, params: Mapping[str, Param]) -> dict[str, Array]:
-        """Return full parameters on the host, summed over ranks that each add their elements. Collective."""
+        """Return full parameters on the host, a sum to which ranks add their elements. Collective."""
         together = Unit("values", params, 1, False)
         total = np.zeros(together.length)
         for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):

@@ -82,7 +82,7 @@ class SquaresSum:
         self._segments = device.in_use().from_host(np.stack(segments))
 
     def part(self, values: Sequence[Array]) -> Array:
-        """Return the vector that this rank sends: its values, in the order of units, and zeros elsewhere."""
+        """Return the vector that this rank sends: sums of its values (in order of units), zeros elsewhere."""
         sent = np.zeros(self.size)
         if self._places.size:
             joined = namespace(values[0]).concatenate(values)

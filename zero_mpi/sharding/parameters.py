@@ -176,7 +176,7 @@ class Parameters:
         return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
-        """Round `master` to `low`. Call this after other code than the optimizer has written `master`."""
+        """Round `master` to `low`. Call this after code outside the optimizer writes `master`."""
         if self.low is not None:
             device.in_use().copy(self.low, self.master)
 

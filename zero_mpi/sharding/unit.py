@@ -22,7 +22,7 @@ QUANTUM = 1024  # elements
 # Kinds of units. All parameters of a unit have the same kind; stored parameters are frozen.
 TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
 BYTES = 4  # bytes of an element
-WORDS = 16  # words in a cache line of 64 bytes, which divides the lengths of stored tensors and slices
+WORDS = 16  # words in a cache line of 64 bytes; stored tensors and slices start at multiples
 
 Stored = Mapping[str, BlockKind]
 
@@ -117,7 +117,7 @@ class Unit:
         return found
 
 
-KINDS = {  # (end of the unit's name, whether it is trainable, whether its parameters are not cut)
+KINDS = {  # (end of the unit's name, whether the unit is trained, whether it cuts no parameter)
     TRAINED: ("", True, False),
     WHOLE: (" (whole)", True, True),
     FROZEN: (" (frozen)", False, False),
