@@ -37,7 +37,7 @@ class CudaMark:
 
 
 class Cuda:
-    """A GPU as a device: CuPy arrays, and one stream for all computation of any thread.
+    """A GPU as a device: CuPy arrays, and one stream for the computation of all threads.
 
     Memory comes from CuPy's pool, which uses cudaMalloc, so that MPI libraries and other processes can open
     it. Raises UsageError if there is no such GPU.

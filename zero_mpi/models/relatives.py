@@ -1,6 +1,6 @@
 """Architectures related to llama that have additional keys and layers: granite, phi3 and gemma3.
 
-granite and granitemoe (IBM, 2024) have four multipliers, an idea of muP (Yang et al., 2022).
+granite and granitemoe (IBM, 2024) have four multipliers, as in muP (Yang et al., 2022).
 
 phi3 (Abdin et al., 2024) has one matrix for q, k and v, and one for gate and up. For long contexts it has two
 sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one for contexts up to the

@@ -96,7 +96,7 @@ class Layout:
 
     parts     stage -> its stacked parameters, if they are split over several units
     buffers   lengths of gradient buffers in float32 elements; in low precision, twice as many elements fit
-    gathers   lengths of buffers for gathered parameters, in the same unit
+    gathers   lengths of buffers for gathered parameters, in float32 elements
     """
 
     config: LayoutConfig

@@ -329,7 +329,7 @@ class ShardedModule:
     def load_stored(self, read: ReadBytes) -> None:
         """Fill parameters in quantized blocks by read(name, start, out); see `load_slices`.
 
-        `read` fills out, (bytes,) uint8, with the stored bytes of a tensor from `start` on.
+        `read` fills `out`, (bytes,) uint8, with the stored bytes of a tensor from `start` on.
         """
         self.drop_gathered()
         try:

@@ -69,7 +69,7 @@ class SquaresSum:
         inside = np.searchsorted(cuts, starts, "right"), np.searchsorted(cuts, starts + lengths, "left")
         self._dealt = inside[0] < inside[1]
         many = lengths[self._dealt]
-        self._rest = np.stack([np.cumsum(many) - many, many])  # starts and lengths, after the leaf sums
+        self._rest = np.stack([np.cumsum(many) - many, many])  # starts and lengths of divided leaves
         alone = np.repeat(starts[self._dealt] - self._rest[0], many) + np.arange(many.sum())
         self.size = starts.size + alone.size
         lengths = np.concatenate([lengths * ~self._dealt, np.ones_like(alone)])

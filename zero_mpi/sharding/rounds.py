@@ -121,7 +121,7 @@ def part_losses(
     read: Callable[[int], tuple[Any, HeadLoss, int]],
     after: Callable[[int], None] | None = None,
 ) -> Array:
-    """Return the loss of each part of the micro-batches, a sum over targets: (count,) float64. Collective.
+    """Return the loss of each part, summed over the part's targets: (count,) float64. Collective.
 
     `read(i)` returns x, a loss, and the index of the first part of micro-batch i. `after`: see `dealt_out`.
     """

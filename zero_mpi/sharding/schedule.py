@@ -38,7 +38,7 @@ from zero_mpi.sharding.actions import (
 
 Indices = tuple[int, ...]
 
-REDUCTIONS_IN_FLIGHT = 2  # maximum number of units whose gradients are sent while the next unit computes
+REDUCTIONS_IN_FLIGHT = 2  # maximum number of units whose gradients are sent while the next stages compute
 
 
 @dataclass(frozen=True)
