@@ -102,7 +102,7 @@ class Cuda:
             target[...] = source if here else self.to_host(source)
 
     def pinned(self, nbytes: int) -> Array:
-        """Return pinned host memory, which the GPU copies without the CPU; UsageError if there is none."""
+        """Return pinned memory of the host, which the GPU copies itself; raise UsageError if it runs out."""
         cuda = self.cupy.cuda
         self.choose()
         try:
@@ -162,7 +162,7 @@ class Cuda:
         self.stream.synchronize()
 
     def memory_in_use(self) -> int:
-        """Return the bytes of GPU memory in use, including other processes."""
+        """Return the bytes of GPU memory that this and other processes use."""
         free, total = self.cupy.cuda.runtime.memGetInfo()
         return int(total - free)
 

@@ -35,7 +35,7 @@ class Rule(ABC):
     """Base class of update rules. A subclass has two attributes and the method `update`.
 
     type     name of the rule in `optimizer.gguf`
-    states   names of states: float32 arrays as long as the parameters, initially zero, saved in full
+    states   names of states: arrays like the parameters, initially zero, saved in full
              shape as `optimizer.STATE.PARAMETER`
     """
 
@@ -68,7 +68,7 @@ class MatrixRule(Rule):
     ) -> None:
         """Turn the gradient of one parameter in place into the direction that `update` uses; update states.
 
-        gradient, states: flat float32, the parameter's elements and zeros up to a multiple of 1024. The
+        gradient, states: flat float32 arrays, padded with zeros to a multiple of 1024 elements. The
         optimizer calls it once per step on the owner, before `update`.
         """
 

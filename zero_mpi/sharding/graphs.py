@@ -56,7 +56,7 @@ class Graphs:
         return recorded.launch(x, loss)
 
     def _form(self, x: Any, loss: Any) -> Any:
-        """Return a key of all micro-batches with the same GPU work; None if they cannot be recorded."""
+        """Return a key shared by micro-batches with the same GPU work; None if recording is impossible."""
         plain = isinstance(x, np.ndarray) and type(loss) is CrossEntropy and spans.active is None
         if not plain or self._module.tallies.kinds or rows_that_count(loss.targets) is not None:
             return None

@@ -154,7 +154,7 @@ class ShardedModule:
         """Add this micro-batch's gradients, start their reduction, and return dx of the first trained stage.
 
         `contributors`: ranks from this number on have no micro-batch in this round and pass dy = None.
-        `last`: whether this is the step's last round. With NO_SHARD and fast, only the last reduces.
+        `last`: whether this is the step's last round, the only one that reduces with NO_SHARD and fast.
         """
         assert self._forward is not None, "call forward(x, training=True) before backward"
         micro_batch, self._forward = self._forward, None
@@ -270,7 +270,7 @@ class ShardedModule:
         self.group.signal_written()
 
     def update_buffers(self) -> None:
-        """Let layers update their buffers from sums over the step, except frozen buffers. Collective."""
+        """Let layers update their buffers, except frozen ones, from sums over the step. Collective."""
         buffers = {name: param for name, param in self.params.items() if param.buffer}
         names = [name for name in buffers if is_trainable(name, self.config.frozen)]
         if names:

@@ -14,7 +14,7 @@ from zero_mpi.errors import UsageError
 
 @dataclass(frozen=True)
 class Strategy:
-    """Sharding strategy, as four choices. Gradients are reduced into slices, except in fast NO_SHARD.
+    """Sharding strategy, as four choices. Gradients are reduced into slices, except by NO_SHARD with fast.
 
     shards_parameters  parameters are sharded, and gathered around each use
     shards_moments     a rank updates only its slice; otherwise it gathers gradients and updates everything

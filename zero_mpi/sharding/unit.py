@@ -261,7 +261,7 @@ def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: St
 def part_units(
     scope: str, stacked: Mapping[str, Param], kind_of: Callable[[str], str], stored: Stored, most: int
 ) -> list[tuple[slice, list[Unit]]]:
-    """Return parts of stacked parameters and their units, one per kind; nothing if a single part suffices.
+    """Return parts of stacked parameters and their units, one per kind; [] if a single part suffices.
 
     A part has as many entries of the first dimension as fit in `most` bytes, at least 1. Parameters whose
     parts would begin inside a chunk of the norm are not split.
