@@ -1,7 +1,7 @@
 """The exceptions that a command turns into one line on stderr, from rank 0 only.
 
 `UsageError` means "the user can fix this", exit status 2. It is a `ValueError`, so that callers of the
-library can catch it without knowing the class. `JobError` is a failure of the machine that all ranks share.
+library can catch it without knowing the class. `JobError` is a failure that all ranks raise together.
 """
 
 import importlib
@@ -24,12 +24,10 @@ class JobError(RuntimeError):
 
 
 def explain(error: OSError) -> str:
-    """Return a message with the file that cannot be written and the cause."""
     return f"cannot write {error.filename}: {error.strerror or error}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

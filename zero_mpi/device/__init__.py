@@ -33,7 +33,6 @@ _in_use: Device = HOST
 
 
 def in_use() -> Device:
-    """Return the device that this process computes on."""
     return _in_use
 
 
@@ -64,7 +63,6 @@ def claim(name: str) -> None:
 
 
 def adopt(chosen: Device) -> Device:
-    """Set the device that this process computes on, and return it."""
     global _in_use
     _in_use = chosen
     return chosen
@@ -76,7 +74,6 @@ def is_cupy(x: Array) -> bool:
 
 
 def home_of(x: Array) -> Device:
-    """Return the device that holds an array."""
     return in_use() if is_cupy(x) else HOST
 
 

@@ -35,12 +35,10 @@ def read_only(whole: Array) -> Array:
 
 
 def address(x: Array) -> int:
-    """Return the address at which an array begins in its memory."""
     return int(x.data.ptr) if device.is_cupy(x) else int(x.ctypes.data)
 
 
 def to_device_of(x: Array, other: Array) -> Array:
-    """Return `x` on the device of `other`: itself, or a copy on the GPU."""
     return device.in_use().from_host(x) if device.is_cupy(other) else x
 
 

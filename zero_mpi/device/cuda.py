@@ -37,7 +37,7 @@ class CudaMark:
 
 
 class Cuda:
-    """A GPU as a device: CuPy arrays, and one stream for all computation of any thread.
+    """A GPU as a device: CuPy arrays, and one stream for the computation of all threads.
 
     Memory comes from CuPy's pool, which uses cudaMalloc, so that MPI libraries and other processes can open
     it. Raises UsageError if there is no such GPU.
@@ -80,7 +80,7 @@ class Cuda:
         return self.cupy.zeros(size, dtype)
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """Return (owner, array) like `Host.lend`. The owner is the array, to which all CuPy views refer."""
+        """Return (owner, array) like `Host.lend`. The array is its own owner: all CuPy views refer to it."""
         array = self.cupy.ndarray(shape, dtype, memory.data)
         return array, array
 
@@ -102,7 +102,7 @@ class Cuda:
             target[...] = source if here else self.to_host(source)
 
     def pinned(self, nbytes: int) -> Array:
-        """Return pinned host memory, which the GPU copies without the CPU; raise UsageError if it fails."""
+        """Return pinned memory of the host, which the GPU copies itself; raise UsageError if it runs out."""
         cuda = self.cupy.cuda
         self.choose()
         try:
@@ -137,7 +137,7 @@ class Cuda:
             self._fetched = None
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any, Any]:
-        """Record `work` as a CUDA graph without running it; return the graph, the result, and the memory."""
+        """Record `work` as a CUDA graph without running it; return the graph, the result, and the pool."""
         pool = self.cupy.cuda.MemoryPool()
         with self.cupy.cuda.using_allocator(pool.malloc):
             self.stream.begin_capture()
@@ -162,7 +162,7 @@ class Cuda:
         self.stream.synchronize()
 
     def memory_in_use(self) -> int:
-        """Return the bytes of GPU memory in use, including other processes."""
+        """Return the bytes of GPU memory that this and other processes use."""
         free, total = self.cupy.cuda.runtime.memGetInfo()
         return int(total - free)
 
@@ -208,7 +208,6 @@ class CudaStopwatch:
 
 
 def import_cupy() -> Any:
-    """Import and return CuPy. Raise UsageError if CuPy is missing."""
     others = " or 'zero-mpi[cuda13]', whichever the driver supports"
     return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 

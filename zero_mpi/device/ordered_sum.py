@@ -1,7 +1,7 @@
 """Sums in a fixed order, bit-identical on the host and on a GPU, where small kernels compute them.
 
-Transports use this module and not `ops`, because they add arriving chunks on another stream than computation,
-and because `comm` does not import `ops`.
+Transports use this module and not `ops`, because they add arriving chunks on a different stream, and
+because `comm` does not import `ops`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PER_THREAD = 4  # elements that a thread adds at a time
 
 @cache
 def kernels() -> dict[Any, Any]:
-    """Return the sum kernels by type of the parts, and the kernel PAIRWISE."""
+    """Return the GPU kernels: a sum for each type of parts, and PAIRWISE."""
     module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
     with libraries():
         found = {np.dtype(kind): module.get_function(f"add_{kind}") for kind in KINDS}

@@ -2,7 +2,7 @@
 
 llama: Touvron et al., 2023, with the frequency factors of Llama 3. In smollm3 (Bakouch et al., 2025), every
 fourth block has no rotary positions (Yang et al., "RoPE to NoRoPE and Back Again", 2025). qwen2, qwen3 and
-qwen3moe (Yang et al., 2024 and 2025) have the other rotary order; Qwen2 has biases for q, k and v, and Qwen3
+qwen3moe (Yang et al., 2024 and 2025) have the NEOX rotary order; Qwen2 has biases for q, k and v, and Qwen3
 normalizes q and k per head. olmo2 and olmoe (Groeneveld et al., 2024; Muennighoff et al., 2024) normalize q
 and k over all heads. In olmo2, outputs of attention and feed-forward are normalized instead of inputs. In
 olmoe, the weights of the used experts do not sum to 1.

@@ -11,8 +11,8 @@ from zero_mpi.nn import Embedding, Layer, Linear, Stage
 from zero_mpi.nn.layer import Composite
 from zero_mpi.ops.block_kinds import BlockKind
 
-# Head, router and experts get adapters only if a pattern begins with "output" or contains a word of NAMED,
-# because adapters of experts are large. PEFT's all-linear also leaves these weights out.
+# The head gets an adapter only if a pattern begins with "output"; router and experts only if a pattern has
+# their word of NAMED (adapters of experts are large). PEFT's all-linear also leaves these weights out.
 HEAD = "output.weight"
 NAMED = ("ffn_gate_inp", "_exps")
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
@@ -36,7 +36,7 @@ class LoRA:
     added: int = 0
 
     def adapt(self, stages: list[Stage]) -> list[Stage]:
-        """Add adapters to the projections that match a pattern; return the stages."""
+        """Add adapters to the projections that match a pattern, split off added rows, return the stages."""
         kinds = dict(self.rounding)
         for name, linear in projections(stages).items():
             if any(is_meant(name, pattern) for pattern in self.targets):
@@ -60,7 +60,7 @@ class LoRA:
 
 
 def is_meant(name: str, pattern: str) -> bool:
-    """Return whether a pattern selects a projection; see NAMED for head, router and experts."""
+    """Return whether a pattern selects a projection; see HEAD and NAMED for exceptions."""
     named = name != HEAD or pattern.startswith("output")
     return fnmatchcase(name, pattern) and named and all(part in pattern for part in NAMED if part in name)
 

@@ -95,7 +95,7 @@ class ModelConfig:
     def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
         """Return the configuration for a file's keys and tensors (names, or name -> shape).
 
-        `read` reads parts of the configuration that are stored in tensors. Raise UsageError.
+        `read` reads parts of the configuration that are stored in tensors. Raise UsageError for invalid keys.
         """
         tensors = tensors if isinstance(tensors, Mapping) else set(tensors)
         keys = ModelKeys(cls.arch, metadata)
@@ -186,7 +186,7 @@ class ModelConfig:
                 raise UsageError(f"{source}: {name} has shape {shapes[name]}, expected {shape}")
 
 
-NEUTRAL = (None, "none", 0, 1)  # values that, like False but unlike True, mean the same as a missing key
+NEUTRAL = (None, "none", 0, 1)  # these values and False (not True) mean the same as a missing key
 
 
 class ModelKeys:
@@ -204,7 +204,6 @@ class ModelKeys:
         return self._given(name, self.keys.integer(f"{self.arch}.{name}", 1, MOST_SIZE), default)
 
     def text(self, name: str) -> str | None:
-        """Return the string at ARCH.NAME; None if the key is missing."""
         return self.keys.text(f"{self.arch}.{name}")
 
     def _given(self, name: str, value: Number | None, default: Number | None) -> Number:
@@ -272,7 +271,6 @@ MOST_BLOCKS = 2_000  # twice the depth of the deepest known model; planning more
 
 
 def elements(model: ModelConfig) -> int:
-    """Return the number of elements of all parameters; blocks may differ in adapters."""
     return sum(param.size for param in model.params().values())
 
 

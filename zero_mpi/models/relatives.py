@@ -1,6 +1,6 @@
 """Architectures related to llama that have additional keys and layers: granite, phi3 and gemma3.
 
-granite and granitemoe (IBM, 2024) have four multipliers, an idea of muP (Yang et al., 2022).
+granite and granitemoe (IBM, 2024) have four multipliers, as in muP (Yang et al., 2022).
 
 phi3 (Abdin et al., 2024) has one matrix for q, k and v, and one for gate and up. For long contexts it has two
 sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one for contexts up to the
@@ -179,7 +179,7 @@ class Phi3(RotaryModel):
 
 PERIOD = 6  # blocks; the last block of each period has no window
 LOCAL_BASE = 10000.0  # base of the rotary frequencies of blocks with a window
-BLOCKS_27B = 62  # number of blocks in Gemma 3 27B, which scales scores by another width
+BLOCKS_27B = 62  # blocks of Gemma 3 27B, which scales scores by (model width / heads)^-0.5
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 BASE = "rope.freq_base_swa"
 SOFTCAPS = ("final_logit_softcapping", "attn_logit_softcapping")

@@ -356,7 +356,6 @@ class RotaryModel(ModelConfig):
 
     @property
     def score_scale(self) -> float:
-        """Factor by which products of queries and keys are multiplied."""
         return float(self.key_length**-0.5)
 
     def feed_forward(self, prefix: str) -> Layer:
@@ -389,5 +388,4 @@ class RotaryModel(ModelConfig):
 
 
 def block_number(prefix: str) -> int:
-    """Return the block number of a name's prefix: 3 for `blk.3`."""
     return int(prefix.rpartition(".")[2])

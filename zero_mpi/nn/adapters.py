@@ -18,7 +18,7 @@ from zero_mpi.nn.layer import Gradients, Param, Weights
 from zero_mpi.ops.rounding import round_to
 
 FIRST, SECOND = ".lora_a", ".lora_b"
-ADDED = ".added"  # suffix of the parameter's name, appended to the matrix's name
+ADDED = ".added"  # suffix of a matrix's name: the parameter of its added rows
 AT_ONCE = 1 << 16  # elements of a product computed at once, so that they fit in cache
 
 
@@ -60,7 +60,7 @@ class LowRank:
         """Return y + narrow b^T; y has the columns `part` of the O outputs, and may be overwritten."""
         b = p[self.b][part]
         if via is ops:
-            return ops.linear_backward_x(narrow, b.T, y)  # adds to y in place, twice as fast
+            return ops.linear_backward_x(narrow, b.T, y)  # adds to y in place: twice as fast as `linear`
         return via.linear(narrow, b, None, y)
 
     def backward(
@@ -84,7 +84,7 @@ class LowRank:
 
 
 def product(b: Any, a: Any) -> Any:
-    """Return b (O, R) @ a (R, C) in float32; a row's bits depend neither on the machine nor on other rows.
+    """Return b (O, R) @ a (R, C) in float32; no row depends on the machine or on other rows.
 
     The terms of an element are added in order and each sum is rounded; BLAS would choose its own order.
     """

@@ -152,7 +152,7 @@ class JointQKNorm(QKNorm):
         return a.reshape(dq.shape), b.reshape(dk.shape), dv
 
 
-Scaling = tuple[float, tuple[float, ...], float]  # base of the frequencies, their divisors, magnitude
+Scaling = tuple[float, tuple[float, ...], float]  # base and divisors of the frequencies, magnitude
 
 
 @lru_cache(maxsize=32)
@@ -236,7 +236,7 @@ class RoPE(Layer):
 class CausalAttention(Layer):
     """Layer (q, k, v) -> (B, T, H, E): each position attends to itself and to earlier positions.
 
-    `window`: maximum number of positions attended to, itself included (Beltagy et al., "Longformer", 2020).
+    `window`: number of positions that a position sees, itself included (Beltagy et al., "Longformer", 2020).
     """
 
     keeps_results = False

@@ -2,8 +2,8 @@
 
 Nearly all layers treat each position independently and need only weights and input. Other layers call
 `batch_of(p)`: attention for the documents in a `Packed` input, and a layer with an auxiliary loss for the
-loss's factor and for the sums over all layers. Attention reaches back at most to the start of a document, and
-positions are counted from there. Shapes are the same as without documents.
+loss's factor and for the sums over all layers. Attention reaches back at most to the start of a document,
+where positions begin at 0. Shapes are the same as without documents.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Generation without Python code between layers: one call computes the next position of each sequence.
 
 `Program` visits the layers of a model once and records their computation as instructions of `ops.cpu.decode`.
-One call then computes a position. `RECORDED` lists the supported layers; a model with other layers uses
-`infer`.
+`RECORDED` lists the supported layers; a model with other layers uses `infer`.
 """
 
 from __future__ import annotations
@@ -209,14 +208,12 @@ def embedding(to: Program, layer: Embedding, x: Any) -> Array:
 
 
 def chain(to: Program, layer: Chain, x: Any) -> Any:
-    """Record the layers of a chain in order."""
     for each in layer.layers:
         x = to.record(each, x)
     return x
 
 
 def gated(to: Program, layer: SwiGLU, x: Array) -> Array:
-    """Record a gated pair of projections."""
     gate, up = to.project([layer.gate, layer.up], x)
     return to.combine(to.code.GEGLU if isinstance(layer, GeGLU) else to.code.SWIGLU, gate, up)
 
@@ -228,7 +225,6 @@ def heads(to: Program, layer: ProjectQKV, x: Array) -> Any:
 
 
 def head_norms(to: Program, layer: QKNorm, x: Any) -> Any:
-    """Record norms of q and k."""
     counts = (1, 1) if isinstance(layer, JointQKNorm) else (x[0].shape[1], x[1].shape[1])
     return *(to.normalize(*each) for each in zip(layer.norms, x[:2], counts, strict=True)), x[2]
 

@@ -83,7 +83,7 @@ class Cache:
     entries: dict[int, Any] = field(default_factory=dict)
 
     def extend(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
-        """Return a layer's keys and values so far, in arrays of at least `stop` positions, like k and v."""
+        """Return a layer's keys and values so far, in arrays like k and v with at least `stop` positions."""
         stored = self.entries.get(id(layer))
         if stored is None or stored[0].shape[1] < stop:
             grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
@@ -135,7 +135,7 @@ class Layer:
         return self.forward(p, x)[1]
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        """Return dx; add the parameters' gradients into g. x and dy are not changed."""
+        """Return dx; add the parameters' gradients into g. Only an `overwriting` layer changes x or dy."""
         raise NotImplementedError
 
     def forward_onto(self, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
@@ -165,7 +165,7 @@ class Layer:
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         """Return y at the positions after those in `cache`.
 
-        A layer overrides `infer` if its result at a position depends on the index or on other positions.
+        A layer overrides `infer` if its result at a position depends on its index or on other positions.
         """
         return self.forward(p, x)[0]
 

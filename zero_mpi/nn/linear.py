@@ -71,7 +71,7 @@ class Linear(AddsInForward):
         self.adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale, kind)
 
     def split(self, rows: int) -> None:
-        """Make the last rows a separate parameter; the other rows are frozen, and there is no bias."""
+        """Make the last rows a separate parameter; the others must be frozen, and there is no bias."""
         outputs, width = self._params[self.weight].shape
         self._params = {self.weight: Param((outputs - rows, width))}
         self.adapter = AddedRows(self.weight, rows, width)
@@ -114,7 +114,7 @@ class Linear(AddsInForward):
         part: slice = ALL,
         via: Any = ops,
     ) -> Any:
-        """Return dx for a part of the rows; if several parts share an input, return dx added to `into`."""
+        """Return dx for a part of the rows of W, added to `into` if it is given."""
         adapter = self.adapter
         own = copied(dy[..., : -adapter.rows]) if isinstance(adapter, AddedRows) else dy
         if self.weight in g:
@@ -125,7 +125,7 @@ class Linear(AddsInForward):
         return dx if adapter is None else adapter.backward(p, saved, dy, g, dx, part, via)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients | None) -> tuple[Scalar, Any]:
-        """Return (loss, dx); only one chunk of logits exists at a time; dx is None without `g`."""
+        """Return (loss, dx); dx is None without `g`. Only one chunk of logits exists at a time."""
         if self.adapter is None:
             b, db = (p[self.bias], (g or {}).get(self.bias)) if self.bias else (None, None)
             dw, need_dx = (g or {}).get(self.weight), g is not None
@@ -162,7 +162,6 @@ class Rows:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to a low-rank product."""
     return name.endswith((FIRST, SECOND))
 
 

@@ -238,7 +238,6 @@ def loss_with(targets: Any, scale: float) -> HeadLoss | None:
 
 
 def zeros_of(x: Any, dtype: Any) -> Any:
-    """Return zeros in the shape of x, in recycled memory."""
     found = pool_of(device.in_use()).take(x.shape, dtype)
     found.fill(0)
     return found

@@ -2,7 +2,7 @@
 
 C and R are the summed log-probabilities of a better and a worse answer, minus those under the reference model
 if the loss uses one; nc and nr are the numbers of their tokens. All computation is in float64 on the host.
-TRL has the same names. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
+Loss names are TRL's. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL;
 SimPO: Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
 """
 
@@ -55,7 +55,7 @@ class Preference:
     def score(
         self, numbers: Sequence[int], sums: Sequence[float], counts: Sequence[int], kl: float = 0.0
     ) -> Scored:
-        """Return the loss of sequences. A better answer has an even number; the worse answer follows it."""
+        """Return the loss of sequences. Better answers have even `numbers`, worse answers odd `numbers`."""
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
         if self.is_unpaired:
@@ -74,20 +74,17 @@ class Preference:
 
 
 def dpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return DPO's loss and derivatives, with label smoothing if it is set."""
     d, smooth = self.beta * (C - R), self.label_smoothing
     slope = -self.beta * (sigmoid(-d) - smooth)
     return -(1 - smooth) * log_sigmoid(d) - smooth * log_sigmoid(-d), slope, -slope
 
 
 def ipo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return IPO's loss and derivatives."""
     over = C / nc - R / nr - 1 / (2 * self.beta)
     return over * over, 2 * over / nc, -2 * over / nr
 
 
 def simpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    """Return SimPO's loss and derivatives."""
     z = self.beta * (C / nc - R / nr) - self.simpo_gamma
     slope = -self.beta * sigmoid(-z)
     return -log_sigmoid(z), slope / nc, -slope / nr
@@ -111,13 +108,11 @@ def exp(x: float) -> float:
 
 
 def sigmoid(x: float) -> float:
-    """Return 1 / (1 + e^-x)."""
     small = exp(-abs(x))
     return (1 if x >= 0 else small) / (1 + small)
 
 
 def log_sigmoid(x: float) -> float:
-    """Return log sigmoid(x)."""
     return min(x, 0.0) - log(1 + exp(-abs(x)))
 
 

@@ -32,7 +32,7 @@ JIACHENG = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-SCALES = {  # name -> factor of a matrix's update, by its numbers of rows and columns
+SCALES = {  # name -> factor of an update, given the matrix's rows and columns
     "adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "spectral": lambda rows, columns: math.sqrt(rows / columns),

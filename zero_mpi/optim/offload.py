@@ -118,7 +118,7 @@ class Offload:
 
 
 def make_offload(name: str) -> Offload | None:
-    """Return the offload for a value of `--offload`; UsageError for an unknown value or without a GPU."""
+    """Return the offload for `--offload NAME`; raise UsageError for an unknown name or without a GPU."""
     if name not in CHOICES:
         raise UsageError(f"--offload {name}: expected one of {', '.join(CHOICES)}")
     return None if name == NONE else Offload(gpu_to_spare(name), masters=name == STATE)

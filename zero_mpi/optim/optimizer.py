@@ -41,7 +41,6 @@ class StepResult:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor that limits the norm of gradients to `max_norm`."""
     return min(1.0, max_norm / (norm + 1e-6))
 
 
@@ -265,7 +264,6 @@ class ShardedOptimizer:
 
 
 def bytes_of(states: States) -> int:
-    """Return the bytes of the states of a unit or an array."""
     return int(sum(state.nbytes for state in states.values()))
 
 

@@ -18,8 +18,8 @@ MASTER = "master"  # name of the state of `Rounded`
 class Part:
     """Adjacent elements that are updated together, as flat arrays of the same length.
 
-    parameters, gradients   float32; gradients are summed over ranks, not yet multiplied by `grad_scale`
-    states   name -> float32 array
+    parameters, gradients   float32 (fp64: float64); gradients are not yet multiplied by `grad_scale`
+    states   name -> array of the same type
     decay    (chunks,) float64: weight decay of each of the part's chunks of equal length
     low      output: parameters rounded to the compute dtype; None if layers read `parameters`
     """
@@ -35,7 +35,7 @@ class Rule(ABC):
     """Base class of update rules. A subclass has two attributes and the method `update`.
 
     type     name of the rule in `optimizer.gguf`
-    states   names of states: float32 arrays as long as the parameters, initially zero, saved in full
+    states   names of states: arrays like the parameters, initially zero, saved in full
              shape as `optimizer.STATE.PARAMETER`
     """
 
@@ -68,7 +68,7 @@ class MatrixRule(Rule):
     ) -> None:
         """Turn the gradient of one parameter in place into the direction that `update` uses; update states.
 
-        gradient, states: flat float32, the parameter's elements and zeros up to a multiple of 1024. The
+        gradient, states: flat float32 arrays, padded with zeros to a multiple of 1024 elements. The
         optimizer calls it once per step on the owner, before `update`.
         """
 

@@ -106,7 +106,7 @@ class Backward(StageAction):
 
 @dataclass(frozen=True)
 class Turn(StageAction):
-    """Switch a stage to part `number` of its stacked parameters; backward adds gradients of units `adds`."""
+    """Switch a stage to part `number` of its stacked parameters."""
 
     number: int
     adds: tuple[int, ...] = ()  # units whose gradients backward adds to
@@ -129,14 +129,12 @@ REDUCING = Reduce | WaitReduce
 
 
 def run(actions: Iterable[Action], units: Sequence[ShardedUnit], work: MicroBatch) -> None:
-    """Execute the actions of a list in order."""
     work.rest = iter(actions)
     for action in work.rest:
         action.do(units, work)
 
 
 def without(kinds: UnionType, actions: Iterable[Action]) -> Actions:
-    """Return `actions` without the actions of the classes `kinds`."""
     return tuple(action for action in actions if not isinstance(action, kinds))
 
 

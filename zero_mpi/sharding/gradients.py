@@ -29,7 +29,7 @@ def accumulates_locally(comm: Comm, strategy: Strategy) -> bool:
 class Gradients:
     """Base class of the gradients of a unit. It is used directly for a frozen unit, which has no gradients.
 
-    sum       this rank's slice of the gradients, summed over ranks and rounds, float32
+    sum       this rank's slice of the gradients, summed over ranks and rounds
     whole     the full sum, if this rank updates the full unit; otherwise None
     rounds    number of rounds in the sum, including the one being reduced
     """

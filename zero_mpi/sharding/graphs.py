@@ -1,7 +1,7 @@
 """CUDA graphs of micro-batches: the GPU work is recorded once, and one call then launches all of it.
 
-ZERO_MPI_GPU_GRAPH=1 enables them. Graphs need one rank, a cross-entropy of all rows and no trace; other
-micro-batches run normally. The arrays of a recorded micro-batch are in a separate memory pool.
+ZERO_MPI_GPU_GRAPH=1 enables them. Graphs need one rank, a cross-entropy of all rows, no tally and no trace;
+other micro-batches run normally. The arrays of a recorded micro-batch are in a separate memory pool.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Graphs:
         self._recorded: dict[Any, Recorded] = {}
 
     def run(self, x: Any, loss: Any, actions: Actions, work: Work) -> Scalar | None:
-        """Return the loss of a micro-batch: run it normally, record and launch it, or launch it again."""
+        """Run a micro-batch normally, record and launch its graph, or launch the graph; return the loss."""
         form = self._form(x, loss)
         recorded = self._recorded.get(form)
         if recorded is not None:
@@ -56,7 +56,7 @@ class Graphs:
         return recorded.launch(x, loss)
 
     def _form(self, x: Any, loss: Any) -> Any:
-        """Return a key of all micro-batches with the same GPU work; None if they cannot be recorded."""
+        """Return a key shared by micro-batches with the same GPU work; None if recording is impossible."""
         plain = isinstance(x, np.ndarray) and type(loss) is CrossEntropy and spans.active is None
         if not plain or self._module.tallies.kinds or rows_that_count(loss.targets) is not None:
             return None
@@ -89,6 +89,6 @@ class Recorded:
 
 
 def graphs_for(module: Any) -> Graphs | None:
-    """Return a `Graphs` if ZERO_MPI_GPU_GRAPH is set and there is only one rank, else None."""
+    """Return a `Graphs` if ZERO_MPI_GPU_GRAPH is set and a single rank runs on a GPU, else None."""
     wanted = environment.records_graphs() and isinstance(device.in_use(), Cuda) and module.comm.size == 1
     return Graphs(module) if wanted else None

@@ -79,7 +79,6 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def is_trainable(name: str, frozen: Sequence[str]) -> bool:
-    """Return whether no frozen pattern matches the parameter's name."""
     return not any(matches(name, pattern) for pattern in frozen)
 
 
@@ -97,7 +96,7 @@ class Layout:
 
     parts     stage -> its stacked parameters, if they are split over several units
     buffers   lengths of gradient buffers in float32 elements; in low precision, twice as many elements fit
-    gathers   lengths of buffers for gathered parameters, in the same unit
+    gathers   lengths of buffers for gathered parameters, in float32 elements
     """
 
     config: LayoutConfig
@@ -217,12 +216,12 @@ class LengthOnly(Host):
 
 
 class Lending:
-    """Simulation of the buffers that a rank borrows without shared memory and without sums in place."""
+    """Simulation of the buffers that a rank borrows if it has no shared memory and no sums in place."""
 
     def __init__(self, units: Sequence[Unit], uses: Sequence[Indices], precision: Precision) -> None:
         self._units, self._uses, self._precision = units, uses, precision
         self.parameters, self.gradients = (BufferPool(where=LengthOnly()) for _ in range(2))
-        self._full: dict[int, Array | None] = {}  # unit -> its borrowed buffer; None after it was unpacked
+        self._full: dict[int, Array | None] = {}  # unit -> its borrowed buffer; None once unpacked
         self._sums = dict[int, Array]()
         self._added = set[int]()  # units whose gradients are not being reduced yet
 

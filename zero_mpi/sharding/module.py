@@ -72,7 +72,7 @@ class ShardedModule:
 
     offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
                       then needs offload="state"
-    auxiliary         name -> scale of an auxiliary loss in the objective, instead of the scale of its layer
+    auxiliary         name -> scale of an auxiliary loss, which replaces the scale that its layers declare
 
     The module can compute once all parameters have values. The constructor is collective. All ranks raise
     UsageError for a precision that the transport cannot reduce, and for arguments that differ between ranks.
@@ -154,7 +154,7 @@ class ShardedModule:
         """Add this micro-batch's gradients, start their reduction, and return dx of the first trained stage.
 
         `contributors`: ranks from this number on have no micro-batch in this round and pass dy = None.
-        `last`: whether this is the step's last round. With NO_SHARD and fast, only that round reduces.
+        `last`: whether this is the step's last round, the only one that reduces with NO_SHARD and fast.
         """
         assert self._forward is not None, "call forward(x, training=True) before backward"
         micro_batch, self._forward = self._forward, None
@@ -229,7 +229,7 @@ class ShardedModule:
             self._read.clear()
 
     def overlapped_sync_gradients(self) -> Handle:
-        """Complete the step's reductions; return a handle of the gather of gradients under NO_SHARD."""
+        """Complete the step's reductions; under NO_SHARD, the returned handle waits for full gradients."""
         for unit in self.schedule.reductions:
             self.units[unit].wait_reduce()
         handles = [] if self._synced else [unit.gradient.start_gather() for unit in self.units]
@@ -244,7 +244,7 @@ class ShardedModule:
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
 
-        The result is bit-identical for any ranks, units and strategy (`norm`). Tied parameters count once.
+        It is bit-identical for any rank count, units and strategy (`norm`). Tied parameters count once.
         """
         squares = []
         for unit in self.units:
@@ -270,7 +270,7 @@ class ShardedModule:
         self.group.signal_written()
 
     def update_buffers(self) -> None:
-        """Let layers update their buffers from sums over the step, except frozen buffers. Collective."""
+        """Let layers update their buffers, except frozen ones, from sums over the step. Collective."""
         buffers = {name: param for name, param in self.params.items() if param.buffer}
         names = [name for name in buffers if is_trainable(name, self.config.frozen)]
         if names:
@@ -280,7 +280,7 @@ class ShardedModule:
             self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
 
     def _values_of(self, params: Mapping[str, Param]) -> dict[str, Array]:
-        """Return full parameters on the host, summed over ranks that each add their elements. Collective."""
+        """Return full parameters on the host, a sum to which ranks add their elements. Collective."""
         together = Unit("values", params, 1, False)
         total = np.zeros(together.length)
         for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):
@@ -302,7 +302,7 @@ class ShardedModule:
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
         """Fill all parameters, or those in `names`, with values that depend only on (seed, name). Collective.
 
-        Ranks need equal seeds, unless each keeps all parameters; `DDP.broadcast_parameters` may follow.
+        Ranks need equal seeds, except under NO_SHARD if `DDP.broadcast_parameters` follows.
         """
 
         def prepare() -> tuple[int, dict[str, object]]:
@@ -329,7 +329,7 @@ class ShardedModule:
     def load_stored(self, read: ReadBytes) -> None:
         """Fill parameters in quantized blocks by read(name, start, out); see `load_slices`.
 
-        `read` fills out, (bytes,) uint8, with the stored bytes of a tensor from `start` on.
+        `read` fills `out`, (bytes,) uint8, with the stored bytes of a tensor from `start` on.
         """
         self.drop_gathered()
         try:
@@ -343,7 +343,7 @@ class ShardedModule:
 def fill(
     unit: ShardedUnit, target: Array, part: slice, read: Read, names: Collection[str] | None = None
 ) -> None:
-    """Write values of `read` into `target`, which has `part` of a unit; only parameters `names`, if given."""
+    """Write values of `read` into `target`, the `part` of a unit; only parameters `names`, if given."""
     for segment in unit.unit.segments(part):
         if names is None or segment.name in names:
             size = segment.where.stop - segment.where.start

@@ -69,7 +69,7 @@ class SquaresSum:
         inside = np.searchsorted(cuts, starts, "right"), np.searchsorted(cuts, starts + lengths, "left")
         self._dealt = inside[0] < inside[1]
         many = lengths[self._dealt]
-        self._rest = np.stack([np.cumsum(many) - many, many])  # starts and lengths, after the leaf sums
+        self._rest = np.stack([np.cumsum(many) - many, many])  # starts and lengths of divided leaves
         alone = np.repeat(starts[self._dealt] - self._rest[0], many) + np.arange(many.sum())
         self.size = starts.size + alone.size
         lengths = np.concatenate([lengths * ~self._dealt, np.ones_like(alone)])
@@ -82,7 +82,7 @@ class SquaresSum:
         self._segments = device.in_use().from_host(np.stack(segments))
 
     def part(self, values: Sequence[Array]) -> Array:
-        """Return the vector that this rank sends: its values, in the order of units, and zeros elsewhere."""
+        """Return the vector that this rank sends: sums of its values (in order of units), zeros elsewhere."""
         sent = np.zeros(self.size)
         if self._places.size:
             joined = namespace(values[0]).concatenate(values)

@@ -38,7 +38,6 @@ class State(Enum):
 
 
 def joined(views: list[Views]) -> Views:
-    """Return the views of several units as one dict, or the views of a single unit unchanged."""
     return views[0] if len(views) == 1 else {name: view for each in views for name, view in each.items()}
 
 
@@ -177,12 +176,12 @@ class Parameters:
         return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
-        """Round `master` to `low`. Call this after other code than the optimizer has written `master`."""
+        """Round `master` to `low`. Call this after code outside the optimizer writes `master`."""
         if self.low is not None:
             device.in_use().copy(self.low, self.master)
 
     def publish(self) -> None:
-        """Round `master_shard` after an update; on ranks that keep the full unit, start the gather."""
+        """Round `master` after writes to its shard; on ranks that keep the full unit, start the gather."""
         if self.low is not None and not self.context.strategy.shards_moments:
             self.context.comm.allgather(None, self.master, self.partition, self._label).wait()
         self.round()
@@ -362,7 +361,6 @@ def masters_on_host(precision: Precision) -> Callable[[int], Array]:
 
 
 def pinned_zeros(where: Cuda, size: int) -> Array:
-    """Return a flat float32 array of zeros in pinned memory of the host."""
     array = where.pinned(size * FLOAT32.itemsize).view(FLOAT32)
     array.fill(0)
     return array

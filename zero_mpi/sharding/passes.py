@@ -66,11 +66,9 @@ class MicroBatch:
         return {name: x for name, x in weights.items() if self.adapted or not is_adapter(name)}
 
     def _gradients(self, units: Iterable[int]) -> Gradients:
-        """Return the gradients that backward adds to, by name; frozen parameters have none."""
         return joined([self.module.units[unit].gradients() for unit in units])
 
     def _stage_weights(self, stage: int, reads: bool = True) -> StageWeights:
-        """Return the weights and micro-batch for a stage's layer; without weights if `reads` is False."""
         self.batch.stage = stage
         turns = partial(self._turns, stage) if stage in self.module.parts else None
         return StageWeights(self._weights(self.module.uses[stage]) if reads else {}, self.batch, turns)
@@ -171,7 +169,7 @@ class Tallies:
         return self._sums
 
     def _row(self, reported: Mapping[str, Any]) -> Array:
-        """Return a row of 1 and the numbers of a micro-batch; zeros without a micro-batch."""
+        """Return the table row of a micro-batch: 1, then its numbers; all zeros without a micro-batch."""
         host, row = {name: device.in_use().to_host(x) for name, x in reported.items()}, [np.ones(1)]
         for name, kind in self.kinds.items():
             value = kind.value(host) if kind.value and host else host.get(name, 0.0)

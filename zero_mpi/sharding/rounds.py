@@ -93,7 +93,7 @@ class Accumulator:
         return self.run_round(work)
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
-        """Run work(number of ranks with a micro-batch, whether this is the last round); record its loss."""
+        """Call work(number of ranks with a micro-batch, whether the round is the last); record its loss."""
         micro_batch, last = self.rounds.micro_batch(self.round), self.round == len(self.rounds) - 1
         self.module.tallies.micro_batches = self.rounds.micro_batches
         if spans.active is not None:
@@ -121,7 +121,7 @@ def part_losses(
     read: Callable[[int], tuple[Any, HeadLoss, int]],
     after: Callable[[int], None] | None = None,
 ) -> Array:
-    """Return the loss of each part of the micro-batches, a sum over targets: (count,) float64. Collective.
+    """Return the loss of each part, summed over the part's targets: (count,) float64. Collective.
 
     `read(i)` returns x, a loss, and the index of the first part of micro-batch i. `after`: see `dealt_out`.
     """

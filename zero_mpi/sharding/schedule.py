@@ -3,7 +3,7 @@
 All ranks execute the same lists, even without a micro-batch in a round, so collectives match. The gather of a
 unit starts `prefetch` stages before its first use, and the unit is released after its last use in that
 direction. Units of the last stage are kept between forward and backward. Units that distant stages share
-(a tied embedding, the root) are also kept, and gathered once per micro-batch; other units at most twice. A
+(a tied embedding) are also kept, and gathered once per micro-batch; other units are gathered at most twice. A
 unit is reduced after the last backward that adds to it; two reductions may be in flight.
 """
 
@@ -38,7 +38,7 @@ from zero_mpi.sharding.actions import (
 
 Indices = tuple[int, ...]
 
-REDUCTIONS_IN_FLIGHT = 2  # maximum number of units whose gradients are sent while the next unit computes
+REDUCTIONS_IN_FLIGHT = 2  # maximum number of units whose gradients are sent while the next stages compute
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,6 @@ class Schedule:
         return "\n".join(f"  {'; '.join(self._in_words(actions))}" for actions in by_stage(self.training))
 
     def _in_words(self, actions: Actions) -> Iterator[str]:
-        """Yield the actions as text; consecutive actions of one kind are joined."""
         spoken = (action for action in actions if action.verb)
         for verb, alike in groupby(spoken, lambda action: action.verb):
             yield f"{verb} {' '.join(map(self._name, alike))}"
@@ -104,7 +103,7 @@ class Moves:
     drop: Indices  # units to release after the stage
 
     def __add__(self, other: Moves) -> Moves:
-        need = tuple(dict.fromkeys(self.need + other.need))  # one wait for a unit that both need
+        need = tuple(dict.fromkeys(self.need + other.need))  # one wait for a unit that both directions need
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
     def around(self, compute: StageAction, reductions: Actions = ()) -> Actions:
@@ -113,7 +112,7 @@ class Moves:
 
 
 class Step(NamedTuple):
-    """Action of a computation, units whose parameters it reads, and units whose gradients it adds to."""
+    """A computation: its action, the units that it reads, and the units to whose gradients it adds."""
 
     compute: StageAction
     reads: Indices
@@ -140,7 +139,7 @@ class Parts:
             yield Step(Turn(stage, number), reads + units)
 
     def backward(self, stage: int, reads: Indices, adds: Indices) -> Iterator[Step]:
-        """Yield the turns of the stage's backward, the last part first."""
+        """Yield the turns of the stage's backward: repeated forwards, then the parts from last to first."""
         for _ in range(self.again):
             yield from self.forward(stage, reads)
         for number, units in reversed([*enumerate(self.units)]):

@@ -1,6 +1,6 @@
 """Sharding strategies: whether parameters and optimizer moments are sharded.
 
-FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
+FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP is stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
 training with replicated state (DDP). HYBRID_SHARD is FULL_SHARD within each node, replicated between nodes
 (Zhao et al., "PyTorch FSDP", 2023): parameters are gathered only inside a node, which must hold them all.
 """
@@ -14,7 +14,7 @@ from zero_mpi.errors import UsageError
 
 @dataclass(frozen=True)
 class Strategy:
-    """Sharding strategy, as four choices. Gradients are reduced into slices under every strategy.
+    """Sharding strategy, as four choices. Gradients are reduced into slices, except by NO_SHARD with fast.
 
     shards_parameters  parameters are sharded, and gathered around each use
     shards_moments     a rank updates only its slice; otherwise it gathers gradients and updates everything
@@ -46,7 +46,6 @@ STRATEGIES = {strategy.name: strategy for strategy in (FULL_SHARD, SHARD_GRAD_OP
 
 
 def strategy_named(name: str) -> Strategy:
-    """Return the strategy of a name; for an unknown name raise UsageError, which lists the names."""
     if name not in STRATEGIES:
         raise UsageError(f"strategy {name!r} is not known; expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name]

@@ -22,7 +22,7 @@ QUANTUM = 1024  # elements
 # Kinds of units. All parameters of a unit have the same kind; stored parameters are frozen.
 TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
 BYTES = 4  # bytes of an element
-WORDS = 16  # words in a cache line of 64 bytes, which divides the lengths of stored tensors and slices
+WORDS = 16  # words in a cache line of 64 bytes; stored tensors and slices start at multiples
 
 Stored = Mapping[str, BlockKind]
 
@@ -117,7 +117,7 @@ class Unit:
         return found
 
 
-KINDS = {  # (end of the unit's name, whether it is trainable, whether its parameters are not cut)
+KINDS = {  # (end of the unit's name, whether the unit is trained, whether it cuts no parameter)
     TRAINED: ("", True, False),
     WHOLE: (" (whole)", True, True),
     FROZEN: (" (frozen)", False, False),
@@ -246,7 +246,7 @@ class BlockUnit(Unit):
 def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: Stored) -> list[BlockUnit]:
     """Return the units of the stored parameters, by scope even if other units are cut by bytes.
 
-    A scope has one unit that is unpacked at once, and one unit of stacked matrices.
+    A scope has one unit that is unpacked as a whole, and one unit of stacked matrices.
     """
     units = []
     for scope, names in by_scope(stages, {name: params[name] for name in params if name in stored}).items():
@@ -261,7 +261,7 @@ def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: St
 def part_units(
     scope: str, stacked: Mapping[str, Param], kind_of: Callable[[str], str], stored: Stored, most: int
 ) -> list[tuple[slice, list[Unit]]]:
-    """Return parts of stacked parameters and their units, one per kind; nothing if a single part suffices.
+    """Return parts of stacked parameters and their units, one per kind; [] if a single part suffices.
 
     A part has as many entries of the first dimension as fit in `most` bytes, at least 1. Parameters whose
     parts would begin inside a chunk of the norm are not split.
