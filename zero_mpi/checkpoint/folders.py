@@ -30,18 +30,15 @@ AT_FDCWD, EXCHANGE = -100, 2  # constants of Linux's renameat2
 
 
 def weights_in(folder: Path) -> Path:
-    """Return the path of the weights in a checkpoint: the adapter file if it exists, otherwise the model."""
     adapter = folder / ADAPTER
     return adapter if exists(adapter) else folder / MODEL
 
 
 def step_folder(out: Path, step: int) -> Path:
-    """Return the folder of a step, such as OUT/step-00000100."""
     return out / f"step-{step:08d}"
 
 
 def partial_folder(final: Path) -> Path:
-    """Return the name of the temporary folder in which the checkpoint `final` is written."""
     return final.with_name(f".{final.name}.partial")
 
 

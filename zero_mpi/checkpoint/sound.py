@@ -48,7 +48,6 @@ def digest_of_pieces(chunks: Iterable[bytes]) -> str:
 
 
 def digest(data: Data) -> str:
-    """Return the digest (hex) of a tensor, given all of its bytes."""
     return digest_of_pieces([piece_digests(data)])
 
 

@@ -74,7 +74,6 @@ class StoredFile:
             yield file
 
     def expect(self, expected: int, found: int) -> None:
-        """Raise FileError, for a changed file, unless the two numbers of bytes are equal."""
         if found != expected:
             raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
 
@@ -94,7 +93,6 @@ class StoredFile:
                 yield self.take(file, offset + at, min(size, count - at)).data
 
     def bytes_at(self, offset: int, out: npt.NDArray[np.uint8]) -> None:
-        """Open the file and fill `out` (1-D) with its bytes from `offset` on."""
         with self.opened() as file:
             if out.size:
                 self.fill(file, offset, out.data)

@@ -40,7 +40,6 @@ from zero_mpi.nn.adapters import ADDED, FIRST, SECOND, product
 
 
 def keys_of(file: WeightSource) -> GGUFKeys:
-    """Return the keys of a file as GGUFKeys, whose methods check the types of values."""
     return GGUFKeys(file.metadata, str(file.path))
 
 
@@ -116,7 +115,6 @@ def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource
 
 
 def is_adapter_file(file: WeightSource) -> bool:
-    """Return whether the keys of a file say that it is an adapter."""
     return keys_of(file).text(TYPE) == "adapter"
 
 
@@ -206,13 +204,11 @@ class GrownWeights(WeightSource):
 
 
 def gguf_of(source: Any) -> GGUFFile | None:
-    """Return the GGUF file in which a source's weights are; None for another format."""
     file = source.base if isinstance(source, GrownWeights) else source
     return file if isinstance(file, GGUFFile) else None
 
 
 def tokens_of(source: Any) -> list[str]:
-    """Return the tokens that --add-tokens added to the model of a source."""
     return source.tokens if isinstance(source, GrownWeights) else []
 
 
@@ -279,6 +275,5 @@ class MergedWeights(WeightSource):
 
 
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:
-    """Open weights like `open_weights`, and merge them with the adapter at the path `adapter`, if given."""
     source = open_weights(path)
     return source if adapter is None else MergedWeights(source, adapter_source(adapter, source.metadata))

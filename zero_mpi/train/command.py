@@ -106,7 +106,6 @@ def show(world: World, config: Config) -> int:
 
 
 def check_out(out: Path) -> None:
-    """Raise UsageError if the run could not write to its folder."""
     place = existing(out)
     if not is_folder(place) or not os.access(place, os.R_OK | os.W_OK | os.X_OK):
         raise UsageError(f"--out {shown(out)}: cannot write there: {shown(place)} is not a writable folder")

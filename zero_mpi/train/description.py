@@ -197,7 +197,6 @@ def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the name of the processor; empty if it is unknown."""
     return environment.of_processor("model name") or platform.processor() or platform.machine()
 
 

@@ -82,12 +82,10 @@ class Objective:
 
 
 def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
-    """Return the input of the model, and the cross-entropy of the targets."""
     return as_input(batch), CrossEntropy(batch.targets, scale)
 
 
 def as_input(batch: Batch) -> Array | Packed:
-    """Return a micro-batch as input of the model."""
     return batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
 
 
@@ -132,7 +130,6 @@ class PairStep(StepLoss):
         return as_input(pairs.batch), SequenceLoss(self._segments(pairs), learn)
 
     def _segments(self, pairs: PairBatch) -> list[Segment]:
-        """Return the segments of a micro-batch, one for each of its sequences, in order."""
         kinds = [pairs.batch.targets, *[pairs.rest] * self.preference.learns_prompts]
         return [Segment(row, span, targets) for row, span in pairs.spans for targets in kinds]
 
@@ -241,7 +238,6 @@ class PreferenceObjective(Objective):
 
 
 def unchanged(pairs: PairBatch) -> PairBatch:
-    """Return a micro-batch as it is."""
     return pairs
 
 

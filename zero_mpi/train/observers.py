@@ -212,7 +212,6 @@ class Divergence(Observer):
 
 
 def not_finite(step: int) -> str:
-    """Return a message which says that the loss of the last step is not finite."""
     return f"the loss of the last step ({step}) is not finite: the run has diverged; {REMEDY}"
 
 

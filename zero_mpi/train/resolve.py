@@ -68,7 +68,6 @@ class RunSpec:
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
-        """Sources of the initial weights, keyed by setting."""
         return {"init": self.init, "lora_init": self.adapter}
 
     @property
@@ -218,7 +217,6 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
 
 
 def packing_of(config: Config, stream: Stream) -> str:
-    """Return the value of --packing; the default is documents for conversations, none for text."""
     return config.packing or (NONE if stream.counted is None else DOCUMENTS)
 
 

@@ -113,7 +113,6 @@ class Saving(Observer):
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the number of bytes in a folder's files, or 0 if the folder is gone."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0
@@ -164,7 +163,6 @@ class EarlyStop(Observer):
 
 
 def reason(best: Best) -> str:
-    """Return as text why the run stopped early."""
     times = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
     return f"after {times} without improvement"
 

@@ -122,11 +122,9 @@ class TextModel:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all earlier positions, so that the next ids begin a new text."""
         self.decoder, self.ids = Decoder(self.stages, self.weights), list[int]()
 
     def _finite(self, outputs: Array) -> Array:
-        """Return the outputs. Raise UsageError if they are not finite."""
         if not np.isfinite(outputs).all():
             raise UsageError(f"{self.file.path}: the model's output is not finite: its weights are damaged")
         return outputs

@@ -246,7 +246,6 @@ def _placed(
 
 
 def padded(count: int, alignment: int) -> int:
-    """Return `count` rounded up to a multiple of `alignment`."""
     return -(-count // alignment) * alignment
 
 

@@ -128,7 +128,6 @@ class _Part:
         return int(value)
 
     def expect(self, key: str, kind: type[np.integer[Any]], expected: int, what: str) -> None:
-        """Raise GGUFError unless a `split.*` key has the value `expected`."""
         if (found := self.split_number(key, kind)) != expected:
             raise self.fault(f"key {key}: expected {expected}, {what}, found {found}")
 

@@ -133,7 +133,6 @@ def biases_of(arch: str, settings: Settings) -> set[str]:
 
 
 def all_full(kinds: Any, layers: int) -> bool:
-    """Return whether `kinds` is a list with full attention for each of `layers` layers."""
     return isinstance(kinds, list) and len(kinds) == layers and set(map(str, kinds)) == {"full_attention"}
 
 
