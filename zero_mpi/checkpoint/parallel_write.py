@@ -314,7 +314,7 @@ class ChunkPipeline:
         return min(CHUNK_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
     def _buffer(self, given: Contribution) -> Array:
-        """Return a buffer for a chunk that the write in progress does not use."""
+        """Return the chunk buffer that the write in progress does not use."""
         self._buffers.reverse()
         if self._buffers[0].size < self._length(given) or self._buffers[0].dtype != given.values.dtype:
             self._buffers[0] = empty(self._length(given), given.values.dtype)

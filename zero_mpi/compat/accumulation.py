@@ -104,7 +104,7 @@ class GradAccum(Accumulator):
 
         `gradients`: name -> full gradient of each trained parameter, scaled as in `accumulate`; None on a
         rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError for
-        wrong names or shapes, or if gradients and micro-batch are not both present.
+        wrong names or shapes, or if only one of gradients and micro-batch is present.
         """
         self._check_turn(gradients, "its gradients")
         instance("add_gradients: loss", loss, Real, "a number")

@@ -114,7 +114,7 @@ def check_out(out: Path) -> None:
 def check_disk(config: Config, model: ModelConfig) -> list[str]:
     """Return a warning if the disk has no space for the kept checkpoints and one that is being written.
 
-    Existing ones need no more space. Raises UsageError if not even one checkpoint fits. Quotas are ignored.
+    Existing checkpoints need no more space. Raises UsageError if not even one fits. Quotas are ignored.
     """
     each = checkpoint_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
     out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
@@ -163,7 +163,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
 
 
 def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
-    """Yield the lines of a dry run, on rank 0. Raise UsageError for a checkpoint without token counts.
+    """Yield the lines of a dry run, on rank 0. Raise UsageError for a checkpoint without progress counts.
 
     why: reason for another transport than the requested one; alone: whether no launcher started this process
     """

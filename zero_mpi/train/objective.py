@@ -150,7 +150,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the sequences' part of the step's loss, and its derivatives with respect to `sums`."""
+        """Return the loss that the sequences `here` add to the step's loss, and its derivatives by `sums`."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -169,7 +169,7 @@ class PairStep(StepLoss):
             for name, side in (("chosen", self.is_better), ("rejected", ~self.is_better)):
                 if side.any():
                     found[f"{kind}/{name}"] = mean(values[side])
-        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # every sequence is in a pair
+        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # all sequences come in pairs
             found["rewards/accuracies"] = mean(rewards[::2] > rewards[1::2])
             found["rewards/margins"] = mean(rewards[::2] - rewards[1::2])
         if self.preference.is_unpaired:

@@ -108,7 +108,7 @@ class SkippedSteps(Observer):
 
 
 class HeldOutLoss(NamedTuple):
-    """Results of an evaluation in nats per token: the mean loss, and the loss of each of several sources."""
+    """Results of an evaluation: mean loss and losses by source in nats per token, and further figures."""
 
     mean: float
     by_source: dict[str, float]
@@ -177,7 +177,7 @@ class Divergence(Observer):
 
     def __init__(self, scale: LossScale) -> None:
         self._scale, self._loss = scale, 0.0
-        self._steps = self._bad = 0  # number of steps, and of consecutive latest steps that were not finite
+        self._steps = self._bad = 0  # number of steps; number of latest steps in a row that were not finite
 
     def ends(self, step: StepMade) -> None:
         """Count a step. Raise JobError on all ranks if too many consecutive steps were not finite.

@@ -75,7 +75,7 @@ class TransportChoice:
 
 
 def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
-    """Return the transport between ranks; warn in `notes`. Raise UsageError if unusable. Collective."""
+    """Return the ranks' transport; add warnings to `notes`. Raise UsageError if none works. Collective."""
     exact, on_gpu = config.reduction == "exact", device.in_use().name == "cuda"
     if on_gpu:
         comm, why = select.choose(config.transport, world.size, exact)

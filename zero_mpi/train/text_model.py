@@ -100,7 +100,7 @@ def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
 class TextModel:
     """A model from any source of `open_weights`. Quantized matrices of a GGUF stay in their blocks.
 
-    `adapter`: file of an adapter for this model, which is computed separately and not merged. Raises
+    `adapter`: an adapter for this model, computed separately; it is merged only if it adds tokens. Raises
     UsageError if the model cannot be run.
     """
 

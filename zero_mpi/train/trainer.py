@@ -61,7 +61,7 @@ from zero_mpi.train.timeline import Tracer
 
 
 class Trainer(Steps):
-    """Trainer of a session until its last step."""
+    """Loop that trains a session until its last step."""
 
     def __init__(self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome) -> None:
         super().__init__(session)
@@ -101,7 +101,7 @@ class Trainer(Steps):
         ]
 
     def run(self) -> int:
-        """Train until the last step or until a request to stop. Return the exit status."""
+        """Train until the last step, an early stop or a request to stop. Return the exit status."""
         steps = step_range(self.session.config.trace_steps, self.session.config.steps)
         tracer = Tracer(self.session.comm, self.session.config.trace, steps, self.progress.step)
         self.observers, before = self.observe(self.begin()), self.progress.tokens
@@ -168,7 +168,7 @@ class Trainer(Steps):
         return bool(signals.caught or self.ended_by)
 
     def seconds_needed(self) -> float:
-        """Return the seconds that one more step and the last checkpoint need."""
+        """Return the seconds to reserve for another step, an evaluation and the last checkpoint."""
         return 2 * self.costs.longest + self.evaluation.longest + self.saving.seconds_needed()
 
     def save(self) -> None:

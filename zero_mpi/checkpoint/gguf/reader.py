@@ -145,8 +145,8 @@ def _read_part(path: str | os.PathLike[str]) -> _Part:
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
     """Yield the later files of a split model, after checking each against the first; none if it is not split.
 
-    If the count is 0 or 1, the model is not split: llama.cpp's tools keep these keys when they merge
-    all parts into one file. A later part has its part number, but no keys of the model.
+    If the number of parts is 0 or 1, the model is not split: llama.cpp's tools keep the `split.*` keys when
+    they merge all parts into one file. A later part has its part number, but no keys of the model.
     """
     count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
     if count <= 1 and place == 0:
