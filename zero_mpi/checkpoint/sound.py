@@ -94,7 +94,6 @@ def open_checkpoint(folder: Path) -> CheckpointFiles:
 
 
 def average_of(state: GGUFFile) -> GGUFFile | None:
-    """Open the index of the average if optimizer.gguf has digests of it; else return None."""
     return GGUFFile.open(state.path.parent / folders.AVERAGE) if DIGESTS[AVERAGE] in state.metadata else None
 
 

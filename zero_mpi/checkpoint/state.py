@@ -81,7 +81,6 @@ class Best:
 
 
 def read_best(keys: GGUFKeys) -> Best:
-    """Return the Best that a checkpoint's keys store. Raise FileError for invalid values."""
     loss = keys.number(LOSS)
     return Best(math.inf if loss is None else loss, keys.integer(STEP) or 0, keys.integer(SINCE) or 0)
 

@@ -87,7 +87,6 @@ class StoredFile:
         return raw
 
     def chunks(self, offset: int, count: int, size: int) -> Iterator[memoryview]:
-        """Yield `count` bytes from `offset` on, in chunks of `size` bytes. The last chunk may be shorter."""
         with self.opened() as file:
             for at in range(0, count, size):
                 yield self.take(file, offset + at, min(size, count - at)).data
@@ -157,7 +156,6 @@ class Readable(ABC):
         return out
 
     def tensor(self, name: str) -> Floats:
-        """Return the full tensor in its shape, as float32. Raise errors as `read` does."""
         return self.read(name).reshape(self.spec(name).shape)
 
 

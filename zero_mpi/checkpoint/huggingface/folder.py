@@ -130,7 +130,6 @@ def fill(weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: Fl
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a config.json. Raise FileError for any other content."""
     return json_object(path, read_file(path, MAX_CONFIG, "a configuration"))
 
 
