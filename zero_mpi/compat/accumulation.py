@@ -58,7 +58,7 @@ class GradAccum(Accumulator):
         return self.rounds.micro_batch(self._next_round)
 
     def __iter__(self) -> Iterator[int | None]:
-        """Yield this rank's micro-batch, or None, of each remaining round of the step.
+        """Yield this rank's micro-batch, or None, for each remaining round of the step.
 
         After a `break` the next loop continues at the same round; `reset` restarts the step, even inside the
         loop. Raise ValueError if the gradients of a complete step were not used, or a round was not

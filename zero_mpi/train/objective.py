@@ -282,4 +282,4 @@ def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Toke
                 "run evaluate --top-k-out with the same --data"
             )
     if len(corpus.parts) > 1 or found.tokens != sum(corpus.tokens):
-        raise UsageError(f"--teacher {shown(path)}: expected --data without shares, and without --val-data")
+        raise UsageError(f"--teacher {shown(path)}: expected --data without shares and no --val-data")

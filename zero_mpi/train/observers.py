@@ -306,7 +306,7 @@ class StepTimer:
         self._count += 1
 
     def take(self) -> tuple[float | None, float]:
-        """Return seconds per micro-batch (None without any) and seconds of waiting, since the last call."""
+        """Return seconds per micro-batch (None if it ran none) and seconds of waiting since the last call."""
         mean = self._seconds / self._count if self._count else None
         waited, self._waited = self._meter.wait_seconds - self._waited, self._meter.wait_seconds
         self._seconds, self._count = 0.0, 0

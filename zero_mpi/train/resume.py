@@ -114,7 +114,7 @@ def open_checked(folder: Path, world: World) -> ResumePoint:
 
 
 def as_begun(config: Config, point: ResumePoint | None) -> Config:
-    """Return the configuration in which settings that no flag gives have the values of the checkpoint.
+    """Return the configuration, with the checkpoint's values for settings that no flag gives.
 
     Defaults may change between versions, or depend on the data. Raises UsageError for an unknown setting.
     """

@@ -309,7 +309,7 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
 
 
 def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
-    """Return a function read(name, start, stop) that rounds to a tensor's type; slices are full blocks."""
+    """Return a function read(name, start, stop) that rounds to a tensor's type, given full blocks."""
 
     def rounding(name: str, start: int, stop: int) -> Array:
         values = read(name, start, stop)

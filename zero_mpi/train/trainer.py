@@ -213,7 +213,7 @@ class Trainer(Steps):
 
 
 def begin_records(session: Session, rank: int) -> Records:
-    """Return the writer of a session's records. Raise JobError, or FileError for an unreadable input file."""
+    """Return the writer of a session's records. Raise JobError or FileError if a file cannot be opened."""
     config, done = session.config, session.progress.step
     tracked = TrackedJob(session.out, done, asdict(recorded(config)))
     return Records(
@@ -228,7 +228,7 @@ def begin_records(session: Session, rank: int) -> Records:
 
 
 def start_of(session: Session) -> JobStart:
-    """Return a session's `JobStart`. Raise FileError if one of the files cannot be read."""
+    """Return a session's `JobStart`. Raise FileError if an input file cannot be read."""
     run = identity(session.config, session.description, session.weights)
     step, folder = session.progress.step, session.resumed
     if folder is None:

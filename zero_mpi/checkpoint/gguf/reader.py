@@ -81,7 +81,7 @@ class GGUFFile(WeightSource):
 
     @property
     def surplus(self) -> int:
-        """Number of bytes after the last tensor of each file. Some programs write such bytes."""
+        """Total bytes after the last tensors of all files. Some programs write such bytes."""
         alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # end of each part
         return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
