@@ -257,7 +257,7 @@ VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # must be equal on all ranks; for othe
 
 
 def settings(config: Config) -> dict[str, str]:
-    """Return flag -> value for all settings, and name -> value for the variables."""
+    """Return flag -> value for all settings, and name -> value for VARIABLES."""
     flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
     return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
 

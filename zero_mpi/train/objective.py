@@ -1,5 +1,5 @@
 """Objectives: the loss of a run as a `HeadLoss` for each micro-batch, and the recorded figures of each step.
-The flags choose cross-entropy, a preference loss, or a teacher's predictions. Training, recomputation and
+The flags choose cross-entropy, a preference loss, or distillation. Training, recomputation and
 evaluation work with all of them.
 """
 
@@ -95,7 +95,7 @@ def as_input(batch: Batch) -> Array | Packed:
 class PairStep(StepLoss):
     """Preference pairs of a step or an evaluation. batches: numbers of the windows in each micro-batch.
 
-    `sums` is a table (S, K) in the order of the data. Its row for a sequence has the log-probability of the
+    `sums` is a table (S, K) in the order of the data. Each row has the log-probability of a sequence's
     answer, and for ORPO also that of all other tokens. A rank fills the rows of its micro-batches. The sum
     over ranks is equal at any number of ranks, and all figures are computed from it.
 

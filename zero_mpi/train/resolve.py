@@ -277,8 +277,8 @@ def windows_of(config: Config, part: Part) -> WindowSource:
 def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:
     """Compile or load the operations and check that they compute the same bits on all ranks. Collective.
 
-    Returns the machine facts of rank 0 on all ranks; names may differ if bits are equal. Raises UsageError on
-    all ranks if bits differ in exact mode.
+    Returns rank 0's machine facts on all ranks; other ranks' facts may differ if bits are equal. Raises
+    UsageError on all ranks if bits differ in exact mode.
     """
     kind = precision_named(config.precision).compute
     if config.bits == PORTABLE:

@@ -160,7 +160,7 @@ def with_streams(corpus: Corpus, streams: Iterator[Any]) -> Corpus:
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
-    """Return the facts by which another rank can receive an array or read it from its files."""
+    """Return an array's TokenSpans if it stays in files, else its dtype and size for a broadcast."""
     return ids if isinstance(ids, TokenSpans) and ids.stays else (ids.dtype.str, ids.size)
 
 
