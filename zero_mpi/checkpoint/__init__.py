@@ -1,4 +1,4 @@
-"""Checkpoints: the file formats (`gguf`, `safetensors`, `huggingface`), and saving and reading a state.
+"""Checkpoints: the file formats (`gguf`, `safetensors`, `huggingface`), saving, and reading.
 
 `model.gguf` holds the model's tensors and nothing else, as llama.cpp demands. `optimizer.gguf` holds the
 moments in full shape, the step, and the settings that a resume must keep (`state`). Neither file depends on
@@ -8,14 +8,14 @@ that is not a parameter (`rope_freqs.weight`) is part of the configuration and i
 settings from which it was computed.
 
 Writing (`state`, `parallel_write`): the table of tensors determines the position of each slice in a file, so
-any rank can write a slice. Its owner writes it, or sends it in chunks to rank 0 or to one rank of its node.
+any rank can write a slice. A rank writes its slice, or sends it in chunks to rank 0 or to a rank of its node.
 
 Checksums (`sound`): a tensor's digest is a hash of the hashes of its pieces. Slices end where pieces end, so
-each rank can hash its own slice. On resume the ranks divide the tensors among them and check every tensor.
+each rank can hash its own slice. On resume, each rank checks a share of the tensors.
 
 Background saves (`saver`): the same code runs on copies of the slices, in a thread of each rank, over
-separate communicators. The ranks exchange a flag for a failed save together with the loss of a step, so all
-ranks see it at the same step.
+separate communicators. Ranks sum a failure flag together with the loss of each step, so all ranks see a
+failed save at the same step.
 
 Publishing (`folders`): no file or folder gets its final name before all ranks agree that nothing failed.
 

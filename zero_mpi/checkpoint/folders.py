@@ -6,7 +6,7 @@ If a run keeps a moving average, the folder of a step also has ema.gguf.
 
 A checkpoint is written into a temporary folder next to its target. Its files and the folder are fsynced, then
 a rename makes the checkpoint visible, and a second rename replaces `latest`. So the checkpoint that `latest`
-names is complete even if the process is killed at any moment. Only one rank calls these functions.
+names is complete even if the process is killed at any moment. Only one rank calls this module's functions.
 """
 
 from __future__ import annotations
@@ -30,18 +30,15 @@ AT_FDCWD, EXCHANGE = -100, 2  # constants of Linux's renameat2
 
 
 def weights_in(folder: Path) -> Path:
-    """Return the path of the weights in a checkpoint: the adapter file if it exists, otherwise the model."""
     adapter = folder / ADAPTER
     return adapter if exists(adapter) else folder / MODEL
 
 
 def step_folder(out: Path, step: int) -> Path:
-    """Return the folder of a step, such as OUT/step-00000100."""
     return out / f"step-{step:08d}"
 
 
 def partial_folder(final: Path) -> Path:
-    """Return the name of the temporary folder in which the checkpoint `final` is written."""
     return final.with_name(f".{final.name}.partial")
 
 
@@ -63,7 +60,7 @@ def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False
     """Give a complete temporary folder its final name, point `latest` to it, and remove old checkpoints.
 
     A checkpoint of the same step is replaced. The newest `keep` checkpoints stay; 0 keeps all. Nothing is
-    removed before the new checkpoint and the link are on disk. If `is_best`, `best` points to it too.
+    removed before the new checkpoint and the link are on disk. If `is_best`, link `best` to it too.
     """
     final = step_folder(out, step)
     put(folder, final)

@@ -62,7 +62,7 @@ PARTS = (  # part of a tensor's name -> part in the table; the first match count
     ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
     ("ffn_down", "down"),
 )  # fmt: skip
-EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # finer attn_output for 8 experts
+EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # finer attn_output with 8 experts
 WEIGHTED = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
 FALLBACK = {
     **dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0), Kind.Q4_0),
@@ -74,7 +74,7 @@ FALLBACK = {
 
 
 class Mix(NamedTuple):
-    """Row of the table. rules: part -> pairs (type, condition), of which the first that applies is used."""
+    """Row of the table. rules: part -> pairs (type, condition); the first pair that applies is used."""
 
     number: int
     base: Kind
@@ -82,7 +82,7 @@ class Mix(NamedTuple):
 
 
 def parsed(number: str, base: str, *parts: str) -> Mix:
-    """Return the Mix for a row of the table, which is given as words."""
+    """Return the Mix for the words of a row of the table."""
     rules = {}
     for part, _, choices in (each.partition("=") for each in parts):
         pairs = (choice.partition(":") for choice in choices.split(","))

@@ -87,7 +87,7 @@ def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None)
     """Return for each rank the rank that writes its slices. `nodes`: the node of each rank.
 
     `a_node`: maximum number of writers per node; None: the number that suits the file system. If hosts must
-    not write to a file at the same time, rank 0 writes for all, even if `a_node` is given.
+    not write to a file at once, rank 0 writes for all; on an unknown file system, `a_node` overrides this.
     """
     several = len(set(nodes)) > 1
     if several and not found.hosts and (found.known or a_node is None):
@@ -289,7 +289,7 @@ class ChunkPipeline:
         self._buffers = [empty(0), empty(0)]
 
     def send(self, given: Contribution) -> list[tuple[str, bytes]]:
-        """Write a contribution of all ranks to the file. Return the digests of the pieces on this rank."""
+        """Write the slices of all ranks to the file. Return the digests of this rank's pieces."""
         digests: list[tuple[str, bytes]] = []
         group, share = self.writers.group, share_of(given.partition, self.writers.ranks)
         begins = given.partition.bounds[self.writers.comm.rank]
@@ -314,7 +314,7 @@ class ChunkPipeline:
         return min(CHUNK_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
     def _buffer(self, given: Contribution) -> Array:
-        """Return a buffer for a chunk that the write in progress does not use."""
+        """Return the chunk buffer that the write in progress does not use."""
         self._buffers.reverse()
         if self._buffers[0].size < self._length(given) or self._buffers[0].dtype != given.values.dtype:
             self._buffers[0] = empty(self._length(given), given.values.dtype)

@@ -133,7 +133,7 @@ def json_object(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
-    """Return an entry of the header. Raise FileError unless its length follows from dtype and shape."""
+    """Return an entry of the header. Raise FileError if its values are invalid or do not fit together."""
 
     def fault(what: str) -> FileError:
         return FileError(f"{path}: tensor {show(name)}: {what}")

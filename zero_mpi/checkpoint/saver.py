@@ -103,7 +103,7 @@ class Saver:
     ) -> None:
         self.out, self.optimizer, self.description, self.keep = out, optimizer, description, keep
         self.background, self.tick = background, tick
-        self.comm = optimizer.module.comm.background()  # ranks that wait on it do not occupy cores
+        self.comm = optimizer.module.comm.background()  # its waits sleep instead of spinning
         self.writers = writers_for(self.comm, out, writers_per_node) if parallel else rank_0_of(self.comm)
         self.longest = 0.0
         self.prepare: Callable[[], str | None] = partial(out.mkdir, parents=True, exist_ok=True)
@@ -293,7 +293,7 @@ def begin(final: Path) -> None:
 def resolve(
     folder: Any, module: ShardedModule, optimizer: Any, description: Description
 ) -> tuple[str, Facts]:
-    """Return the folder with links resolved, and facts that ranks must share. Check the arguments."""
+    """Check the arguments. Return the folder with links resolved, and facts that all ranks compare."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)
@@ -321,7 +321,7 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     """Fill parameters, moments and step counts from files of `save`. Return the step count. Collective.
 
     Each rank reads its own slices, so the number of ranks and the strategy may differ from those of the save.
-    A resumed run has the bits of an uninterrupted run. Learning rates and weight decay are those of
+    A resumed run computes the same bits as an uninterrupted run. Learning rates and weight decay are those of
     `optimizer`. Accumulated gradients are dropped. The count includes skipped steps of `ShardedAdamW.step`.
 
     Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;

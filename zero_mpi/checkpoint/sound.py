@@ -6,8 +6,8 @@ is a mixture of files from two checkpoints.
 
 A tensor's digest is the sha256 of the 128-bit XXH3 hashes of its pieces of 4096 bytes, in order. 4096 bytes
 are 1024 float32 elements, and slices end at multiples of 1024. So each rank hashes the pieces of its slice,
-and no rank needs the full tensor. XXH3 is as fast as memory and detects errors of disks and memory. A sha256
-of all bytes would be slower than a good disk. Deliberate changes are not detected.
+and no rank needs the full tensor. XXH3 hashes at the speed of memory and detects errors of disks and memory.
+A sha256 of all bytes would be slower than a good disk. Deliberate changes are not detected.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def digest_of_pieces(chunks: Iterable[bytes]) -> str:
 
 
 def digest(data: Data) -> str:
-    """Return the digest (hex) of a tensor, given all of its bytes."""
     return digest_of_pieces([piece_digests(data)])
 
 
@@ -87,7 +86,7 @@ class CheckpointFiles:
 
 
 def open_checkpoint(folder: Path) -> CheckpointFiles:
-    """Open the indices of all files. Raise UsageError if one is damaged or they do not belong together."""
+    """Open the indices of a checkpoint. Raise UsageError if one is damaged or they do not belong together."""
     model, state = GGUFFile.open(folders.weights_in(folder)), GGUFFile.open(folder / folders.OPTIMIZER)
     files = CheckpointFiles(model, state, average_of(state))
     check_files(files)
@@ -95,7 +94,6 @@ def open_checkpoint(folder: Path) -> CheckpointFiles:
 
 
 def average_of(state: GGUFFile) -> GGUFFile | None:
-    """Open the index of the average if optimizer.gguf has digests of it; else return None."""
     return GGUFFile.open(state.path.parent / folders.AVERAGE) if DIGESTS[AVERAGE] in state.metadata else None
 
 

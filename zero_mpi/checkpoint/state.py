@@ -81,7 +81,6 @@ class Best:
 
 
 def read_best(keys: GGUFKeys) -> Best:
-    """Return the Best that a checkpoint's keys store. Raise FileError for invalid values."""
     loss = keys.number(LOSS)
     return Best(math.inf if loss is None else loss, keys.integer(STEP) or 0, keys.integer(SINCE) or 0)
 
@@ -377,7 +376,7 @@ def read_state(file: GGUFFile, name: str, start: int, stop: int) -> Array:
 def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
     """Fill this rank's slices of parameters and moments from a checkpoint. Return the progress of the run.
 
-    Raises UsageError if the files are damaged. It is not collective, but every rank must call it.
+    Call it on all ranks. Raises UsageError if the files are damaged.
     """
     check_tensors(files, optimizer)
     model, state = files.model, files.state

@@ -74,7 +74,6 @@ class StoredFile:
             yield file
 
     def expect(self, expected: int, found: int) -> None:
-        """Raise FileError, for a changed file, unless the two numbers of bytes are equal."""
         if found != expected:
             raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
 
@@ -88,13 +87,11 @@ class StoredFile:
         return raw
 
     def chunks(self, offset: int, count: int, size: int) -> Iterator[memoryview]:
-        """Yield `count` bytes from `offset` on, in chunks of `size` bytes. The last chunk may be shorter."""
         with self.opened() as file:
             for at in range(0, count, size):
                 yield self.take(file, offset + at, min(size, count - at)).data
 
     def bytes_at(self, offset: int, out: npt.NDArray[np.uint8]) -> None:
-        """Open the file and fill `out` (1-D) with its bytes from `offset` on."""
         with self.opened() as file:
             if out.size:
                 self.fill(file, offset, out.data)
@@ -159,7 +156,6 @@ class Readable(ABC):
         return out
 
     def tensor(self, name: str) -> Floats:
-        """Return the full tensor in its shape, as float32. Raise errors as `read` does."""
         return self.read(name).reshape(self.spec(name).shape)
 
 

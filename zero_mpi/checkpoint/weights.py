@@ -40,7 +40,6 @@ from zero_mpi.nn.adapters import ADDED, FIRST, SECOND, product
 
 
 def keys_of(file: WeightSource) -> GGUFKeys:
-    """Return the keys of a file as GGUFKeys, whose methods check the types of values."""
     return GGUFKeys(file.metadata, str(file.path))
 
 
@@ -67,8 +66,8 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
     raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")
 
 
-TOKENS_ADDED = "adapter.lora.added_tokens"  # key of an adapter with tokens that --add-tokens added
-SAMPLE = 256  # elements of each tensor in the hash that identifies weights
+TOKENS_ADDED = "adapter.lora.added_tokens"  # key for the tokens that --add-tokens added
+SAMPLE = 256  # number of elements per tensor in the hash that identifies weights
 
 
 def adapter_metadata(lora: LoRA) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def open_adapter(
     and its added tokens are `tokens`."""
     file = adapter_source(path, {ARCHITECTURE: model.arch, **model.metadata()})
     found, lora = lora_of(file), model.lora
-    alpha = np.float32(found.alpha)  # as float32, like in a file, so that it prints as in the flag
+    alpha = np.float32(found.alpha)  # float32 as in the file, so that it prints like the flag
     if lora is None or found.rank != lora.rank or alpha != np.float32(lora.alpha):
         raise UsageError(
             f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; use --lora {found.rank} "
@@ -116,7 +115,6 @@ def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource
 
 
 def is_adapter_file(file: WeightSource) -> bool:
-    """Return whether the keys of a file say that it is an adapter."""
     return keys_of(file).text(TYPE) == "adapter"
 
 
@@ -145,7 +143,7 @@ def weights_digest(source: WeightSource) -> str:
 class GrownWeights(WeightSource):
     """Weights and keys of `base`, whose embedding and head get rows for `tokens`, from id `first` on.
 
-    The row of a new token starts as the mean of the rows before it. If `trained`, an adapter's checkpoint, is
+    A new row starts as the mean of the rows before `first`. If `trained`, an adapter's checkpoint, is
     given, its tensors `NAME.added` replace all rows from `first` on. `read` accepts these names too.
     """
 
@@ -206,18 +204,16 @@ class GrownWeights(WeightSource):
 
 
 def gguf_of(source: Any) -> GGUFFile | None:
-    """Return the GGUF file in which a source's weights are; None for another format."""
     file = source.base if isinstance(source, GrownWeights) else source
     return file if isinstance(file, GGUFFile) else None
 
 
 def tokens_of(source: Any) -> list[str]:
-    """Return the tokens that --add-tokens added to the model of a source."""
     return source.tokens if isinstance(source, GrownWeights) else []
 
 
 class MergedWeights(WeightSource):
-    """Weights of a base model plus the update of an adapter, in float32, for the matrices that it changes.
+    """Weights of a base model. Matrices that an adapter changes include its update and are float32.
 
     Raises UsageError if the adapter belongs to another base.
     """
@@ -279,6 +275,5 @@ class MergedWeights(WeightSource):
 
 
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:
-    """Open weights like `open_weights`, and merge them with the adapter at the path `adapter`, if given."""
     source = open_weights(path)
     return source if adapter is None else MergedWeights(source, adapter_source(adapter, source.metadata))

@@ -58,7 +58,7 @@ class GradAccum(Accumulator):
         return self.rounds.micro_batch(self._next_round)
 
     def __iter__(self) -> Iterator[int | None]:
-        """Yield this rank's micro-batch, or None, of each remaining round of the step.
+        """Yield this rank's micro-batch, or None, for each remaining round of the step.
 
         After a `break` the next loop continues at the same round; `reset` restarts the step, even inside the
         loop. Raise ValueError if the gradients of a complete step were not used, or a round was not
@@ -104,7 +104,7 @@ class GradAccum(Accumulator):
 
         `gradients`: name -> full gradient of each trained parameter, scaled as in `accumulate`; None on a
         rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError for
-        wrong names or shapes, or if gradients and micro-batch are not both present.
+        wrong names or shapes, or if only one of gradients and micro-batch is present.
         """
         self._check_turn(gradients, "its gradients")
         instance("add_gradients: loss", loss, Real, "a number")

@@ -55,11 +55,11 @@ class ShardedModule(engine.ShardedModule):
     `LayoutConfig` and `engine.ShardedModule` describe the other arguments. Before the first micro-batch, all
     parameters need values: by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
     constructor is collective. All ranks raise ValueError for invalid arguments, and UsageError if the
-    transport cannot reduce the precision or arguments differ between ranks.
+    transport cannot sum arrays in `precision` or arguments differ between ranks.
     """
 
     rounds_open = NOTHING  # state of the step's gradients: NOTHING, SOME or ALL
-    forgotten = 0  # number of times that gradients were cleared; then rounds start again
+    forgotten = 0  # number of times that gradients were cleared, which restarts the rounds
     is_training: bool = True  # whether `forward` keeps values for backward by default
 
     def __init__(
@@ -84,7 +84,7 @@ class ShardedModule(engine.ShardedModule):
         self.unfilled = set(self.params)  # names of parameters that have no values yet
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
-        """Return the arguments of a module; raise ValueError for invalid arguments."""
+        """Return a module's arguments in their final types; raise ValueError for invalid arguments."""
         instance("ShardedModule: strategy", config.strategy, Strategy, "a Strategy such as FULL_SHARD")
         instance("ShardedModule: precision", config.precision, Precision, "a Precision such as FP32")
         prefetch = whole_number("ShardedModule: prefetch", config.prefetch, least=0)
@@ -215,7 +215,7 @@ class ShardedModule(engine.ShardedModule):
         self.unfilled.difference_update(self.config.stored)
 
     def load_state_dict(self, state: Mapping[str, Array], strict: bool = True) -> Unmatched:
-        """Fill parameters from full arrays by name. Collective if ranks share memory and used the parameters.
+        """Fill parameters from full arrays by name. Collective.
 
         Missing and unknown names raise ValueError; if not `strict`, they are ignored and returned.
         """
@@ -245,7 +245,7 @@ class ShardedModule(engine.ShardedModule):
         self.broadcast_updated_params()
 
     def broadcast_updated_params(self) -> None:
-        """Send values written into `parameters` to all ranks; low precision rounds them. Collective."""
+        """Send values written into `parameters` to all ranks, rounded to the precision. Collective."""
         self.drop_gathered()
         self.unfilled.clear()
         self.publish()

@@ -51,7 +51,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         if ema is not None:
             number("ShardedAdamW: ema", ema, above=0, below=1)
             if offload != NONE:
-                raise UsageError(f"--ema {ema}: not with --offload {offload}: leave one of them out")
+                raise UsageError(f"--ema {ema}: excludes --offload {offload}: leave one of them out")
         for name in ("lr", "weight_decay"):
             number(f"{what}: {name}", settings[name], least=0)
         trained = [name for name in module.params if module.is_trainable(name)]

@@ -106,7 +106,6 @@ def show(world: World, config: Config) -> int:
 
 
 def check_out(out: Path) -> None:
-    """Raise UsageError if the run could not write to its folder."""
     place = existing(out)
     if not is_folder(place) or not os.access(place, os.R_OK | os.W_OK | os.X_OK):
         raise UsageError(f"--out {shown(out)}: cannot write there: {shown(place)} is not a writable folder")
@@ -115,7 +114,7 @@ def check_out(out: Path) -> None:
 def check_disk(config: Config, model: ModelConfig) -> list[str]:
     """Return a warning if the disk has no space for the kept checkpoints and one that is being written.
 
-    Existing ones need no more space. Raises UsageError if not even one checkpoint fits. Quotas are ignored.
+    Existing checkpoints need no more space. Raises UsageError if not even one fits. Quotas are ignored.
     """
     each = checkpoint_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
     out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
@@ -164,7 +163,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
 
 
 def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
-    """Yield the lines of a dry run, on rank 0. Raise UsageError for a checkpoint without token counts.
+    """Yield the lines of a dry run, on rank 0. Raise UsageError for a checkpoint without progress counts.
 
     why: reason for another transport than the requested one; alone: whether no launcher started this process
     """

@@ -144,7 +144,7 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # the description has their values, as the data may decide them
+READ = ("packing", "control_tokens")  # taken from the description: the data may decide them
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 
@@ -197,7 +197,6 @@ def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the name of the processor; empty if it is unknown."""
     return environment.of_processor("model name") or platform.processor() or platform.machine()
 
 
@@ -228,7 +227,7 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
 
 
 def names(ours: Machine, usual: Machine) -> tuple[str, str]:
-    """Return a text for each of two machines: the facts that differ, or their trials if no fact does."""
+    """Return a text for each of two machines: the facts that differ, or the trials if all facts are equal."""
     keys = [key for key in ours if key != TRIAL and ours[key] != usual.get(key)] or [TRIAL]
     here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (ours, usual))
     return here, there
@@ -254,11 +253,11 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
         yield f"{what} was made with {made}: the last bits of results may change"
 
 
-VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or their effect is compared
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # must be equal on all ranks; for others, only effects are compared
 
 
 def settings(config: Config) -> dict[str, str]:
-    """Return flag -> value for all settings, and name -> value for the variables."""
+    """Return flag -> value for all settings, and name -> value for VARIABLES."""
     flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
     return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
 

@@ -1,5 +1,5 @@
 """Objectives: the loss of a run as a `HeadLoss` for each micro-batch, and the recorded figures of each step.
-The flags choose cross-entropy, a preference loss, or a teacher's predictions. Training, recomputation and
+The flags choose cross-entropy, a preference loss, or distillation. Training, recomputation and
 evaluation work with all of them.
 """
 
@@ -82,12 +82,10 @@ class Objective:
 
 
 def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
-    """Return the input of the model, and the cross-entropy of the targets."""
     return as_input(batch), CrossEntropy(batch.targets, scale)
 
 
 def as_input(batch: Batch) -> Array | Packed:
-    """Return a micro-batch as input of the model."""
     return batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
 
 
@@ -97,7 +95,7 @@ def as_input(batch: Batch) -> Array | Packed:
 class PairStep(StepLoss):
     """Preference pairs of a step or an evaluation. batches: numbers of the windows in each micro-batch.
 
-    `sums` is a table (S, K) in the order of the data. Its row for a sequence has the log-probability of the
+    `sums` is a table (S, K) in the order of the data. Each row has the log-probability of a sequence's
     answer, and for ORPO also that of all other tokens. A rank fills the rows of its micro-batches. The sum
     over ranks is equal at any number of ranks, and all figures are computed from it.
 
@@ -132,7 +130,6 @@ class PairStep(StepLoss):
         return as_input(pairs.batch), SequenceLoss(self._segments(pairs), learn)
 
     def _segments(self, pairs: PairBatch) -> list[Segment]:
-        """Return the segments of a micro-batch, one for each of its sequences, in order."""
         kinds = [pairs.batch.targets, *[pairs.rest] * self.preference.learns_prompts]
         return [Segment(row, span, targets) for row, span in pairs.spans for targets in kinds]
 
@@ -153,7 +150,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the sequences' part of the step's loss, and its derivatives with respect to `sums`."""
+        """Return the loss that the sequences `here` add to the step's loss, and its derivatives by `sums`."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -172,7 +169,7 @@ class PairStep(StepLoss):
             for name, side in (("chosen", self.is_better), ("rejected", ~self.is_better)):
                 if side.any():
                     found[f"{kind}/{name}"] = mean(values[side])
-        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # every sequence is in a pair
+        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # all sequences come in pairs
             found["rewards/accuracies"] = mean(rewards[::2] > rewards[1::2])
             found["rewards/margins"] = mean(rewards[::2] - rewards[1::2])
         if self.preference.is_unpaired:
@@ -241,7 +238,6 @@ class PreferenceObjective(Objective):
 
 
 def unchanged(pairs: PairBatch) -> PairBatch:
-    """Return a micro-batch as it is."""
     return pairs
 
 
@@ -286,4 +282,4 @@ def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Toke
                 "run evaluate --top-k-out with the same --data"
             )
     if len(corpus.parts) > 1 or found.tokens != sum(corpus.tokens):
-        raise UsageError(f"--teacher {shown(path)}: expected --data without shares, and without --val-data")
+        raise UsageError(f"--teacher {shown(path)}: expected --data without shares and no --val-data")

@@ -108,7 +108,7 @@ class SkippedSteps(Observer):
 
 
 class HeldOutLoss(NamedTuple):
-    """Results of an evaluation in nats per token: the mean loss, and the loss of each of several sources."""
+    """Results of an evaluation: mean loss and losses by source in nats per token, and further figures."""
 
     mean: float
     by_source: dict[str, float]
@@ -177,7 +177,7 @@ class Divergence(Observer):
 
     def __init__(self, scale: LossScale) -> None:
         self._scale, self._loss = scale, 0.0
-        self._steps = self._bad = 0  # number of steps, and of consecutive latest steps that were not finite
+        self._steps = self._bad = 0  # number of steps; number of latest steps in a row that were not finite
 
     def ends(self, step: StepMade) -> None:
         """Count a step. Raise JobError on all ranks if too many consecutive steps were not finite.
@@ -212,7 +212,6 @@ class Divergence(Observer):
 
 
 def not_finite(step: int) -> str:
-    """Return a message which says that the loss of the last step is not finite."""
     return f"the loss of the last step ({step}) is not finite: the run has diverged; {REMEDY}"
 
 
@@ -307,7 +306,7 @@ class StepTimer:
         self._count += 1
 
     def take(self) -> tuple[float | None, float]:
-        """Return seconds per micro-batch (None without any) and seconds of waiting, since the last call."""
+        """Return seconds per micro-batch (None if it ran none) and seconds of waiting since the last call."""
         mean = self._seconds / self._count if self._count else None
         waited, self._waited = self._meter.wait_seconds - self._waited, self._meter.wait_seconds
         self._seconds, self._count = 0.0, 0

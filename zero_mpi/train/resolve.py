@@ -58,7 +58,7 @@ class RunSpec:
     adapter: WeightSource | None = None  # source of the initial adapter weights
     unsaid: frozenset[str] = frozenset()  # names of settings that no flag or file gives
     corpus: Corpus | None = None
-    loader: StepLoader | None = None  # only on the rank that has the text
+    loader: StepLoader | None = None  # only on rank 0, like the corpus
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
     memory_problem: str = ""  # on rank 0: why memory does not suffice; shown last by a dry run
 
@@ -68,7 +68,6 @@ class RunSpec:
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
-        """Sources of the initial weights, keyed by setting."""
         return {"init": self.init, "lora_init": self.adapter}
 
     @property
@@ -77,7 +76,7 @@ class RunSpec:
 
 
 def resolve(world: World, config: Config, *, cached: bool = True, begun: str | None = None) -> RunSpec:
-    """Return the specification of the run that `config` describes. Raise UsageError on all ranks. Collective.
+    """Return the specification of a run. All ranks raise UsageError if `config` is unusable. Collective.
 
     If `cached` is false, text is encoded again even if its ids are cached. `begun`: fingerprint of the
     tokenizer with which the run began, used if no checkpoint stores it.
@@ -102,7 +101,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
         said = [*spec.corpus.notes, *spec.loader.windows.notes()]
         notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
     notes += map(log.Caution, inputs.passed_over(spec.init))
-    if checkpoint is not None or not config.dry_run:  # a dry run of a new run does not depend on bits
+    if checkpoint is not None or not config.dry_run:  # a dry run without a checkpoint compares no bits
         machine = try_operations(world, spec.config, spec.threads, notes)
         described = replace(spec.description, machine={**machine, **spec.description.machine})
         spec = replace(spec, description=described)
@@ -115,7 +114,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
 def read_inputs(
     config: Config, checkpoint: resume.ResumePoint | None, number: int, begun: str | None
 ) -> tuple[RunSpec, Facts]:
-    """Return this rank's inputs, and facts that all ranks must share. Raise UsageError for an invalid input.
+    """Return this rank's inputs, and facts that must be equal on all ranks. Raise UsageError for bad input.
 
     `number`: this rank's index on its node, used if the launcher does not give it. `begun`: see `resolve`.
     """
@@ -218,7 +217,6 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
 
 
 def packing_of(config: Config, stream: Stream) -> str:
-    """Return the value of --packing; the default is documents for conversations, none for text."""
     return config.packing or (NONE if stream.counted is None else DOCUMENTS)
 
 
@@ -279,8 +277,8 @@ def windows_of(config: Config, part: Part) -> WindowSource:
 def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:
     """Compile or load the operations and check that they compute the same bits on all ranks. Collective.
 
-    Returns the machine facts of rank 0 on all ranks; names may differ if bits are equal. Raises UsageError on
-    all ranks if bits differ in exact mode.
+    Returns rank 0's machine facts on all ranks; other ranks' facts may differ if bits are equal. Raises
+    UsageError on all ranks if bits differ in exact mode.
     """
     kind = precision_named(config.precision).compute
     if config.bits == PORTABLE:

@@ -1,8 +1,8 @@
 """Chooses the checkpoint that a run resumes from, and checks that it belongs to the run.
 
 `--resume auto` takes the newest checkpoint whose files are valid, and reports which checkpoints it skipped,
-and why. A checkpoint of another run (other model, corpus, or value of a `fixed` flag) is not skipped but an
-error, because the user wants neither an older checkpoint nor a new start.
+and why. A checkpoint of another run (other model, corpus, or value of a `fixed` flag) is an error and is
+not skipped, because the user wants neither an older checkpoint nor a new start.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
 
 
 def resumable_folders(config: Config, out: Path) -> list[Path]:
-    """Return the folders to resume from, the best one first. A real run also removes interrupted saves.
+    """Return the folders to resume from, in the order to try. A real run also removes interrupted saves.
 
     Links are followed. If links form a circle, the path is returned unchanged.
     """
@@ -104,7 +104,7 @@ def resumable_folders(config: Config, out: Path) -> list[Path]:
 
 
 def open_checked(folder: Path, world: World) -> ResumePoint:
-    """Open a checkpoint; check indices and this rank's share of the bytes. Raise UsageError if damaged."""
+    """Open a checkpoint; check indices and this rank's share of bytes. Raise UsageError if it is damaged."""
     if not os.path.isdir(folder):  # Path.is_dir raises if a name is too long
         link = shown(folder.parent / folders.LATEST)
         raise UsageError(f"{link} points to {shown(folder.name)}, which does not exist")
@@ -114,7 +114,7 @@ def open_checked(folder: Path, world: World) -> ResumePoint:
 
 
 def as_begun(config: Config, point: ResumePoint | None) -> Config:
-    """Return the configuration in which settings that no flag gives have the values of the checkpoint.
+    """Return the configuration, with the checkpoint's values for settings that no flag gives.
 
     Defaults may change between versions, or depend on the data. Raises UsageError for an unknown setting.
     """
@@ -140,7 +140,7 @@ def check_resume(point: ResumePoint, description: Description) -> None:
 
 
 def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokenizer | None:
-    """Return the tokenizer with which the run began: 0.1.0 ignored some rules of Hugging Face tokenizers."""
+    """Return the tokenizer as the run began with it: zero_mpi 0.1.0 ignored some Hugging Face rules."""
     if tokenizer is None or begun is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})
@@ -148,7 +148,7 @@ def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokeni
 
 
 def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str:
-    """Return ALWAYS or NEVER for `--bos`; NEVER for token files, and if the run began without BOS."""
+    """Return ALWAYS or NEVER for `--bos`. AUTO follows the resumed run. Token files get NEVER."""
     asked = config.bos
     if asked == AUTO and point is not None:
         asked = point.settings["bos"]
@@ -157,7 +157,7 @@ def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 
 def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str | None:
-    """Return the date for `--template-date`: the day on which the run began, None if no template uses it."""
+    """Return `--template-date`, or the day on which the run began; None if no template uses a date."""
     asked = config.template_date
     if asked or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
         return asked

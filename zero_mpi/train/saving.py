@@ -26,7 +26,7 @@ from zero_mpi.train.setup import Session
 SAVE_SECONDS = 600.0  # seconds between saves without --save-every
 SAVE_PAUSE = 10  # minimum pause between saves, as a multiple of the longest save
 SAVE_MARGIN = 1.5  # time reserved for the last save, as a multiple of the longest save
-SHORTEST_SAVE = 1.0  # minimum seconds to expect of a save
+SHORTEST_SAVE = 1.0  # minimum seconds that a save is assumed to take
 SLOW_DISK = 200e6  # bytes per second that the first save is assumed to write
 
 
@@ -113,7 +113,6 @@ class Saving(Observer):
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the number of bytes in a folder's files, or 0 if the folder is gone."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0
@@ -136,7 +135,7 @@ class EarlyStop(Observer):
         self._step = step.number
 
     def is_best(self) -> bool:
-        """Return whether the last step is the best so far and must be saved: the same on all ranks."""
+        """Return whether the last step is the best so far and must be saved. Equal on all ranks."""
         return self.best.is_of(self._step)
 
     def is_over(self) -> bool:
@@ -155,7 +154,7 @@ class EarlyStop(Observer):
             sink.note(events.EARLY_STOP, evaluations=self.best.since, **about)
 
     def described(self, out: Path) -> str:
-        """Return a text with the best loss and the place of its checkpoint."""
+        """Return a text with the best loss and the link to its checkpoint."""
         if not self.best.step:
             return "no validation loss was finite"
         link, loss = out / folders.BEST, f"{self.best.loss:.4f} nats per token"
@@ -164,7 +163,6 @@ class EarlyStop(Observer):
 
 
 def reason(best: Best) -> str:
-    """Return as text why the run stopped early."""
     times = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
     return f"after {times} without improvement"
 

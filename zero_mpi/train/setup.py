@@ -75,7 +75,7 @@ class TransportChoice:
 
 
 def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
-    """Return the transport between ranks; warn in `notes`. Raise UsageError if unusable. Collective."""
+    """Return the ranks' transport; add warnings to `notes`. Raise UsageError if none works. Collective."""
     exact, on_gpu = config.reduction == "exact", device.in_use().name == "cuda"
     if on_gpu:
         comm, why = select.choose(config.transport, world.size, exact)
@@ -160,7 +160,7 @@ def with_streams(corpus: Corpus, streams: Iterator[Any]) -> Corpus:
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
-    """Return the facts by which another rank can receive an array or read it from its files."""
+    """Return an array's TokenSpans if it stays in files, else its dtype and size for a broadcast."""
     return ids if isinstance(ids, TokenSpans) and ids.stays else (ids.dtype.str, ids.size)
 
 
@@ -309,7 +309,7 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
 
 
 def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
-    """Return a function read(name, start, stop) that rounds to a tensor's type; slices are full blocks."""
+    """Return a function read(name, start, stop) that rounds to a tensor's type, given full blocks."""
 
     def rounding(name: str, start: int, stop: int) -> Array:
         values = read(name, start, stop)

@@ -83,7 +83,6 @@ class Steps:
         return {name: float(sums[name]) for name in tallies.scales} | load_figures(sums)
 
     def wants_to_stop(self) -> bool:
-        """Return whether this rank asks to stop after the current step."""
         return False
 
     def after_a_step(self) -> TrainingProgress:

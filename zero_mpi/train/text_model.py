@@ -100,7 +100,7 @@ def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
 class TextModel:
     """A model from any source of `open_weights`. Quantized matrices of a GGUF stay in their blocks.
 
-    `adapter`: file of an adapter for this model, which is computed separately and not merged. Raises
+    `adapter`: an adapter for this model, computed separately; it is merged only if it adds tokens. Raises
     UsageError if the model cannot be run.
     """
 
@@ -122,11 +122,9 @@ class TextModel:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all earlier positions, so that the next ids begin a new text."""
         self.decoder, self.ids = Decoder(self.stages, self.weights), list[int]()
 
     def _finite(self, outputs: Array) -> Array:
-        """Return the outputs. Raise UsageError if they are not finite."""
         if not np.isfinite(outputs).all():
             raise UsageError(f"{self.file.path}: the model's output is not finite: its weights are damaged")
         return outputs

@@ -1,7 +1,7 @@
 """Timeline of all ranks in one file: every rank records spans, and rank 0 writes them to the file.
 
 Clocks: all ranks of a host read the same clock. The offsets of other hosts' clocks are measured when
-recording starts and when it ends; times between are corrected as if the clocks drifted evenly. Recording
+recording starts and when it ends; times between are corrected for a constant drift. Recording
 changes no bit and no order of collectives, because the collectives of this module run before the first
 recorded step and after the last. Each rank makes its part of the text and sends it in chunks, so rank 0 needs
 memory for only one chunk.
@@ -123,7 +123,7 @@ class Timeline:
                 self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
             except OSError as error:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
-        for _ in parts:  # after an error, rank 0 receives the other parts here; other ranks send theirs here
+        for _ in parts:  # rank 0 receives the remaining parts after an error; other ranks send here
             pass
         result: str = comm.broadcast_object(problem)
         return result
@@ -139,7 +139,7 @@ class Timeline:
 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> int:
-    """Write a file completely or not at all, compressed if named .gz. Return its bytes or raise OSError."""
+    """Write a file completely or not at all, compressed if named .gz. Return its size in bytes."""
     with (
         replacing(path) as partial,
         open(partial, "wb", opener=open_in_place) as plain,
@@ -240,7 +240,7 @@ class TraceEvent(NamedTuple):
 
 def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
     """Yield a rank's events until `ended`, in times of its clock. Events that have not ended are marked."""
-    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # a copy: another thread may change it
+    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # copied: another thread may change it
     unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
         about = about_event(name, "" if track == STEPS else label, step, micro_batch)

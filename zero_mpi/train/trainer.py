@@ -61,7 +61,7 @@ from zero_mpi.train.timeline import Tracer
 
 
 class Trainer(Steps):
-    """Trainer of a session until its last step."""
+    """Loop that trains a session until its last step."""
 
     def __init__(self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome) -> None:
         super().__init__(session)
@@ -101,7 +101,7 @@ class Trainer(Steps):
         ]
 
     def run(self) -> int:
-        """Train until the last step or until a request to stop. Return the exit status."""
+        """Train until the last step, an early stop or a request to stop. Return the exit status."""
         steps = step_range(self.session.config.trace_steps, self.session.config.steps)
         tracer = Tracer(self.session.comm, self.session.config.trace, steps, self.progress.step)
         self.observers, before = self.observe(self.begin()), self.progress.tokens
@@ -168,7 +168,7 @@ class Trainer(Steps):
         return bool(signals.caught or self.ended_by)
 
     def seconds_needed(self) -> float:
-        """Return the seconds that one more step and the last checkpoint need."""
+        """Return the seconds to reserve for another step, an evaluation and the last checkpoint."""
         return 2 * self.costs.longest + self.evaluation.longest + self.saving.seconds_needed()
 
     def save(self) -> None:
@@ -213,7 +213,7 @@ class Trainer(Steps):
 
 
 def begin_records(session: Session, rank: int) -> Records:
-    """Return the writer of a session's records. Raise JobError, or FileError for an unreadable input file."""
+    """Return the writer of a session's records. Raise JobError or FileError if a file cannot be opened."""
     config, done = session.config, session.progress.step
     tracked = TrackedJob(session.out, done, asdict(recorded(config)))
     return Records(
@@ -228,7 +228,7 @@ def begin_records(session: Session, rank: int) -> Records:
 
 
 def start_of(session: Session) -> JobStart:
-    """Return a session's `JobStart`. Raise FileError if one of the files cannot be read."""
+    """Return a session's `JobStart`. Raise FileError if an input file cannot be read."""
     run = identity(session.config, session.description, session.weights)
     step, folder = session.progress.step, session.resumed
     if folder is None:

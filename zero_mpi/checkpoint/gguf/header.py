@@ -45,9 +45,9 @@ def pack_file(
     """Return (header, offsets, total) of a GGUF file with these keys and tensors.
 
     `header` is everything before the data, padding included. `offsets` maps each tensor to the byte in the
-    file at which its data begins. `total` is the file's length. Bytes between tensors are zeros. Values have
-    the types that the reader returns; a plain int becomes UINT32, a plain float FLOAT32, an empty list an
-    empty array of strings. `general.architecture` is always the first key.
+    file at which its data begins. `total` is the file's length in bytes. Bytes between tensors are zeros.
+    Values have the types that the reader returns; a plain int becomes UINT32, a plain float FLOAT32, an empty
+    list an empty array of strings. `general.architecture` is always the first key.
 
     Raises GGUFError for a key, value, name, shape or type that GGUF or llama.cpp does not allow.
     """
@@ -101,7 +101,7 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
 def pack_key(key: str, value: Any) -> bytes:
     """Return the bytes of a key in a file: name, type and value. A GGUFError names the key and a remedy."""
     name = _pack_name(key, MAX_KEY_BYTES, "key")
-    if (number := _OF_SCALARS.get(type(value))) is not None:  # tested first: a file may have 500,000 scalars
+    if (number := _OF_SCALARS.get(type(value))) is not None:  # first, because a file may have 500,000 scalars
         return name + number + bytes(value.data)
     try:
         if isinstance(value, str):

@@ -21,7 +21,7 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # both have one layout; version 3 adds big-endian files, which we and llama.cpp refuse
+VERSIONS = (2, 3)  # equal layouts; version 3 also allows big-endian files, which we and llama.cpp refuse
 CHECKPOINT_ID = "training.checkpoint_id"
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
@@ -246,7 +246,6 @@ def _placed(
 
 
 def padded(count: int, alignment: int) -> int:
-    """Return `count` rounded up to a multiple of `alignment`."""
     return -(-count // alignment) * alignment
 
 

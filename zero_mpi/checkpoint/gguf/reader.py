@@ -81,7 +81,7 @@ class GGUFFile(WeightSource):
 
     @property
     def surplus(self) -> int:
-        """Number of bytes after the last tensor of each file. Some programs write such bytes."""
+        """Total bytes after the last tensors of all files. Some programs write such bytes."""
         alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # end of each part
         return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
@@ -128,7 +128,6 @@ class _Part:
         return int(value)
 
     def expect(self, key: str, kind: type[np.integer[Any]], expected: int, what: str) -> None:
-        """Raise GGUFError unless a `split.*` key has the value `expected`."""
         if (found := self.split_number(key, kind)) != expected:
             raise self.fault(f"key {key}: expected {expected}, {what}, found {found}")
 
@@ -146,8 +145,8 @@ def _read_part(path: str | os.PathLike[str]) -> _Part:
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
     """Yield the later files of a split model, after checking each against the first; none if it is not split.
 
-    If the count is 0 or 1, the model is not split: llama.cpp's tools keep these keys when they merge
-    all parts into one file. A later part has its part number, but no keys of the model.
+    If the number of parts is 0 or 1, the model is not split: llama.cpp's tools keep the `split.*` keys when
+    they merge all parts into one file. A later part has its part number, but no keys of the model.
     """
     count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
     if count <= 1 and place == 0:

@@ -76,7 +76,7 @@ def architecture(settings: Settings) -> str:
 
 
 def keys_of(arch: str, settings: Settings) -> Metadata:
-    """Return the GGUF keys for a config.json, and a zero_mpi key with its Llama 3 scaling, if it has any."""
+    """Return the GGUF keys for a config.json, and a zero_mpi key for Llama 3 scaling, if the file sets it."""
     if arch == "gpt2":
         settings.only(ONLY_GPT2)
         own: Metadata = {key: np.uint32(settings.size(name)) for key, name in GPT2_SIZES.items()}
@@ -133,7 +133,6 @@ def biases_of(arch: str, settings: Settings) -> set[str]:
 
 
 def all_full(kinds: Any, layers: int) -> bool:
-    """Return whether `kinds` is a list with full attention for each of `layers` layers."""
     return isinstance(kinds, list) and len(kinds) == layers and set(map(str, kinds)) == {"full_attention"}
 
 
@@ -161,7 +160,7 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
 
 
 def score_width(width: int, heads: int, layers: int, head: int) -> int:
-    """Return the number whose square root gemma3 divides scores by: `head`, but not for 62 layers."""
+    """Return the number whose square root divides gemma3's scores: `head`, except with 62 layers."""
     return width // heads if layers == 62 else head
 
 

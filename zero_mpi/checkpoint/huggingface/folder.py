@@ -89,7 +89,7 @@ class HuggingFaceFolder(WeightSource):
             _check_head(tensors, weights, tied)
             if arch != "gpt2":
                 _check_biases(tensors, biases)
-            constants = rope_factors(arch, settings)  # here, because the tensors have confirmed the width
+            constants = rope_factors(arch, settings)  # after `_tensors`, which checks the width
         named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
         return cls(folder, metadata, tensors | named, config, weights, constants)
 
@@ -130,7 +130,6 @@ def fill(weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: Fl
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a config.json. Raise FileError for any other content."""
     return json_object(path, read_file(path, MAX_CONFIG, "a configuration"))
 
 
@@ -202,7 +201,7 @@ def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied:
 
 
 def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
-    """Raise FileError unless exactly those projections have a bias for which config.json sets one."""
+    """Raise FileError unless the projections with a bias are those to which config.json gives one."""
     for name in tensors:
         stem, _, kind = name.rpartition(".")
         part = stem.rpartition(".")[2]
@@ -217,14 +216,14 @@ PREFIX = "base_model.model."
 ENDS = {FIRST: ".lora_A.weight", SECOND: ".lora_B.weight"}
 TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
-# Settings on layers, training or the base, which we ignore, because the tensors show what is needed.
+# Settings for layers, training or the base model. We ignore them: the tensors show all that we need.
 PASSED_OVER = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "target_modules", "task_type",
 }  # fmt: skip
-NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # values which mean that an option is not used
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base weights too
+NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # values of an option that is not used
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # other values change the base weights
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ class PeftFolder(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], base: Metadata) -> PeftFolder:
-        """Read and check an adapter's headers. `base`: the base model's keys. Raise FileError if invalid."""
+        """Read an adapter's headers. `base`: the base model's keys. Raise FileError for invalid headers."""
         folder, keys = Path(os.path.realpath(path)), GGUFKeys(base, "the base model")
         arch = keys.architecture or ""
         if arch not in FAMILIES:

@@ -117,7 +117,7 @@ def parts_from(
 ) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
     """Return (name, shape, GGUF names inside) of the folder's tensors that hold a GGUF tensor of experts.
 
-    A tensor that joins several GGUF tensors is returned for the first of them only. None for other tensors.
+    A tensor that joins several GGUF tensors is returned for the first only. Return None for other tensors.
     """
     prefix, _, stem = name.removesuffix(".weight").rpartition(".")
     layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]
@@ -133,7 +133,7 @@ def parts_from(
 
 
 def to_gguf(arch: str, name: str) -> str | None:
-    """Return the GGUF name of a folder's tensor, None if it has no weights. Raise FileError if unknown."""
+    """Return a folder tensor's GGUF name; None if it has no weights. Raise FileError for an unknown name."""
     family = FAMILIES[arch]
     if re.fullmatch(family.dropped, name):
         return None
@@ -146,7 +146,7 @@ def to_gguf(arch: str, name: str) -> str | None:
 
 
 def from_gguf(arch: str, name: str) -> str:
-    """Return a folder's name for a GGUF tensor. Raise FileError for an unknown name."""
+    """Return the Hugging Face name of a GGUF tensor. Raise FileError for an unknown name."""
     family = FAMILIES[arch]
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)

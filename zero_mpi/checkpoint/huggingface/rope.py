@@ -72,9 +72,9 @@ def turned_width(arch: str, settings: Settings) -> int:
 
 
 def of_one_kind(arch: str, settings: Settings) -> Settings:
-    """Return the settings with one kind of rotary settings: the kind for layers with full attention.
+    """Return the settings with a single set of rotary settings, that of the layers with full attention.
 
-    Layers with a window have rotary settings of their own, which must be gemma3's (base 10000, no scaling).
+    The rotary settings of layers with a window must be gemma3's (base 10000, no scaling).
     Settings that Mistral leaves out get their defaults, which differ from llama's.
     """
     if settings.values.get("model_type") == "mistral":
@@ -101,7 +101,7 @@ def object_of(settings: Settings, name: str) -> dict[str, Any]:
 def rope_of(settings: Settings) -> Settings:
     """Return base and scaling of the rotary frequencies, read in the newer or the older format.
 
-    As in transformers, the older format takes precedence, and so does an original context at the top level.
+    As in transformers, the older format takes precedence, and a top-level original context does too.
     """
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
     found = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
