@@ -211,14 +211,12 @@ def is_plain(c: Config) -> bool:
 
 
 def without_effect(config: Config, data: DataKind) -> Iterator[str]:
-    """Yield a warning for each given flag that has no effect."""
     for name, when, why in IDLE:
         if is_given(config, name) and when(config, data):
             yield f"{written(config, name)} has no effect: {why.format_map(vars(config))}"
 
 
 def is_given(config: Config, name: str) -> bool:
-    """Return whether a setting differs from its default."""
     return getattr(config, name) not in (FIELDS[name].default, [])
 
 

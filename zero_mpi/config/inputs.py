@@ -320,7 +320,6 @@ def tokenizer_in(path: str | Path) -> Tokenizer:
 
 
 def has_tokenizer(init: WeightSource) -> bool:
-    """Return whether the keys of a source describe a tokenizer."""
     return GGUFKeys(init.metadata, str(init.path)).text(TOKENIZER) is not None
 
 

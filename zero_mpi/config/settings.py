@@ -339,5 +339,4 @@ ALIASES = {"learning_rate": "lr"}  # second names of settings, for flags and fil
 
 
 def spelled(name: str) -> str:
-    """Return the flag that sets a setting."""
     return "--" + name.replace("_", "-")

@@ -43,7 +43,6 @@ def read_tables(flag: str, path: Path) -> dict[str, Any]:
 
 
 def setting_of(key: str) -> str:
-    """Return the name of the setting that a key of the file sets."""
     name = key.replace("-", "_")
     return ALIASES.get(name, name)
 

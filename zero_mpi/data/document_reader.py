@@ -38,7 +38,6 @@ def separator(tokenizer: Tokenizer) -> int | None:
 
 
 def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a note if the tokenizer has no token that closes a document."""
     if separator(tokenizer) is None:
         yield "the tokenizer has neither EOS nor BOS: documents are not separated"
 

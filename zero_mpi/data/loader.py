@@ -376,6 +376,5 @@ class HeldOut:
         return sum(losses[name] * counts[name] for name in losses) / sum(counts.values())
 
     def batches(self) -> Iterator[Batch]:
-        """Yield all micro-batches of the first source, then of the next, and so on."""
         for loader in self.loaders.values():
             yield from map(loader.micro, range(loader.micro_batches))

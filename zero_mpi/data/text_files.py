@@ -90,7 +90,6 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
 
 
 def unreadable(error: OSError) -> NoReturn:
-    """Raise a UsageError for a file of --data that cannot be read."""
     raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
 
 

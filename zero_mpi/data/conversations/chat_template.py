@@ -78,7 +78,6 @@ class CallForm(NamedTuple):
     objects: bool = True
 
     def fitted(self, message: Message) -> Message:
-        """Return the message with its tool calls in this form."""
         calls, content = list(map(self._call, message["tool_calls"])), message["content"]
         return message | {"tool_calls": calls, "content": self.content if content == "" else content}
 
@@ -246,7 +245,6 @@ class ChatTemplate:
 
 
 def parts_of(*texts: str) -> list[Message]:
-    """Return texts as message content in the form of a list of parts."""
     return [{"type": "text", "text": text} for text in texts]
 
 

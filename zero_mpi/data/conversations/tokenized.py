@@ -58,12 +58,10 @@ class Totals:
         self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))
 
     def remarks(self) -> list[str]:
-        """Return two notes on the data: the totals and the first row."""
         total = f"conversations: {self.sums['conversations']:,}, {described(self.sums)}"
         return [total, f"first conversation: {self.first}"]
 
     def cautions(self) -> list[str]:
-        """Return notes on conversations that are skipped, and on parts that the template leaves out."""
         return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
 
 

@@ -149,7 +149,6 @@ class GGUFTokenizer(Tokenizer):
         }
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
-        """Return a finder of the tokens `ids` in a text."""
         return Spellings(ids, self.stripping())
 
     def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:

@@ -159,7 +159,6 @@ def kinds_of(definition: Any) -> set[str]:
 
 
 def normalizer_of(definition: Any) -> Any:
-    """Return the library's normalizer object for a definition."""
     lib = tokenizers()
     empty = json.loads(lib.Tokenizer(lib.models.BPE()).to_str())
     return lib.Tokenizer.from_str(json.dumps(empty | {"normalizer": definition})).normalizer

@@ -291,6 +291,5 @@ def _list(value: object) -> list[Any]:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token that a file gives as text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
