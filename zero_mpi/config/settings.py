@@ -66,7 +66,7 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
 
 
 def warmup_steps(wanted: Any, steps: int | None) -> int:
-    """Return `--warmup` as a number, or a percentage while `steps` is None. Raise UsageError if invalid."""
+    """Return `--warmup` in steps; a percentage is kept if `steps` is None. Raise UsageError if invalid."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
         raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")

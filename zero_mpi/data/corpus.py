@@ -235,10 +235,10 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
-    """Return numbers of documents to hold out, with about `fraction` of all tokens. At least one is left.
+    """Return numbers of documents to hold out, with about `fraction` of all tokens; never all documents.
 
-    Documents are drawn in an order set by `seed`. One is skipped if it would raise the sum above twice that
-    share. The smallest skipped document is held out only if the other documents do not reach the share.
+    Documents are drawn in an order set by `seed`. A document is skipped if it would raise the sum above twice
+    the fraction. The smallest skipped one is held out only if the others do not reach the fraction.
     """
     goal, tokens = fraction * sum(sizes), 0
     order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()

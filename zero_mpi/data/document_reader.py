@@ -72,7 +72,7 @@ class DocumentReader:
 
     @cached_property
     def text(self) -> TextReader:
-        """Reader of texts. Raises UsageError without a tokenizer, or if its vocabulary has another size."""
+        """Reader of texts. Raises UsageError without a tokenizer, or if it has more tokens than the model."""
         if self.tokenizer is None:
             raise UsageError("text needs a tokenizer: use token files for --data")
         if self.vocab_size < (size := self.tokenizer.vocab_size):

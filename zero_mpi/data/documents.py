@@ -266,7 +266,7 @@ class Stream:
     ids: Tokens  # (n,) ids of all documents, uint16 or uint32, in memory or in files
     ends: NDArray[np.int64]  # (D,) where each document ends
     counted: Counted | None = None  # (n,) whether the loss counts each token; None for text: it counts all
-    runs: NDArray[np.int64] | None = None  # (2 R,) starts of R runs, each in the stream and the data
+    runs: NDArray[np.int64] | None = None  # (2 R,) start of each of R runs, in the stream and in the data
 
     def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of tokens in the full data, held-out tokens included; -1 stays -1."""

@@ -211,8 +211,8 @@ class TokenFormat(NamedTuple):
     """Format of token files."""
 
     name: str
-    known: Callable[[str, Path], bool]  # recognises a format by a file's path and its name in `collect_files`
-    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for a damaged file
+    known: Callable[[str, Path], bool]  # whether a file has the format, by its `collect_files` name and path
+    layout: Callable[[Path, FileIO], TokenLayout]  # raises ValueError or UsageError for a damaged file
 
 
 FORMATS = (
@@ -279,7 +279,7 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
                 digest = hashlib.file_digest(file, "sha256").digest()
     except UsageError:
         raise
-    except JobError as error:  # here the job has not started, so it is a UsageError
+    except JobError as error:  # the job has not started yet, so this is a UsageError
         raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

@@ -1,4 +1,4 @@
-"""A model's chat template. It turns messages into the same text as in Transformers.
+"""A model's chat template. It turns messages into the same text as Transformers.
 
 A template is untrusted code and runs in a separate process (`sandbox`). Before the first rendering, trials
 show whether the template accepts contents as text or as lists of parts, and in which form it accepts tool
@@ -70,7 +70,7 @@ class RenderedText(NamedTuple):
 class CallForm(NamedTuple):
     """Form in which a template takes tool calls. content: the content of a message that only has calls.
 
-    text, objects: whether arguments may be JSON text, or objects. If both or neither, they stay unchanged.
+    text, objects: whether arguments may be JSON text, or objects; if both or neither, they do not change.
     """
 
     content: str | None = ""

@@ -187,7 +187,7 @@ def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
 
 
 class TextReader:
-    """Reader of texts. The flag `asked` says how it reads control tokens: PARSE, PLAIN or None (not given).
+    """Reader of texts. `asked`: value of --control-tokens, PARSE or PLAIN; None: the flag is not given.
 
     Without the flag, control tokens are read as with PLAIN and counted for `notes`. Text that a template
     wrote is always read with PARSE.

@@ -52,7 +52,7 @@ class Rules:
         self._is_local = kinds_of(self.normalizer) <= _LOCAL
 
     def splitting(self, pre: PreTokenizer) -> PreTokenizer:
-        """Return `pre` with its regexes and merging replaced by those of these rules."""
+        """Return `pre` with the regexes and the `ignore_merges` that these rules ask for."""
         regexes = (self._original and pre.original) or pre.regexes
         merges = pre.ignore_merges if self._ignore_merges is None else bool(self._ignore_merges)
         return pre._replace(regexes=regexes, ignore_merges=merges)
@@ -89,7 +89,7 @@ class Rules:
 def rules_json(
     flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
 ) -> dict[str, object]:
-    """Return the key with the rules; {} if there are none. `normalized` needs a normalizer to be a rule."""
+    """Return the key with the rules; {} if there are none. Without a normalizer, `normalized` is no rule."""
     has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
     given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
     rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
@@ -165,7 +165,7 @@ def normalizer_of(definition: Any) -> Any:
 
 
 def check_normalizer(definition: Any) -> None:
-    """Raise ValueError for a normalizer that is unknown or makes a text much longer; name it in the error."""
+    """Raise ValueError for a normalizer that is unknown, too long, or makes a text much longer."""
     if definition is not None:
         if _growth(definition) > _MOST_GROWTH or len(json.dumps(definition)) > _MOST_JSON:
             raise ValueError(
