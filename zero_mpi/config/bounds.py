@@ -44,7 +44,7 @@ Number = TypeVar("Number", int, float)
 
 
 def check(config: Config) -> None:
-    """Raise UsageError, which names the flag, for the first value that is out of range."""
+    """Raise UsageError, which names the flag, for the first invalid value or combination."""
     for name, least in LEAST.items():
         value = getattr(config, name)
         if value is not None:

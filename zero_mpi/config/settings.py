@@ -162,10 +162,10 @@ class Config:
         choices=LOSSES)
     skip_bad: bool = flag(False, bool, "data", "skip conversations that cannot be read")
     packing: str | None = flag(None, str, "data",
-        "how documents fill windows. documents: whole ones, no attention between them; none: cut at window "
+        "how documents fill windows. documents: whole, without attention between them; none: cut at window "
         "borders (default: none; conversations: documents)", fixed=True, choices=PACKINGS)
     val_fraction: float = flag(
-        0.05, float, "data", "fraction of the documents held out for validation; 0: none", fixed=True)
+        0.05, float, "data", "fraction of the data held out for validation; 0: none", fixed=True)
     val_data: list[str] = flag(
         None, list, "data", "validation data, instead of --val-fraction; same forms as --data")
 

@@ -83,7 +83,7 @@ WORDS = (None, BYTE, FROM_INIT)  # values that are not paths, of settings that m
 
 
 def recorded(config: Config) -> Config:
-    """Return the settings with absolute paths, so that they do not depend on the current folder."""
+    """Return the settings with absolute paths, which hold in any folder, and `OF_ONE_START` reset."""
     settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
     if not os.path.isfile(config.chat_template or ""):
         settings["chat_template"] = config.chat_template  # a name of one of the tokenizer's templates

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 MOST_HELD = 1 << 24  # a rank holds at most this many bytes of ids in memory; more stay in files
 OPEN_FILES = 128  # maximum number of files that one process holds open; a corpus may have thousands
-SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and bytes of the samples in a digest: 16 MiB for any corpus
+SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and bytes of samples in a digest; 16 MiB for up to 512 spans
 CHANGED = "files of --data must not change during a run"
 
 
@@ -235,7 +235,7 @@ class Document(NamedTuple):
     # (D,) where each document in a token file ends; none is empty. None: a single document, or unknown ends.
     # For a pair, which has `counted`, the ends of its two sides.
     ends: NDArray[np.int64] | None = None
-    at: int = 0  # index in the data of the first token, if a part of the document is held out
+    at: int = 0  # index of the first token among all tokens of the source
 
     @property
     def is_divisible(self) -> bool:

@@ -115,7 +115,7 @@ def through(
 
 
 def folder() -> Path | None:
-    """Return the folder of all entries; None if no folder can be used."""
+    """Return the folder of all entries; None if no variable in `PLACES` names one."""
     found = (Path(os.environ[name], below) for name, below in PLACES.items() if os.environ.get(name))
     return next(found, None)
 

@@ -154,7 +154,7 @@ class AnswerFinder:
             found, at = at, at - len(end)
 
     def _differing(self, text: str, place: Span, other: str, other_place: Span) -> Span | None:
-        """Return where `text` differs from `other`, with the end of turn that follows; None if they are equal."""
+        """Return where `text` differs from `other`, with the end of turn after it; None if they are equal."""
         here, instead = text[slice(*place)], other[slice(*other_place)]
         if here == instead:
             return None

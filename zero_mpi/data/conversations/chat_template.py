@@ -232,7 +232,7 @@ class ChatTemplate:
             size = int.from_bytes(process.stdout.read(8), "little")
             found: dict[str, Any] = marshal.loads(process.stdout.read(size))
         except BaseException as error:
-            status, self._left = ended(process), 0.0  # the process would answer this request next
+            status, self._left = ended(process), 0.0  # else the next request would get this answer
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
             late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"

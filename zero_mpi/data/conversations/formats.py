@@ -132,7 +132,7 @@ def holds_conversations(
 ) -> bool:
     """Return whether a file holds conversations. Raise FileError if it is damaged.
 
-    first: pattern of keys that show this in a JSON file; forms: columns that show it in a table
+    first: pattern of keys that show this in a JSON file; forms: sets of columns that show it in a table
     """
     suffix = row_sources.suffix_of(path)
     if suffix not in (*row_sources.LINES, row_sources.DOCUMENT, *row_sources.TABLES):

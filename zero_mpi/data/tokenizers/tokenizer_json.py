@@ -265,7 +265,7 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
 
 
 def _chat_template(path: Path) -> dict[str, object]:
-    """Return name -> template. As in Transformers, template files override tokenizer_config.json."""
+    """Return GGUF key -> template. As in Transformers, template files override tokenizer_config.json."""
     given = _by_config(path, "chat_template", str, list)
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
