@@ -79,7 +79,7 @@ CONFIG_FILE = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
 PATHS: tuple[str, ...] = ("out", "init", "lora_init", "teacher", "data", "val_data", "tokenizer")
 PATHS += ("add_tokens", "chat_template", "trace", "prometheus")
-WORDS = (None, BYTE, FROM_INIT)  # values that are not paths, of settings that may be paths
+WORDS = (None, BYTE, FROM_INIT)  # values of the settings in PATHS that are not paths
 
 
 def recorded(config: Config) -> Config:

@@ -98,7 +98,7 @@ def tokenizers_of(data: Sequence[str]) -> list[Path]:
 
 
 Ids = NDArray[np.integer[Any]]
-_HELD_OUT_STREAM = 0x68656C64  # part of this draw's key, so that no other draw from the seed is equal
+_HELD_OUT_STREAM = 0x68656C64  # part of this draw's key, so that it differs from other draws with the seed
 _BLOCK = 1 << 20  # ids processed together
 
 
@@ -266,7 +266,7 @@ def _too_small(train: _Documents, val: _Documents, least: int) -> str:
 
 
 def _digest(documents: Sequence[Document]) -> str:
-    """Return the sha256 over each document's name (with its length) and digest, so different lists differ."""
+    """Return the sha256 over the name, the length of the name and the digest of each document."""
     total = hashlib.sha256()
     for document in documents:
         name = os.fsencode(document.name)

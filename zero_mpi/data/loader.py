@@ -317,7 +317,7 @@ class StepLoader:
         self.order = order or SampleOrder([len(windows)], [1.0], seed)
 
     def counted(self, step: int) -> int:
-        """Return the number of targets in a step (from 0) that count; its summed loss is divided by it."""
+        """Return the number of targets in a step (from 0) that count; it divides the step's summed loss."""
         return self.windows.counted(np.concatenate(self.batches(step)))
 
     def batches(self, step: int) -> list[Places]:

@@ -97,7 +97,7 @@ def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return the layout in Megatron's index next to the file. Raise ValueError if the file contradicts it."""
+    """Return the layout that Megatron's index next to the file gives. Raise ValueError if they disagree."""
     with open_file(path.with_suffix(".idx"), "an index of Megatron") as index:
         head = exactly(index, MEGATRON_HEAD)
         version, code = int.from_bytes(head[9:17], "little"), head[17]

@@ -26,7 +26,7 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
 
 Facts = Counter[str]
-"""Counts for one row or many. tokens; counted: tokens in the loss; bos: rows that begin with BOS; turns:
+"""Counts for one row or many: tokens; counted: tokens in the loss; bos: rows that begin with BOS; turns:
 trained segments; silent: answers with weight 0; tools: rows with tools; and the keys of `CAUTIONS`."""
 CAUTIONS = {
     "left_out": "skipped conversations without an answer: {:,}",

@@ -77,7 +77,7 @@ class Tokenizer(ABC):
     def encode_prompt(self, text: str) -> Ids:
         """Return the ids of a text that the model shall continue, after the ids that the model expects first.
 
-        For an empty text, return the token that ends a document, because a new document begins after it.
+        If there are no ids, return the token that ends a document, because a new document begins after it.
         """
 
     @abstractmethod

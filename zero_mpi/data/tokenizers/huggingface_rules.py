@@ -108,7 +108,7 @@ def rules_in_words(metadata: Mapping[str, object]) -> str:
 
 
 class FlaggedSpellings(Spellings):
-    """Finder of tokens as in the package tokenizers: left to right, longest first, with the flags."""
+    """Finder of tokens as in the package tokenizers: left to right, longest first, as their flags say."""
 
     def __init__(self, ids: Mapping[str, int], flags: Mapping[str, frozenset[str]]) -> None:
         super().__init__(ids)
