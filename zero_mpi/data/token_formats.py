@@ -231,7 +231,6 @@ FORMATS = (
 
 
 def format_of(name: str, path: Path) -> TokenFormat | None:
-    """Return the format of a file; None if it is not a token file."""
     return next((each for each in FORMATS if each.known(name, path)), None)
 
 

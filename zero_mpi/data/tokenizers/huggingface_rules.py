@@ -143,7 +143,6 @@ class FlaggedSpellings(Spellings):
 
 
 def tokenizers() -> Any:
-    """Return the package `tokenizers`. If it is missing, raise a UsageError that says how to install it."""
     return import_optional("this model's tokenizer", "tokenizers", "tokenizers")
 
 
