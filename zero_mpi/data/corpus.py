@@ -98,7 +98,7 @@ def tokenizers_of(data: Sequence[str]) -> list[Path]:
 
 
 Ids = NDArray[np.integer[Any]]
-_HELD_OUT_STREAM = 0x68656C64  # part of this draw's key, so that it differs from other draws with the seed
+_HELD_OUT_STREAM = 0x68656C64  # part of this draw's key, so that other draws with the seed differ
 _BLOCK = 1 << 20  # ids processed together
 
 

@@ -1,4 +1,4 @@
-"""Turns files into documents: text, ids or conversations, encoded and closed by a separator.
+"""Turns files of text, ids or conversations into documents, which hold ids.
 
 A document is a text file, a token file or a conversation. The bytes of a text are encoded and closed by an
 eos token (by a bos if the tokenizer has no eos). The ids of a token file are taken unchanged. A conversation

@@ -1,9 +1,9 @@
 """The documents of a corpus: their ids, in memory or in files, their loss mask, and a stream of documents.
 
-Attention never crosses the border of a document. A document without `counted` is text: every token but the
-first is a target, and a text that is longer than a window continues in the next window. A document with
-`counted` is a conversation: the loss counts only marked tokens, and tokens beyond the end of a window are
-dropped, because a reply without its question would be a bad example.
+Attention crosses the border of two documents only with --packing none. A document without `counted` is text:
+every token but the first is a target, and a text that is longer than a window continues in the next window. A
+document with `counted` is a conversation: the loss counts only marked tokens, and tokens beyond the end of a
+window are dropped, because a reply without its question would be a bad example.
 
 Token files are read at given positions and not memory-mapped. A corpus may be larger than all memory. The
 system caches the pages that are read, once for all ranks of a host. It would cache mapped memory too, but a

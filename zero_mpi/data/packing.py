@@ -1,10 +1,10 @@
 """Packs full documents into windows. A document that fits is never cut, and no document attends to another.
 
-A document of n tokens takes n - 1 positions of a window: each token but the last predicts the next one. A
-document that is longer than a window is split into pieces. Pieces are packed by best fit, longest first: each
-piece goes into the fullest window that still has space for it, or into a new one (Johnson, "Fast algorithms
-for bin packing", 1974; Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result depends
-only on the documents and the context. The windows are shuffled later, like all windows.
+A document of n tokens takes n - 1 positions of a window: each token but the last predicts the next one. If
+it is longer than a window, a text is split into pieces, and a conversation is cut off. Pieces are packed by
+best fit, longest first: each goes into the fullest window that still has space for it, or into a new one
+(Johnson, "Fast algorithms for bin packing", 1974; Ding et al., "Fewer Truncations Improve Language Modeling",
+2024). The result depends only on the documents and the context. The windows are shuffled later.
 """
 
 from typing import NamedTuple
