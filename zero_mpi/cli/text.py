@@ -36,7 +36,6 @@ def gibibytes(nbytes: int) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a fraction as text in percent."""
     return f"{100 * value:.3g} %" if abs(value) < 9.99 else f"{100 * value:,.0f} %"
 
 

@@ -44,7 +44,7 @@ Number = TypeVar("Number", int, float)
 
 
 def check(config: Config) -> None:
-    """Raise UsageError, which names the flag, for the first value that is out of range."""
+    """Raise UsageError, which names the flag, for the first invalid value or combination."""
     for name, least in LEAST.items():
         value = getattr(config, name)
         if value is not None:
@@ -211,14 +211,12 @@ def is_plain(c: Config) -> bool:
 
 
 def without_effect(config: Config, data: DataKind) -> Iterator[str]:
-    """Yield a warning for each given flag that has no effect."""
     for name, when, why in IDLE:
         if is_given(config, name) and when(config, data):
             yield f"{written(config, name)} has no effect: {why.format_map(vars(config))}"
 
 
 def is_given(config: Config, name: str) -> bool:
-    """Return whether a setting differs from its default."""
     return getattr(config, name) not in (FIELDS[name].default, [])
 
 

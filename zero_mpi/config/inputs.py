@@ -152,7 +152,7 @@ def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig
 def choose_tokenizer(
     config: Config, init: WeightSource | None, model: ModelConfig | None
 ) -> Tokenizer | None:
-    """Return the tokenizer of text; None for token files. Raise UsageError if it does not fit the model."""
+    """Return the data's tokenizer; None for token files without one. Raise UsageError if flags do not fit."""
     check_kind_of_data(config)
     if holds_token_files(config.data):
         tokenizer = tokenizer_of_ids(config, init, model)
@@ -320,7 +320,6 @@ def tokenizer_in(path: str | Path) -> Tokenizer:
 
 
 def has_tokenizer(init: WeightSource) -> bool:
-    """Return whether the keys of a source describe a tokenizer."""
     return GGUFKeys(init.metadata, str(init.path)).text(TOKENIZER) is not None
 
 

@@ -23,7 +23,7 @@ ADAMW, MUON = "adamw", "muon"
 
 
 def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the matrices that an optimizer needs unsharded; for Muon, all of the blocks."""
+    """Return the names of the matrices that an optimizer needs unsharded: for Muon, those in blocks."""
     if optimizer != MUON:
         return ()
     params = model.params().items()

@@ -66,7 +66,7 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
 
 
 def warmup_steps(wanted: Any, steps: int | None) -> int:
-    """Return `--warmup` as a number, or a percentage while `steps` is None. Raise UsageError if invalid."""
+    """Return `--warmup` in steps; a percentage is kept if `steps` is None. Raise UsageError if invalid."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
         raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
@@ -162,10 +162,10 @@ class Config:
         choices=LOSSES)
     skip_bad: bool = flag(False, bool, "data", "skip conversations that cannot be read")
     packing: str | None = flag(None, str, "data",
-        "how documents fill windows. documents: whole ones, no attention between them; none: cut at window "
+        "how documents fill windows. documents: whole, without attention between them; none: cut at window "
         "borders (default: none; conversations: documents)", fixed=True, choices=PACKINGS)
     val_fraction: float = flag(
-        0.05, float, "data", "fraction of the documents held out for validation; 0: none", fixed=True)
+        0.05, float, "data", "fraction of the data held out for validation; 0: none", fixed=True)
     val_data: list[str] = flag(
         None, list, "data", "validation data, instead of --val-fraction; same forms as --data")
 
@@ -339,5 +339,4 @@ ALIASES = {"learning_rate": "lr"}  # second names of settings, for flags and fil
 
 
 def spelled(name: str) -> str:
-    """Return the flag that sets a setting."""
     return "--" + name.replace("_", "-")

@@ -43,7 +43,6 @@ def read_tables(flag: str, path: Path) -> dict[str, Any]:
 
 
 def setting_of(key: str) -> str:
-    """Return the name of the setting that a key of the file sets."""
     name = key.replace("-", "_")
     return ALIASES.get(name, name)
 
@@ -80,11 +79,11 @@ CONFIG_FILE = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
 PATHS: tuple[str, ...] = ("out", "init", "lora_init", "teacher", "data", "val_data", "tokenizer")
 PATHS += ("add_tokens", "chat_template", "trace", "prometheus")
-WORDS = (None, BYTE, FROM_INIT)  # values that are not paths, of settings that may be paths
+WORDS = (None, BYTE, FROM_INIT)  # values of the settings in PATHS that are not paths
 
 
 def recorded(config: Config) -> Config:
-    """Return the settings with absolute paths, so that they do not depend on the current folder."""
+    """Return the settings with absolute paths, which hold in any folder, and `OF_ONE_START` reset."""
     settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
     if not os.path.isfile(config.chat_template or ""):
         settings["chat_template"] = config.chat_template  # a name of one of the tokenizer's templates

@@ -98,7 +98,7 @@ def tokenizers_of(data: Sequence[str]) -> list[Path]:
 
 
 Ids = NDArray[np.integer[Any]]
-_HELD_OUT_STREAM = 0x68656C64  # part of this draw's key, so that no other draw from the seed is equal
+_HELD_OUT_STREAM = 0x68656C64  # part of this draw's key, so that other draws with the seed differ
 _BLOCK = 1 << 20  # ids processed together
 
 
@@ -235,10 +235,10 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
-    """Return numbers of documents to hold out, with about `fraction` of all tokens. At least one is left.
+    """Return numbers of documents to hold out, with about `fraction` of all tokens; never all documents.
 
-    Documents are drawn in an order set by `seed`. One is skipped if it would raise the sum above twice that
-    share. The smallest skipped document is held out only if the other documents do not reach the share.
+    Documents are drawn in an order set by `seed`. A document is skipped if it would raise the sum above twice
+    the fraction. The smallest skipped one is held out only if the others do not reach the fraction.
     """
     goal, tokens = fraction * sum(sizes), 0
     order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()
@@ -266,7 +266,7 @@ def _too_small(train: _Documents, val: _Documents, least: int) -> str:
 
 
 def _digest(documents: Sequence[Document]) -> str:
-    """Return the sha256 over each document's name (with its length) and digest, so different lists differ."""
+    """Return the sha256 over the name, the length of the name and the digest of each document."""
     total = hashlib.sha256()
     for document in documents:
         name = os.fsencode(document.name)

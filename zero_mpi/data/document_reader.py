@@ -1,4 +1,4 @@
-"""Turns files into documents: text, ids or conversations, encoded and closed by a separator.
+"""Turns files of text, ids or conversations into documents, which hold ids.
 
 A document is a text file, a token file or a conversation. The bytes of a text are encoded and closed by an
 eos token (by a bos if the tokenizer has no eos). The ids of a token file are taken unchanged. A conversation
@@ -38,7 +38,6 @@ def separator(tokenizer: Tokenizer) -> int | None:
 
 
 def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a note if the tokenizer has no token that closes a document."""
     if separator(tokenizer) is None:
         yield "the tokenizer has neither EOS nor BOS: documents are not separated"
 
@@ -73,7 +72,7 @@ class DocumentReader:
 
     @cached_property
     def text(self) -> TextReader:
-        """Reader of texts. Raises UsageError without a tokenizer, or if its vocabulary has another size."""
+        """Reader of texts. Raises UsageError without a tokenizer, or if it has more tokens than the model."""
         if self.tokenizer is None:
             raise UsageError("text needs a tokenizer: use token files for --data")
         if self.vocab_size < (size := self.tokenizer.vocab_size):

@@ -1,9 +1,9 @@
 """The documents of a corpus: their ids, in memory or in files, their loss mask, and a stream of documents.
 
-Attention never crosses the border of a document. A document without `counted` is text: every token but the
-first is a target, and a text that is longer than a window continues in the next window. A document with
-`counted` is a conversation: the loss counts only marked tokens, and tokens beyond the end of a window are
-dropped, because a reply without its question would be a bad example.
+Attention crosses the border of two documents only with --packing none. A document without `counted` is text:
+every token but the first is a target, and a text that is longer than a window continues in the next window. A
+document with `counted` is a conversation: the loss counts only marked tokens, and tokens beyond the end of a
+window are dropped, because a reply without its question would be a bad example.
 
 Token files are read at given positions and not memory-mapped. A corpus may be larger than all memory. The
 system caches the pages that are read, once for all ranks of a host. It would cache mapped memory too, but a
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 MOST_HELD = 1 << 24  # a rank holds at most this many bytes of ids in memory; more stay in files
 OPEN_FILES = 128  # maximum number of files that one process holds open; a corpus may have thousands
-SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and bytes of the samples in a digest: 16 MiB for any corpus
+SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # number and bytes of samples in a digest; 16 MiB for up to 512 spans
 CHANGED = "files of --data must not change during a run"
 
 
@@ -235,7 +235,7 @@ class Document(NamedTuple):
     # (D,) where each document in a token file ends; none is empty. None: a single document, or unknown ends.
     # For a pair, which has `counted`, the ends of its two sides.
     ends: NDArray[np.int64] | None = None
-    at: int = 0  # index in the data of the first token, if a part of the document is held out
+    at: int = 0  # index of the first token among all tokens of the source
 
     @property
     def is_divisible(self) -> bool:
@@ -266,7 +266,7 @@ class Stream:
     ids: Tokens  # (n,) ids of all documents, uint16 or uint32, in memory or in files
     ends: NDArray[np.int64]  # (D,) where each document ends
     counted: Counted | None = None  # (n,) whether the loss counts each token; None for text: it counts all
-    runs: NDArray[np.int64] | None = None  # (2 R,) starts of R runs, each in the stream and the data
+    runs: NDArray[np.int64] | None = None  # (2 R,) start of each of R runs, in the stream and in the data
 
     def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of tokens in the full data, held-out tokens included; -1 stays -1."""

@@ -33,7 +33,7 @@ from zero_mpi.files.parse import parse_json
 
 LEAST = 4 << 20  # smallest number of bytes of text to cache; encoding less takes about a second
 MOST_DAYS = 30  # days since the last use of an entry
-MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # limits on the record about documents: its bytes, its values
+MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # limits on the file ABOUT: its bytes, its values
 IDS, COUNTED, ABOUT = "ids.bin", "counted.bin", "about.json"
 DIGEST = "digest"  # key of a table that holds the digest of all other keys
 NEW = "new-"  # prefix of an unfinished entry; if a killed job left one, it is removed after a day
@@ -115,7 +115,7 @@ def through(
 
 
 def folder() -> Path | None:
-    """Return the folder of all entries; None if no folder can be used."""
+    """Return the folder of all entries; None if no variable in `PLACES` names one."""
     found = (Path(os.environ[name], below) for name, below in PLACES.items() if os.environ.get(name))
     return next(found, None)
 

@@ -167,14 +167,14 @@ class Batch:
 
     inputs: Places
     targets: Places  # id that each position must predict; -1: no target
-    begins: Places | None = None  # column in which each position's document begins; None: 0
+    begins: Places | None = None  # column in which each position's document begins; None: always 0
 
 
 class WindowSource(Protocol):
     """Interface of a set of numbered windows with T = `context` positions. Each sample is one window."""
 
     context: int
-    kind: str  # name of one window with a remedy, for the error if there are none
+    kind: str  # name of a window, and a remedy, for the error if there is no window
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -271,7 +271,7 @@ class MixedWindows(WindowSource):
         return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """Return the windows `indices` (b,). If any row has `begins`, a row without it is one document."""
+        """Return the windows `indices` (b,). If only some parts have `begins`, rows of the others get 0."""
         cut = [(rows, part.batch(numbers)) for part, rows, numbers in self._by_part(indices)]
         if len(cut) == 1:
             return cut[0][1]
@@ -317,7 +317,7 @@ class StepLoader:
         self.order = order or SampleOrder([len(windows)], [1.0], seed)
 
     def counted(self, step: int) -> int:
-        """Return the number of targets in a step (from 0) that count; its summed loss is divided by it."""
+        """Return the number of targets in a step (from 0) that count; it divides the step's summed loss."""
         return self.windows.counted(np.concatenate(self.batches(step)))
 
     def batches(self, step: int) -> list[Places]:
@@ -376,6 +376,5 @@ class HeldOut:
         return sum(losses[name] * counts[name] for name in losses) / sum(counts.values())
 
     def batches(self) -> Iterator[Batch]:
-        """Yield all micro-batches of the first source, then of the next, and so on."""
         for loader in self.loaders.values():
             yield from map(loader.micro, range(loader.micro_batches))

@@ -1,10 +1,10 @@
-"""Packs full documents into windows. A document that fits is never cut, and none attends to another.
+"""Packs full documents into windows. A document that fits is never cut, and no document attends to another.
 
-A document of n tokens takes n - 1 positions of a window: each token but the last predicts the next one. A
-document that is longer than a window is split into pieces. Pieces are packed by best fit, longest first: each
-piece goes into the fullest window that still has space for it, or into a new one (Johnson, "Fast algorithms
-for bin packing", 1974; Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result depends
-only on the documents and the context. The windows are shuffled later, like all windows.
+A document of n tokens takes n - 1 positions of a window: each token but the last predicts the next one. If
+it is longer than a window, a text is split into pieces, and a conversation is cut off. Pieces are packed by
+best fit, longest first: each goes into the fullest window that still has space for it, or into a new one
+(Johnson, "Fast algorithms for bin packing", 1974; Ding et al., "Fewer Truncations Improve Language Modeling",
+2024). The result depends only on the documents and the context. The windows are shuffled later.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Packable(NamedTuple):
 
 
 def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
-    """Return the pieces of a stream's documents, of at most `context` positions; one for each conversation.
+    """Return the pieces of a stream's documents, of at most `context` positions; a conversation has one.
 
     If a piece has a bos in front, its first token is a target too.
     """
@@ -49,7 +49,7 @@ def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
 
 
 def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
-    """Return how many of the `sizes[i]` flags from `starts[i]` are true. Ranges are sorted and disjoint."""
+    """Return how many of `sizes[i]` flags from `starts[i]` on are true. Ranges are sorted and disjoint."""
     found = np.zeros(sizes.size, np.int64)
     some = sizes > 0
     borders = np.stack([starts[some], (starts + sizes)[some]], axis=1).ravel()
@@ -73,7 +73,7 @@ def windows_over(
 def best_fit(sizes: Places, limit: int) -> Places:
     """Return the window number (P,) of each piece. Each piece has at most `limit` positions.
 
-    Windows are found by their number of free positions. Bit n of `lefts` is set if a window has n of them.
+    Windows are found by their number of free positions. Bit n of `lefts` is set if a window has n free.
     """
     order = np.argsort(-sizes, kind="stable")
     windows: dict[int, list[int]] = {}  # numbers of windows, keyed by their number of free positions
@@ -224,7 +224,7 @@ class PairWindows(PackedWindows):
         limit = np.maximum(context // 2, context - of_pairs.min(axis=1))
         sizes = np.minimum(lengths, np.repeat(limit, 2))
         targets = counted_within(stream.counted, begins + 1, sizes)
-        whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # neither answer was cut off
+        whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # a part of each answer remains
         kept = np.repeat(whole, 2) & (sizes > 0)
         cut, empty = (of_pairs > limit[:, None]).any(axis=1), ~whole
         self.pieces = Packable(begins[kept], sizes[kept], targets[kept], int(cut.sum()), int(empty.sum()))
@@ -256,7 +256,7 @@ class PairWindows(PackedWindows):
 def mismatched(pairs: PairBatch) -> PairBatch:
     """Return a micro-batch in which each prompt is followed by the answer of another sequence in its row.
 
-    In the order of better sides, then worse ones, it is the previous answer. Each row keeps its length.
+    It is the previous answer if better sides are ordered before worse ones. Each row keeps its length.
     """
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()

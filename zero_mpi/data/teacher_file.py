@@ -53,7 +53,7 @@ class TeacherFile:
         return json.dumps({"format": FORMAT, **asdict(self)}).encode().ljust(HEAD)
 
     def read(self, path: str, places: NDArray[np.int64]) -> Records:
-        """Return the records (n,) of tokens at `places` (n,), zeros for -1. Raise JobError if invalid."""
+        """Return the records (n,) of the tokens `places` (n,); 0 for -1. Raise JobError if one is invalid."""
         found, size = np.zeros(places.size, self.record), self.record.itemsize
         span = FileSpan(path, HEAD, self.nbytes - HEAD, np.dtype(np.uint8), self.nbytes)
         cuts = np.flatnonzero((np.diff(places) != 1) | (places[:-1] < 0)) + 1
@@ -88,7 +88,7 @@ def open_teacher(path: str) -> TeacherFile:
 
 
 def begin(path: Path, teacher: TeacherFile) -> None:
-    """Create the unfinished file. If an earlier job left one for the same predictions, keep it."""
+    """Create the file with its header. Keep an earlier job's unfinished file if it has the same header."""
     size = path.stat().st_size if path.exists() else -1
     with path.open("r+b" if size >= 0 else "x+b") as file:
         if size != teacher.nbytes or file.read(HEAD) != teacher.header():

@@ -2,7 +2,7 @@
 
 Each kind of file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") only
 identify a kind if the file contains bytes that no text has. Text in another encoding, such as Latin-1 or
-Shift JIS, is read byte by byte. UTF-16 and UTF-32 are refused, because they contain zero bytes.
+Shift JIS, is read with a note. UTF-16 and UTF-32 are refused, because they contain zero bytes.
 """
 
 import codecs
@@ -90,7 +90,6 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
 
 
 def unreadable(error: OSError) -> NoReturn:
-    """Raise a UsageError for a file of --data that cannot be read."""
     raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
 
 
@@ -229,7 +228,7 @@ class TextFilter:
             (self.taken, "files that are not text, read as raw bytes (--tokenizer byte): {}"),
             (
                 self.odd,
-                "text that is not UTF-8, read as raw bytes: {}; convert it with iconv -f ENCODING -t UTF-8",
+                "text that is not UTF-8: {}; convert it with iconv -f ENCODING -t UTF-8",
             ),
         ):
             if found:

@@ -97,7 +97,7 @@ def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Return the layout in Megatron's index next to the file. Raise ValueError if the file contradicts it."""
+    """Return the layout that Megatron's index next to the file gives. Raise ValueError if they disagree."""
     with open_file(path.with_suffix(".idx"), "an index of Megatron") as index:
         head = exactly(index, MEGATRON_HEAD)
         version, code = int.from_bytes(head[9:17], "little"), head[17]
@@ -211,8 +211,8 @@ class TokenFormat(NamedTuple):
     """Format of token files."""
 
     name: str
-    known: Callable[[str, Path], bool]  # recognises a format by a file's path and its name in `collect_files`
-    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for a damaged file
+    known: Callable[[str, Path], bool]  # whether a file has the format, by its `collect_files` name and path
+    layout: Callable[[Path, FileIO], TokenLayout]  # raises ValueError or UsageError for a damaged file
 
 
 FORMATS = (
@@ -231,7 +231,6 @@ FORMATS = (
 
 
 def format_of(name: str, path: Path) -> TokenFormat | None:
-    """Return the format of a file; None if it is not a token file."""
     return next((each for each in FORMATS if each.known(name, path)), None)
 
 
@@ -279,7 +278,7 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
                 digest = hashlib.file_digest(file, "sha256").digest()
     except UsageError:
         raise
-    except JobError as error:  # here the job has not started, so it is a UsageError
+    except JobError as error:  # the job has not started yet, so this is a UsageError
         raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

@@ -44,7 +44,6 @@ def replacing(path: Path, suffix: str = "partial") -> Iterator[Path]:
 
 
 def partial_of(path: Path, suffix: str = "partial") -> Path:
-    """Return the temporary name under which a file is written."""
     return path.with_name(f".{path.name}.{suffix}")
 
 

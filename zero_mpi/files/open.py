@@ -54,7 +54,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def refusing(what: str, path: str | os.PathLike[str], problem: str = "") -> Iterator[None]:
-    """Turn an OSError of the body into a FileError: `what` (a flag) with path, problem and reason."""
+    """Turn an OSError of the `with` block into a FileError with `what` (a flag), path, problem and reason."""
     try:
         yield
     except OSError as error:
@@ -127,7 +127,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> i
 
 
 def fill(handle: int, view: memoryview, at: int) -> int:
-    """Fill `view` with bytes of a file from offset `at` on. Return their number, less at the file's end."""
+    """Fill `view` with bytes of a file from offset `at` on. Return their number, smaller at the end."""
     done = 0
     while done < len(view):
         got = os.preadv(handle, [view[done:]], at + done)

@@ -89,7 +89,7 @@ class TextStream:
             count -= len(data)
 
     def line(self) -> bytes:
-        """Return the next line with its end; only the first `MOST` bytes of a longer line; b"" at the end."""
+        """Return the next line with its end, at most its first `MOST` + 1 bytes; b"" after the last line."""
         first = part = self._read_line()
         while len(part) > MOST and not part.endswith(b"\n"):
             part = self._read_line()

@@ -79,7 +79,7 @@ class AnswerFinder:
         )
 
     def _by_loop(self, whole: RenderedText, messages: Messages, by_speaker: dict[object, list[int]]) -> Spans:
-        """Return each turn's answer, by the messages' positions; {} if the position of a turn is unknown."""
+        """Return each turn's answer, found by the messages' positions; {} if a turn's position is unknown."""
         places, spans = segments(whole), Spans()
         turns = {turn for speaking in by_speaker.values() for turn in speaking}
         if not places.keys() >= turns:
@@ -134,7 +134,7 @@ class AnswerFinder:
             return None
 
     def _instead(self, whole: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
-        """Render the messages with a character that the text does not contain as the content of `turns`."""
+        """Render the messages; a character that the text lacks replaces the content of `turns`."""
         letters = set(whole.text)
         other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
         calls = ("tool_calls", "function_call")
@@ -154,7 +154,7 @@ class AnswerFinder:
             found, at = at, at - len(end)
 
     def _differing(self, text: str, place: Span, other: str, other_place: Span) -> Span | None:
-        """Return the span where two texts of a turn differ, with the end-of-turn token that follows it."""
+        """Return where `text` differs from `other`, with the end of turn after it; None if they are equal."""
         here, instead = text[slice(*place)], other[slice(*other_place)]
         if here == instead:
             return None
@@ -167,7 +167,7 @@ class AnswerFinder:
 
     @cached_property
     def _closing(self) -> str:
-        """First line of the text that the template writes after an answer, which need not be a token."""
+        """First line that the template writes after an answer; it need not be a token."""
         answer = "\ue000"
         said = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
         try:

@@ -1,4 +1,4 @@
-"""A model's chat template. It turns messages into the same text as in Transformers.
+"""A model's chat template. It turns messages into the same text as Transformers.
 
 A template is untrusted code and runs in a separate process (`sandbox`). Before the first rendering, trials
 show whether the template accepts contents as text or as lists of parts, and in which form it accepts tool
@@ -70,7 +70,7 @@ class RenderedText(NamedTuple):
 class CallForm(NamedTuple):
     """Form in which a template takes tool calls. content: the content of a message that only has calls.
 
-    text, objects: whether arguments may be JSON text, or objects. If both or neither, they stay unchanged.
+    text, objects: whether arguments may be JSON text, or objects; if both or neither, they do not change.
     """
 
     content: str | None = ""
@@ -78,7 +78,6 @@ class CallForm(NamedTuple):
     objects: bool = True
 
     def fitted(self, message: Message) -> Message:
-        """Return the message with its tool calls in this form."""
         calls, content = list(map(self._call, message["tool_calls"])), message["content"]
         return message | {"tool_calls": calls, "content": self.content if content == "" else content}
 
@@ -233,7 +232,7 @@ class ChatTemplate:
             size = int.from_bytes(process.stdout.read(8), "little")
             found: dict[str, Any] = marshal.loads(process.stdout.read(size))
         except BaseException as error:
-            status, self._left = ended(process), 0.0  # the process would answer this request next
+            status, self._left = ended(process), 0.0  # else the next request would get this answer
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
             late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
@@ -246,7 +245,6 @@ class ChatTemplate:
 
 
 def parts_of(*texts: str) -> list[Message]:
-    """Return texts as message content in the form of a list of parts."""
     return [{"type": "text", "text": text} for text in texts]
 
 

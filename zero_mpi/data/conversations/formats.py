@@ -123,7 +123,7 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 
 
 def holds_pairs(path: Path, labels: bool = False) -> bool:
-    """Return whether a file holds pairs of answers, or answers with labels. Raise FileError if damaged."""
+    """Return whether a file holds pairs, or answers with labels. Raise FileError if it is damaged."""
     return holds_conversations(path, OF_LABELS if labels else OF_PAIRS, [PAIR, *[LABELLED] * labels])
 
 
@@ -132,7 +132,7 @@ def holds_conversations(
 ) -> bool:
     """Return whether a file holds conversations. Raise FileError if it is damaged.
 
-    first, forms: keys that show this, in the first rows of a JSON file and among the columns of a table
+    first: pattern of keys that show this in a JSON file; forms: sets of columns that show it in a table
     """
     suffix = row_sources.suffix_of(path)
     if suffix not in (*row_sources.LINES, row_sources.DOCUMENT, *row_sources.TABLES):
@@ -196,7 +196,7 @@ def one_conversation(name: str, value: Any) -> Conversation:
 def one_pair(name: str, value: Any, labels: bool) -> Sides:
     """Return the better and the worse conversation of a line; a line with a label has only one of them.
 
-    The loss counts only the answers, which follow the prompt. Raises ValueError if the line has neither form.
+    The loss counts only the answers, which follow the prompt. Raises ValueError for any other line.
     """
     expected = (
         "expected an object with chosen and rejected" + ", or with prompt, completion and label" * labels
@@ -277,7 +277,7 @@ def _keys_of(value: Message) -> str:
 
 
 def _is_trained(message: Message) -> bool:
-    """Return whether the loss may count a message, by its keys. Raise ValueError for an invalid value."""
+    """Return whether the keys of a message let the loss count it. Raise ValueError for an invalid value."""
     found = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
     for key, value in found.items():
         if value not in (0, 1):
@@ -307,7 +307,7 @@ def _by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def _by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
-    """Return the messages of Alpaca's form; an input follows the instruction after a blank line."""
+    """Return prompt and answer of Alpaca's form; an input follows the instruction after a blank line."""
     asked = _said(USER, value, "instruction")
     if value.get("input"):
         asked["content"] += "\n\n" + _said(USER, value, "input")["content"]
@@ -315,7 +315,7 @@ def _by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def _by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
-    """Return no prompt, and the messages of ShareGPT's form."""
+    """Return an empty prompt, and the messages of ShareGPT's form."""
     found = []
     for place, turn in enumerate(_listed("conversations", value["conversations"])):
         where = f"conversations[{place}]"
@@ -357,7 +357,7 @@ def _messages(key: str, value: Any) -> list[Message]:
 
 
 def _message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
-    """Return a message; it may lack content if it calls tools. `of_role`, `of_content`: names of the keys."""
+    """Return a message; it may lack content if it calls tools. `of_role`, `of_content`: names of its keys."""
     if not isinstance(value, dict) or "role" not in value:
         raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
     name, content = str(value["role"]).lower(), value.get("content")

@@ -33,7 +33,7 @@ def pyarrow(what: str = "Arrow files") -> Any:
 
 @contextmanager
 def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
-    """Open a Parquet file, or the columns and batches of an Arrow file. Raise FileError if it is damaged."""
+    """Yield a Parquet file, or columns and batches of an Arrow file. Raise FileError if it is damaged."""
     library, parquet = pyarrow(f"{kind} files"), import_module("pyarrow.parquet")
     with open_file(path, f"a file of {kind}") as raw:
         try:

@@ -109,7 +109,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def refuse(message: object) -> NoReturn:
-    """Raise the error by which a template refuses a conversation."""
     raise TemplateError(str(message))
 
 

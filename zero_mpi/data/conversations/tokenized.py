@@ -26,7 +26,7 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
 
 Facts = Counter[str]
-"""Counts for one row or many. tokens; counted: tokens in the loss; bos: rows that begin with BOS; turns:
+"""Counts for one row or many: tokens; counted: tokens in the loss; bos: rows that begin with BOS; turns:
 trained segments; silent: answers with weight 0; tools: rows with tools; and the keys of `CAUTIONS`."""
 CAUTIONS = {
     "left_out": "skipped conversations without an answer: {:,}",
@@ -58,12 +58,10 @@ class Totals:
         self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))
 
     def remarks(self) -> list[str]:
-        """Return two notes on the data: the totals and the first row."""
         total = f"conversations: {self.sums['conversations']:,}, {described(self.sums)}"
         return [total, f"first conversation: {self.first}"]
 
     def cautions(self) -> list[str]:
-        """Return notes on conversations that are skipped, and on parts that the template leaves out."""
         return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
 
 

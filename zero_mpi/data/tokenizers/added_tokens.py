@@ -53,7 +53,7 @@ def read_tokens(path: str | Path) -> list[str]:
 
 
 def is_token(text: Any) -> bool:
-    """Return whether a value can be a token: text that UTF-8 can encode and that has no NUL character."""
+    """Return whether a value can be a token: 1 to LONGEST characters that UTF-8 can encode, without NUL."""
     return is_text(text) and 0 < len(text) <= LONGEST and "\0" not in text
 
 

@@ -121,7 +121,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
     def _window(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        """Return three columns: id * 2, plus 1 if a word ends here; first character; end (exclusive)."""
+        """Return columns of tokens: id * 2, plus 1 if a word ends here; first character; end (exclusive)."""
         found = self._encoder.encode(texts[0], add_special_tokens=False)
         ends = np.diff(found.word_ids, append=-1) != 0
         return [np.array(found.ids, np.uint32) << 1 | ends, *np.array(found.offsets, np.uint32).T]
@@ -214,7 +214,7 @@ def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:
-    """Yield a text in pieces of about `PIECE` characters, which give the same ids; yield an id as it is."""
+    """Yield a text in pieces of about `PIECE` characters, which give the same ids; an id is not changed."""
     if isinstance(part, int) or len(part) <= gguf.PIECE:
         yield part
         return

@@ -77,7 +77,7 @@ class Tokenizer(ABC):
     def encode_prompt(self, text: str) -> Ids:
         """Return the ids of a text that the model shall continue, after the ids that the model expects first.
 
-        For an empty text, return the token that ends a document, because a new document begins after it.
+        If there are no ids, return the token that ends a document, because a new document begins after it.
         """
 
     @abstractmethod
@@ -187,7 +187,7 @@ def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
 
 
 class TextReader:
-    """Reader of texts. The flag `asked` says how it reads control tokens: PARSE, PLAIN or None (not given).
+    """Reader of texts. `asked`: value of --control-tokens, PARSE or PLAIN; None: the flag is not given.
 
     Without the flag, control tokens are read as with PLAIN and counted for `notes`. Text that a template
     wrote is always read with PARSE.

@@ -149,11 +149,10 @@ class GGUFTokenizer(Tokenizer):
         }
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
-        """Return a finder of the tokens `ids` in a text."""
         return Spellings(ids, self.stripping())
 
     def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
-        """Return ids of tokens that a text spells, and the texts between; append their widths to `sizes`."""
+        """Return ids of tokens that a text spells, and the texts between; append widths of ids to `sizes`."""
         return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(

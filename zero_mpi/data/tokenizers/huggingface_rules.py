@@ -52,7 +52,7 @@ class Rules:
         self._is_local = kinds_of(self.normalizer) <= _LOCAL
 
     def splitting(self, pre: PreTokenizer) -> PreTokenizer:
-        """Return `pre` with its regexes and merging replaced by those of these rules."""
+        """Return `pre` with the regexes and the `ignore_merges` that these rules ask for."""
         regexes = (self._original and pre.original) or pre.regexes
         merges = pre.ignore_merges if self._ignore_merges is None else bool(self._ignore_merges)
         return pre._replace(regexes=regexes, ignore_merges=merges)
@@ -89,7 +89,7 @@ class Rules:
 def rules_json(
     flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
 ) -> dict[str, object]:
-    """Return the key with the rules; {} if there are none. `normalized` needs a normalizer to be a rule."""
+    """Return the key with the rules; {} if there are none. Without a normalizer, `normalized` is no rule."""
     has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
     given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
     rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
@@ -108,7 +108,7 @@ def rules_in_words(metadata: Mapping[str, object]) -> str:
 
 
 class FlaggedSpellings(Spellings):
-    """Finder of tokens as in the package tokenizers: left to right, longest first, with the flags."""
+    """Finder of tokens as in the package tokenizers: left to right, longest first, as their flags say."""
 
     def __init__(self, ids: Mapping[str, int], flags: Mapping[str, frozenset[str]]) -> None:
         super().__init__(ids)
@@ -143,7 +143,6 @@ class FlaggedSpellings(Spellings):
 
 
 def tokenizers() -> Any:
-    """Return the package `tokenizers`. If it is missing, raise a UsageError that says how to install it."""
     return import_optional("this model's tokenizer", "tokenizers", "tokenizers")
 
 
@@ -159,14 +158,13 @@ def kinds_of(definition: Any) -> set[str]:
 
 
 def normalizer_of(definition: Any) -> Any:
-    """Return the library's normalizer object for a definition."""
     lib = tokenizers()
     empty = json.loads(lib.Tokenizer(lib.models.BPE()).to_str())
     return lib.Tokenizer.from_str(json.dumps(empty | {"normalizer": definition})).normalizer
 
 
 def check_normalizer(definition: Any) -> None:
-    """Raise ValueError for a normalizer that is unknown or makes a text much longer; name it in the error."""
+    """Raise ValueError for a normalizer that is unknown, too long, or makes a text much longer."""
     if definition is not None:
         if _growth(definition) > _MOST_GROWTH or len(json.dumps(definition)) > _MOST_JSON:
             raise ValueError(

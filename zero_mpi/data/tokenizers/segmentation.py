@@ -174,7 +174,7 @@ def likeliest(
 
 @compiled
 def backwards(letters: Int32, token: Int32, origin: Int64, unknown: int) -> Int32:
-    """Return the tokens of the best path (n + 1,) in text order. The path is followed from its end."""
+    """Return the tokens (m,) of the best path in text order. `origin` (n + 1,) is followed from its end."""
     ids = np.empty(len(letters), np.int32)
     first, place, in_unknown = len(ids), len(letters), False
     while place > 0:
@@ -193,7 +193,7 @@ def backwards(letters: Int32, token: Int32, origin: Int64, unknown: int) -> Int3
 def respell(
     text: NDArray[np.uint8], nodes: Int64, spellings: NDArray[np.uint8], out: NDArray[np.uint8]
 ) -> int:
-    """Copy UTF-8 to `out`; from left to right, replace the longest prefix that the charsmap has at a place.
+    """Copy UTF-8 to `out`; at each place, replace the longest prefix of the rest that the charsmap has.
 
     Returns the length, even if `out` is too short; FREE if the map points outside itself. `nodes`: a double
     array (Kanda 2018). A node has its letter, a flag that a prefix ends in it, and the base of its children.
@@ -227,7 +227,7 @@ def respell(
 
 @compiled
 def longest_prefix(text: NDArray[np.uint8], nodes: Int64) -> tuple[int, int]:
-    """Return the length of the longest prefix in the map and its replacement's offset; (0, 0) without one."""
+    """Return the length of the longest prefix in the map, and its value (`respell`); (0, 0) without one."""
     taken = spelling = 0
     if len(nodes) == 0:
         return 0, 0

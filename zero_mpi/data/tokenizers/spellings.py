@@ -111,7 +111,7 @@ class Spellings:
     def _automaton(self) -> tuple[dict[int, int], list[int], list[int]]:
         """Aho-Corasick automaton for the reversed tokens. It reads each character once or twice.
 
-        It has the trie's nodes, each node's longest proper suffix node, and the rank of its longest token.
+        It has the trie's nodes, and for each its longest proper suffix node and its longest token's rank.
         """
         nodes, ends = trie({token[::-1]: rank for rank, token in enumerate(self.tokens)})
         depths, fails, ranks = ([each] * (len(nodes) + 1) for each in (0, 0, -1))

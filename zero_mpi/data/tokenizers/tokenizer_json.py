@@ -265,7 +265,7 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
 
 
 def _chat_template(path: Path) -> dict[str, object]:
-    """Return name -> template. As in Transformers, template files override tokenizer_config.json."""
+    """Return GGUF key -> template. As in Transformers, template files override tokenizer_config.json."""
     given = _by_config(path, "chat_template", str, list)
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
@@ -291,6 +291,5 @@ def _list(value: object) -> list[Any]:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token that a file gives as text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
