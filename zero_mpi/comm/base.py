@@ -103,7 +103,6 @@ class Comm(ABC):
 
     @cached_property
     def meter(self) -> Meter:
-        """Meter of this rank's communication since the transport was made."""
         return Meter()
 
     # ----------------------------------------------------------- arrays and small objects of all ranks

@@ -99,7 +99,6 @@ def find(path: Path, links: int = 1) -> int:
 
 
 def read(handle: int) -> bytes:
-    """Return the bytes of a record."""
     return os.pread(handle, SIZE, 0)
 
 

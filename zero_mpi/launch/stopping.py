@@ -65,7 +65,6 @@ def handle_again() -> None:
 
 
 def say_interrupted() -> None:
-    """Print on rank 0 that the command was interrupted."""
     if environment.launch_rank() == 0:
         report("interrupted", is_error=True)
 

@@ -55,7 +55,6 @@ class Events(logging.Handler):
             self._append(event, more)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write an event for a logged warning, with the data of its log record."""
         self.note(WARNING, text=record.getMessage(), **getattr(record, "facts", {}))
 
     def end(self, event: str, reason: str = "") -> None:

@@ -24,7 +24,6 @@ class Caution(str):
 
 
 def log_note(note: str) -> None:
-    """Log a note, as a warning if it is a `Caution`."""
     (warning if isinstance(note, Caution) else info)("%s", note)
 
 

@@ -109,7 +109,6 @@ class Guarded:
 
 
 def explained(error: Exception) -> str:
-    """Return the text of a library's exception as one line."""
     return one_line(f"{type(error).__name__}: {error}")
 
 

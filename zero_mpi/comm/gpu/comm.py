@@ -34,7 +34,6 @@ ALIGNED = 1024  # slices begin at multiples of this many elements, so that the k
 
 
 def on_host(array: Any) -> bool:
-    """Return whether an array is in host memory."""
     return isinstance(array, np.ndarray)
 
 

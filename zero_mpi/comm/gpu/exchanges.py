@@ -97,7 +97,6 @@ class GpuStreams:
             self._runtime.memcpyAsync(*places, target.nbytes, kind, stream.ptr)
 
     def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
-        """Sum `parts` into `out` by the kernel of `device.ordered_sum`."""
         self.adopt()
         ordered_sum_on_gpu(out, parts, accumulate, self.stream)
 
@@ -120,7 +119,6 @@ def as_message(chunk: Array) -> list[Any]:
 
 
 def passed(mark: Any) -> Callable[[], bool]:
-    """Return a function that returns whether the device has passed a mark."""
     return lambda: bool(mark.done)
 
 
@@ -182,7 +180,6 @@ class Tickets:
         self._next = 0
 
     def take(self) -> int:
-        """Return the number of a new transfer."""
         number, self._next = self._next, self._next + 1
         self._waiting.append(number)
         return number

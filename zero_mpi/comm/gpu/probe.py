@@ -68,7 +68,6 @@ def ending(status: int, said: bytes) -> str:
 
 
 def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of this job's launcher."""
     return {name: value for name, value in environ.items() if not JOB.match(name)}
 
 
@@ -103,7 +102,6 @@ class Driver:
         return names
 
     def version(self) -> str:
-        """Return the newest CUDA version that the driver supports."""
         number = ctypes.c_int()
         self("cuDriverGetVersion", ctypes.byref(number))
         return f"{number.value // 1000}.{number.value % 1000 // 10}"

@@ -90,7 +90,6 @@ class NodesComm(ProgressingWrapper):
         return ModuleMemory([None] * len(full), slots, pool)
 
     def _release(self) -> int:
-        """Count a returned buffer in a counter that other ranks see. Return the count."""
         self._released += 1
         self._memory.counters.raise_to(RELEASED, self._released)
         return self._released

@@ -92,7 +92,6 @@ class Window:
 
     @property
     def in_use(self) -> bool:
-        """Return whether any array of this rank uses the window."""
         return self._root() is not None
 
     def fence(self) -> None:
