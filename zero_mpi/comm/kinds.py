@@ -38,11 +38,11 @@ TRANSFERS = 4  # maximum number of transfers in progress: gathers of prefetched 
 AWARE_CHUNK = 1 << 20  # elements of a slice per round: enough for a fast link, with small buffers
 AWARE_DEPTH = 2  # rounds in progress
 NCCL_CHUNK = 1 << 20  # elements of a slice per round of an exact reduction
-NCCL_DEPTH = 1  # one stream orders everything, so buffers can be reused at once
+NCCL_DEPTH = 1  # rounds in progress: one stream orders all work, so each round can reuse the buffers
 STAGE_BYTES = 8 << 20  # bytes of a stage (pinned memory) per direction, divided among the other ranks
 LEAST_STAGE = 64 << 10  # minimum bytes of a staged chunk; it applies if there are many ranks
 STAGED_DEPTH = 3  # stages of a transfer: one on its way to the host, one in MPI, one on its way back
-STAGED_ALIGNED = 1024  # longer chunks are multiples of this number of elements
+STAGED_ALIGNED = 1024  # elements: a longer chunk is a multiple of this number
 
 
 # ----------------------------------------------------------------------------------------------- memory
@@ -121,7 +121,7 @@ def on_gpus(depth: int, place: int, asked: Reductions) -> int:
 
 
 def staged_chunk(others: int) -> int:
-    """Return the bytes of pinned memory for a chunk of each of `others` other ranks."""
+    """Return the bytes of pinned memory for one rank's chunk in a stage that `others` ranks share."""
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 

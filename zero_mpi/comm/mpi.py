@@ -1,7 +1,7 @@
-"""MPI transport. The library gathers; exact reductions are a pairwise exchange and an ordered sum.
+"""MPI transport: gathers call the library; exact reductions exchange slices and add them in order.
 
-They are at least as fast as Reduce_scatter, because their receive buffers stay in cache. Parameters,
-gradients and control messages have separate communicators, so they cannot be mixed up.
+Exact reductions are at least as fast as Reduce_scatter, because their receive buffers stay in cache.
+Parameters, gradients and control messages have separate communicators, so they cannot be mixed up.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ When Open MPI's mpirun is ended (Ctrl-C, SIGTERM, a closed terminal), its proces
 SIGTERM and SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank with
 state to save pauses that process (SIGSTOP) as soon as SIGTERM arrives (`hold_launcher`), and continues it
 after all have saved, or after a time limit; if the ranks are dead, a separate process continues it. If a rank
-of the node has ended, Open MPI sends SIGTERM for that reason, and ranks do not pause it. A paused launcher
+of the node has ended, SIGTERM comes for that reason, and ranks do not pause the process. A paused launcher
 forwards no output, so ranks write directly to its destination. Other launchers pass signals on and wait.
 """
 

@@ -1,7 +1,7 @@
 """`OUT/events.jsonl`: the events of a run with their times, over all its jobs; one JSON object per line.
 
 Steps are in `metrics.jsonl`; this file has all other events: starts, resumes, checkpoints, warnings and ends.
-Lines are only appended, also if a run resumes from an earlier step. Rank 0 writes all events but a failure,
+Lines are only appended, even if a run resumes at an earlier step. Rank 0 writes all events except a failure,
 which the rank that ends the job writes. An error of the file is reported once and does not end a run.
 """
 

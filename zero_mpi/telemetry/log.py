@@ -84,6 +84,6 @@ def says(level: str) -> bool:
 
 
 def write_through(write: Callable[[str], object] | None) -> None:
-    """Send log lines to `write`, such as a progress bar's; if it is None, print them again."""
+    """Send log lines to `write`, such as a progress bar's method; if None, print them again."""
     for handler in installed():
         handler.write = write or handler.print

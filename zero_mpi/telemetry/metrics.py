@@ -1,8 +1,8 @@
 """Writer of the records of a run on rank 0: to `metrics.jsonl`, the progress bar and the trackers.
 
 The writer also writes the hash chain over records and checkpoints (`telemetry.proof`). Floats have full
-precision, so two exact runs have the same text. A record is written in full or not at all. After a failure no
-more records are written; `problem` has the reason, and all ranks then end.
+precision, so two exact runs write the same losses. A record is written in full or not at all. After a failure
+no more records are written; `problem` has the reason, and all ranks then end.
 """
 
 import json

@@ -122,7 +122,7 @@ def overwrite(path: Path, text: bytes) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Return the content of a status.json; empty if the file is missing or is not such a file."""
+    """Return the content of a status.json; empty if the file is missing or invalid."""
     try:
         return as_object(read_file(path, MOST_BYTES))
     except FileError:

@@ -246,7 +246,7 @@ class MLflow:
         self._sender = threading.Thread(target=self._send, name="zero_mpi mlflow", daemon=True)
         self._sender.start()
         said = [self._entities.Param(key, str(value)[:LONGEST]) for key, value in job.settings.items()]
-        self._client.log_batch(self._id, params=said)  # the library splits it into requests
+        self._client.log_batch(self._id, params=said)  # the library splits the batch into requests
 
     @staticmethod
     def check(wish: str) -> Any:
@@ -298,7 +298,7 @@ def check(config: object) -> None:
 
 
 def begin(config: object, job: TrackedJob) -> list[Tracker]:
-    """Start and return the trackers of a job. Raise JobError or OSError if one cannot start."""
+    """Start and return the trackers of a job. Raise JobError or OSError if a tracker cannot start."""
     found = list[Tracker]()
     for name, made in TABLE.items():
         if wish := getattr(config, name):

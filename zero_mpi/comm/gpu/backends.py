@@ -232,8 +232,8 @@ class NcclBackend(Backend):
             return self._nccl.NcclCommunicator(host.size, name, host.rank)
         except RuntimeError as error:
             raise UsageError(
-                f"--transport nccl: NCCL does not start ({error}); it needs one GPU per rank; see "
-                "NCCL_DEBUG=INFO, or use --transport auto"
+                f"--transport nccl: NCCL does not start ({error}); it needs one GPU per rank; set "
+                "NCCL_DEBUG=INFO for details, or use --transport auto"
             ) from error
 
     @property

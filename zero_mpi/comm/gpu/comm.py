@@ -244,7 +244,7 @@ class DeviceComm(ProgressingWrapper):
         return self._start(running, len(sums) + len(gathers), Result(array), "allreduce", label)
 
     def _added(self) -> Running:
-        """Wait for launched sums unless the following work is ordered by the same stream."""
+        """Wait for launched sums, unless later work of the backend runs on the same stream, after them."""
         if not self.backend.in_order:
             yield passed(self.streams.mark())
 

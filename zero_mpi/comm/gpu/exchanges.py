@@ -29,8 +29,8 @@ class GpuStreams:
     A rank computes on one stream. Copies and sums of transfers use a side stream, `stream`, and the staged
     transport's copies to the host use a third stream, so that both copy engines work. A transfer begins when
     all earlier work of the computing stream is done (`begin`): work that produces the data to send, and work
-    that still reads memory to be overwritten. At its end the computing stream waits for the side stream
-    (`join`), on the GPU and not on the host, so the host can launch further work.
+    that still reads memory to be overwritten. At the end of a transfer the computing stream waits for the
+    side stream (`join`), on the GPU and not on the host, so the host can launch further work.
 
     MPI and CUDA have a current device per thread, and any thread may advance a transfer. So each thread first
     calls `adopt`. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
@@ -74,7 +74,7 @@ class GpuStreams:
     def empty(self, size: int, dtype: Any) -> Array:
         """Return a flat array in device memory, which the caller reuses for later transfers."""
         self.adopt()
-        with self.gpu.stream:  # earlier computation may still use its memory
+        with self.gpu.stream:  # earlier work of this stream may still use the memory
             array = self.gpu.empty(size, dtype)
         self.follow(self.begin())
         return array

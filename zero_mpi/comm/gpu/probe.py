@@ -76,7 +76,7 @@ class DriverError(RuntimeError):
 
 
 class Driver:
-    """The calls of CUDA's driver that the test needs, by their names in its interface."""
+    """CUDA driver functions that the test calls, by their names in the driver's interface."""
 
     def __init__(self) -> None:
         try:

@@ -150,8 +150,8 @@ class GatherPool(BufferPool):
     """Buffers that the ranks of a node share; all ranks take and return them in the same order.
 
     If no buffer is free, the pool adds private memory, into which this rank gathers alone. `released` counts
-    one more returned buffer and returns their number over all pools. `lent_after` maps a shared buffer's
-    address to the number of buffers that all ranks must have returned before it may be written.
+    a returned buffer and returns the count over all pools. `lent_after` maps a shared buffer's address to the
+    number of buffers that all ranks must have returned before it may be written.
     """
 
     def __init__(self, arrays: Sequence[Array], released: Callable[[], int]) -> None:
