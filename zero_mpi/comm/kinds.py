@@ -81,8 +81,8 @@ def of_messages(asked: Reductions) -> int:
     """Return the bytes that a host rank needs for received data before it is added.
 
     An exact reduction in progress has up to two chunks of every contributor; rounds with fewer contributors
-    have separate chunks. A chunk has space for EXACT_CHUNK elements, even if slices are shorter. The library
-    writes its sums in place, unless they are added to the sums of earlier rounds.
+    have separate chunks. Only the memory pages that slices fill are counted. The library writes its sums in
+    place, unless they are added to the sums of earlier rounds.
     """
     if asked.replicated:
         return by_chain(asked, posted=asked.per_node - 1)
@@ -94,7 +94,7 @@ def of_messages(asked: Reductions) -> int:
 
 
 def chain_chunk(nodes: int) -> int:
-    """Return the elements of a chunk of a sum over `nodes` nodes; the last node waits for all others."""
+    """Return the chunk length of a sum over nodes, in elements; chunks are shorter for many nodes."""
     return max(LEAST_CHAIN_CHUNK, CHAIN_CHUNK * FULL_CHUNKS // max(FULL_CHUNKS, nodes))
 
 

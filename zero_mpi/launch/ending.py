@@ -76,7 +76,7 @@ def hold_launcher() -> None:
         is_complete = len(ranks) >= int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
         if not is_complete or Path(f"/proc/{pid}/comm").read_text().strip() not in LAUNCHERS:
             return
-        import subprocess  # slow import, so not before signal handlers are installed
+        import subprocess  # imported late, because signal handlers must be installed first
 
         os.kill(pid, signal.SIGSTOP)
         command, quiet = f"sleep {HOLD + LATER}; kill -CONT {pid}", subprocess.DEVNULL

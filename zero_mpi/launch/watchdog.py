@@ -11,7 +11,7 @@ two ranks have started different collectives with the same number, or a rank has
 that another rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job.
 Otherwise, after the limit, a rank without progress prints the report for all. A rank that was stopped, or
 whose host is lost, has not signed, so the report names it. The times in the states are corrected by the file
-system's clock, because the clocks of hosts differ. Each file's name contains its job.
+system's clock, because the clocks of hosts differ. A file's name has a digest of its job.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Steps are in `metrics.jsonl`; this file has all other events: starts, resumes, checkpoints, warnings and ends.
 Lines are only appended, even if a run resumes at an earlier step. Rank 0 writes all events except a failure,
-which the rank that ends the job writes. An error of the file is reported once and does not end a run.
+which the rank that ends the job writes. A write error is reported once and does not end a run.
 """
 
 import json

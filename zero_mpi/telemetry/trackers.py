@@ -39,7 +39,7 @@ class TrackedJob:
 
 
 class Tracker(Protocol):
-    """Receiver of the record of each step. An OSError ends the run, like an error of metrics.jsonl."""
+    """Receiver of the record of each step. An OSError ends the run, as for metrics.jsonl."""
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Send the record of one step."""
@@ -153,8 +153,8 @@ class TensorBoard:
 class Prometheus:
     """`--prometheus FOLDER`: writer of the newest record to a file for node_exporter's textfile collector.
 
-    A rename replaces the file, at most once per second, so a scrape never reads an incomplete file. File
-    name and label `run` contain the folder of the run.
+    A rename replaces the file, at most once per second, so a scrape never reads an incomplete file. The file
+    name and the label `run` contain the run folder.
     """
 
     def __init__(self, job: TrackedJob, wish: str) -> None:

@@ -118,7 +118,7 @@ class DeviceComm(ProgressingWrapper):
         return StreamHandle(self, inner, result, kind, label)
 
     def _ordered(self, tickets: Tickets, running: Running, result: Result) -> Running:
-        """Run `running` after all computation launched so far, and record the result's event at its end."""
+        """Run `running` after all computation launched so far; at the end, record the event of the result."""
         begin, turn = self.streams.begin(), tickets.take()
         try:
             if self.backend.in_order:

@@ -123,7 +123,7 @@ def passed(mark: Any) -> Callable[[], bool]:
 
 
 def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
-    """Return a function that returns whether requests are complete; its call may copy device memory."""
+    """Return a function that returns whether requests are complete; a call may copy device memory."""
 
     def are_complete() -> bool:
         adopt()

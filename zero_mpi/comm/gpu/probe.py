@@ -4,7 +4,7 @@ Some libraries claim support but crash on device memory, so only a real test is 
 test in a child process that is not part of this job.
 
 The child prints a line of JSON with the devices, then a line that says whether a message from device memory
-to device memory arrived. A library that cannot read such memory ends the process between the two lines. The
+to device memory arrived. A library that cannot read device memory ends the process between the two lines. The
 test allocates memory through the driver, so it needs no package, and passes it to mpi4py as CuPy does.
 """
 

@@ -41,7 +41,7 @@ FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library supports device memory, whatever
 KINDS = "mpi_memory_alloc_kinds"  # key of a communicator's info object since MPI 4.1
 SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # variables of HPE Cray and MVAPICH
 LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
-CUDA = 0  # MPICH's number for this kind of GPU
+CUDA = 0  # MPICH's number for CUDA GPUs
 COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
 
 
@@ -157,7 +157,7 @@ def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
 
 
 def memory_kinds(world: Any) -> Iterator[Answer]:
-    """Yield an answer from the kinds of memory that MPI lists as supported, if it has such a list."""
+    """Yield an answer from MPI's list of supported kinds of memory, if the library has that list."""
     info = world.Get_info()
     kinds = info.get(KINDS)
     info.Free()
@@ -166,7 +166,7 @@ def memory_kinds(world: Any) -> Iterator[Answer]:
 
 
 def loaded_libraries(maps: str) -> list[str]:
-    """Return the MPI libraries in a text like /proc/self/maps, because `CDLL(None)` lacks their symbols."""
+    """Return the paths of MPI libraries in a text like /proc/self/maps; `CDLL(None)` lacks their symbols."""
     found = (LIBRARY.search(line) for line in maps.splitlines())
     return list(dict.fromkeys(match[0] for match in found if match))
 

@@ -73,7 +73,7 @@ class NodesComm(ProgressingWrapper):
         self._released = 0  # number of shared buffers that this rank has returned
 
     def _gather_buffers(self, gathers: Sequence[int]) -> list[Partition]:
-        """Return partitions of the buffers for gathered units; each rank is the first to write its part."""
+        """Return partitions of the buffers for gathered units: each rank allocates the pages of its part."""
         return [Partition(length, self.topology.ranks_per_node, 1024) for length in gathers]
 
     def shard_group(self) -> Comm:
