@@ -231,7 +231,7 @@ def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
 
 
 def wait_until(ready: Callable[[], bool], crowded: bool) -> None:
-    """Return when `ready()` is true; another rank will soon make it true.
+    """Wait until `ready()` is true; another rank will soon make it so.
 
     If ranks share a core (`crowded`), a waiting rank delays the other rank, so it sleeps at once. Yielding is
     not enough, because the scheduler may give the core to the same rank. Otherwise a wait usually takes

@@ -18,7 +18,7 @@ PAGE = 4096  # bytes of a memory page
 SUM = 4  # bytes of an element of a sum: float32, also for gradients of another type
 
 # Exact sums by messages (`comm.mpi`).
-EXACT_CHUNK = 1 << 18  # elements of a slice per round: 1 MiB, which fits in cache with 8 ranks
+EXACT_CHUNK = 1 << 18  # elements of a slice per round: 1 MiB, so that chunks of 8 ranks fit in cache
 EXACT_DEPTH = 2  # chunks in flight
 
 # Counters of a rank in shared memory (`comm.shared`): each has its own cache line; words have 8 bytes.

@@ -2,8 +2,8 @@
 
 Free space is checked before MPI starts (`check_space`). MPICH crashes without a message if /dev/shm is too
 small for the segment that all ranks of a node share; containers have 64 MiB by default. UCX uses most of that
-segment for messages that MPICH can send without UCX, so if space is short, UCX is configured to use none. All
-ranks of a node get the same result, because MPI makes the segment after all ranks have checked.
+segment for messages that MPICH can send without UCX, so if space is short, UCX is configured not to use it.
+All ranks of a node get the same result, because MPI makes the segment after all ranks have checked.
 
 A segment is a file, and it keeps its memory when a job is killed. So a rank removes the file's name as soon
 as all ranks have mapped it (`unname`), and a run first removes stale segments (`sweep`), which no process has

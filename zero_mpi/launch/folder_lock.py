@@ -286,7 +286,7 @@ class RunLock:
 
     def why_lost(self) -> str:
         """Check the folder now; return the reason if the job has lost it, else an empty text."""
-        for pause in (POLL, 0.0):  # because a network file system may be wrong for a moment
+        for pause in (POLL, 0.0):  # checks twice, as a network file system may be wrong for a moment
             try:
                 if os.path.samestat(os.stat(self._path.parent), self._folder):
                     return self.lost

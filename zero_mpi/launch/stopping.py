@@ -165,7 +165,7 @@ class StopSignals:
         return (self.caught if self.phase == PREPARING else ""), self.again
 
     def agreed(self, words: Sequence[Word]) -> None:
-        """Raise Stopped if the `word` of a rank names a signal. All ranks call this with the words of all."""
+        """Raise Stopped if a rank's `word` names a signal. All ranks call it with the words of all ranks."""
         name = next((name for name, _ in words if name), "")
         if name:
             self.phase, self.caught = OVER, self.caught or name

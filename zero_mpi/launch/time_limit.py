@@ -97,7 +97,7 @@ class TimeLimit:
         self._own_end = math.inf if max_time is None else time.monotonic() - process_age() + max_time
         self._job, self._job_end = job, math.inf
         if job is not None:
-            if job.at_start is not None and job.at_start > 0:  # if the end has passed, it was extended
+            if job.at_start is not None and job.at_start > 0:  # if the end has passed, the limit was extended
                 self._job_end = time.monotonic() + job.at_start
             args = job, interval
             threading.Thread(target=self._keep_asking, args=args, name="zero_mpi batch", daemon=True).start()

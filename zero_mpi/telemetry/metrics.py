@@ -24,7 +24,7 @@ from zero_mpi.telemetry.trackers import Tracker
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes at the end of a file that contain the last records, even of thousands of ranks
-MARK = b'"step"'  # every record contains it, so lines without it are skipped unparsed
+MARK = b'"step"'  # every record contains it, so lines without it are not parsed
 
 
 class Records:

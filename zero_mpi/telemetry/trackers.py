@@ -1,8 +1,8 @@
 """Trackers, which send the numbers of a run's records to other programs.
 
 A tracker gets the record of each step and sends every number in it (`numbers`). `TABLE` maps settings to
-trackers; `wish` is the setting's value. `check` raises UsageError if the tracker cannot work here. At W&B and
-MLflow each job is a separate run, because they cannot discard the steps that a resume repeats.
+trackers; `wish` is the setting's value. `check` raises UsageError if the tracker cannot work here. In W&B and
+MLflow each job is a separate run, because they cannot discard steps that a resumed job repeats.
 """
 
 import hashlib
@@ -171,7 +171,7 @@ class Prometheus:
         return import_optional("--prometheus", "prometheus", "prometheus_client")
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Write a record, at most once per second; numbers that it lacks keep their last values."""
+        """Write a record, at most once per second; numbers that the record lacks keep their last values."""
         self._record |= record
         if time.monotonic() - self._written >= EVERY_SECONDS:
             self._write(running=1)

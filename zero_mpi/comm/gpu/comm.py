@@ -88,7 +88,7 @@ class DeviceAdoptingWrapper(CommWrapper):
 
 
 class DeviceComm(ProgressingWrapper):
-    """Transport of the ranks of `inner`, a host transport, that sends device memory by `backend`."""
+    """Transport of the ranks of `inner`, a host transport, that sends device memory through `backend`."""
 
     def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str) -> None:
         node = node_communicator(MPI.COMM_WORLD)

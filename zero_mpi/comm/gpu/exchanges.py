@@ -2,7 +2,7 @@
 
 `comm` describes the chunks to send, and their targets, as `Exchange`s. A backend decides how to send them:
 directly from device memory, through pinned memory, or by NCCL. A backend runs each exchange as a separate
-generator. `overlapped` runs these generators concurrently: while one copies, another is in the MPI library.
+generator. `overlapped` runs these generators concurrently: while one copies, another sends by MPI.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transport for several nodes: each node stores gathered data once, and sums pass from node to node.
 
 *Gathers.* Each rank's slice is private. To gather a unit, the ranks of a lane exchange their slices into a
-buffer that each node shares, so that a node receives every slice once. When all ranks of a node have done
+buffer in each node's memory, so that a node receives every slice once. When all ranks of a node have done
 that for their lanes, the buffer is complete. A buffer can be used again when all ranks of the node have
 released it. All ranks take and return buffers in the same order, so counting the returned buffers is enough.
 

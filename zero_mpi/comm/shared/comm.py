@@ -6,8 +6,8 @@ reached the reader's (`wait_written`). Before slices are written again, all rank
 them (`barrier_readers`).
 
 *Reductions.* A rank announces the address of its complete gradient. When all ranks have done so, each owner
-adds its slice in rank order and announces the sum. A reduction is complete when all owners have added. Then
-the buffers may be used again, and the sums may be read. The additions are those of the exact reduction
+adds its slice in rank order and announces the sum. A reduction is complete when all owners have done that.
+Then the buffers may be used again, and the sums may be read. The additions are those of the exact reduction
 over MPI, so sums are bit-identical. No rank works for another rank, and there is no thread: a rank adds when
 the runtime tests between layers, or when it waits.
 

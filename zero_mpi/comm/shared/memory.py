@@ -131,7 +131,7 @@ def space_problem(nbytes: int) -> str:
 def populate(memory: Array, own: Iterable[Range]) -> str:
     """Allocate the pages of the ranges; return why that failed, or an empty text.
 
-    Unlike a write, madvise returns an error if there is no page. Older kernels do not support it; then only
+    Unlike a write, madvise returns an error if no page is free. Older kernels do not support this; then only
     the earlier check of free space protects the process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
