@@ -92,7 +92,7 @@ def exchange(
 ) -> tuple[T, list[Any]]:
     """Return this rank's result of action(), and word(result) of every rank; raise the first `caught` error.
 
-    A rank whose action fails raises its own error; the other ranks' errors name that rank. Collective.
+    The error names the failed rank, except on a rank whose own error has the same text. Collective.
     """
     result: Any = None
     problem: Exception | None = None
@@ -118,7 +118,7 @@ def odd_fact(all_facts: Sequence[Mapping[str, str]]) -> tuple[str, list[str], in
 def odd_one(values: Sequence[str]) -> tuple[int, str] | None:
     """Return the first rank whose value differs from most ranks', and the usual value; None if all are equal.
 
-    Of several values that are most frequent, the one of the lowest rank is the usual value.
+    The usual value is the most frequent one; if several are, the one that the lowest rank has.
     """
     usual = Counter(values).most_common(1)[0][0]
     return next(((rank, usual) for rank, value in enumerate(values) if value != usual), None)

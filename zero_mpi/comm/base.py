@@ -25,7 +25,7 @@ from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 
-SPINS = 200  # yields of the core before the first sleep, about a tenth of a millisecond
+SPINS = 200  # number of times that a wait yields its core before it sleeps, about 0.1 ms
 SHORTEST, LONGEST = 2e-5, 2e-4  # seconds of the first and of the longest sleep
 
 
@@ -103,14 +103,13 @@ class Comm(ABC):
 
     @cached_property
     def meter(self) -> Meter:
-        """Meter of this rank's communication since the transport was made."""
         return Meter()
 
     # ----------------------------------------------------------- arrays and small objects of all ranks
 
     @abstractmethod
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        """Fill `full` on all ranks from every rank's `shard`, or if None, from its slice of `full`."""
+        """Fill `full` on all ranks from every rank's `shard`; if None, from the rank's slice of `full`."""
 
     def reduce_scatter(
         self,
@@ -217,7 +216,7 @@ class Comm(ABC):
         """Announce that this rank has finished writing its slices of shared arrays."""
 
     def wait_written(self) -> None:
-        """Return when every rank has signalled as often as this rank. Shared arrays may then be read."""
+        """Return when all ranks have called `signal_written` as often as this rank; arrays may be read."""
 
     def barrier_readers(self) -> None:
         """Return when all ranks that share arrays call this. Slices may then be written. Collective."""
@@ -232,10 +231,10 @@ def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
 
 
 def wait_until(ready: Callable[[], bool], crowded: bool) -> None:
-    """Return when `ready()` is true; another rank will soon make it true.
+    """Wait until `ready()` is true; another rank will soon make it so.
 
-    If ranks share a core (`crowded`), a waiting rank delays the other rank, so it sleeps at once. Yielding
-    the core is not enough, because the scheduler may give it back. Otherwise a wait usually takes
+    If ranks share a core (`crowded`), a waiting rank delays the other rank, so it sleeps at once. Yielding is
+    not enough, because the scheduler may give the core to the same rank. Otherwise a wait usually takes
     microseconds, and only a long wait sleeps, so that other threads can run.
     """
     spins, pause = 0 if crowded else SPINS, SHORTEST

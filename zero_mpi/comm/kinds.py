@@ -18,7 +18,7 @@ PAGE = 4096  # bytes of a memory page
 SUM = 4  # bytes of an element of a sum: float32, also for gradients of another type
 
 # Exact sums by messages (`comm.mpi`).
-EXACT_CHUNK = 1 << 18  # elements of a slice per round: 1 MiB, which fits in cache with 8 ranks
+EXACT_CHUNK = 1 << 18  # elements of a slice per round: 1 MiB, so that chunks of 8 ranks fit in cache
 EXACT_DEPTH = 2  # chunks in flight
 
 # Counters of a rank in shared memory (`comm.shared`): each has its own cache line; words have 8 bytes.
@@ -38,11 +38,11 @@ TRANSFERS = 4  # maximum number of transfers in progress: gathers of prefetched 
 AWARE_CHUNK = 1 << 20  # elements of a slice per round: enough for a fast link, with small buffers
 AWARE_DEPTH = 2  # rounds in progress
 NCCL_CHUNK = 1 << 20  # elements of a slice per round of an exact reduction
-NCCL_DEPTH = 1  # one stream orders everything, so buffers can be reused at once
+NCCL_DEPTH = 1  # rounds in progress: one stream orders all work, so each round can reuse the buffers
 STAGE_BYTES = 8 << 20  # bytes of a stage (pinned memory) per direction, divided among the other ranks
 LEAST_STAGE = 64 << 10  # minimum bytes of a staged chunk; it applies if there are many ranks
 STAGED_DEPTH = 3  # stages of a transfer: one on its way to the host, one in MPI, one on its way back
-STAGED_ALIGNED = 1024  # longer chunks are multiples of this number of elements
+STAGED_ALIGNED = 1024  # elements: a longer chunk is a multiple of this number
 
 
 # ----------------------------------------------------------------------------------------------- memory
@@ -81,8 +81,8 @@ def of_messages(asked: Reductions) -> int:
     """Return the bytes that a host rank needs for received data before it is added.
 
     An exact reduction in progress has up to two chunks of every contributor; rounds with fewer contributors
-    have separate chunks. A chunk has space for EXACT_CHUNK elements, even if slices are shorter. The library
-    writes its sums in place, unless they are added to the sums of earlier rounds.
+    have separate chunks. Only the memory pages that slices fill are counted. The library writes its sums in
+    place, unless they are added to the sums of earlier rounds.
     """
     if asked.replicated:
         return by_chain(asked, posted=asked.per_node - 1)
@@ -94,7 +94,7 @@ def of_messages(asked: Reductions) -> int:
 
 
 def chain_chunk(nodes: int) -> int:
-    """Return the elements of a chunk of a sum over `nodes` nodes; the last node waits for all others."""
+    """Return the chunk length of a sum over nodes, in elements; chunks are shorter for many nodes."""
     return max(LEAST_CHAIN_CHUNK, CHAIN_CHUNK * FULL_CHUNKS // max(FULL_CHUNKS, nodes))
 
 
@@ -121,7 +121,7 @@ def on_gpus(depth: int, place: int, asked: Reductions) -> int:
 
 
 def staged_chunk(others: int) -> int:
-    """Return the bytes of pinned memory for a chunk of each of `others` other ranks."""
+    """Return the bytes of pinned memory for one rank's chunk in a stage that `others` ranks share."""
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 

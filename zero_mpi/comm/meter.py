@@ -17,7 +17,7 @@ _known: list[weakref.ref[Meter]] = []
 
 
 class Meter:
-    """Counters since the start of a transport. The difference of two readings is the cost of a step.
+    """Counters since the start of a transport. A step's cost is the difference of two readings.
 
     wait_seconds   seconds in waits for transfers and other ranks, including work that completes a transfer
                    (adding chunks of a reduction), but not transfers that proceed while layers compute

@@ -1,7 +1,7 @@
-"""MPI transport. The library gathers; exact reductions are a pairwise exchange and an ordered sum.
+"""MPI transport: gathers call the library; exact reductions exchange slices and add them in order.
 
-They are at least as fast as Reduce_scatter, because their receive buffers stay in cache. Parameters,
-gradients and control messages have separate communicators, so they cannot be mixed up.
+Exact reductions are at least as fast as Reduce_scatter, because their receive buffers stay in cache.
+Parameters, gradients and control messages have separate communicators, so they cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MPIComm(Comm):
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
-        """Return whether a progress thread helps: MPI allows it, and a core is free or hosts are several."""
+        """Return whether a progress thread helps: MPI allows it, and a core is free or ranks span hosts."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here, alone = node.Get_size(), node.Get_size() == self.size
         node.Free()

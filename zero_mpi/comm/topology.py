@@ -31,7 +31,6 @@ class Topology:
 
     @cached_property  # cached: a sum needs it for each chunk, and there may be thousands of nodes
     def node(self) -> int:
-        """Number of this rank's node."""
         return next(number for number, ranks in enumerate(self.members) if self.rank in ranks)
 
     @cached_property

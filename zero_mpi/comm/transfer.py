@@ -31,7 +31,7 @@ def has_come(needed: Needed) -> bool:
 
 @contextmanager
 def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
-    """Return a context with an object of `free` or a new object, which then returns to `free`."""
+    """Return a context that lends an object of `free`, or a new one, and then adds it to `free`."""
     try:  # another thread may run this at the same time
         lent = free.pop()
     except IndexError:
@@ -60,7 +60,7 @@ class Transfer(Handle):
         self._advance(lambda needed: True)  # start the first requests now, in program order
 
     def _advance(self, may_go_on: Callable[[Needed], bool]) -> bool:
-        """Run the generator to its next yield if it may go on; return whether it then has more steps.
+        """If the generator may go on, run it to its next yield; return True if it ran and has not ended.
 
         Any error, of MPI or of a device, is raised in the owner's wait, whichever thread advances it.
         """

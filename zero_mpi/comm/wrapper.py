@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
-    """Return a method that reports and forwards a collective; `about` returns what all ranks must share."""
+    """Return a method that reports and forwards a collective; `about`: arguments equal on all ranks."""
 
     def method(self: CommWrapper, *given: Any, **named: Any) -> Any:
         self.on_collective(name, "", *about(*given, **named))
@@ -39,7 +39,7 @@ class CommWrapper(Comm):
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """Note a collective that is about to start. `about` must be equal on all ranks; for an array in it,
-        size and type must be equal. Arrays are not passed as text, since few implementations need it."""
+        size and type must be equal. Arrays are not passed as text, since few implementations need text."""
 
     def wrapped(self, inner: Handle) -> Handle:
         """Return the handle that the caller gets for a handle of the inner transport."""

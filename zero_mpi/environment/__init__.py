@@ -120,7 +120,6 @@ def launch_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether an MPI launcher started this process."""
     return any(name in environ for name in LAUNCHER)
 
 

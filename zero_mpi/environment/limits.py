@@ -64,7 +64,7 @@ def process_age(process: int | str = "self") -> float:
 
 
 def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
-    """Return the tightest (memory limit, memory left, CPU quota in cores) of our control groups."""
+    """Return the tightest (memory limit and memory left in bytes, quota in cores) of our control groups."""
     memory: list[tuple[int, int]] = []  # (bytes left, limit)
     cores: list[float] = []
     for folder in folders(groups, own):
@@ -81,7 +81,7 @@ def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, in
 def folders(groups: Path, own: Path) -> Iterator[Path]:
     """Yield the folders of our control groups, from the innermost to the root of each hierarchy.
 
-    In a container, the root of the mount may be its own group, while the file `own` has the host's path.
+    In a container, the mounted root may be the container's group, while the file `own` has the host's path.
     """
     try:
         text = own.read_text()

@@ -83,7 +83,6 @@ def check_pins() -> None:
 
 @cache
 def own_source() -> str:
-    """Return the digest of the running package's source."""
     return source_digest(Path(environment.__file__).parents[1])
 
 
@@ -97,7 +96,6 @@ def source_digest(folder: Path) -> str:
 
 
 def short_digest(value: Any) -> str:
-    """Return a short hash of a value's repr."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
@@ -130,5 +128,4 @@ def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> No
 
 
 def mpi_library(world: World) -> str:
-    """Return name and version of the MPI library."""
     return str(world.mpi.Get_library_version()).replace("\t", " ").partition("\n")[0]

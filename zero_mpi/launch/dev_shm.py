@@ -2,12 +2,12 @@
 
 Free space is checked before MPI starts (`check_space`). MPICH crashes without a message if /dev/shm is too
 small for the segment that all ranks of a node share; containers have 64 MiB by default. UCX uses most of that
-segment for messages that MPICH can send without UCX, so if space is short, UCX is configured to use none. All
-ranks of a node get the same result, because MPI makes the segment after all ranks have checked.
+segment for messages that MPICH can send without UCX, so if space is short, UCX is configured not to use it.
+All ranks of a node get the same result, because MPI makes the segment after all ranks have checked.
 
 A segment is a file, and it keeps its memory when a job is killed. So a rank removes the file's name as soon
 as all ranks have mapped it (`unname`), and a run first removes stale segments (`sweep`), which no process has
-open or mapped. To find out, it asks for a lease, which the kernel grants only if no other process has the
+open or mapped. To find these, it asks for a lease, which the kernel grants only if no other process has the
 file open. A file's name does not identify its job, and a list of processes lacks those of other containers.
 """
 
@@ -40,11 +40,11 @@ REMEDY = "enlarge it (containers: --shm-size=1g or --ipc=host), or start fewer r
 
 def check_space(environ: MutableMapping[str, str] = os.environ) -> None:
     """Raise UsageError if MPI has too little space to start; if space is short, set UCX to need less."""
-    # MPICH and its relatives set PMI_FD; Open MPI needs only 0.1 MB per rank
+    # MPICH and libraries based on it set PMI_FD; Open MPI needs only 0.1 MB per rank
     problem = find_problem(environ) if "PMI_FD" in environ else ""
     if problem and environment.local_ranks(environ) < int(environ.get("PMI_SIZE", "0")):
         # Ranks of other nodes wait in MPI_Init. If a rank exits before MPI_Init, MPICH's launcher leaves
-        # them waiting; if a rank dies of a signal, it ends all ranks.
+        # them waiting; if a rank dies of a signal, the launcher ends all.
         if environment.local_rank(environ):
             time.sleep(1.0)  # the first rank of the node prints the error
         else:

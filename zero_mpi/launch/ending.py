@@ -8,7 +8,7 @@ When Open MPI's mpirun is ended (Ctrl-C, SIGTERM, a closed terminal), its proces
 SIGTERM and SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank with
 state to save pauses that process (SIGSTOP) as soon as SIGTERM arrives (`hold_launcher`), and continues it
 after all have saved, or after a time limit; if the ranks are dead, a separate process continues it. If a rank
-of the node has ended, Open MPI sends SIGTERM for that reason, and ranks do not pause it. A paused launcher
+of the node has ended, SIGTERM comes for that reason, and ranks do not pause the process. A paused launcher
 forwards no output, so ranks write directly to its destination. Other launchers pass signals on and wait.
 """
 
@@ -76,7 +76,7 @@ def hold_launcher() -> None:
         is_complete = len(ranks) >= int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
         if not is_complete or Path(f"/proc/{pid}/comm").read_text().strip() not in LAUNCHERS:
             return
-        import subprocess  # slow import, so not before signal handlers are installed
+        import subprocess  # imported late, because signal handlers must be installed first
 
         os.kill(pid, signal.SIGSTOP)
         command, quiet = f"sleep {HOLD + LATER}; kill -CONT {pid}", subprocess.DEVNULL

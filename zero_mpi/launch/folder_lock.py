@@ -99,7 +99,6 @@ def find(path: Path, links: int = 1) -> int:
 
 
 def read(handle: int) -> bytes:
-    """Return the bytes of a record."""
     return os.pread(handle, SIZE, 0)
 
 
@@ -128,7 +127,7 @@ def is_held_here(path: Path) -> bool:
 
 
 def lock(handle: int) -> bool | None:
-    """Return True if this process gets the file's lock, False if another has it, None if there are no locks.
+    """Return True if this process gets the file's lock, False if another has it, None without lock support.
 
     Linux passes a flock on to NFS and Lustre. An fcntl lock would end when any handle of the file is closed.
     """
@@ -208,7 +207,7 @@ def take(path: Path, record: Record) -> int:
 def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | None:
     """Try once: return the handle if we got the lock, else (locked, content); None: the file is gone.
 
-    We get the lock if the system grants it and the holder was on this machine, so the holder is dead.
+    We get the lock if the system grants it and the holder was on this machine: then the holder is dead.
     """
     try:
         handle = find(path)
@@ -287,7 +286,7 @@ class RunLock:
 
     def why_lost(self) -> str:
         """Check the folder now; return the reason if the job has lost it, else an empty text."""
-        for pause in (POLL, 0.0):  # because a network file system may be wrong for a moment
+        for pause in (POLL, 0.0):  # checks twice, as a network file system may be wrong for a moment
             try:
                 if os.path.samestat(os.stat(self._path.parent), self._folder):
                     return self.lost
@@ -335,7 +334,7 @@ def make_and_take(out: Path) -> RunLock:
     job = find_job()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        next(out.iterdir(), None)  # raises an error if it cannot be read
+        next(out.iterdir(), None)  # raises an error if the folder cannot be read
         metrics.check(out)
         return RunLock.take(out, "" if job is None else job.name)
     except UsageError:

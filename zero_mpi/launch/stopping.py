@@ -6,8 +6,8 @@ step. A signal interrupts long local work without communication at once (`cut_sh
 signals, because no Python handler runs while the main thread is inside the MPI library. The thread reacts to
 a second Ctrl-C, and ends a run whose ranks reach no agreement during its preparation.
 
-The train program records signals from its first line on. A script that calls the function of a command calls
-`signals.listen()` first. On Ctrl-C `train` saves and `tokenize` ends so that it can be resumed. Any other
+The train program records signals from its first line on. A script that calls a command's function must first
+call `signals.listen()`. On Ctrl-C `train` saves and `tokenize` ends so that it can be resumed. Any other
 command prints a line and ends at once, with status 130. Importing the package changes no signal handler.
 """
 
@@ -47,9 +47,9 @@ Word = tuple[str, bool]
 
 
 def handle(number: int, handler: Handler) -> None:
-    """Install a handler of a signal, unless this process was started with the signal ignored.
+    """Install a handler of a signal, unless nohup or a shell has made this process ignore the signal.
 
-    nohup ignores SIGHUP, and a shell ignores SIGINT in the background; launchers pass signals on.
+    nohup does so for SIGHUP, and a shell for SIGINT in the background. Under a launcher SIGINT is handled.
     """
     ignored = signal.getsignal(number) is signal.SIG_IGN
     kept = number == signal.SIGHUP or (number == signal.SIGINT and not environment.under_launcher())
@@ -65,7 +65,6 @@ def handle_again() -> None:
 
 
 def say_interrupted() -> None:
-    """Print on rank 0 that the command was interrupted."""
     if environment.launch_rank() == 0:
         report("interrupted", is_error=True)
 
@@ -166,7 +165,7 @@ class StopSignals:
         return (self.caught if self.phase == PREPARING else ""), self.again
 
     def agreed(self, words: Sequence[Word]) -> None:
-        """Raise Stopped if the `word` of a rank names a signal. All ranks call this with all ranks' words."""
+        """Raise Stopped if a rank's `word` names a signal. All ranks call it with the words of all ranks."""
         name = next((name for name, _ in words if name), "")
         if name:
             self.phase, self.caught = OVER, self.caught or name

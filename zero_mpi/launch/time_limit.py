@@ -22,7 +22,7 @@ from zero_mpi.environment.limits import process_age
 
 INTERVAL = 240.0  # seconds between two queries
 PATIENCE = 30.0  # seconds for an answer
-NOTICE = 30.0  # seconds reserved before a job's end, for the job script and an inexact end
+NOTICE = 30.0  # seconds reserved before a job's end: the job script goes on, and the end is inexact
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
     """Return the batch job whose variables are in `environ`, if there are any."""
     if number := environ.get("SLURM_JOB_ID"):
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-        if array and task:  # a task may have the id of the full array
+        if array and task:  # one task has the same id as the full array
             number = f"{array}_{task}"
         end = clock_seconds(environ.get("SLURM_JOB_END_TIME", ""))
         left = None if end is None else end - time.time()
@@ -97,7 +97,7 @@ class TimeLimit:
         self._own_end = math.inf if max_time is None else time.monotonic() - process_age() + max_time
         self._job, self._job_end = job, math.inf
         if job is not None:
-            if job.at_start is not None and job.at_start > 0:  # a limit in the past was extended
+            if job.at_start is not None and job.at_start > 0:  # if the end has passed, the limit was extended
                 self._job_end = time.monotonic() + job.at_start
             args = job, interval
             threading.Thread(target=self._keep_asking, args=args, name="zero_mpi batch", daemon=True).start()

@@ -5,13 +5,13 @@ collectives. A thread watches these records. A second thread ends the job some s
 thread cannot; it uses no files, because file systems may hang too.
 
 Ranks without progress exchange their states through small files in a shared folder, because a rank inside the
-MPI library cannot answer messages. A rank that has waited for a while starts a roll call: it writes its state
-there (it signs). Other waiting ranks that see its file also sign, and the lowest of them reads all states. If
+MPI library cannot answer messages. A rank that has waited for a while starts a roll call: it signs, that is,
+writes its state. Other waiting ranks then also sign, and the lowest rank that signed compares all states. If
 two ranks have started different collectives with the same number, or a rank has ended before a collective
 that another rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job.
 Otherwise, after the limit, a rank without progress prints the report for all. A rank that was stopped, or
 whose host is lost, has not signed, so the report names it. The times in the states are corrected by the file
-system's clock, because the clocks of hosts differ. Each file's name contains its job.
+system's clock, because the clocks of hosts differ. A file's name has a digest of its job.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from zero_mpi.launch.ending import DRAIN, FAILED, end_surely, say
 
 STATUS = 86  # exit status of a job that was ended for lack of progress
 POLL = 0.5  # seconds between checks
-GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a report
+GRACE = 5.0  # seconds past the limit after which a rank ends the job without a report
 CALL, JOIN = 5.0, 0.5  # seconds of waiting after which a rank starts a roll call or joins another rank's
 MOST_PAUSE = 60.0  # maximum seconds between comparisons
 SUSPENDED = 2.0  # seconds (at most half the limit) by which a check is late if the process was stopped
@@ -160,7 +160,7 @@ def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
                 return Stuck(
                     f"the ranks start different collectives: number {number} (from 0) is "
                     f"{shown(started[rank])} on rank {rank} and {shown(usual)} on {alike}; all ranks must "
-                    "start the same in the same order"
+                    "start the same collectives in the same order"
                 )
     ended = [rank for rank, state in found.items() if state.ended is not None]
     for rank in sorted(ended, key=lambda rank: (not found[rank].ended, rank)):  # failed ranks first
@@ -248,7 +248,7 @@ class Watchdog:
         self._at_end: Callable[[int, str], None] = lambda *end: None
         self._kill = kill
         self._signed: float | None = None  # the value of `_changed` when this rank signed
-        self._pause, self._compares_at = POLL / 2, 0.0  # seconds to, and time of, the next comparison
+        self._pause, self._compares_at = POLL / 2, 0.0  # seconds between comparisons, time of the next
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)

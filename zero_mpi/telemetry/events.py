@@ -1,8 +1,8 @@
 """`OUT/events.jsonl`: the events of a run with their times, over all its jobs; one JSON object per line.
 
 Steps are in `metrics.jsonl`; this file has all other events: starts, resumes, checkpoints, warnings and ends.
-Lines are only appended, also if a run resumes from an earlier step. Rank 0 writes all events but a failure,
-which the rank that ends the job writes. An error of the file is reported once and does not end a run.
+Lines are only appended, even if a run resumes at an earlier step. Rank 0 writes all events except a failure,
+which the rank that ends the job writes. A write error is reported once and does not end a run.
 """
 
 import json
@@ -55,7 +55,6 @@ class Events(logging.Handler):
             self._append(event, more)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write an event for a logged warning, with the data of its log record."""
         self.note(WARNING, text=record.getMessage(), **getattr(record, "facts", {}))
 
     def end(self, event: str, reason: str = "") -> None:

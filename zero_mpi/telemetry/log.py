@@ -24,7 +24,6 @@ class Caution(str):
 
 
 def log_note(note: str) -> None:
-    """Log a note, as a warning if it is a `Caution`."""
     (warning if isinstance(note, Caution) else info)("%s", note)
 
 
@@ -85,6 +84,6 @@ def says(level: str) -> bool:
 
 
 def write_through(write: Callable[[str], object] | None) -> None:
-    """Send log lines to `write`, such as a progress bar's; if it is None, print them again."""
+    """Send log lines to `write`, such as a progress bar's method; if None, print them again."""
     for handler in installed():
         handler.write = write or handler.print

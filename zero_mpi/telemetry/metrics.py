@@ -1,8 +1,8 @@
 """Writer of the records of a run on rank 0: to `metrics.jsonl`, the progress bar and the trackers.
 
 The writer also writes the hash chain over records and checkpoints (`telemetry.proof`). Floats have full
-precision, so two exact runs have the same text. A record is written in full or not at all. After a failure no
-more records are written; `problem` has the reason, and all ranks then end.
+precision, so two exact runs write the same losses. A record is written in full or not at all. After a failure
+no more records are written; `problem` has the reason, and all ranks then end.
 """
 
 import json
@@ -24,7 +24,7 @@ from zero_mpi.telemetry.trackers import Tracker
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes at the end of a file that contain the last records, even of thousands of ranks
-MARK = b'"step"'  # every record contains it, so lines without it are skipped unparsed
+MARK = b'"step"'  # every record contains it, so lines without it are not parsed
 
 
 class Records:
@@ -148,7 +148,7 @@ def check(out: Path) -> None:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Remove the records after `step`, which a resumed run writes again, and lines that are no records."""
+    """Remove the records after `step`, which a resumed run writes again, and lines that are not records."""
     lines = read_lines(path, MARK, "a file of records") if os.path.lexists(path) else ()
     kept = (line for line in lines if 0 < record_of(line).get("step", 0) <= step)
     write_whole(path, "".join(line.decode().rstrip("\r\n") + "\n" for line in kept))

@@ -36,7 +36,7 @@ class Display:
             log.write_through(lambda text: tqdm.write(text, file=sys.stderr))
 
     def step(self, record: Mapping[str, Any], logged: bool) -> None:
-        """Show that a step is done. Without a bar, print a line if `logged`, and at least each minute."""
+        """Show that a step is done. Without a bar, print a line if `logged`, or 60 s after the last line."""
         self._memory = max(record.get("memory_bytes", [self._memory]))
         number = record["step"]
         if self._bar is not None:

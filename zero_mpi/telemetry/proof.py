@@ -48,7 +48,7 @@ class Broken(ValueError):
 
 
 class Line(NamedTuple):
-    """Line of a chain; SAVED lines have kind CHECKPOINT. head: head after it; end: its end in the file."""
+    """Line of a chain; SAVED lines have kind CHECKPOINT. head: head after the line; end: its end offset."""
 
     number: int
     step: int
@@ -170,7 +170,7 @@ class Proof:
         """Continue after the kept lines; add a RUN line unless the run simply resumes from its checkpoint."""
         run = json.loads(json.dumps(now.run))
         goes_on = kept.tip == (now.step, now.origin)
-        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # the job was killed before this line
+        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # a kill prevented this line
             self._append(now.step, SAVED, {ID: now.origin, "state": now.state})
             goes_on = True
         if kept.at != now.step or not goes_on:

@@ -78,7 +78,6 @@ class SpanRecorder:
             self._stay_bounded()
 
     def begin_micro_batch(self, number: int | None) -> None:
-        """Set the micro-batch of the next spans, or None."""
         self.micro_batch = number
         self._stay_bounded()
 
@@ -118,14 +117,12 @@ active: SpanRecorder | None = None
 
 
 def start(watch: Any) -> SpanRecorder:
-    """Start recording this rank's spans."""
     global active
     active = SpanRecorder(watch)
     return active
 
 
 def stop() -> None:
-    """Stop recording this rank's spans."""
     global active
     active = None
 

@@ -31,7 +31,7 @@ RENEWAL_WAIT = 2.0  # maximum seconds that the last write waits for a renewal, b
 
 
 class Status:
-    """Writer of a job's status on one rank. It never raises, as an error of the file must not end a run.
+    """Writer of a job's status on one rank. It never raises, as a write error must not end a run.
 
     Fields: state, reason (why it failed), step and steps, ranks; host and pid of rank 0; started and updated,
     in UTC; version of the package. `steps` and `slow`, the slow ranks, may be set later. If `lost()`
@@ -122,7 +122,7 @@ def overwrite(path: Path, text: bytes) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Return the content of a status.json; empty if the file is missing or is not such a file."""
+    """Return the content of a status.json; empty if the file is missing or invalid."""
     try:
         return as_object(read_file(path, MOST_BYTES))
     except FileError:

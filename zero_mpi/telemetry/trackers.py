@@ -1,8 +1,8 @@
 """Trackers, which send the numbers of a run's records to other programs.
 
 A tracker gets the record of each step and sends every number in it (`numbers`). `TABLE` maps settings to
-trackers; `wish` is the setting's value. `check` raises UsageError if the tracker cannot work here. At W&B and
-MLflow each job is a separate run, because they cannot discard the steps that a resume repeats.
+trackers; `wish` is the setting's value. `check` raises UsageError if the tracker cannot work here. In W&B and
+MLflow each job is a separate run, because they cannot discard steps that a resumed job repeats.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class TrackedJob:
 
 
 class Tracker(Protocol):
-    """Receiver of the record of each step. An OSError ends the run, like an error of metrics.jsonl."""
+    """Receiver of the record of each step. An OSError ends the run, as for metrics.jsonl."""
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Send the record of one step."""
@@ -109,7 +109,6 @@ class Guarded:
 
 
 def explained(error: Exception) -> str:
-    """Return the text of a library's exception as one line."""
     return one_line(f"{type(error).__name__}: {error}")
 
 
@@ -154,8 +153,8 @@ class TensorBoard:
 class Prometheus:
     """`--prometheus FOLDER`: writer of the newest record to a file for node_exporter's textfile collector.
 
-    A rename replaces the file, at most once per second, so a scrape never reads an incomplete file. File
-    name and label `run` contain the folder of the run.
+    A rename replaces the file, at most once per second, so a scrape never reads an incomplete file. The file
+    name and the label `run` contain the run folder.
     """
 
     def __init__(self, job: TrackedJob, wish: str) -> None:
@@ -172,7 +171,7 @@ class Prometheus:
         return import_optional("--prometheus", "prometheus", "prometheus_client")
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Write a record, at most once per second; numbers that it lacks keep their last values."""
+        """Write a record, at most once per second; numbers that the record lacks keep their last values."""
         self._record |= record
         if time.monotonic() - self._written >= EVERY_SECONDS:
             self._write(running=1)
@@ -247,7 +246,7 @@ class MLflow:
         self._sender = threading.Thread(target=self._send, name="zero_mpi mlflow", daemon=True)
         self._sender.start()
         said = [self._entities.Param(key, str(value)[:LONGEST]) for key, value in job.settings.items()]
-        self._client.log_batch(self._id, params=said)  # the library splits it into requests
+        self._client.log_batch(self._id, params=said)  # the library splits the batch into requests
 
     @staticmethod
     def check(wish: str) -> Any:
@@ -299,7 +298,7 @@ def check(config: object) -> None:
 
 
 def begin(config: object, job: TrackedJob) -> list[Tracker]:
-    """Start and return the trackers of a job. Raise JobError or OSError if one cannot start."""
+    """Start and return the trackers of a job. Raise JobError or OSError if a tracker cannot start."""
     found = list[Tracker]()
     for name, made in TABLE.items():
         if wish := getattr(config, name):

@@ -1,4 +1,4 @@
-"""Transports for arrays on a GPU: `comm` plans the exchanges and adds; a backend transfers the chunks.
+"""Transports for arrays on a GPU: `comm` plans exchanges of chunks and adds the chunks; a backend sends them.
 
 The `backends` are a CUDA-aware MPI (`--transport mpi`, which reads device memory), `staged` (through pinned
 host memory) and `nccl` (only on request). `select` chooses one: by default CUDA-aware MPI if the library

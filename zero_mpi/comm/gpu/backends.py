@@ -1,4 +1,4 @@
-"""The backends, which transfer exchanges of device memory between ranks.
+"""The backends, which send chunks of device memory between ranks.
 
 *CUDA-aware MPI* reads and writes device memory itself. Exact mode needs only point-to-point messages, which
 every such library supports; in some libraries, nonblocking reductions of device memory end the process. MPI
@@ -138,7 +138,7 @@ class PinnedBuffers:
 
 
 class StagedBackend(Backend):
-    """Backend that sends copies of the chunks in pinned host memory."""
+    """Backend that copies chunks to pinned host memory and sends them from there."""
 
     depth, kind = STAGED_DEPTH, STAGED
 
@@ -232,8 +232,8 @@ class NcclBackend(Backend):
             return self._nccl.NcclCommunicator(host.size, name, host.rank)
         except RuntimeError as error:
             raise UsageError(
-                f"--transport nccl: NCCL does not start ({error}); it needs one GPU per rank; see "
-                "NCCL_DEBUG=INFO, or use --transport auto"
+                f"--transport nccl: NCCL does not start ({error}); it needs one GPU per rank; set "
+                "NCCL_DEBUG=INFO for details, or use --transport auto"
             ) from error
 
     @property

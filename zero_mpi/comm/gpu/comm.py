@@ -34,7 +34,6 @@ ALIGNED = 1024  # slices begin at multiples of this many elements, so that the k
 
 
 def on_host(array: Any) -> bool:
-    """Return whether an array is in host memory."""
     return isinstance(array, np.ndarray)
 
 
@@ -89,7 +88,7 @@ class DeviceAdoptingWrapper(CommWrapper):
 
 
 class DeviceComm(ProgressingWrapper):
-    """Transport of the ranks of `inner`, a host transport, that sends device memory by `backend`."""
+    """Transport of the ranks of `inner`, a host transport, that sends device memory through `backend`."""
 
     def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str) -> None:
         node = node_communicator(MPI.COMM_WORLD)
@@ -119,7 +118,7 @@ class DeviceComm(ProgressingWrapper):
         return StreamHandle(self, inner, result, kind, label)
 
     def _ordered(self, tickets: Tickets, running: Running, result: Result) -> Running:
-        """Run `running` after all computation launched so far, and record the result's event at its end."""
+        """Run `running` after all computation launched so far; at the end, record the event of the result."""
         begin, turn = self.streams.begin(), tickets.take()
         try:
             if self.backend.in_order:
@@ -245,7 +244,7 @@ class DeviceComm(ProgressingWrapper):
         return self._start(running, len(sums) + len(gathers), Result(array), "allreduce", label)
 
     def _added(self) -> Running:
-        """Wait for launched sums unless the following work is ordered by the same stream."""
+        """Wait for launched sums, unless later work of the backend runs on the same stream, after them."""
         if not self.backend.in_order:
             yield passed(self.streams.mark())
 

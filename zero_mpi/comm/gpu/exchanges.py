@@ -2,7 +2,7 @@
 
 `comm` describes the chunks to send, and their targets, as `Exchange`s. A backend decides how to send them:
 directly from device memory, through pinned memory, or by NCCL. A backend runs each exchange as a separate
-generator. `overlapped` runs these generators concurrently: while one copies, another is in the MPI library.
+generator. `overlapped` runs these generators concurrently: while one copies, another sends by MPI.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class GpuStreams:
     A rank computes on one stream. Copies and sums of transfers use a side stream, `stream`, and the staged
     transport's copies to the host use a third stream, so that both copy engines work. A transfer begins when
     all earlier work of the computing stream is done (`begin`): work that produces the data to send, and work
-    that still reads memory to be overwritten. At its end the computing stream waits for the side stream
-    (`join`), on the GPU and not on the host, so the host can launch further work.
+    that still reads memory to be overwritten. At the end of a transfer the computing stream waits for the
+    side stream (`join`), on the GPU and not on the host, so the host can launch further work.
 
     MPI and CUDA have a current device per thread, and any thread may advance a transfer. So each thread first
     calls `adopt`. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
@@ -74,7 +74,7 @@ class GpuStreams:
     def empty(self, size: int, dtype: Any) -> Array:
         """Return a flat array in device memory, which the caller reuses for later transfers."""
         self.adopt()
-        with self.gpu.stream:  # earlier computation may still use its memory
+        with self.gpu.stream:  # earlier work of this stream may still use the memory
             array = self.gpu.empty(size, dtype)
         self.follow(self.begin())
         return array
@@ -97,7 +97,6 @@ class GpuStreams:
             self._runtime.memcpyAsync(*places, target.nbytes, kind, stream.ptr)
 
     def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
-        """Sum `parts` into `out` by the kernel of `device.ordered_sum`."""
         self.adopt()
         ordered_sum_on_gpu(out, parts, accumulate, self.stream)
 
@@ -120,12 +119,11 @@ def as_message(chunk: Array) -> list[Any]:
 
 
 def passed(mark: Any) -> Callable[[], bool]:
-    """Return a function that returns whether the device has passed a mark."""
     return lambda: bool(mark.done)
 
 
 def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
-    """Return a function that returns whether requests are complete; its call may copy device memory."""
+    """Return a function that returns whether requests are complete; a call may copy device memory."""
 
     def are_complete() -> bool:
         adopt()
@@ -182,7 +180,6 @@ class Tickets:
         self._next = 0
 
     def take(self) -> int:
-        """Return the number of a new transfer."""
         number, self._next = self._next, self._next + 1
         self._waiting.append(number)
         return number

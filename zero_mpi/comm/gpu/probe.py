@@ -4,7 +4,7 @@ Some libraries claim support but crash on device memory, so only a real test is 
 test in a child process that is not part of this job.
 
 The child prints a line of JSON with the devices, then a line that says whether a message from device memory
-to device memory arrived. A library that cannot read such memory ends the process between the two lines. The
+to device memory arrived. A library that cannot read device memory ends the process between the two lines. The
 test allocates memory through the driver, so it needs no package, and passes it to mpi4py as CuPy does.
 """
 
@@ -68,7 +68,6 @@ def ending(status: int, said: bytes) -> str:
 
 
 def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of this job's launcher."""
     return {name: value for name, value in environ.items() if not JOB.match(name)}
 
 
@@ -77,7 +76,7 @@ class DriverError(RuntimeError):
 
 
 class Driver:
-    """The calls of CUDA's driver that the test needs, by their names in its interface."""
+    """CUDA driver functions that the test calls, by their names in the driver's interface."""
 
     def __init__(self) -> None:
         try:
@@ -103,7 +102,6 @@ class Driver:
         return names
 
     def version(self) -> str:
-        """Return the newest CUDA version that the driver supports."""
         number = ctypes.c_int()
         self("cuDriverGetVersion", ctypes.byref(number))
         return f"{number.value // 1000}.{number.value % 1000 // 10}"

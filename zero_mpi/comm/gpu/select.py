@@ -3,8 +3,8 @@
 `auto` selects `mpi`, which passes device memory to the library, if that certainly works, and otherwise
 `staged`, through pinned host memory. `auto` never selects NCCL. The reason is returned with the transport.
 
-A library that does not support device memory crashes the process when it reads such a pointer. So the user,
-the library or a setting of the site must first state support. Some libraries claim support wrongly, so
+A library that does not support device memory crashes the process when it reads device memory. So the user,
+the library or a setting of the site must first claim support. Some libraries claim support wrongly, so
 `probe_says` then runs a test on one rank of each node. If a GPU admits only one process, `try_out` is the
 only test. All ranks get the same answer.
 """
@@ -39,9 +39,9 @@ POLL_SECONDS = 5e-4  # seconds between polls; a poll takes the GIL from the thre
 TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: large enough for libraries' protocol for large messages
 FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library supports device memory, whatever it reports; 0: it does not
 KINDS = "mpi_memory_alloc_kinds"  # key of a communicator's info object since MPI 4.1
-SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # of HPE Cray and MVAPICH
+SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # variables of HPE Cray and MVAPICH
 LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
-CUDA = 0  # MPICH's number for this kind of GPU
+CUDA = 0  # MPICH's number for CUDA GPUs
 COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
 
 
@@ -97,7 +97,7 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
 def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer]:
     """Return the transport if data arrive unchanged in a test between the ranks of the job. Collective.
 
-    The earlier test was of a single rank. A crash in this test ends the job, but wrong bytes do not.
+    The test in `probe_says` used a single rank. A crash in this test ends the job, but wrong bytes do not.
     """
     gpu, length = device.in_use(), TRIAL_ELEMENTS // comm.size
     partition = Partition(length * comm.size, comm.size)
@@ -145,7 +145,7 @@ def alone() -> bool:
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
-    """Return MPI's claim about device memory: from FORCED, else the first positive one, else the first."""
+    """Return MPI's claim about device memory: FORCED, else the first positive claim, else the first claim."""
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")
@@ -157,7 +157,7 @@ def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
 
 
 def memory_kinds(world: Any) -> Iterator[Answer]:
-    """Yield an answer by MPI's list of the kinds of memory that it supports, if it has such a list."""
+    """Yield an answer from MPI's list of supported kinds of memory, if the library has that list."""
     info = world.Get_info()
     kinds = info.get(KINDS)
     info.Free()
@@ -166,7 +166,7 @@ def memory_kinds(world: Any) -> Iterator[Answer]:
 
 
 def loaded_libraries(maps: str) -> list[str]:
-    """Return the MPI libraries in a text like /proc/self/maps, because `CDLL(None)` lacks their symbols."""
+    """Return the paths of MPI libraries in a text like /proc/self/maps; `CDLL(None)` lacks their symbols."""
     found = (LIBRARY.search(line) for line in maps.splitlines())
     return list(dict.fromkeys(match[0] for match in found if match))
 

@@ -1,7 +1,7 @@
 """Transport for several nodes: each node stores gathered data once, and sums pass from node to node.
 
 *Gathers.* Each rank's slice is private. To gather a unit, the ranks of a lane exchange their slices into a
-buffer that each node shares, so that a node receives every slice once. When all ranks of a node have done
+buffer in each node's memory, so that a node receives every slice once. When all ranks of a node have done
 that for their lanes, the buffer is complete. A buffer can be used again when all ranks of the node have
 released it. All ranks take and return buffers in the same order, so counting the returned buffers is enough.
 
@@ -73,7 +73,7 @@ class NodesComm(ProgressingWrapper):
         self._released = 0  # number of shared buffers that this rank has returned
 
     def _gather_buffers(self, gathers: Sequence[int]) -> list[Partition]:
-        """Return partitions of the buffers for gathered units; each rank is the first to write its part."""
+        """Return partitions of the buffers for gathered units: each rank allocates the pages of its part."""
         return [Partition(length, self.topology.ranks_per_node, 1024) for length in gathers]
 
     def shard_group(self) -> Comm:
@@ -90,7 +90,6 @@ class NodesComm(ProgressingWrapper):
         return ModuleMemory([None] * len(full), slots, pool)
 
     def _release(self) -> int:
-        """Count a returned buffer in a counter that other ranks see. Return the count."""
         self._released += 1
         self._memory.counters.raise_to(RELEASED, self._released)
         return self._released
@@ -151,8 +150,8 @@ class GatherPool(BufferPool):
     """Buffers that the ranks of a node share; all ranks take and return them in the same order.
 
     If no buffer is free, the pool adds private memory, into which this rank gathers alone. `released` counts
-    one more returned buffer and returns their number over all pools. `lent_after` maps a shared buffer's
-    address to the number of buffers that all ranks must have returned before it may be written.
+    a returned buffer and returns the count over all pools. `lent_after` maps a shared buffer's address to the
+    number of buffers that all ranks must have returned before it may be written.
     """
 
     def __init__(self, arrays: Sequence[Array], released: Callable[[], int]) -> None:

@@ -292,7 +292,6 @@ class GradientsInSharedMemory:
         self.counters, self.pool, self.givers, self.total = memory.counters, pool, givers, total
 
     def ready(self) -> bool:
-        """Return whether the gradients are complete."""
         return self.counters.all_reached(POSTED, self.total.number + 1)
 
     def post(self, span: slice, slot: int) -> list[Any]:

@@ -2,16 +2,16 @@
 
 *Full arrays.* An array in which ranks own slices exists once for all ranks. A gather waits until the owners
 have written: each rank counts its writes (`signal_written`), and a reader waits until all ranks' counts have
-reached its own (`wait_written`). Before slices are written again, all ranks must have finished reading them
-(`barrier_readers`).
+reached the reader's (`wait_written`). Before slices are written again, all ranks must have finished reading
+them (`barrier_readers`).
 
 *Reductions.* A rank announces the address of its complete gradient. When all ranks have done so, each owner
-adds its slice in rank order and announces the sum. A reduction is complete when all owners have added. Then
-the buffers may be used again, and the sums may be read. The additions are those of the exact reduction
+adds its slice in rank order and announces the sum. A reduction is complete when all owners have done that.
+Then the buffers may be used again, and the sums may be read. The additions are those of the exact reduction
 over MPI, so sums are bit-identical. No rank works for another rank, and there is no thread: a rank adds when
 the runtime tests between layers, or when it waits.
 
-All ranks start these operations in the same order, so each has a number. Other communication uses MPI.
+All ranks start these operations in the same order, so each operation has a number. Other messages use MPI.
 """
 
 from __future__ import annotations

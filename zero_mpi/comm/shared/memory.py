@@ -3,13 +3,13 @@
 *Windows.* An MPI shared window is created only if there is enough space. The libraries back a window with a
 file in /dev/shm that has the full length but no pages yet; if a page has no space, its first use, maybe hours
 later, kills the process by SIGBUS. So free space is checked first, and each rank allocates its own pages as
-soon as the window exists, which also puts them near its cores. A failure is raised on all ranks (Open MPI
-itself finds it on one rank, and the others wait). The file has no name once the window exists, so no file
+soon as the window exists, which also puts them near its cores. A failure is raised on all ranks (with Open
+MPI alone, one rank fails and the others wait). The file has no name once the window exists, so no file
 remains after a crash.
 
 *Counters.* A counter only grows, is written by one rank, and has its own cache line. A writer writes the data
-that the counter announces, then a fence, then the counter. A reader goes in the other order: counter, fence,
-data. A load or store of eight aligned bytes is one memory access, so no rank sees half of a number.
+that the counter announces, then a fence, then the counter. A reader uses the opposite order: counter,
+fence, data. A load or store of eight aligned bytes is one memory access, so no rank sees half of a number.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class Window:
 
     @property
     def in_use(self) -> bool:
-        """Return whether any array of this rank uses the window."""
         return self._root() is not None
 
     def fence(self) -> None:
@@ -132,7 +131,7 @@ def space_problem(nbytes: int) -> str:
 def populate(memory: Array, own: Iterable[Range]) -> str:
     """Allocate the pages of the ranges; return why that failed, or an empty text.
 
-    Unlike a write, madvise returns an error if there is no page. Older kernels do not support it; then only
+    Unlike a write, madvise returns an error if no page is free. Older kernels do not support this; then only
     the earlier check of free space protects the process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -322,7 +321,7 @@ class NodeMemory:
         return self.counters.all_reached(WRITTEN, self._writes)
 
     def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:
-        """Return the pool that contains an array and the byte offset in this rank's block, or None and 0."""
+        """Return the pool that contains an array, and its byte offset in this rank's block; or None and 0."""
         for pool in self._pools:
             offset = pool.offset(array)
             if offset is not None:
