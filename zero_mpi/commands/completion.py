@@ -66,7 +66,6 @@ def whole_parser(shtab: Any) -> argparse.ArgumentParser:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a command."""
     place = "zero_mpi.config.command_line" if name == "train" else module_of(name)
     result: argparse.ArgumentParser = importlib.import_module(place).make_parser()
     return result

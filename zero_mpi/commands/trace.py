@@ -243,7 +243,6 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print the table. Return the exit status."""
     write(table(read(Path(make_parser().parse_args(arguments).file))))
     return 0
 

@@ -67,7 +67,6 @@ LOW = ASSUMED_BF16, ASSUMED_GPU  # machines whose `flops` apply to low precision
 
 
 def billions(rate: float) -> str:
-    """Return a rate as text, in 10^9 per second."""
     return f"{rate / 1e9:.3g}"
 
 

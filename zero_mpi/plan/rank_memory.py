@@ -46,7 +46,6 @@ def called(title: str) -> Any:
 
 
 def titles(kind: Any) -> dict[str, str]:
-    """Return the titles of the fields of a class, by name."""
     return {each.name: each.metadata["title"] for each in fields(kind)}
 
 

@@ -46,7 +46,6 @@ class StepTime:
 
 
 def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
-    """Return the sum a + times * b."""
     return StepTime(*(x + times * y for x, y in zip(astuple(a), astuple(b), strict=True)))
 
 
@@ -151,7 +150,6 @@ def tokens_per_second(case: Case, time: StepTime) -> float:
 
 
 def slowest(case: Case, machine: Machine) -> Link:
-    """Return the slowest link that ranks use."""
     return machine.between if case.nodes > 1 else machine.node
 
 

@@ -118,6 +118,5 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Run the command."""
     portable.claim(portable.flag_of(sys.argv[1:]))
     run("doctor", command, sys.argv[1:])

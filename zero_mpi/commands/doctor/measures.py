@@ -262,12 +262,10 @@ def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
 
 
 def text_of(link: dict[str, float]) -> str:
-    """Return a link's latency and bandwidth as text."""
     beta = link["beta_seconds_per_byte"]
     return f"latency {seconds(link['alpha_seconds'])}, {size(1 / beta) + '/s' if beta else 'no limit'}"
 
 
 def network(link: dict[str, float]) -> Row:
-    """Return the row on the network between nodes."""
     fine = link["alpha_seconds"] < LATE and link["beta_seconds_per_byte"] * SLOW_LINK <= 1
     return assessed("network", f"{text_of(link)} per node", fine, NAME_IT)

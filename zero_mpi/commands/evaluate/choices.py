@@ -71,7 +71,6 @@ def lettered(question: str, answers: Sequence[str], right: int, front: str = "")
 
 
 def mmlu(v: Any) -> Question:
-    """Return the question in a line of MMLU, with its subject in front."""
     front = ABOUT + v["subject"].replace("_", " ") + ".\n\n" if "subject" in v else ""
     return lettered(v["question"].strip(), v["choices"], v["answer"], front)
 
@@ -89,7 +88,6 @@ def winogrande(v: Any) -> Question:
 
 
 def lambada(v: Any) -> Question:
-    """Return a question that asks for the last word of a text."""
     before, _, last = v["text"].rpartition(" ")
     return Question([before], [last], 0, LAST)
 

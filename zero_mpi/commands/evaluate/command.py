@@ -238,6 +238,5 @@ def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
 
 
 def main() -> None:
-    """Run the command."""
     obey_early(sys.argv[1:], lambda arguments: read_task(arguments).config)
     run("evaluate", command, sys.argv[1:])

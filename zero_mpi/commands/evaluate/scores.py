@@ -127,7 +127,6 @@ def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
 
 
 def subtracted(value: float | None, other: float | None) -> float | None:
-    """Return value - other, or None if either is missing."""
     return None if value is None or other is None else value - other
 
 
@@ -194,5 +193,4 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
 
 
 def number(value: float | None, places: int) -> str:
-    """Return a number with `places` decimal places, or "-" for None."""
     return "-" if value is None else f"{value:,.{places}f}"

@@ -331,5 +331,4 @@ def summary(export: Export) -> str:
 
 
 def main() -> None:
-    """Run the command."""
     run("export", command, alone=not environment.under_launcher())

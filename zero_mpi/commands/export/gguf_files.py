@@ -150,13 +150,11 @@ class Encoder:
 
 
 def check_finite(what: str, values: Floats) -> None:
-    """Raise FileError unless all values are finite. `what` names the values."""
     if not np.isfinite(values).all():
         raise FileError(f"{what}: expected finite numbers, found infinity or NaN")
 
 
 def too_large(what: str, values: Floats, kind: GGMLQuantizationType) -> FileError:
-    """Return an error for values that are too large for a type."""
     return FileError(f"{what}: {np.abs(values).max():g} is more than {kind.name} can hold: take bf16 or f32")
 
 

@@ -370,7 +370,6 @@ def write_tokenizer(source: WeightSource, folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a value to a file as JSON."""
     write_to_disk(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 

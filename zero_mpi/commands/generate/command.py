@@ -273,7 +273,6 @@ def check(options: argparse.Namespace) -> None:
 
 
 def write_bytes(data: bytes) -> None:
-    """Write bytes and flush them at once."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
@@ -314,7 +313,6 @@ def prompts(options: argparse.Namespace) -> Iterator[str]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Return the lines of a file without line endings."""
     with prefixed("--prompts"):
         text = read_file(path, expected="a file of prompts, one in each line")
     return [line.decode("utf-8", "surrogateescape").rstrip("\r") for line in text.split(b"\n")]

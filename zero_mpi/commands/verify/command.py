@@ -410,6 +410,5 @@ def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, in
 
 
 def main() -> None:
-    """Run the command."""
     obey_early(sys.argv[1:], lambda arguments: read_request(arguments).config)
     run("verify", command, sys.argv[1:])
