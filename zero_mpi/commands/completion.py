@@ -17,7 +17,7 @@ from zero_mpi.errors import import_optional
 from zero_mpi.launch.world import World, run
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars of flags that expect a file; a folder
+FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars of flags for a file; for a folder
 INSTALL = """\
 Install the script as:
 

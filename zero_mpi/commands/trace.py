@@ -39,7 +39,7 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data", spans.DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
-STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices, after the indices in CLAIMS, of steps and transfers
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices of steps and transfers, which follow CLAIMS
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(spans.STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 MEANING = (
@@ -52,7 +52,7 @@ LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
 MOST_LINE = 1 << 16  # maximum bytes in the line of an event
-DENSEST, ALWAYS = 50, 8 << 20  # a file may unpack to DENSEST times its bytes, or to ALWAYS bytes
+DENSEST, ALWAYS = 50, 8 << 20  # a file may unpack to ALWAYS bytes, or to DENSEST times its bytes if more
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -194,7 +194,7 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
 
 
 def account(share: Share, under_way: Sequence[int], lasted: float) -> None:
-    """Add a segment of time to the column of the first claim, and to exposed or hidden transfers."""
+    """Add a segment of time to the column of the first active claim, and to `hidden` if a transfer is."""
     column = next((name for (name, *_), count in zip(CLAIMS, under_way, strict=False) if count), OTHER)
     share.columns[column] += lasted
     if column != EXPOSED and under_way[FLIGHT]:

@@ -106,7 +106,7 @@ def thread_level(mpi: Any) -> Row:
 
 @dataclass(frozen=True)
 class Placement:
-    """Cores of a rank, its number of threads, whether the user set that number, and its CPU quota."""
+    """Cores of a rank, its number of threads, whether the user set it, and the rank's CPU quota."""
 
     cores: tuple[int, ...]
     threads: int
@@ -304,7 +304,7 @@ def try_window(where: Ranks) -> str:
 
 
 def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row]:
-    """Return two rows, from each host's free bytes (`found`) and its result of `try_window` (`problems`)."""
+    """Return rows on shared memory. `found`: free bytes by host; `problems`: results of `try_window`."""
     hosts = zip(found, map(len, where.nodes), where.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
     value = f"{size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"

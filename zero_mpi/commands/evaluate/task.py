@@ -187,7 +187,7 @@ class Opened:
 
     config: Config  # settings, with `context` set to the length of a window
     candidates: tuple[Evaluated, ...]  # the model, and the model of --against if given
-    tokenizer: Tokenizer | None  # for the text; for token files the first model's, None if unreadable
+    tokenizer: Tokenizer | None  # of the text; for token files, of the first model (None if unreadable)
     threads: int  # number of threads of this rank
 
 

@@ -42,7 +42,7 @@ EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 
 def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
-    """Return the tokens that end an answer, eos first, and a key for the token that only the template shows.
+    """Return the ids that end an answer, eos first, and a GGUF key for an id that only the template reveals.
 
     For an unknown tokenizer, both are empty.
     """
@@ -390,12 +390,12 @@ def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: P
 
 
 def layer_of(arch: str, weight: str) -> str:
-    """Return the path of the layer in the class of transformers that has the weight with this GGUF name."""
+    """Return the path, in the class of transformers, of the layer whose weight has this GGUF name."""
     return hf_names.from_gguf(arch, weight).removesuffix(".weight")
 
 
 def config_of(adapter: WeightSource, base: WeightSource, arch: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json. It lists full layer names, as blocks may differ."""
+    """Return the content of adapter_config.json. It lists full layer names because blocks may differ."""
     lora = lora_of(adapter)
     return {
         "peft_type": "LORA",

@@ -227,7 +227,7 @@ def print_answers(speaker: Speaker, template: ChatTemplate | None) -> None:
 
 
 def print_answer(speaker: Speaker, prompt: str, ids: Array, ready: Reply | None, number: int) -> Reply:
-    """Print one answer, computed unless it is `ready`. An empty line separates texts of answers."""
+    """Print an answer: `ready`, or computed here if that is None. An empty line separates texts."""
     if speaker.options.json:
         answer = ready or speaker.answer(ids, lambda piece: None)
         texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}

@@ -51,7 +51,7 @@ SWEEP = ("ranks_per_node", "most_ranks")
 
 
 class Question(NamedTuple):
-    """Cases to plan. `per_node` is a sweep's number of ranks per node; `text` is the bytes of all ids."""
+    """Cases to plan. `per_node` is a sweep's number of ranks per node; `text`: bytes of all token ids."""
 
     cases: tuple[Case, ...]
     machine: Machine
