@@ -2,7 +2,7 @@
 
 Each moment of a step counts for the first entry of `CLAIMS` that is in progress, so the columns of a rank add
 up to the step. Computing takes precedence over waiting: on a GPU the host may wait for a transfer while the
-device computes, and then the transfer is hidden. A transfer that no rank waits for is hidden too.
+device computes, and then the transfer is hidden. A transfer that the rank does not wait for is hidden too.
 """
 
 import gzip
@@ -43,7 +43,7 @@ STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices of steps and transfers, w
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(spans.STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 MEANING = (
-    "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
+    "exposed: waiting for transfers and other ranks; hidden: transfers while the rank does not wait;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
 MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a run stops recording at a quarter of this number
@@ -52,7 +52,7 @@ LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
 MOST_LINE = 1 << 16  # maximum bytes in the line of an event
-DENSEST, ALWAYS = 50, 8 << 20  # a file may unpack to ALWAYS bytes, or to DENSEST times its bytes if more
+DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: the larger of DENSEST times the file's, and ALWAYS
 
 
 # ---------------------------------------------------------------------------------------------- the file

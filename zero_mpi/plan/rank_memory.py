@@ -289,7 +289,7 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments", least)
-    # Assume that each node has as many ranks as the node with the most ranks.
+    # Assume equally many ranks per node or, if that is impossible, one node with all ranks.
     whole = len(nodes) if ranks % len(nodes) == 0 else 1
     case = make_case(replace(config, device="cpu"), model, ranks, whole)
     case = replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case

@@ -194,7 +194,7 @@ class Opened:
 def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
     """Return the inputs that this rank opens, and facts that must be equal on all ranks.
 
-    `number` is this rank's index on its node if the launcher gives none. Raises UsageError for bad inputs.
+    `number`: this rank's index on its node, unless the launcher gives it. Raises UsageError for bad inputs.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")

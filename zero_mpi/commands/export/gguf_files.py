@@ -113,7 +113,7 @@ class Encoder:
         return [(name, spec.shape, self.kinds[name]) for name, spec in self.source.tensors.items()]
 
     def pieces(self, name: str) -> list[tuple[int, int, int]]:
-        """Return the chunks of a tensor: first element, last element (exclusive), first byte in the file."""
+        """Return the chunks of a tensor: first element, end element, first byte in the tensor's data."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
         width, matrix = spec.shape[-1], spec.size // (spec.shape[0] if len(spec.shape) > 2 else 1)

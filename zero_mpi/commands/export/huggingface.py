@@ -238,7 +238,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
 
 
 def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
-    """Return the settings for attention windows: which layers have one, and its size; {} if none has one."""
+    """Return the settings for attention windows: the layers that have one, its size; {} for other classes."""
     if not kind.period:
         return {}
     window = keys.size("attention.sliding_window", 0) or None  # 0: every layer sees all positions

@@ -86,7 +86,7 @@ class Speaker:
 
 
 class LlamaCpp:
-    """Model in a GGUF file, computed by llama.cpp. Raises UsageError if the file or llama.cpp is missing."""
+    """Model in a GGUF file, computed by llama.cpp. Raises UsageError without a GGUF file or llama.cpp."""
 
     def __init__(self, path: str) -> None:
         if find_spec("xllamacpp") is None:

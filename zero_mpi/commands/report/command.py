@@ -35,7 +35,7 @@ Json = dict[str, Any]
 NAME = "report.html"
 FULL = 4  # up to FULL runs have LIMIT columns each; more runs share FULL * LIMIT columns
 LEAST = 250  # minimum number of columns of a run
-# Title of a panel, its curves (number in a record -> name), and the factor to the panel's unit.
+# Title of a panel, its curves (number in a record -> name), and the divisor to the panel's unit.
 PANELS = (
     ("Loss (nats per token)", {"loss": "training", "val_loss": "validation"}, 1.0),
     ("Losses of routers", {"balance_loss": "balance", "z_loss": "z"}, 1.0),
