@@ -294,7 +294,7 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
     case = make_case(replace(config, device="cpu"), model, ranks, whole)
     case = replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
     check_sums(case)
-    memory, text = plan_memory(case), text_bytes(config, model)  # computed once for maybe thousands of nodes
+    memory, text = plan_memory(case), text_bytes(config, model)  # computed once for all nodes
     for node in nodes:
         problem = node_problem(node, model, private(case, memory), text, memory.node_shared)
         if problem:

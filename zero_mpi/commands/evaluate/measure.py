@@ -229,7 +229,7 @@ def divergence(
 
 
 def compared(ours: Array, theirs: Array, targets: Array) -> Array:
-    """Return the three sums over a window's positions, from the logits (T, V) of a model and a reference."""
+    """Return the FIGURES sums over a window's positions, from logits (T, V) of a model and a reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
         here = slice(start, start + ROWS)

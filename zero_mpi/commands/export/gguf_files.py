@@ -125,7 +125,7 @@ class Encoder:
         ]
 
     def encoded(self, name: str, start: int, stop: int) -> memoryview:
-        """Return elements [start, stop) in their new type. If it is the source's type, no bit changes."""
+        """Return elements [start, stop) in their new type. A GGUF tensor that has this type is copied."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
         if isinstance(self.source, GGUFFile) and spec.type == kind:
