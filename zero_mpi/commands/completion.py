@@ -17,7 +17,7 @@ from zero_mpi.errors import import_optional
 from zero_mpi.launch.world import World, run
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars of flags that expect a file; a folder
+FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars of flags for a file; for a folder
 INSTALL = """\
 Install the script as:
 
@@ -66,7 +66,6 @@ def whole_parser(shtab: Any) -> argparse.ArgumentParser:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a command."""
     place = "zero_mpi.config.command_line" if name == "train" else module_of(name)
     result: argparse.ArgumentParser = importlib.import_module(place).make_parser()
     return result

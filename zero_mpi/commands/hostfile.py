@@ -88,14 +88,12 @@ def make_parser() -> Parser:
 
 
 def command(world: object, arguments: Sequence[str]) -> int:
-    """Print the hosts. Return the exit status."""
     options = make_parser().parse_args(arguments)
     write(map(LINES[options.launcher], hosts_in(options.file)))
     return 0
 
 
 def main() -> None:
-    """Run the command."""
     from zero_mpi.launch.world import run  # imports NumPy, which `supervise` must not load
 
     run("hostfile", command, alone=True)

@@ -35,7 +35,7 @@ def main() -> None:
         del sys.argv[1]
         start(name)
         return
-    from zero_mpi.cli.parser import nearest, version_lines  # slow: handle signals before this
+    from zero_mpi.cli.parser import nearest, version_lines  # slow import, which commands must not wait for
     from zero_mpi.files.foreign import show
 
     if environment.launch_rank() > 0:

@@ -2,7 +2,7 @@
 
 Each moment of a step counts for the first entry of `CLAIMS` that is in progress, so the columns of a rank add
 up to the step. Computing takes precedence over waiting: on a GPU the host may wait for a transfer while the
-device computes, and then the transfer is hidden. A transfer that no rank waits for is hidden too.
+device computes, and then the transfer is hidden. A transfer that the rank does not wait for is hidden too.
 """
 
 import gzip
@@ -39,11 +39,11 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data", spans.DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
-STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices, after the indices in CLAIMS, of steps and transfers
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # indices of steps and transfers, which follow CLAIMS
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(spans.STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 MEANING = (
-    "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
+    "exposed: waiting for transfers and other ranks; hidden: transfers while the rank does not wait;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
 MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a run stops recording at a quarter of this number
@@ -52,7 +52,7 @@ LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
 MOST_LINE = 1 << 16  # maximum bytes in the line of an event
-DENSEST, ALWAYS = 50, 8 << 20  # a file may unpack to DENSEST times its bytes, or to ALWAYS bytes
+DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: the larger of DENSEST times the file's, and ALWAYS
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -194,7 +194,7 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
 
 
 def account(share: Share, under_way: Sequence[int], lasted: float) -> None:
-    """Add a segment of time to the column of the first claim, and to exposed or hidden transfers."""
+    """Add a segment of time to the column of the first active claim, and to `hidden` if a transfer is."""
     column = next((name for (name, *_), count in zip(CLAIMS, under_way, strict=False) if count), OTHER)
     share.columns[column] += lasted
     if column != EXPOSED and under_way[FLIGHT]:
@@ -243,7 +243,6 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print the table. Return the exit status."""
     write(table(read(Path(make_parser().parse_args(arguments).file))))
     return 0
 

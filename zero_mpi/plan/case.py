@@ -135,7 +135,7 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """True if each node has all shards: by its strategy, or with replicated moments on NODES."""
+        """True if each node has all shards: by the strategy, or with replicated moments on NODES."""
         by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 
@@ -166,7 +166,7 @@ class Case:
 
     @property
     def measured(self) -> tuple[bool, ...]:
-        """One entry for each pass that only computes log-probabilities: True if it uses the adapters."""
+        """True or False for each pass that only computes log-probabilities: whether it uses the adapters."""
         if self.preference is None or not self.preference.has_reference:
             return ()
         unpaired = self.preference.is_unpaired  # an unpaired loss also scores answers to other prompts

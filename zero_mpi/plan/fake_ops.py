@@ -168,7 +168,7 @@ def elementwise(x: Array, reads: int) -> Array:
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
-    """Return dx of a norm. `others` has the statistics and gradients of its vectors, and an addend of dx."""
+    """Return dx of a norm. `others`: statistics, gradients of the norm's vectors, and an addend of dx."""
     gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
     dx = elementwise(x, reads=2 + any(array is not None for array in plus))
     x.memory.norm_sums(x, sum(gradient is not None for gradient in gradients))

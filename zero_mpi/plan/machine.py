@@ -67,7 +67,6 @@ LOW = ASSUMED_BF16, ASSUMED_GPU  # machines whose `flops` apply to low precision
 
 
 def billions(rate: float) -> str:
-    """Return a rate as text, in 10^9 per second."""
     return f"{rate / 1e9:.3g}"
 
 
@@ -95,7 +94,7 @@ def assumed(on_gpu: bool, precision: str) -> Machine:
 
 
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
-    """Return machine `base` with `numbers` replaced in it."""
+    """Return machine `base` with the values in `numbers`."""
     for name, value in numbers.items():
         field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
         changed: Any = replace(getattr(base, field), **{of_link: value}) if of_link else value

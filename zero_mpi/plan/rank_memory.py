@@ -1,7 +1,7 @@
 """Memory of the largest rank, by purpose. The runtime's own layout code computes all sizes.
 
-Rank 0 is the largest: it owns the longest slice of every unit. The bytes are on its device; host memory of a
-rank with a GPU is listed separately. In addition a process needs memory for its interpreter and libraries
+Rank 0 needs the most memory: it owns the longest slice of every unit. The bytes are on its device; the host
+memory of a rank with a GPU is listed separately. A process also needs memory for interpreter and libraries
 (some 100 MB; a CUDA context and the kernels of libraries), the tokens of the corpus, and the MPI library.
 """
 
@@ -46,7 +46,6 @@ def called(title: str) -> Any:
 
 
 def titles(kind: Any) -> dict[str, str]:
-    """Return the titles of the fields of a class, by name."""
     return {each.name: each.metadata["title"] for each in fields(kind)}
 
 
@@ -128,7 +127,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
     states = state_count(unit, case.qat) * (own if unit.whole else updated)
-    # The summed gradient shard is a separate buffer, gathered into the full array, except for an allreduce.
+    # With full gradients, a rank has a separate buffer for its summed shard, except for an allreduce.
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_full:
         summed = own
@@ -290,12 +289,12 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments", least)
-    # Assume that each node has as many ranks as the node with the most ranks.
+    # Assume equally many ranks per node or, if that is impossible, one node with all ranks.
     whole = len(nodes) if ranks % len(nodes) == 0 else 1
     case = make_case(replace(config, device="cpu"), model, ranks, whole)
     case = replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
     check_sums(case)
-    memory, text = plan_memory(case), text_bytes(config, model)  # computed once, since nodes may be thousands
+    memory, text = plan_memory(case), text_bytes(config, model)  # computed once for all nodes
     for node in nodes:
         problem = node_problem(node, model, private(case, memory), text, memory.node_shared)
         if problem:

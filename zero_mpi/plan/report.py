@@ -30,17 +30,14 @@ TIME: Rows = (
 
 
 def row(title: str, values: Iterable[str]) -> str:
-    """Return a line of a table."""
     return f"  {title:{TITLE}}" + "".join(f"{value:>{COLUMN}}" for value in values)
 
 
 def rows(plans: Sequence[Plan], titles: Rows) -> Iterator[str]:
-    """Yield the lines of a table, with a column for each plan."""
     return (row(title, map(text, plans)) for title, text in titles)
 
 
 def head(title: str, plans: Sequence[Plan]) -> str:
-    """Return the first line of a table."""
     return f"{title:{TITLE + 2}}" + "".join(f"{plan.case.strategy_name:>{COLUMN}}" for plan in plans)
 
 
@@ -111,7 +108,6 @@ def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield lines with the bytes of a step."""
     yield from (head("bytes sent per step", plans), *rows(plans, TRAFFIC))
 
 

@@ -101,7 +101,6 @@ class ScriptedComm(SimulatedComm):
         self.numbers = {unit.name: number for number, unit in enumerate(case.layout.units)}
 
     def shard_group(self) -> ScriptedComm:
-        """Return a transport of the ranks over which units are sharded."""
         return ScriptedComm(self.case, self.script, self.case.owners)
 
     def memory(

@@ -1,6 +1,6 @@
 """Time of a step: computing, transfers that cannot be hidden, and latency.
 
-The events of a simulated step are played against a clock. Computing advances the clock. A transfer begins
+The module replays the events of a simulated step on a clock. Computing advances the clock. A transfer begins
 when its link is free and completes some time later, while the rank computes; a wait moves the clock to that
 time. The waiting time is exposed communication. Inside one node a transfer is a copy by the ranks' own cores,
 so no transfer is hidden there, unless GPUs compute. All ranks are assumed to be as fast as rank 0.
@@ -46,7 +46,6 @@ class StepTime:
 
 
 def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
-    """Return the sum a + times * b."""
     return StepTime(*(x + times * y for x, y in zip(astuple(a), astuple(b), strict=True)))
 
 
@@ -101,7 +100,7 @@ class Player:
         self.now += late
 
     def sum_vector(self, kind: str) -> None:
-        """Play a sum of numbers over ranks: losses, log-probabilities, or squares of the gradient."""
+        """Replay a sum of numbers over ranks: losses, log-probabilities, or squares of the gradient."""
         case = self.case
         numbers = case.summed + (kind == script.TOTAL) * (case.rounds.micro_batches + FLAGS)
         if kind == script.NORM:
@@ -114,7 +113,7 @@ class Player:
         self.wait(self.now + seconds)
 
     def update(self, elements: int) -> None:
-        """Play AdamW, with rounding in low precision; offloaded states move to the GPU and back meanwhile."""
+        """Replay AdamW, with rounding in low precision, while offloaded states move to the GPU and back."""
         kinds, begun = self.case.precision, self.now
         self.compute(0.0, elements * (UPDATE_PASSES * BYTES + kinds.compute.itemsize * kinds.is_low))
         seconds = self.case.offloaded * BYTES * elements / self.machine.host_link
@@ -151,7 +150,6 @@ def tokens_per_second(case: Case, time: StepTime) -> float:
 
 
 def slowest(case: Case, machine: Machine) -> Link:
-    """Return the slowest link that ranks use."""
     return machine.between if case.nodes > 1 else machine.node
 
 
@@ -170,7 +168,7 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
 
 
 def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1) -> float:
-    """Return the seconds to pass parts around a ring until every member has all; short parts use a tree.
+    """Return the seconds to pass parts around a ring until each member has all parts; short ones use a tree.
 
     The longest part has `part` bytes. In a ring it crosses all links; in a tree a member gets at most `whole`
     bytes. Several `rings` divide the bytes over the same links, and their messages overlap.

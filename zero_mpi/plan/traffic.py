@@ -49,7 +49,7 @@ class Route:
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
-        """Return the elements sent in a reduction of `contributors` ranks; `first`: the step's first one."""
+        """Return the elements that each rank sends in a reduction; `first` means the step's first one."""
         own = self.owned(partition)
         on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
         gives = (self.rank < contributors) | self.all_give

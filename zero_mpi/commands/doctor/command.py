@@ -82,7 +82,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Run all checks. Return the exit status, the same on all ranks."""
     options = world.run_on_all(lambda: read_flags(arguments))
     if split_into(world.size) and not is_first():
-        return FAILED  # without MPI each process is a job, and only the first one prints this
+        return FAILED  # without MPI each process is a job; only the first process prints rows
     if options.json is not None:
         world.on_root(lambda: check_target("--json", options.json))
     watchdog = Watchdog(world.rank, options.timeout, world.kill)
@@ -118,6 +118,5 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Run the command."""
     portable.claim(portable.flag_of(sys.argv[1:]))
     run("doctor", command, sys.argv[1:])

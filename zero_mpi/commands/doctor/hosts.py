@@ -106,7 +106,7 @@ def thread_level(mpi: Any) -> Row:
 
 @dataclass(frozen=True)
 class Placement:
-    """Cores of a rank, its number of threads, whether the user set that number, and its CPU quota."""
+    """Cores of a rank, its number of threads, whether the user set it, and the rank's CPU quota."""
 
     cores: tuple[int, ...]
     threads: int
@@ -231,7 +231,7 @@ def limits(where: Ranks) -> list[Row]:
 
 
 def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
-    """Return the row on memory, and a few rows on limits that are too low for a job."""
+    """Return the row on memory, and a few rows on limits that may be too low for a job."""
     hosts = list(zip(found, map(len, where.nodes), strict=True))
     # Memory in bytes that each rank has if all ranks of its host use equal amounts.
     each = where.figures["memory_bytes_per_rank"] = min(host.memory // count for host, count in hosts)
@@ -249,7 +249,7 @@ def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
 
 
 def harm(host: Limits, name: str, count: int) -> Iterator[Row]:
-    """Yield a row for each limit of a host that is too low for a job of `count` ranks."""
+    """Yield a row for each limit of a host that may be too low for a job of `count` ranks."""
     for limit, least, letter, text in (
         (host.address_space, None, "v", "address space of {} on {}: shared memory needs more"),
         (host.data, None, "d", "private memory of {} for a rank on {}"),
@@ -304,7 +304,7 @@ def try_window(where: Ranks) -> str:
 
 
 def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row]:
-    """Return two rows, from each host's free bytes (`found`) and its result of `try_window` (`problems`)."""
+    """Return rows on shared memory. `found`: free bytes by host; `problems`: results of `try_window`."""
     hosts = zip(found, map(len, where.nodes), where.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
     value = f"{size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
@@ -339,7 +339,7 @@ def cuda(where: Ranks) -> list[Row]:
 
 
 def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER) -> Devices:
-    """Return this host's devices. Without a driver, return none and start no process."""
+    """Return this host's devices. Without a driver, return no device and start no process."""
     if not any(map(os.path.exists, driver)):
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")

@@ -39,7 +39,7 @@ PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, withou
 SMALL = 64  # bytes of the message that measures latency
 LARGE = 16 << 20, 1 << 20  # bytes of the message that measures bandwidth, without and with --quick
 FEWEST, MOST = 3, 60  # minimum and maximum number of repeats
-SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow below these bytes per second (1 Gbit/s) or above these seconds
+SLOW_LINK, LATE = 125e6, 1e-3  # slow links: less than these bytes/s (1 Gbit/s), or more seconds of latency
 NAME_IT = (
     "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
     "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
@@ -50,7 +50,7 @@ NAME_IT = (
 
 @dataclass
 class Trial:
-    """Results on rank 0. `problem` says why saving fails; `made` has the parent folders to remove."""
+    """Results of rank 0's test. `problem` says why saving fails; `made` has the parent folders to remove."""
 
     system: FileSystem = UNKNOWN
     free: int = 0
@@ -62,7 +62,7 @@ class Trial:
 
 
 def run_folder(where: Ranks) -> list[Row]:
-    """Test the run folder on all hosts and return its rows. Collective."""
+    """Test the run folder on all hosts and return rows on it. Collective."""
     out = Path(where.options.out)
     found: Trial = where.world.comm.broadcast_object(try_folder(out) if where.world.rank == 0 else None)
     seen = where.of_nodes(lambda: bool(found.problem) or sees(found.folder))
@@ -127,9 +127,9 @@ def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
         return
     models, free = found.free / BYTES_A_PARAMETER / 1e6, size(found.free)
     value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
-    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 are kept"
+    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and a run keeps 3 (--keep)"
     if not found.system.lasting:
-        remedy = "this folder is in the host's memory and ends with it: use a folder on disk, --out DIR"
+        remedy = "this folder is in the host's memory and lost at a restart: use a folder on disk, --out DIR"
     yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)
     rate = found.written / max(found.synced, 1e-9)
     value = f"{size(found.written)} written to disk in {seconds(found.synced)}, {size(rate)}/s"
@@ -212,7 +212,7 @@ def low_precision(where: Ranks) -> Iterator[Row]:
 
 
 def across(where: Ranks) -> tuple[list[int], int]:
-    """Return this rank's ring, a rank of each node ([] if a node has too few), and the number of rings."""
+    """Return this rank's ring (a rank per node; [] if a node has too few ranks) and the number of rings."""
     sharing = min(map(len, where.nodes))
     return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 
@@ -262,12 +262,10 @@ def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
 
 
 def text_of(link: dict[str, float]) -> str:
-    """Return a link's latency and bandwidth as text."""
     beta = link["beta_seconds_per_byte"]
     return f"latency {seconds(link['alpha_seconds'])}, {size(1 / beta) + '/s' if beta else 'no limit'}"
 
 
 def network(link: dict[str, float]) -> Row:
-    """Return the row on the network between nodes."""
     fine = link["alpha_seconds"] < LATE and link["beta_seconds_per_byte"] * SLOW_LINK <= 1
     return assessed("network", f"{text_of(link)} per node", fine, NAME_IT)

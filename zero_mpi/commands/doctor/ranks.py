@@ -33,7 +33,6 @@ class Row:
 
 
 def assessed(what: str, value: str, fine: bool, remedy: str, fault: str = NOTE) -> Row:
-    """Return a row: with the verdict ok if `fine`, else with the verdict `fault` and the remedy."""
     return Row(what, value) if fine else Row(what, value, fault, remedy)
 
 

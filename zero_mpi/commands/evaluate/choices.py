@@ -33,7 +33,7 @@ BY_NAME = "lambada"  # a file with this in its name has texts whose last word is
 
 
 class Question(NamedTuple):
-    """Question: contexts (one for all answers or one each), answers, and the index of the right answer.
+    """Question: contexts (one for all answers or one per answer), answers, and the index of the right answer.
 
     `front` comes before the context, and also before any solved questions.
     """
@@ -71,7 +71,6 @@ def lettered(question: str, answers: Sequence[str], right: int, front: str = "")
 
 
 def mmlu(v: Any) -> Question:
-    """Return the question in a line of MMLU, with its subject in front."""
     front = ABOUT + v["subject"].replace("_", " ") + ".\n\n" if "subject" in v else ""
     return lettered(v["question"].strip(), v["choices"], v["answer"], front)
 
@@ -83,18 +82,17 @@ def boolq(v: Any) -> Question:
 
 
 def winogrande(v: Any) -> Question:
-    """Return a question in which two beginnings compete for one end of a sentence."""
+    """Return a question with two beginnings of a sentence; both have its end as the answer."""
     before, after = v["sentence"].split("_", 1)
     return Question([before + v["option1"], before + v["option2"]], [after.strip()] * 2, int(v["answer"]) - 1)
 
 
 def lambada(v: Any) -> Question:
-    """Return a question that asks for the last word of a text."""
     before, _, last = v["text"].rpartition(" ")
     return Question([before], [last], 0, LAST)
 
 
-FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function; first match
+FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function; the first match is used
     "ctx endings label": hellaswag,
     "question_stem choices answerKey": lambda v: labelled(v["question_stem"], v),
     "question question_concept choices answerKey": lambda v: lettered(
@@ -175,14 +173,14 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
 
 
 Ids = NDArray[np.int64]
-MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # maximum number of answers of a question; of characters
+MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # maximum number of answers; of characters, contexts included
 QUESTION = ("question", "context")  # names of the field that comes before an answer
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
 
 @dataclass
 class EncodedChoices:
-    """Questions encoded as tokens, in sequences."""
+    """Questions encoded as sequences of tokens."""
 
     # One array of ids for each answer of each question, or for each window of a text.
     sequences: list[Ids] = field(default_factory=list)
@@ -245,9 +243,9 @@ def encode_choices(
     shots: int = 0,
     delimiter: str = " ",
 ) -> EncodedChoices:
-    """Return the questions in a file as tokens, with control tokens parsed. Long questions are cut in front.
+    """Return the questions in a file as tokens, with control tokens parsed. Long questions lose their start.
 
-    `bos` comes before each question. CORE's questions, and those whose first token is scored, get BOS or EOS.
+    `bos` comes before each question. Questions of CORE, or with a scored first token, begin with BOS or EOS.
     Raises FileError if an answer is longer than `context` positions or has no token.
     """
     read = with_shots(read_choices(path, delimiter), shots)

@@ -115,7 +115,7 @@ def cut_up(part: Part, context: int, stride: int | None) -> Cut:
 
 
 def about(cut: Cut, windows: measuring.WindowSet, corpus: Corpus, opened: Opened) -> dict[str, Any]:
-    """Return all facts about the text except its number of tokens."""
+    """Return all facts about the text except its number of counted tokens."""
     stride, rest, nbytes, bos = None, 0, None, corpus.parts[0].bos
     if opened.tokenizer is not None:
         decode, size = opened.tokenizer.decode, opened.tokenizer.vocab_size
@@ -238,6 +238,5 @@ def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
 
 
 def main() -> None:
-    """Run the command."""
     obey_early(sys.argv[1:], lambda arguments: read_task(arguments).config)
     run("evaluate", command, sys.argv[1:])

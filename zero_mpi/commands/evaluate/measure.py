@@ -229,7 +229,7 @@ def divergence(
 
 
 def compared(ours: Array, theirs: Array, targets: Array) -> Array:
-    """Return the three sums over a window's positions, from the logits (T, V) of a model and a reference."""
+    """Return the FIGURES sums over a window's positions, from logits (T, V) of a model and a reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
         here = slice(start, start + ROWS)
@@ -252,7 +252,7 @@ def log_softmax(logits: Array) -> Array:
 class Importance:
     """Importance matrix: for each matrix, sums of its squared inputs and the number of inputs.
 
-    Micro-batches are summed in a fixed order, like gradients, so the number of ranks changes no bit.
+    Micro-batches are summed in a fixed order, like gradients, so sums do not depend on the number of ranks.
     """
 
     def __init__(self, model: ModelConfig, comm: Comm) -> None:
@@ -296,7 +296,7 @@ class Importance:
         self._full.fill(0)
 
     def totals(self) -> dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        """Return for each matrix with inputs the sums (M, in) and counts (M, 1), on all ranks. Collective."""
+        """Return the sums (M, in) and counts (M, 1) of each matrix with inputs, on all ranks. Collective."""
         self._comm.allgather(self._own, self._full, self._partition).wait()
         names = sorted(set[str]().union(*self._comm.allgather_object(self._seen)))
         return {name: self.sums_and_counts(name) for name in names}

@@ -1,4 +1,4 @@
-"""Computes results from losses. Losses are summed in the order of the text, so ranks change no result.
+"""Computes results from losses. Losses are summed in text order, so results do not depend on ranks.
 
 Results are numbers in dictionaries, as `--json` writes them. None means that a number is missing.
 """
@@ -65,12 +65,12 @@ def standard_error(nats: Array, tokens: Array) -> float | None:
 
 
 def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
-    """Return results for answers preferred by log-likelihood: in total, per token or per byte of the answer.
+    """Return the results. A preferred answer has the highest log-likelihood: total, per token or per byte.
 
     acc                fraction right by log-likelihood; for tasks of CORE by log-likelihood per token
     acc_norm           fraction right by log-likelihood per character (no leading space); acc_bytes per byte
     right              number of questions whose right answer is preferred; the first of equal answers wins
-    accuracy           fraction of all questions for each number in `right`
+    accuracy           each number in `right` as a fraction of all questions
     log_likelihoods    log-likelihood in nats of each answer of each question
     """
     likelihoods = grouped((-losses).tolist(), choices.counts)
@@ -127,7 +127,6 @@ def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
 
 
 def subtracted(value: float | None, other: float | None) -> float | None:
-    """Return value - other, or None if either is missing."""
     return None if value is None or other is None else value - other
 
 
@@ -194,5 +193,4 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
 
 
 def number(value: float | None, places: int) -> str:
-    """Return a number with `places` decimal places, or "-" for None."""
     return "-" if value is None else f"{value:,.{places}f}"

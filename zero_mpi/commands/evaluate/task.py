@@ -187,14 +187,14 @@ class Opened:
 
     config: Config  # settings, with `context` set to the length of a window
     candidates: tuple[Evaluated, ...]  # the model, and the model of --against if given
-    tokenizer: Tokenizer | None  # for the text; for token files the first model's, None if unreadable
+    tokenizer: Tokenizer | None  # of the text; for token files, of the first model (None if unreadable)
     threads: int  # number of threads of this rank
 
 
 def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
     """Return the inputs that this rank opens, and facts that must be equal on all ranks.
 
-    `number` is this rank's index on its node if the launcher gives none. Raises UsageError for bad inputs.
+    `number`: this rank's index on its node, unless the launcher gives it. Raises UsageError for bad inputs.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")

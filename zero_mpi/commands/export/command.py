@@ -233,7 +233,7 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
 
 
 def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
-    """Return the adapter that --base exports alone. Raise UsageError if base or flags do not fit it."""
+    """Return the adapter to export alone. Raise UsageError if --base or another flag does not fit it."""
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
@@ -250,7 +250,7 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
 
 
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
-    """Return the source. Raise UsageError if it is not a model that the target's format can store."""
+    """Return the source. Raise UsageError unless it is a model that the target's format can store."""
     source = open_merged(path, adapter)
     architecture = keys_of(source).architecture
     if architecture is None or architecture == "zero_mpi":
@@ -331,5 +331,4 @@ def summary(export: Export) -> str:
 
 
 def main() -> None:
-    """Run the command."""
     run("export", command, alone=not environment.under_launcher())

@@ -113,7 +113,7 @@ class Encoder:
         return [(name, spec.shape, self.kinds[name]) for name, spec in self.source.tensors.items()]
 
     def pieces(self, name: str) -> list[tuple[int, int, int]]:
-        """Return the chunks of a tensor: first element, last element (exclusive), first byte in the file."""
+        """Return the chunks of a tensor: first element, end element, first byte in the tensor's data."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
         width, matrix = spec.shape[-1], spec.size // (spec.shape[0] if len(spec.shape) > 2 else 1)
@@ -125,7 +125,7 @@ class Encoder:
         ]
 
     def encoded(self, name: str, start: int, stop: int) -> memoryview:
-        """Return elements [start, stop) in their new type. If it is the source's type, no bit changes."""
+        """Return elements [start, stop) in their new type. A GGUF tensor that has this type is copied."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
         if isinstance(self.source, GGUFFile) and spec.type == kind:
@@ -150,13 +150,11 @@ class Encoder:
 
 
 def check_finite(what: str, values: Floats) -> None:
-    """Raise FileError unless all values are finite. `what` names the values."""
     if not np.isfinite(values).all():
         raise FileError(f"{what}: expected finite numbers, found infinity or NaN")
 
 
 def too_large(what: str, values: Floats, kind: GGMLQuantizationType) -> FileError:
-    """Return an error for values that are too large for a type."""
     return FileError(f"{what}: {np.abs(values).max():g} is more than {kind.name} can hold: take bf16 or f32")
 
 

@@ -42,7 +42,7 @@ EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 
 def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
-    """Return the tokens that end an answer, eos first, and a key for the token that only the template shows.
+    """Return the ids that end an answer, eos first, and a GGUF key for an id that only the template reveals.
 
     For an unknown tokenizer, both are empty.
     """
@@ -238,7 +238,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
 
 
 def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
-    """Return the settings for attention windows: which layers have one, and its size; {} if none has one."""
+    """Return the settings for attention windows: the layers that have one, its size; {} for other classes."""
     if not kind.period:
         return {}
     window = keys.size("attention.sliding_window", 0) or None  # 0: every layer sees all positions
@@ -370,7 +370,6 @@ def write_tokenizer(source: WeightSource, folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a value to a file as JSON."""
     write_to_disk(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
@@ -391,12 +390,12 @@ def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: P
 
 
 def layer_of(arch: str, weight: str) -> str:
-    """Return the path of the layer in the class of transformers that has the weight with this GGUF name."""
+    """Return the path, in the class of transformers, of the layer whose weight has this GGUF name."""
     return hf_names.from_gguf(arch, weight).removesuffix(".weight")
 
 
 def config_of(adapter: WeightSource, base: WeightSource, arch: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json. It lists full layer names, as blocks may differ."""
+    """Return the content of adapter_config.json. It lists full layer names because blocks may differ."""
     lora = lora_of(adapter)
     return {
         "peft_type": "LORA",

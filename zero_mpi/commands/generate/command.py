@@ -86,7 +86,7 @@ class Speaker:
 
 
 class LlamaCpp:
-    """Model in a GGUF file, computed by llama.cpp. Raises UsageError if the file or llama.cpp is missing."""
+    """Model in a GGUF file, computed by llama.cpp. Raises UsageError without a GGUF file or llama.cpp."""
 
     def __init__(self, path: str) -> None:
         if find_spec("xllamacpp") is None:
@@ -227,7 +227,7 @@ def print_answers(speaker: Speaker, template: ChatTemplate | None) -> None:
 
 
 def print_answer(speaker: Speaker, prompt: str, ids: Array, ready: Reply | None, number: int) -> Reply:
-    """Print one answer, computed unless it is `ready`. An empty line separates texts of answers."""
+    """Print an answer: `ready`, or computed here if that is None. An empty line separates texts."""
     if speaker.options.json:
         answer = ready or speaker.answer(ids, lambda piece: None)
         texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}
@@ -273,7 +273,6 @@ def check(options: argparse.Namespace) -> None:
 
 
 def write_bytes(data: bytes) -> None:
-    """Write bytes and flush them at once."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
@@ -314,7 +313,6 @@ def prompts(options: argparse.Namespace) -> Iterator[str]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Return the lines of a file without line endings."""
     with prefixed("--prompts"):
         text = read_file(path, expected="a file of prompts, one in each line")
     return [line.decode("utf-8", "surrogateescape").rstrip("\r") for line in text.split(b"\n")]

@@ -39,7 +39,7 @@ def compare_paths(first: Path, second: Path) -> Report:
 
 
 def compare(first: Path, second: Path) -> Report:
-    """Return the comparison of two models. Raise UsageError if one is unreadable. One file is read once."""
+    """Compare two models. Raise UsageError if one is unreadable. If both are one file, read no tensors."""
     subject = open_subject(first)
     is_one = exists(second) and os.path.samefile(first, second)
     other_subject = subject if is_one else open_subject(second)
@@ -80,7 +80,7 @@ def same(ours: Stored, theirs: Stored) -> bool:
 def difference(ours: Stored, theirs: Stored) -> Report:
     """Return how two tensors differ: shape or type, or the first element, its values, and the largest gap.
 
-    The gap is 0 or NaN if bits differ but not values (sign of a zero, payload of a NaN). It is None for a
+    The gap is 0 or NaN if only the bits differ (sign of a zero, payload of a NaN). It is None for a
     type that cannot be decoded.
     """
     spec = ours[1]
@@ -109,7 +109,7 @@ def difference(ours: Stored, theirs: Stored) -> Report:
 
 
 def first_of(start: int, block: int, before: int, spec: TensorSpec, values: tuple[Any, Any]) -> Report:
-    """Return place and values of the first difference in a chunk's block that begins at element `start`."""
+    """Return index and values of the first difference in the chunk's block that begins at element `start`."""
     shown = None
     if values[0] is not None:
         pair = [value[start : start + block] for value in values]

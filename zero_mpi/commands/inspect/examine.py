@@ -1,7 +1,7 @@
 """Report on a model file or checkpoint: its description and the results of checks, as values for JSON.
 
 Each tensor is read once, in chunks, to compute its digest and to count values that are not finite. So memory
-does not grow with the model. A checkpoint of zero_mpi is compared with its own digests. The digest of its
+does not grow with the model. A checkpoint of zero_mpi is checked against its digests. The digest of its
 full state does not depend on the number of ranks that wrote it.
 """
 

@@ -37,7 +37,7 @@ from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_li
 from zero_mpi.sharding.strategy import STRATEGIES
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
-SHOWN = {  # flags of `train` that --help shows here
+SHOWN = {  # flags of `train` that `plan --help` shows
     *("--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"),
     *("--offload", "--version", "--lora", "--lora-targets"),
     *("--loss", "--teacher"),
@@ -51,7 +51,7 @@ SWEEP = ("ranks_per_node", "most_ranks")
 
 
 class Question(NamedTuple):
-    """Cases to plan. `per_node` is a sweep's number of ranks per node; `text` is the bytes of all ids."""
+    """Cases to plan. `per_node` is a sweep's number of ranks per node; `text`: bytes of all token ids."""
 
     cases: tuple[Case, ...]
     machine: Machine

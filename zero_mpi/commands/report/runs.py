@@ -139,7 +139,7 @@ class Run:
 def read_runs(paths: Sequence[Path], limit: int = LIMIT) -> list[Run]:
     """Return the runs in folders, each run once, with unique names. Raise UsageError for other folders.
 
-    The name of a run has as many of the last parts of its path as make it unique.
+    Names are the last n parts of the paths, with the smallest n that makes all names unique.
     """
     places: dict[str, Path] = {}
     for path in paths:

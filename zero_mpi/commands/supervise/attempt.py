@@ -230,5 +230,5 @@ class Attempt:
 
 
 def has_ended(job: subprocess.Popen[bytes]) -> bool:
-    """Return whether the launcher has ended. It is not waited for, so its group keeps its number."""
+    """Return whether the launcher has ended. It is not reaped, so its group id is not reused."""
     return os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

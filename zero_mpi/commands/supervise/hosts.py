@@ -66,7 +66,7 @@ class HostPool:
         return silent
 
     def _ask(self, name: str) -> subprocess.Popen[bytes] | None:
-        """Start the probe of a host in a new process group and return it; None if there is no program."""
+        """Start the probe of a host in a new process group and return it; None if its program is missing."""
         words, quiet = [word.replace(HERE, name) for word in self.probe], subprocess.DEVNULL
         try:
             return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
@@ -107,7 +107,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
 
 @dataclass(frozen=True)
 class Template:
-    """Launch command with placeholders. `form` names the launcher whose form the hostfile has."""
+    """Launch command with placeholders. `form` names the launcher that reads the hostfile."""
 
     words: tuple[str, ...]
     form: str

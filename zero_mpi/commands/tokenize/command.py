@@ -271,7 +271,6 @@ def finish(
 
 
 def warn(notes: Iterable[str]) -> None:
-    """Log notes as warnings."""
     for note in notes:
         log.log_note(log.Caution(note))
 
@@ -282,7 +281,6 @@ def train_on(encoding: work.Encoding) -> str:
 
 
 def main() -> None:
-    """Run the command."""
     signals.listen()
     os.environ.setdefault(THREADS, str(environment.cores_per_rank()))  # ranks share the cores of a node
     run("tokenize", command, sys.argv[1:])

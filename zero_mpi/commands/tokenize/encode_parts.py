@@ -44,7 +44,7 @@ from zero_mpi.telemetry.progress_bar import interval, short, watched
 
 FLAG = "TEXT"  # name of the inputs in messages
 ROWS = 256  # rows of Parquet that are read together
-DENSEST, ALWAYS = 50, 8 << 20  # an unpacked text may have DENSEST times its file's bytes, or ALWAYS bytes
+DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: the larger of DENSEST times the file's, and ALWAYS
 FRACTION, SMALLEST, LARGEST = 256, 1 << 20, 1 << 28  # a part has 1 / FRACTION of all bytes, within limits
 EVERY, PAUSE = 0.1, 0.01  # seconds between sums; between checks of a rank that has finished
 WATCHED, LOGGED = 5.0, 60.0  # seconds between progress lines: on a terminal, in a log

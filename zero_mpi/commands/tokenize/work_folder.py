@@ -78,7 +78,7 @@ class WorkFolder:
                     raise UsageError(f"{begun}: {what} was {quoted(was)}, is now {quoted(value)}: {SAME}")
 
     def begin(self, inputs: list[Table], tokenizer: Tokenizer) -> None:
-        """Write the plan. Raise UsageError if the folder has other inputs, OSError if writing fails."""
+        """Write plan and tokenizer. Raise UsageError if the inputs have changed, OSError if writing fails."""
         self._check({"inputs": inputs})
         self.about["inputs"] = inputs
         if self.is_complete:

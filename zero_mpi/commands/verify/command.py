@@ -104,7 +104,7 @@ class Request:
 
     run: Path
     config: Config  # settings of the run, with the current paths and values of MEANS
-    first: int | None  # states at which recomputation starts and ends; None: the first, the last
+    first: int | None  # steps of the states where recomputation starts and ends; None: first and last
     last: int | None
     sample: int | None  # maximum number of segments to recompute, drawn at random; None: all
     seed: int | None  # random seed for drawing segments; None: any seed
@@ -228,7 +228,7 @@ def resolve_job(world: World, request: Request, history: History, segments: Sequ
     said, proof = history.runs[segments[0].run], request.run / PROOF
 
     def config_then() -> Config:
-        """Return the settings with the values of the job. Raise UsageError for an invalid value."""
+        """Return the settings with the job's recorded values. Raise UsageError for an invalid value."""
         then = {"bos": NEVER, "template_date": DAY, **said[SETTINGS]}  # not recorded by older runs
         found: Config = replace(
             request.config,
@@ -410,6 +410,5 @@ def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, in
 
 
 def main() -> None:
-    """Run the command."""
     obey_early(sys.argv[1:], lambda arguments: read_request(arguments).config)
     run("verify", command, sys.argv[1:])

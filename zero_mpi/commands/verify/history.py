@@ -107,7 +107,7 @@ class History:
         self.at = step
 
     def save(self, step: int, name: object) -> None:
-        """Add the checkpoint of a step, maybe an earlier step. Raise Differs if the folder has another."""
+        """Add the checkpoint of a step, maybe an earlier step. Raise Differs if its step or id is wrong."""
         in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
         if not self.runs or not in_order:
             raise Differs(f"a checkpoint of step {step} follows step {self.at}")
@@ -185,7 +185,7 @@ def read_history(run: Path, expect: str | None) -> History:
         raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
     if untold := [path.name for step, path in history.folders.items() if step not in history.saved]:
         more = " and more" * (len(untold) > 8)
-        history.notes.append(f"checkpoints of no run, or abandoned: {', '.join(untold[:8])}{more}")
+        history.notes.append(f"checkpoints abandoned or without a run: {', '.join(untold[:8])}{more}")
     if gone := len(history.saved) - len(history.kept):
         history.notes.append(f"{gone} of {len(history.saved)} checkpoints no longer exist")
     return history
