@@ -488,7 +488,7 @@ def main(arguments: Sequence[str]) -> int:
             torch_python=options.torch_python and shutil.which(options.torch_python),
         )
         title = f"GPU check of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        report = Report(title, [f"made ready in {time.monotonic() - begun:.0f} s", *ready.notes])
+        report = Report(title, [f"environment prepared in {time.monotonic() - begun:.0f} s", *ready.notes])
         (check.out / "programs.log").write_text("")
         chosen = [PARTS[name] for name in options.parts]
         carry_out(check, report, [part for part in chosen if part in PRETENDING or not options.pretend])

@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
 @cache
 def read(path: Path) -> Page:
-    """Read a page. Return it as a Page."""
+    """Return the links, loads and anchors of the page in a file."""
     page = Page()
     page.feed(path.read_text(encoding="utf-8"))
     return page
