@@ -33,7 +33,7 @@ from workloads import ALL, PEAK
 LIMIT = 570.0  # seconds for all parts together
 LEAST = 5.0  # a part only begins if this many seconds are left
 BAD_USAGE = 2
-FIRST_SECONDS, RANKS_SECONDS = 100, 45  # time limits in seconds: of all experiments; of each number of ranks
+FIRST_SECONDS, RANKS_SECONDS = 100, 45  # limits in seconds for all experiments; for each number of ranks
 TESTS_SECONDS = {1: 180.0, 2: 90.0}  # number of ranks -> limit in seconds
 SUMMARY = re.compile(r"=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s")
 FP32_BOUND = 1e-5  # limit on the relative difference of losses, at any step
