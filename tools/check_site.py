@@ -33,7 +33,7 @@ class Page(HTMLParser):
         self.anchors = {""}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect what an element contributes; HTMLParser calls this."""
+        """Collect the links, files and anchors of an element. HTMLParser calls this."""
         given = {name: value or "" for name, value in attrs}
         self.anchors |= {given.get("id", ""), given.get("name", "")}
         if tag == "a" and "href" in given:

@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Story:
-    """Activities of a step, by column. Columns: stages and turns of forward, then of backward, the update."""
+    """Activities of a step, by column. Columns: stages and turns of forward, of backward, then the update."""
 
     columns: list[str]
     ahead: int  # number of columns of forward
