@@ -410,7 +410,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=[*PARTS], help="run only these parts, in this order"
     )
-    parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="tests of the part `tests`")
+    parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="pytest targets of part `tests`")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="rank counts to test")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all parts together")
     parser.add_argument("--pretend", action="store_true", help="run without a GPU, with a simulated CuPy")
