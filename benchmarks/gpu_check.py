@@ -33,7 +33,7 @@ from workloads import ALL, PEAK
 LIMIT = 570.0  # seconds for all parts together
 LEAST = 5.0  # a part only begins if this many seconds are left
 BAD_USAGE = 2
-FIRST_SECONDS, RANKS_SECONDS = 100, 45  # time limits in seconds: of all experiments; of each number of ranks
+FIRST_SECONDS, RANKS_SECONDS = 100, 45  # limits in seconds for all experiments; for each number of ranks
 TESTS_SECONDS = {1: 180.0, 2: 90.0}  # number of ranks -> limit in seconds
 SUMMARY = re.compile(r"=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s")
 FP32_BOUND = 1e-5  # limit on the relative difference of losses, at any step
@@ -410,7 +410,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=[*PARTS], help="run only these parts, in this order"
     )
-    parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="tests of the part `tests`")
+    parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="pytest targets of part `tests`")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="rank counts to test")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all parts together")
     parser.add_argument("--pretend", action="store_true", help="run without a GPU, with a simulated CuPy")
@@ -488,7 +488,7 @@ def main(arguments: Sequence[str]) -> int:
             torch_python=options.torch_python and shutil.which(options.torch_python),
         )
         title = f"GPU check of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        report = Report(title, [f"made ready in {time.monotonic() - begun:.0f} s", *ready.notes])
+        report = Report(title, [f"environment prepared in {time.monotonic() - begun:.0f} s", *ready.notes])
         (check.out / "programs.log").write_text("")
         chosen = [PARTS[name] for name in options.parts]
         carry_out(check, report, [part for part in chosen if part in PRETENDING or not options.pretend])

@@ -111,7 +111,7 @@ def off(got: Any, want: Any) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return facts on device and packages, the seconds of a start, and the problem of a matmul."""
+    """Return facts on device and packages, the seconds that a start takes, and any problem of a matmul."""
     took = {}
     for name in ("cupy", "nvmath.bindings.cublasLt", "cudnn"):
         begun = time.perf_counter()
@@ -153,7 +153,7 @@ def version(package: str) -> str | None:
 
 
 def product(place: Any) -> str | None:
-    """Compute a small matmul, which loads the libraries. Return the problem, or None."""
+    """Compute a small matmul, which loads the libraries. Return what is wrong with it, or None."""
     try:
         ops.prepare()
         x = place.from_host(np.ones((16, 16), np.float32))
@@ -294,7 +294,7 @@ def attention(tried: Experiments) -> Iterator[Timed]:
 
 
 def passes(tried: Experiments) -> Iterator[Timed]:
-    """Yield the operations that memory bandwidth limits, as operations to time."""
+    """Yield operations to time whose speed the memory bandwidth limits."""
     for name, shape in PASSES.items():
         rows, width = tried.smaller(*shape)
         x, dy, w = drawn(BF16, rows, width), drawn(BF16, rows, width), drawn(BF16, width)
@@ -317,7 +317,7 @@ def passes(tried: Experiments) -> Iterator[Timed]:
 
 
 def rate(work: float, unit: str, call: Callable[[], Any]) -> dict[str, Any]:
-    """Time a call. Return its microseconds and its rate."""
+    """Time a call. Return its median microseconds and its rate (TFLOP/s or GB/s)."""
     for _ in range(WARM_UP):
         call()
     times = milliseconds(lambda: [call() for _ in range(CALLS)], REPEATS)

@@ -3,7 +3,7 @@
     python benchmarks/losses.py --workload W3 W1 --steps 200 --ranks 2
     python benchmarks/losses.py --init MODEL.gguf --steps 40 -- --context 128 --batch-size 4
 
-The two jobs of zero_mpi.train differ only in --precision. They use its default text, unless --data follows
+The two jobs of zero_mpi.train differ only in --precision. They use the default text, unless --data follows
 the --. A comparison prints the largest difference of two losses of a step, and both final validation losses.
 """
 

@@ -5,7 +5,7 @@
 Run as root: for each rate it makes two hosts on this machine (tools/cluster/hosts_up.sh) and runs
 overlap_step.py on them. That job times a step, the same step with immediate waits, computation alone, and
 transfers alone. `hidden` is how much shorter the step is than the sum of computation and transfers, as a
-fraction of the smaller of these two. `none` does not limit the links. The hosts share its cores.
+fraction of the smaller of these two. `none` does not limit the links. The hosts share this machine's cores.
 """
 
 import argparse

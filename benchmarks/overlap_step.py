@@ -8,10 +8,10 @@ computation   the same step without transfers
 transfers     the gathers and reductions of a step, in their order, without computation
 
 With --asleep, a block does not compute but sleeps, as a processor does while a device computes. This shows
-how much time of the transfers their order can hide, without the effect of other work on the cores.
+how much transfer time a schedule can hide when transfers do not compete with computation for the cores.
 
 Prints one JSON object with medians over steps, in milliseconds of the slowest rank: `hidden` = (computation +
-transfers - step) / the smaller of these two; `wait` in a step; `sent` is in megabytes per rank and step.
+transfers - step) / min(computation, transfers); `wait` in a step; `sent` is in MB per rank and step.
 """
 
 import argparse

@@ -6,7 +6,7 @@ Every run is a separate job. A round runs each variant once, in another order ea
 the machine affects all of them. Variants use float32 unless their name ends in bf16. torch's bf16 is
 autocast, but `fsdp2-low` uses FSDP2's mixed-precision policy. The first line names the matrix units of the
 processor. PYTHON is an interpreter with torch 2.13.0 (CPU); this interpreter runs ours. A ratio is our tokens
-per second over theirs.
+per second divided by theirs.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]
 def processor() -> str:
     """Return the name of the processor, and its matrix units under Linux's names."""
     units = [unit for unit in UNITS if unit in of_processor("flags").split()]
-    return f"{same_bits.processor()}: {' '.join(units) or 'no units that are known'}"
+    return f"{same_bits.processor()}: {' '.join(units) or 'no known matrix units'}"
 
 
 def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
@@ -98,7 +98,7 @@ def print_table(workload: str, found: dict[str, list[dict[str, float]]], options
     rate = {name: [run["tokens_per_second"] for run in runs] for name, runs in found.items()}
     own = {name: statistics.median(rate[name]) for name in rate if name.startswith("ours full-shard")}
     heads = " ".join(f"{name.removeprefix('ours '):>15}" for name in own)
-    print(f"{workload}, {options.ranks} ranks, {options.rounds} rounds; ratio: our tokens/s to the line's")
+    print(f"{workload}, {options.ranks} ranks, {options.rounds} rounds; ratio: our tokens/s / the line's")
     print(f"{'variant':22} {'tokens/s':>9} {'min':>8} {'max':>8} {'ms':>9} {'RSS MB':>7} {heads}")
     for name, values in rate.items():
         median, runs = statistics.median(values), found[name]
@@ -111,7 +111,7 @@ def print_table(workload: str, found: dict[str, list[dict[str, float]]], options
 def main(arguments: Sequence[str]) -> None:
     """Measure each workload and print its table."""
     options = make_parser().parse_args(arguments)
-    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # they keep BLAS from using all CPU features
+    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # both limit the CPU features that BLAS uses
         os.environ.pop(name, None)
     print(processor())
     for workload in options.workload:

@@ -4,7 +4,7 @@
 
 Two ranks fine-tune the model twice on Python's help texts, with and without --qat. Both results are exported
 to the type. The held-out loss is measured for the exported files, and for the result without --qat before it
-is quantized. The last line shows which share of the loss increase by quantization --qat avoids.
+is quantized. The last line shows which share of the loss increase from quantization --qat avoids.
 """
 
 import argparse

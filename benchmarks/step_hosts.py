@@ -4,7 +4,7 @@
 
 Run as root: it makes the hosts on this machine (tools/cluster/hosts_up.sh), with links of known speed. Each
 variant of strategy and transport is a job of step.py. A short and a long job show how many bytes a step sends
-over the links; the table has those of the busiest host. The hosts share the cores.
+over the links; the table has those of the busiest host. The hosts share this machine's cores.
 """
 
 import argparse

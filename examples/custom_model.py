@@ -118,7 +118,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     comm = connect()
     error = slope_error(MixPrevious("mix", 5), np.random.default_rng(1).standard_normal((2, 4, 5)))
     if error > 1e-7:
-        raise ValueError(f"backward of MixPrevious is no derivative of forward: relative error {error:.1e}")
+        raise ValueError(f"backward of MixPrevious does not match forward: relative error {error:.1e}")
     module = ShardedModule(stages(), comm, FULL_SHARD)
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)

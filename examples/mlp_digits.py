@@ -67,7 +67,7 @@ def micro_batch(data: tuple[Array, Array], step: int, index: int | None) -> tupl
 def command(world: World, arguments: Sequence[str]) -> int:
     """Train, and then recognize the held-out images. Return the exit status."""
     comm = connect()
-    images, shown = world.run_on_root(digits)  # rank 0 reads them and sends them to all ranks
+    images, shown = world.run_on_root(digits)  # rank 0 reads the images and sends them to all
     train, test = (images[HELD_OUT:], shown[HELD_OUT:]), (images[:HELD_OUT], shown[:HELD_OUT])
     module = ShardedModule(stages(), comm, FULL_SHARD)
     module.initialize(seed=0)

@@ -102,7 +102,7 @@ def both_halves(comm: Comm, folder: Path) -> None:
 def one_half(comm: Comm, folder: Path) -> None:
     """Train one half, from the checkpoint in the folder if there is one, and save."""
     module, optimizer = make(comm)
-    there = comm.broadcast_object(folder.exists())  # rank 0 looks, and all ranks use its result
+    there = comm.broadcast_object(folder.exists())  # rank 0 looks for the folder and tells all ranks
     train(module, optimizer, zero_mpi.load(folder, module, optimizer) if there else 0)
     zero_mpi.save(folder, module, optimizer)
 

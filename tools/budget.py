@@ -40,7 +40,7 @@ ROOMS = {
     "telemetry": 1322,
     "train": 3460,
 }
-# The engine: files to read to understand a step. These are full packages, and these files of ops and comm.
+# The engine: files to read to understand a step, namely full packages, and some files of ops and comm.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
@@ -67,7 +67,7 @@ def held(what: str, found: int, allowed: int, unit: str) -> Iterator[str]:
 
 
 def check_lines(root: Path) -> Iterator[str]:
-    """Check the budgets of the engine, the package and its folders, and the tests. New folders need one."""
+    """Check the budgets of the engine, the package, its folders and the tests. A new folder needs one."""
     package = root / PACKAGE
     places = {"engine": [package / name for name in ENGINE], "package": [package], "tests": [root / "tests"]}
     for what, allowed in TOTAL.items():

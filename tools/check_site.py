@@ -33,7 +33,7 @@ class Page(HTMLParser):
         self.anchors = {""}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect what an element contributes; HTMLParser calls this."""
+        """Collect the links, files and anchors of an element. HTMLParser calls this."""
         given = {name: value or "" for name, value in attrs}
         self.anchors |= {given.get("id", ""), given.get("name", "")}
         if tag == "a" and "href" in given:
@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
 @cache
 def read(path: Path) -> Page:
-    """Read a page. Return it as a Page."""
+    """Return the links, loads and anchors of the page in a file."""
     page = Page()
     page.feed(path.read_text(encoding="utf-8"))
     return page

@@ -187,8 +187,8 @@ def traffic() -> str:
     """Draw the bytes that a step sends inside and between nodes, for each strategy and two transports."""
     picture = Picture(
         WIDTH,
-        "Megabytes sent in a step",
-        "Bars: the megabytes that all ranks send in a step, inside nodes and between them.",
+        "MiB that all ranks send in a step",
+        "Bars: the MiB of a step, inside nodes and between them.",
     )
     picture.text(
         MARGIN,

@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Story:
-    """Activities of a step, by column. Columns: stages and turns of forward, then of backward, the update."""
+    """Activities of a step, by column. Columns: stages and turns of forward, of backward, then the update."""
 
     columns: list[str]
     ahead: int  # number of columns of forward
@@ -244,12 +244,12 @@ def nodes() -> str:
     picture = Picture(
         WIDTH,
         "One unit of 6,144 elements on 3 nodes of 2 ranks",
-        "Left: how a sum goes from node to node. Right: how a gather goes. Numbers are elements sent.",
+        "Left: a sum passes from node to node. Right: a gather. Numbers are elements sent.",
     )
     picture.text(
         MARGIN,
         62,
-        "Ranks with one index on their nodes form a lane, which carries the shards that they own.",
+        "Ranks with the same index on their nodes form a lane, which carries the shards that they own.",
         "dim",
     )
     side(picture, MARGIN, "a reduction: the running sum moves on", between, forward=True)

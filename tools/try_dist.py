@@ -39,7 +39,7 @@ def the_one(folder: Path, pattern: str) -> Path:
 
 
 def run(command: str, folder: Path, programs: Path, limit: float = 300) -> str:
-    """Return the output of a command, which is searched in `programs` first. Exit if it fails."""
+    """Return the output of a command, whose program is searched in `programs` first. Exit if it fails."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
     kept["PATH"] = f"{programs}:{kept['PATH']}"
     done = subprocess.run(
@@ -83,7 +83,7 @@ def try_sources(archive: Path, wheel: Path, folder: Path, programs: Path) -> Non
 
 
 def main() -> None:
-    """Find the two files and test each of them."""
+    """Find the wheel and the source archive, and test both."""
     dist = Path(sys.argv[1]) if len(sys.argv) > 1 else DIST
     wheel, archive = the_one(dist, "*.whl"), the_one(dist, "*.tar.gz")
     with tempfile.TemporaryDirectory(prefix="try-dist-") as name:

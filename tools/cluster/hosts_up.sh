@@ -4,13 +4,13 @@
 #   tools/cluster/hosts_up.sh COUNT [RATE|none] [STATE]   makes h1 ... hCOUNT and prints the folder STATE
 #   tools/cluster/hosts_down.sh STATE                     ends them
 #   STATE/enter h1 COMMAND...                             runs a command inside a host
-#   STATE/ssh                                             what an MPI launcher takes for ssh
+#   STATE/ssh                                             ssh program for an MPI launcher
 #
 # A host is a process (its sshd) in namespaces of its own: network, name, System V memory, mounts, processes.
-# /tmp and /dev/shm are its own too, so that two hosts have no memory in common; all else of the file system is
-# shared, as over NFS, and so are this project and the folders of HOSTS_SHARE (a:b) where they lie under /tmp. The hosts' links meet in a bridge in one more network namespace: the machine's own network
-# is not touched. RATE (1gbit) limits each link in both directions by a token bucket. Needs root, Linux,
-# openssh-server, iproute2 and util-linux.
+# Each host has its own /tmp and /dev/shm, so that two hosts have no memory in common. All hosts share the rest of
+# the file system, as over NFS, and also this project and the folders of HOSTS_SHARE (a:b) if they are under /tmp.
+# A bridge in a separate network namespace joins the hosts' links, so the machine's own network does not change.
+# RATE (1gbit) limits each link in both directions by a token bucket. Needs root, Linux, openssh-server, iproute2 and util-linux.
 set -euo pipefail
 
 here=$(dirname "$(realpath "$0")")

@@ -3,13 +3,13 @@
 #
 #   tools/cluster/slurm_up.sh [CPUS] [STATE]    starts it (CPUS: 8) and prints the folder STATE
 #   tools/cluster/slurm_down.sh STATE           cancels the jobs in it and ends it
-#   export SLURM_CONF=STATE/slurm.conf          what sbatch, squeue and scontrol need to find it
+#   export SLURM_CONF=STATE/slurm.conf          lets sbatch, squeue and scontrol find it
 #
-# It has one node of CPUS processors; Slurm does not check how many the machine has. Or, with
-# HOSTS_STATE=FOLDER of hosts_up.sh, each of these hosts is a node: Slurm's commands run inside them, its
-# controller is in h1, and Slurm notices a lost host after ten seconds. Jobs of
-# partition "urgent" preempt jobs of partition "all", which are warned a minute before. Nothing is written
-# outside STATE and no system service is used. Needs root and
+# It has one node of CPUS processors; Slurm does not check how many the machine has. If HOSTS_STATE names the
+# folder of hosts_up.sh, each of its hosts is a node: Slurm's commands run inside the hosts, its controller runs
+# in h1, and Slurm notices a lost host after ten seconds. Jobs of partition "urgent" preempt jobs of partition
+# "all", which are warned a minute before. The script writes nothing outside STATE and uses no system service.
+# It needs root and
 #   apt-get install -y --no-install-recommends slurm-wlm munge
 # and libpmix-dev for srun --mpi=pmix, whose plugin opens a library by a name that only this package has.
 set -euo pipefail

@@ -1,5 +1,5 @@
-/* A browser starts no Worker for a page that was opened from a disk. The script of the search then runs in a frame of
-   its own, which has no other use than to be asked and to answer. */
+/* A browser starts no Worker for a page opened from disk. The search script then runs in a separate hidden frame,
+   which receives queries and answers them. */
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {
