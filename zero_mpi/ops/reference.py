@@ -34,7 +34,6 @@ def rows(x: Array) -> Array:
 
 @operation("x ..., y ... -> ...")
 def add(x: Array, y: Array) -> Array:
-    """Return the sum x + y."""
     return x + y
 
 

@@ -65,7 +65,6 @@ def parse(text: str) -> Signature:
 
 
 def axes_and_kind(words: list[str]) -> tuple[tuple[str, ...], str]:
-    """Return the axes and the type in the words of an entry."""
     kind = words.pop() if words and words[-1].islower() else "same"
     return tuple(words), kind
 

@@ -176,5 +176,4 @@ def check_kept(*kept: tuple[Array | None, int]) -> None:
 
 
 def run_length(p: Array, runs: Array) -> int:
-    """Return the elements of p per entry of `runs`, at least 1."""
     return max(1, int(p.size) // max(1, int(runs.size)))

@@ -67,13 +67,11 @@ def configure(context: Any, place: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def release(context: Any) -> Any:
-    """Release the tiles of this thread."""
     return instruction("tilerelease", ())
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def clear(context: Any, tile: Any) -> Any:
-    """Fill a tile with zeros."""
     return instruction("tilezero", (tile,))
 
 

@@ -50,7 +50,6 @@ def stacked(x: Array) -> tuple[int, int]:
 
 @helper
 def part(buffer: Array, start: int, heads: int, n: int, width: int) -> Array:
-    """Return the array (heads, n, width) that begins at element `start` of a flat buffer."""
     return buffer[start : start + heads * n * width].reshape(heads, n, width)
 
 

@@ -163,6 +163,5 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
 
 
 def tiles_for(q: Array, k: Array) -> tuple[Tile, ...]:
-    """Return the tiles for these arrays."""
     (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
     return tiles(batch, length, heads, heads // of_keys, total)

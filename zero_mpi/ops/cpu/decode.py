@@ -81,13 +81,11 @@ def word_at(builder: Any, place: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def to_words(context: Any, place: Any) -> Any:
-    """Return an address as a pointer to words."""
     return emitted(types.CPointer(PLACES)(PLACES), word_at)
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def words_at(place: int, size: int) -> Any:
-    """Return the words (size,) at an address."""
     return numba.carray(to_words(place), size)
 
 
@@ -360,5 +358,4 @@ class Crew:
 
 @cache
 def crew() -> Crew:
-    """Return the crew of this process."""
     return Crew()

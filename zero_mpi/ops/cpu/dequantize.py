@@ -98,7 +98,6 @@ class Block:
         return self.builder.fmul(factor, self.builder.sitofp(whole, SINGLE))
 
     def part(self, whole: Any, shift: int, mask: int) -> Any:
-        """Return the word shifted to the right and masked."""
         return self.builder.and_(self.builder.lshr(whole, WORD(shift)), WORD(mask))
 
 

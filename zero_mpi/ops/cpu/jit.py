@@ -201,7 +201,6 @@ def constant(number: int) -> Any:
 
 
 def loaded(builder: Any, place: Any, kind: Any, align: int = 1) -> Any:
-    """Load a value of an LLVM type from an address."""
     found = builder.load(builder.inttoptr(place, kind.as_pointer()))
     found.align = align
     return found
@@ -251,7 +250,6 @@ def narrow(context: Any, out: Any, x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def to_floats(context: Any, place: Any) -> Any:
-    """Return an address as a pointer to float32."""
     result = types.CPointer(types.float32)(PLACES)
     return emitted(result, lambda builder, place: builder.inttoptr(place, SINGLE.as_pointer()))
 
@@ -299,7 +297,6 @@ def portable_log(x: Any) -> Any:
 
 @fixed_helper
 def portable_log_single(x: Any) -> Any:
-    """Return the logarithm of a float32."""
     return f4(portable_log(np.float64(x)))
 
 
@@ -308,7 +305,6 @@ log_double, log_single = (portable_log, portable_log_single) if portable.active 
 
 @helper
 def logistic(x: Any) -> Any:
-    """Return 1 / (1 + e^-x)."""
     return ONE / (ONE + exponential(-x))
 
 

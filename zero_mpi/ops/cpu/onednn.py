@@ -117,7 +117,6 @@ class OneDNN:
 
     @property
     def about(self) -> str:
-        """Name and version of the library."""
         self._symbols.dnnl_version.restype = ctypes.POINTER(ctypes.c_int * 3)
         return f"oneDNN {'.'.join(map(str, self._symbols.dnnl_version().contents))}"
 

@@ -69,7 +69,6 @@ class Matrix(NamedTuple):
     apart: int = 0  # stride of matrices
 
     def part(self, first: int, rows: int) -> Matrix:
-        """Return the matrix of `rows` rows from row `first` on."""
         return self._replace(address=self.address + first * self.step * BYTES[self.kind], rows=rows)
 
     @property
