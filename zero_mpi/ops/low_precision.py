@@ -67,6 +67,6 @@ def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, given
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity; the norm shows it."""
+    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)

@@ -1,13 +1,13 @@
 """Compiled instructions for generation, which `nn.decoding` records: a run computes one token per sequence.
 
-An instruction is a row of words: its operation, then addresses and sizes. All arrays are float32 and have one
-row per sequence. One call of compiled code runs the instructions of all layers for a position. Threads
-share the parts of an instruction.
+An instruction is a row of words: its operation, then addresses and sizes. Activations are float32 and have
+one row per sequence. One call of compiled code runs the instructions of all layers for a position. Threads
+share the parts of an instruction. Instructions that do not depend on each other form a step.
 
-A crew of threads waits for instructions inside compiled code, because a product of one row takes less time
-than waking a thread. Steps are computed one after the other. The caller writes the number of a step and then
-the number of its parts into words that all threads see, and each thread takes parts until none is left. A
-thread ends when it has waited for `PATIENCE` rounds or `threads.run` needs the pool.
+A crew of threads waits for steps inside compiled code, because a product of one row takes less time than
+waking a thread. The caller writes the index of a step and then the number of its parts into words that all
+threads see, and each thread takes parts until none is left. Then the next step begins. A thread leaves the
+crew when it has waited for `PATIENCE` rounds or `threads.run` needs the pool.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def product(w: Any, x: Array, y: Array) -> list[int]:
 
 
 def instructions(*steps: list[list[int]]) -> Array:
-    """Return the instructions of all steps (N, COLUMNS); those of one step do not depend on each other."""
+    """Return the instructions of all steps, in order, as one array (N, COLUMNS)."""
     lines = [[line[0], len(step), *line[1:]] for step in steps for line in step]
     return np.array([line + [0] * (COLUMNS - len(line)) for line in lines], np.int64)
 

@@ -35,7 +35,7 @@ CUBIC, THRICE_CUBIC = f4(reference.GELU_CUBIC), f4(3 * reference.GELU_CUBIC)
 
 @helper
 def gelu_share(x: Any) -> Any:
-    """Return GELU(x) / x = (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)."""
+    """Return GELU(x) / x = (1 + tanh(u)) / 2 = 1 / (1 + e^-2u), where `reference.gelu` has tanh(u)."""
     return logistic(TWICE_SCALE * (x + CUBIC * x * x * x))
 
 
@@ -157,7 +157,7 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 
 
 def pointwise(kernel: Any, name: str, *given: Array, **named: Array) -> Any:
-    """Return the results of an operation on arrays of one shape, by a kernel or its definition."""
+    """Return the results of an operation on arrays of one shape, by `kernel` or the reference."""
     arrays = (*given, *named.values())
     if not alike(*arrays):
         return getattr(defined, name)(*arrays)

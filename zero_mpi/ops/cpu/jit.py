@@ -118,10 +118,9 @@ def load(compiled: Any, signature: Any) -> Any:
 
 
 class QuickCache(FunctionCache):  # type: ignore[misc]
-    """Cache of numba that loads code without importing everything that a compilation needs."""
+    """Numba cache that loads code without importing everything that a compilation needs."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-
         rtsys.initialize(target_context)
         return self._load_overload(sig, target_context)
 
@@ -337,7 +336,7 @@ def lanes_of(width: int) -> Array:
 
 @fixed_helper
 def settle(lanes: Array, i: int, n: int) -> None:
-    """After a block of rows and the last row, add the lanes (LANES + 1, O) to the last line; clear them."""
+    """After a block of rows and after the last row, add the lanes to the last line (O,) and clear them."""
     if i < n - 1 and i % (LANES * LANE_ROWS) < LANES * LANE_ROWS - 1:
         return
     for j in range(lanes.shape[1]):

@@ -86,7 +86,7 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
 
 
 def is_prepared(a: Array, b: Array) -> bool:
-    """Return whether oneDNN, which prepares each new shape, computes the product a b (if it is not small)."""
+    """Return whether oneDNN prepares and computes the product a b, unless that is small and float32."""
     library = onednn.load()[0]
     if a.dtype == BFLOAT16 or library is None:
         return library is not None

@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm on a GPU.
 
 Up to 32 neighbouring threads, or up to 256 for wide rows, compute a row. In backward a block computes many
-rows and also sums the gradients of w and b. The number of blocks depends only on the rows, so the order of
-sums is the same on every GPU.
+rows and also sums the gradients of w and b. The shape and type alone determine the number of
+blocks, so the order of sums is the same on every GPU.
 """
 
 from __future__ import annotations
