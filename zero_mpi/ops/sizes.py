@@ -1,6 +1,6 @@
 """Sizes of the buffers that operations need besides their results. This module imports no operation.
 
-`ops.cpu` compiles when it is imported and `ops.gpu` needs CuPy, but a plan that counts bytes must load
+`ops.cpu` needs numba and `ops.gpu` needs CuPy, but a plan that counts bytes must load
 neither. Operations and the plan therefore both use the numbers and formulas of this module.
 """
 

@@ -215,7 +215,7 @@ def pack_rows(a: Array, packed: Array) -> None:
 
 @helper
 def add_panel(a: Any, a_step: Any, b: Any, next_b: Any, depth: Any) -> None:
-    """Add to tiles 0 to 3 the product of 32 rows at address a and the panels at addresses b and next_b."""
+    """Add the product of 32 rows at address a and the panels at addresses b and next_b to tiles 0 to 3."""
     for k in range(0, depth, DEPTH):
         load(4, a + k * LOW_BYTES, a_step)
         load(5, a + k * LOW_BYTES + ROWS * a_step, a_step)

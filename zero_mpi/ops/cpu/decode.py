@@ -47,8 +47,8 @@ from zero_mpi.ops.cpu.jit import (
 
 MATRIX, DENSE, NORM, CENTRED_NORM, TURN, KEEP, ATTEND, SWIGLU, GEGLU, GELU, ADD, SCALE = range(12)
 COLUMNS = 16
-# Columns of all instructions: the operation, how many instructions of a step run at the same time, the number
-# of parts, and the addresses of input and output. The meaning of A to H depends on the operation.
+# Columns of all instructions: the operation, the number of instructions in its step, the number of its parts,
+# and the addresses of input and output. The meaning of A to H depends on the operation.
 OPERATION, AT_ONCE, PARTS, X, Y, A, B, C, D, E, F, G, H = range(13)
 
 PART = 1 << 15  # matrix elements in a part of a product, which takes about two microseconds
@@ -132,7 +132,7 @@ def normalize(line: Array, sequences: int) -> None:
 
 @compiled
 def turn(line: Array, sequences: int, positions: Array) -> None:
-    """Rotate C heads of width D in place. A: cosines, B: sines, E: rotated elements, F: adjacent pairs."""
+    """Rotate E elements of C heads of width D in place, in adjacent pairs if F. A: cosines, B: sines."""
     half, heads, neighbours = line[E] // 2, line[C], line[F] != 0
     for n in range(sequences):
         cos = floats(line[A] + 4 * positions[n] * half, half)

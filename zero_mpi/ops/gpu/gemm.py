@@ -87,7 +87,7 @@ def kind_of(dtype: Any) -> int:
 
 
 def matrix(x: Array) -> Matrix:
-    """Return x (..., C) as (N, C). Raise ValueError if the distance between rows varies."""
+    """Return x (..., C) as (N, C). Raise ValueError unless rows are contiguous with one stride."""
     step = row_step(x.shape, x.strides, x.itemsize)
     if not step:
         raise ValueError(f"expected contiguous rows with one stride, not {x.shape} by {x.strides} bytes")

@@ -34,7 +34,7 @@ def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, in
 
 
 def forward(family: Family, held: int, x: Array, *rest: Any) -> tuple[Array, ...]:
-    """Return y and the float32 statistics of each row, as many as factors, from (x, *factors, eps)."""
+    """Return y and, for each factor, one float32 statistic per row, from (x, *factors, eps)."""
     *factors, eps = rest
     x, width = packed(x), x.shape[-1]
     y, rows = take(x.shape, x.dtype), x.size // width
