@@ -76,7 +76,7 @@ def adamw(
 
 @operation("e N, p N", widens=False)
 def moving_average(e: Array, p: Array, keep: float) -> None:
-    """Compute e = keep e + (1 - keep) p, in place in e; e and p are flat and of equal size.
+    """Replace e by keep e + (1 - keep) p in place; e and p are flat and of equal size.
 
     As in `adamw`, results are bit-identical however the arrays are cut.
     """

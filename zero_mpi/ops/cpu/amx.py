@@ -45,7 +45,7 @@ ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row, of a float32 or 
 
 
 def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
-    """Return an intrinsic of one instruction. It takes constant tile numbers, an address and a stride."""
+    """Return an intrinsic of one instruction on constant tile numbers, an address and a stride."""
     if not all(isinstance(tile, types.IntegerLiteral) for tile in tiles):
         return None  # numba then calls this function again with literal tile numbers
 

@@ -233,7 +233,7 @@ def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], A
     bits = builder.bitcast(number, word)
     odd = builder.and_(builder.lshr(bits, word_of(16)), word_of(1))
     near = builder.lshr(builder.add(builder.add(bits, word_of(0x7FFF)), odd), word_of(16))
-    is_nan = builder.fcmp_unordered("uno", number, number)  # the addition below could turn NaN into a number
+    is_nan = builder.fcmp_unordered("uno", number, number)  # the additions above could turn NaN into a number
     return builder.select(is_nan, word_of(0x7FC0), near)
 
 

@@ -86,7 +86,7 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
 
 
 def is_prepared(a: Array, b: Array) -> bool:
-    """Return whether oneDNN prepares and computes the product a b, unless that is small and float32."""
+    """Return whether oneDNN prepares and computes the product a b, unless a b is a small float32 product."""
     library = onednn.load()[0]
     if a.dtype == BFLOAT16 or library is None:
         return library is not None

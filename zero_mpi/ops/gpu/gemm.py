@@ -317,7 +317,7 @@ def product(
 ) -> None:
     """Compute `multiply` for arrays (..., C) as matrices (N, C); arrays with uneven rows are copied first.
 
-    The shapes and strides of the arrays select the plan. If it exists and they are aligned, it runs at once.
+    The shapes and strides of the arrays select the plan. A kept plan runs at once if all arrays are aligned.
     """
     pa, pb, pd = a.data.ptr, b.data.ptr, d.data.ptr
     pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or c.strides)
