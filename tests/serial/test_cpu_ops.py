@@ -32,6 +32,7 @@ from zero_mpi.ops.cpu import attention
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS
 
 ops.prepare()
+ops.fill_cache(ops.GENERATION)
 
 ROOT = Path(__file__).resolve().parents[2]
 FUSED = {name: inspect.unwrap(version) for name, version in VERSIONS[np.ndarray].items()}

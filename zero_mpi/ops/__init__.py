@@ -1,9 +1,9 @@
 """Operations of layers and optimizers. The type of an operation's first array selects the version.
 
 `reference` defines each operation with `registry.operation`, and `registry.implements` adds faster versions
-for an array type. Callers write `ops.NAME(...)` for arrays on any device. If numba and SciPy are installed,
-NumPy arrays use the versions in `ops.cpu`, which `prepare` or the first operation loads, unless
-ZERO_MPI_OPS=reference is set. CuPy arrays use the versions in `ops.gpu`.
+for an array type. Callers write `ops.NAME(...)` for arrays on any device. If numba is installed, NumPy arrays
+use the versions in `ops.cpu`, which `prepare` or the first operation loads, unless ZERO_MPI_OPS=reference or
+NUMBA_DISABLE_JIT=1 is set. CuPy arrays use the versions in `ops.gpu`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Elementwise activations and gated activations in reference array code, defined as in `reference`."""
+"""Definitions of elementwise activations and gated activations, with the conventions of `reference`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ EXPONENT = np.uint16(0x7C00)  # exponent bits of a float16; all are set in infin
 
 
 def finite_blocks(raw: Array, kind: str) -> Array:
-    """Return a boolean per block of the bytes `raw`: all its elements are finite. `kind` is in `PACKED`."""
+    """Return for each block of the bytes `raw` whether its elements are finite; `kind` is in `PACKED`."""
     blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_KINDS[kind].nbytes)
     scales = [blocks[:, at : at + 2].copy().view(np.uint16) & EXPONENT for at in SCALES[kind]]
     found: Array = (np.hstack(scales) != EXPONENT).all(axis=1)

@@ -100,6 +100,5 @@ def is_complete(kind: str) -> bool:
 
 
 def mark_complete(kind: str) -> None:
-    """Record that the folder has all kernels of a type."""
     with contextlib.suppress(OSError):  # harmless: the next run only prints that it compiles
         (folder() / COMPLETE.format(kind)).touch()

@@ -116,7 +116,6 @@ def cosine_of_array(x: Array) -> Array:
 
 
 def cosine_of_number(x: float) -> float:
-    """Return the cosine of one angle."""
     return float(cosine_of_array(np.array(x)))
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in reference array code: choosing experts, and products of rows grouped by expert.
+"""Definitions for mixtures of experts: the choice of experts, and products of rows grouped by expert.
 
 T tokens choose U of N experts each. The R = T U rows are sorted by expert, then by token. No shape depends on
 the choices: `starts` (N + 1,) has the first row of each expert.

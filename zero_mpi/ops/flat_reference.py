@@ -21,7 +21,7 @@ CHUNK = 1 << 18  # elements unpacked at a time, to bound temporary arrays; a mul
 # Order of the sums over rows in gradients of biases and norms. A single sum over thousands of rows loses
 # one bit of precision whenever the number of rows grows fourfold. So rows are summed in blocks of LANES *
 # LANE_ROWS: row i of a block is added to lane i mod LANES, the lanes are added in pairs, and then the blocks
-# in order. This order depends only on the number of rows. GPU kernels use another order of short sums.
+# in order. This order depends only on the number of rows. GPU kernels use short sums in another order.
 LANES, LANE_ROWS = 4, 16
 
 
@@ -76,7 +76,7 @@ def adamw(
 
 @operation("e N, p N", widens=False)
 def moving_average(e: Array, p: Array, keep: float) -> None:
-    """Compute e = keep e + (1 - keep) p, in place in e; e and p are flat and of equal size.
+    """Replace e by keep e + (1 - keep) p in place; e and p are flat and of equal size.
 
     As in `adamw`, results are bit-identical however the arrays are cut.
     """
@@ -110,7 +110,7 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
     kind: a name in `BLOCK_KINDS`.
     """
     raw, block = np.ascontiguousarray(raw), BLOCK_KINDS[kind]
-    with np.errstate(all="ignore"):  # reading a file already rejects values that are not finite
+    with np.errstate(all="ignore"):  # the file reader already rejects values that are not finite
         if kind in PLAIN:
             out[...] = raw.view(PLAIN[kind])
             return

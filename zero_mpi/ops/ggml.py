@@ -51,7 +51,7 @@ def library(user: str) -> Any:
 
 @cache
 def reader(kind: str) -> Any:
-    """Return the library's function that reads blocks of a type, or None if there is no library."""
+    """Return the library's function that reads blocks of a type, or None if no library has it."""
     try:
         found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower().replace('_k', '_K')}", None)
     except UsageError:

@@ -25,7 +25,6 @@ WIDENED: dict[str, Signature] = {}  # signatures of operations that get float32 
 
 
 def widened(x: Any) -> Any:
-    """Return a float32 copy of a low-precision array; return any other value unchanged."""
     is_low = hasattr(x, "dtype") and x.dtype.itemsize == 2 and x.dtype in LOW
     return x.astype(np.float32) if is_low else x
 
@@ -68,6 +67,6 @@ def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, given
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity; the norm shows it."""
+    """Return `x` (or None) rounded to nearest, ties to even. Overflow gives infinity."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)

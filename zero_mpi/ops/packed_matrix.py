@@ -24,7 +24,6 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-
         block = BLOCK_KINDS[self.kind]
         return len(self.raw), self.raw.shape[1] // block.nbytes * block.elements
 

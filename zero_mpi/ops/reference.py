@@ -1,4 +1,4 @@
-"""Definitions of all operations and backwards in array code; tests compare faster versions with them.
+"""Definitions of all operations and their backwards in array code; tests compare faster versions with them.
 
 Axes: N rows (tokens), B sequences, T positions, C model width, O output width, H query heads, K key/value
 heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* to the array passed for
@@ -34,7 +34,6 @@ def rows(x: Array) -> Array:
 
 @operation("x ..., y ... -> ...")
 def add(x: Array, y: Array) -> Array:
-    """Return the sum x + y."""
     return x + y
 
 

@@ -36,7 +36,7 @@ class Found(dict[type, Callable[..., Any]]):
 
 
 def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
-    """Return a decorator that makes a definition an operation. Every version checks its arrays.
+    """Return a decorator that makes a definition an operation, which checks the arrays of every call.
 
     text        signature of the operation, see `signatures`
     widens      whether bfloat16 and float16 arrays become float32 copies for the definition

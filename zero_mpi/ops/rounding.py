@@ -20,7 +20,7 @@ def round_to(kind: str, values: Array, out: Array) -> None:
         out[...] = values.astype(PLAIN[kind])
         return
     block, type = BLOCK_KINDS[kind].elements, GGMLQuantizationType[kind]
-    make = quantize if ggml.reader(kind) is None else ggml.quantize  # both return the same bytes
+    make = quantize if ggml.reader(kind) is None else ggml.quantize  # both quantizers return the same bytes
     for start in range(0, values.size, CHUNK):
         rows = np.asarray(values[start : start + CHUNK]).reshape(-1, block)
         ops.dequantize(make(rows, type).reshape(-1), kind, out[start : start + CHUNK])

@@ -6,8 +6,8 @@ shapes and types that were checked before, the check costs one look-up.
 A signature has an entry `name axes type` for each array, separated by commas. `?` marks an array that may be
 None, and `+` an array that is written. Axes are those of `reference`; `...` is any number of axes, and a
 letter has the same length throughout. All arrays without a type have the same type. `wide` is that type or
-float32, whichever is wider; `real` and `whole` are any real or integer type. A name without axes is a number
-or a string, which a condition after a semicolon may use. Results follow an arrow and have no names.
+float32, whichever is wider; `real` is any real type, `whole` any integer type. A name without axes is a
+number or a string, which a condition after a semicolon may use. Results follow an arrow and have no names.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ def parse(text: str) -> Signature:
 
 
 def axes_and_kind(words: list[str]) -> tuple[tuple[str, ...], str]:
-    """Return the axes and the type in the words of an entry."""
     kind = words.pop() if words and words[-1].islower() else "same"
     return tuple(words), kind
 
@@ -95,7 +94,7 @@ def checked(
 
 
 def examine(name: str, signature: Signature, *given: Any) -> None:
-    """Raise ValueError unless each array fits its entry, given its (shape, type), or False for None."""
+    """Raise ValueError unless arguments fit. given: an array's (shape, type), False for None, or a number."""
     sizes: dict[str, Any] = {"1": 1}
     types, expected = {"real": REAL, "whole": WHOLE, "same": REAL}, ""
     for entry, found in zip(signature.entries, given, strict=True):

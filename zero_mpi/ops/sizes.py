@@ -1,6 +1,6 @@
 """Sizes of the buffers that operations need besides their results. This module imports no operation.
 
-`ops.cpu` compiles when it is imported and `ops.gpu` needs CuPy, but a plan that counts bytes must load
+`ops.cpu` needs numba and `ops.gpu` needs CuPy, but a plan that counts bytes must load
 neither. Operations and the plan therefore both use the numbers and formulas of this module.
 """
 
@@ -12,7 +12,7 @@ from zero_mpi.device.arrays import side_by_side
 from zero_mpi.device.types import Array
 
 # Attention on the CPU.
-BLOCK = 64  # rows: smaller blocks need more calls, larger blocks compute more scores above the diagonal;
+BLOCK = 64  # rows: smaller blocks need more calls, larger blocks compute more scores above the diagonal
 KEYS = 512  # maximum number of keys in a tile, whose scores stay in cache
 LONG = 1024  # a sequence of at least this many rows is divided into early and late rows
 KEPT_WEIGHTS = 64 << 10  # a head with at most this many weights keeps them for backward
@@ -65,7 +65,7 @@ def attention_tile(q: Array, k: Array, v: Array, keep: bool) -> tuple[int, int, 
 
 
 def early_keys(length: int, total: int) -> int:
-    """Return how many keys the early rows of a long sequence, half of its work, see; 0 if it is short."""
+    """Return the number of keys that the early rows, half of the work, of a long sequence see; else 0."""
     return total - length + int(length * 0.5**0.5) // BLOCK * BLOCK if length >= LONG else 0
 
 
@@ -79,7 +79,7 @@ def unseen_weights(begins: Array, block: int = BLOCK) -> int:
 
 
 def tile_heads(batch: int, heads: int, length: int, total: int) -> tuple[int, int]:
-    """Return how many (sequences, heads) attention in bfloat16 computes at once, for T queries of S keys."""
+    """Return how many (sequences, key heads) bfloat16 attention computes at once; `heads`: key heads."""
     most = max(1, LOW_TILE // (min(length, LOW_BLOCK) * total))
     return min(batch, max(1, most // heads)), min(most, heads)
 
@@ -176,5 +176,4 @@ def check_kept(*kept: tuple[Array | None, int]) -> None:
 
 
 def run_length(p: Array, runs: Array) -> int:
-    """Return the elements of p per entry of `runs`, at least 1."""
     return max(1, int(p.size) // max(1, int(runs.size)))

@@ -57,7 +57,7 @@ def stream() -> Array:
 
 
 def numbers(*shape: int, seed: int, times: float = 1, kind: Any = np.float32) -> Array:
-    """Return an array of numbers from `stream` in a type; `seed` selects the first number."""
+    """Return numbers from `stream`, multiplied by `times`, as type `kind`; `seed` selects the first."""
     start = 997 * seed
     values = stream()[start : start + math.prod(shape)].reshape(shape) * np.float32(times)
     return device.in_use().from_host(values.astype(kind))
@@ -92,7 +92,7 @@ def attention(draw: Draw) -> Iterator[Array]:
 
 
 def head(draw: Draw) -> Iterator[Array]:
-    """Yield the results of the loss with its head."""
+    """Yield the loss of an output head, and its gradients."""
     targets, x = whole(VOCABULARY, ROWS), draw(ROWS, WIDTH, seed=1)
     w, b = draw(VOCABULARY, WIDTH, seed=3), draw(VOCABULARY, seed=4)
     dw, db = draw(VOCABULARY, WIDTH, seed=5), draw(VOCABULARY, seed=6)
@@ -132,7 +132,7 @@ def others(draw: Draw) -> Iterator[Array]:
 
 
 def updates() -> Iterator[Array]:
-    """Yield the results of the optimizer, and the sums of the gradient's norm."""
+    """Yield the results of the optimizer, and the sums of squares for the gradient norm."""
     p, g, m = (numbers(3072, seed=seed) for seed in (1, 2, 3))
     v, decay = numbers(3072, seed=4) ** 2, np.array([0.1, 0.0, 0.1])
     yield ops.chunk_squares(g, 1024)

@@ -2,7 +2,7 @@
 
 A tile has 16 rows of 64 bytes. One instruction adds the product of two tiles to a third tile: 16 x 32
 elements by 32 x 16, with the second factor as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four
-tiles hold 32 x 32 sums. b is packed as row pairs once per matrix; a is packed unless its rows form full
+tiles hold 32 x 32 sums. In a product a b, b is packed as row pairs; a is packed unless its rows form full
 tiles. oneDNN copies heads whose rows are far apart, which takes longer than the product (docs/benchmarks.md).
 
 Import this module only through `products.by_tiles`: without AMX, LLVM aborts the process.
@@ -41,11 +41,11 @@ from zero_mpi.ops.cpu.jit import (
 )
 
 ROWS, PANEL, DEPTH = 16, 32, 32  # rows of a tile; rows and columns of a result block; elements of a tile row
-ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row, a float32 (or a pair), a bfloat16
+ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row, of a float32 or a bfloat16 pair, of a bfloat16
 
 
 def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
-    """Return an intrinsic of one instruction. Its arguments: constant tile numbers, an address, a stride."""
+    """Return an intrinsic of one instruction on constant tile numbers, an address and a stride."""
     if not all(isinstance(tile, types.IntegerLiteral) for tile in tiles):
         return None  # numba then calls this function again with literal tile numbers
 
@@ -61,19 +61,17 @@ def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def configure(context: Any, place: Any) -> Any:
-    """Configure the tiles of this thread; the configuration is read from an address."""
+    """Configure this thread's tiles by the configuration at address `place`."""
     return instruction("ldtilecfg", (), place)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def release(context: Any) -> Any:
-    """Release the tiles of this thread."""
     return instruction("tilerelease", ())
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def clear(context: Any, tile: Any) -> Any:
-    """Fill a tile with zeros."""
     return instruction("tilezero", (tile,))
 
 
@@ -96,7 +94,7 @@ def store(context: Any, tile: Any, place: Any, step: Any) -> Any:
 
 
 def pairs_of(builder: Any, above: Any, below: Any) -> Any:
-    """Return sixteen words: the lower halves are the elements at address `above`, the upper at `below`."""
+    """Return sixteen words: lower halves from address `above`, upper halves from address `below`."""
     kind = ir.VectorType(HALF, ELEMENTS)
     low, high = (builder.zext(loaded(builder, place, kind), SIXTEEN) for place in (above, below))
     return builder.or_(low, builder.shl(high, constant(16)))
@@ -182,7 +180,7 @@ def pair_of(x: Array, i: int, j: int, down: int, right: int) -> Any:
 
 @fixed_helper
 def pack_pairs(b: Array, packed: Array) -> None:
-    """Pack row pairs of b (K, N) into panels of 16 columns, (N / 16, K / 2, 16), except their padding."""
+    """Pack row pairs of b (K, N) into panels of 16 columns, (N / 16, K / 2, 16); do not write padding."""
     (k, n), (down, right), start = b.shape, b.strides, b.ctypes.data
     for first in range(0, n, ROWS):
         panel, at = packed[first // ROWS], start + first * right
@@ -203,7 +201,7 @@ def pack_pairs(b: Array, packed: Array) -> None:
 
 @fixed_helper
 def pack_rows(a: Array, packed: Array) -> None:
-    """Pack pairs of elements of a (M, K) into packed (M, K / 2), except its padding."""
+    """Pack pairs of elements of a (M, K) into packed (M, K / 2); do not write padding."""
     (m, k), (down, right), start = a.shape, a.strides, a.ctypes.data
     whole, deep = (m // ROWS * ROWS, k // DEPTH * DEPTH) if down == LOW_BYTES else (0, 0)
     for i in range(0, whole, ROWS):
@@ -217,7 +215,7 @@ def pack_rows(a: Array, packed: Array) -> None:
 
 @helper
 def add_panel(a: Any, a_step: Any, b: Any, next_b: Any, depth: Any) -> None:
-    """Add to tiles 0 to 3 the product of 32 rows at address a and the panels at addresses b and next_b."""
+    """Add the product of 32 rows at address a and the panels at addresses b and next_b to tiles 0 to 3."""
     for k in range(0, depth, DEPTH):
         load(4, a + k * LOW_BYTES, a_step)
         load(5, a + k * LOW_BYTES + ROWS * a_step, a_step)

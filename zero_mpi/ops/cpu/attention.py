@@ -50,7 +50,6 @@ def stacked(x: Array) -> tuple[int, int]:
 
 @helper
 def part(buffer: Array, start: int, heads: int, n: int, width: int) -> Array:
-    """Return the array (heads, n, width) that begins at element `start` of a flat buffer."""
     return buffer[start : start + heads * n * width].reshape(heads, n, width)
 
 
@@ -74,8 +73,8 @@ def soften(p: Array, y: Array, sums: Array, begins: Array, c: int, ahead: int) -
     """Turn scores p (heads, n, m) into exponentials, relative to the largest score of the row so far.
 
     Row i sees the keys from begins[i] to its own position. The tile begins at key c, and row 0 is `ahead`
-    positions later. sums[i, s]: the largest score and the sum of exponentials so far. If a score in this
-    tile is larger, this sum and y are scaled down. Before the first tile, sums and y are undefined.
+    positions later. sums[i, s] holds the row's largest score and sum of exponentials so far. If this tile
+    has a larger score, the row's sum and y are scaled down. Before the first tile, sums and y are undefined.
     """
     starts = c == begins[0]
     for s, i in np.ndindex(p.shape[:2]):
@@ -279,7 +278,7 @@ def in_tiles(
     scale: float,
     p: Array | None,
 ) -> None:
-    """Run a kernel on all shares. Early rows use `early` instead of `of_keys`. p: exponentials, if kept."""
+    """Run a kernel on all shares: with `early` for early rows, else `of_keys`. p: exponentials or None."""
     (batch, length, *_), total = of_rows[0].shape, of_keys[0].shape[1]
     parts, size, keep = units(of_rows[0], of_keys[0]), head_weights(length, total), p is not None
     block, keys, scores, more = attention_tile(of_rows[0], of_keys[0], of_keys[1], keep)

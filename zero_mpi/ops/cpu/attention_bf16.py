@@ -188,7 +188,7 @@ def backward_of(
 
 
 class KeySums:
-    """Gradient of keys or values (B, S, G, width). If several tiles add to it, it is summed in float32."""
+    """Gradient of keys or values (B, S, G, width), summed in float32 if several tiles add to it."""
 
     def __init__(self, result: Array, found: tuple[Tile, ...]) -> None:
         self._result, self._sums = result, None

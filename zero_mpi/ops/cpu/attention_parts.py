@@ -1,6 +1,6 @@
-"""Division of attention into shares of heads, one per thread; in bfloat16 a share is divided into tiles.
+"""Division of attention into shares of heads for threads; in bfloat16 a share is divided into tiles.
 
-A tile is a block of rows of some heads, with the keys that these rows see. One call computes a tile.
+A tile is a block of rows of some heads, with the keys that these rows see. A product computes one tile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NONE = np.zeros((0, 0), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """One thread's share of attention: some sequences, with some key heads and their query heads."""
+    """Part of attention for one thread: rows of some sequences, some key heads and their query heads."""
 
     number: int  # index of this share
     before: int  # number of (sequence, query head) pairs in earlier shares
@@ -90,7 +90,7 @@ def busy(parts: list[slice]) -> float:
 
 @dataclass(frozen=True)
 class Tile:
-    """Block of rows of some heads, and the keys that they see: the work of one call."""
+    """Block of rows of some heads, and the keys that these rows see."""
 
     shape: tuple[int, int, int, int]  # (sequences, heads, n, m): n query positions, m key positions
     sequences: slice  # range of sequences in the batch
@@ -163,6 +163,5 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
 
 
 def tiles_for(q: Array, k: Array) -> tuple[Tile, ...]:
-    """Return the tiles for these arrays."""
     (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
     return tiles(batch, length, heads, heads // of_keys, total)

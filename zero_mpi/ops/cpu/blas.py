@@ -30,7 +30,7 @@ NN, NT, TN = (PLAIN, PLAIN), (PLAIN, TURNED), (TURNED, PLAIN)
 
 
 def address_in_openblas() -> int | None:
-    """Return the address of sgemm in NumPy's OpenBLAS, or None if no OpenBLAS with that name is loaded."""
+    """Return the address of sgemm in a loaded OpenBLAS, NumPy's if possible, or None if there is none."""
     libraries = ThreadpoolController().select(internal_api="openblas").lib_controllers
     libraries.sort(key=lambda library: "numpy" not in library.filepath)
     for library in libraries:

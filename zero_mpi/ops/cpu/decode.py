@@ -1,13 +1,13 @@
 """Compiled instructions for generation, which `nn.decoding` records: a run computes one token per sequence.
 
-An instruction is a row of words: its operation, then addresses and sizes. All arrays are float32 and have one
-row per sequence. One call of compiled code runs the instructions of all layers for a position. Threads
-share the parts of an instruction.
+An instruction is a row of words: its operation, then addresses and sizes. Activations are float32 and have
+one row per sequence. One call of compiled code runs the instructions of all layers for a position. Threads
+share the parts of an instruction. Instructions that do not depend on each other form a step.
 
-A crew of threads waits for instructions inside compiled code, because a product of one row takes less time
-than waking a thread. Steps are computed one after the other. The caller writes the number of a step and then
-the number of its parts into words that all threads see, and each thread takes parts until none is left. A
-thread ends when it has waited for `PATIENCE` rounds or `threads.run` needs the pool.
+A crew of threads waits for steps inside compiled code, because a product of one row takes less time than
+waking a thread. The caller writes the index of a step and then the number of its parts into words that all
+threads see, and each thread takes parts until none is left. Then the next step begins. A thread leaves the
+crew when it has waited for `PATIENCE` rounds or `threads.run` needs the pool.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from zero_mpi.ops.cpu.jit import (
 
 MATRIX, DENSE, NORM, CENTRED_NORM, TURN, KEEP, ATTEND, SWIGLU, GEGLU, GELU, ADD, SCALE = range(12)
 COLUMNS = 16
-# Columns of all instructions: the operation, how many instructions of a step run at the same time, the number
-# of parts, and the addresses of input and output. The meaning of A to H depends on the operation.
+# Columns of all instructions: the operation, the number of instructions in its step, the number of its parts,
+# and the addresses of input and output. The meaning of A to H depends on the operation.
 OPERATION, AT_ONCE, PARTS, X, Y, A, B, C, D, E, F, G, H = range(13)
 
 PART = 1 << 15  # matrix elements in a part of a product, which takes about two microseconds
@@ -69,7 +69,7 @@ def product(w: Any, x: Array, y: Array) -> list[int]:
 
 
 def instructions(*steps: list[list[int]]) -> Array:
-    """Return the instructions of all steps (N, COLUMNS); those of one step do not depend on each other."""
+    """Return the instructions of all steps, in order, as one array (N, COLUMNS)."""
     lines = [[line[0], len(step), *line[1:]] for step in steps for line in step]
     return np.array([line + [0] * (COLUMNS - len(line)) for line in lines], np.int64)
 
@@ -81,13 +81,11 @@ def word_at(builder: Any, place: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def to_words(context: Any, place: Any) -> Any:
-    """Return an address as a pointer to words."""
     return emitted(types.CPointer(PLACES)(PLACES), word_at)
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def words_at(place: int, size: int) -> Any:
-    """Return the words (size,) at an address."""
     return numba.carray(to_words(place), size)
 
 
@@ -134,7 +132,7 @@ def normalize(line: Array, sequences: int) -> None:
 
 @compiled
 def turn(line: Array, sequences: int, positions: Array) -> None:
-    """Rotate C heads of width D in place. A: cosines, B: sines, E: rotated elements, F: adjacent pairs."""
+    """Rotate E elements of C heads of width D in place, in adjacent pairs if F. A: cosines, B: sines."""
     half, heads, neighbours = line[E] // 2, line[C], line[F] != 0
     for n in range(sequences):
         cos = floats(line[A] + 4 * positions[n] * half, half)
@@ -360,5 +358,4 @@ class Crew:
 
 @cache
 def crew() -> Crew:
-    """Return the crew of this process."""
     return Crew()

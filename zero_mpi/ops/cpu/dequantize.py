@@ -98,7 +98,6 @@ class Block:
         return self.builder.fmul(factor, self.builder.sitofp(whole, SINGLE))
 
     def part(self, whole: Any, shift: int, mask: int) -> Any:
-        """Return the word shifted to the right and masked."""
         return self.builder.and_(self.builder.lshr(whole, WORD(shift)), WORD(mask))
 
 
@@ -116,7 +115,7 @@ def nibbles(x: Block, has_least: bool) -> list[Any]:
 
 
 def five_bits(x: Block, has_least: bool) -> list[Any]:
-    """Read Q5_0 and Q5_1: as Q4_0 and Q4_1, with four bytes of fifth bits before the 16 bytes."""
+    """Read Q5_0 and Q5_1: like Q4_0 and Q4_1, with four bytes of fifth bits before the 16 bytes."""
     b, d, (least, start) = x.builder, x.half(0), (x.half(2), 4) if has_least else (None, 2)
     first = b.insert_element(ir.Constant(SIXTEEN, ir.Undefined), x._read(start, WORD), WORD(0))
     tops = b.shuffle_vector(first, ir.Constant(SIXTEEN, ir.Undefined), constant(0))
@@ -129,7 +128,7 @@ def five_bits(x: Block, has_least: bool) -> list[Any]:
 
 
 def two_bits(x: Block) -> list[Any]:
-    """Read Q2_K: sixteen bytes of a 4-bit scale and minimum, 64 bytes of 2-bit elements, two factors."""
+    """Read Q2_K: 16 bytes, each a 4-bit scale and 4-bit minimum; 64 bytes of 2-bit elements; two factors."""
     d, least, found = x.half(80), x.builder.fneg(x.half(82)), []
     for j in range(16):
         both = x.byte(j)
@@ -139,7 +138,7 @@ def two_bits(x: Block) -> list[Any]:
 
 
 def three_bits(x: Block) -> list[Any]:
-    """Read Q3_K: 32 bytes of third bits, 64 of bit pairs, twelve with sixteen 6-bit scales, a factor."""
+    """Read Q3_K: 32 bytes of third bits, 64 bytes of bit pairs, 12 bytes of 6-bit scales, a factor."""
     b, d, found = x.builder, x.half(108), []
     for j in range(16):
         low = x.part(x.byte(96 + (j & 7)), 4 * (j >> 3), 15)
@@ -152,7 +151,7 @@ def three_bits(x: Block) -> list[Any]:
 
 
 def scaled_bits(x: Block, has_fifth: bool) -> list[Any]:
-    """Read Q4_K and Q5_K: two factors, eight scales and minima, 32 bytes of fifth bits if any, 128 bytes."""
+    """Read Q4_K and Q5_K: two factors, eight scales and minima, fifth bits if any, 128 bytes of low bits."""
     b, d, least, found = x.builder, x.half(0), x.builder.fneg(x.half(2)), []
     for j in range(8):  # the eight scales and minima have six bits each, packed in twelve bytes
         if j < 4:

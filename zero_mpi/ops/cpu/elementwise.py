@@ -35,7 +35,7 @@ CUBIC, THRICE_CUBIC = f4(reference.GELU_CUBIC), f4(3 * reference.GELU_CUBIC)
 
 @helper
 def gelu_share(x: Any) -> Any:
-    """Return GELU(x) / x = (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)."""
+    """Return GELU(x) / x = (1 + tanh(u)) / 2 = 1 / (1 + e^-2u), where `reference.gelu` has tanh(u)."""
     return logistic(TWICE_SCALE * (x + CUBIC * x * x * x))
 
 
@@ -54,21 +54,18 @@ def add_low(x: Array, y: Array, z: Array) -> None:
 
 @kernel("e1 f e1+")
 def multiply(x: Array, factor: float, y: Array) -> None:
-    """Compute y = factor x."""
     for i in range(x.size):
         y[i] = narrow(y, wide(x[i]) * factor)
 
 
 @kernel("e1 e1 f e1+")
 def multiply_and_add(x: Array, plus: Array, factor: float, y: Array) -> None:
-    """Compute y = factor x + plus."""
     for i in range(x.size):
         y[i] = narrow(y, wide(x[i]) * factor + wide(plus[i]))
 
 
 @kernel("e1 e1+")
 def gelu_forward(x: Array, y: Array) -> None:
-    """Compute y = gelu(x)."""
     for i in range(x.size):
         v = wide(x[i])
         y[i] = narrow(y, v * gelu_share(v))
@@ -76,7 +73,6 @@ def gelu_forward(x: Array, y: Array) -> None:
 
 @kernel("e1 e1 e1+")
 def gelu_gradient(dy: Array, x: Array, dx: Array) -> None:
-    """Compute dx = dy gelu'(x)."""
     for i in range(x.size):
         v = wide(x[i])
         dx[i] = narrow(dx, wide(dy[i]) * gelu_slope(v, gelu_share(v)))
@@ -84,7 +80,6 @@ def gelu_gradient(dy: Array, x: Array, dx: Array) -> None:
 
 @kernel("e1 e1 e1+")
 def swiglu_forward(gate: Array, up: Array, y: Array) -> None:
-    """Compute y = silu(gate) up."""
     for i in range(gate.size):
         v = wide(gate[i])
         y[i] = narrow(y, v / (ONE + exponential(-v)) * wide(up[i]))
@@ -102,7 +97,6 @@ def swiglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array)
 
 @kernel("e1 e1 e1+")
 def geglu_forward(gate: Array, up: Array, y: Array) -> None:
-    """Compute y = gelu(gate) up."""
     for i in range(gate.size):
         v = wide(gate[i])
         y[i] = narrow(y, v * gelu_share(v) * wide(up[i]))
@@ -163,7 +157,7 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 
 
 def pointwise(kernel: Any, name: str, *given: Array, **named: Array) -> Any:
-    """Return the results of an operation on arrays of one shape, by a kernel or its definition."""
+    """Return the results of an operation on arrays of one shape, by `kernel` or the reference."""
     arrays = (*given, *named.values())
     if not alike(*arrays):
         return getattr(defined, name)(*arrays)

@@ -33,7 +33,7 @@ from zero_mpi.ops.threads import in_parts
 
 @kernel("f2 i b f2+ i2+ f2+")
 def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, w: Array) -> None:
-    """Write each row's softmax to p, the largest elements (any for NaN) to w, their indices to chosen."""
+    """Write each row's softmax to p, its largest elements (any if NaN) to w, and their indices to chosen."""
     for t in range(logits.shape[0]):
         row, out = logits[t], p[t]
         most, total, kept = row_most(row), ZERO, ZERO
@@ -137,12 +137,12 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
 
 
 # oneDNN prepares a product for each number of rows. That takes 200 to 300 KiB and as much time as many
-# products of an expert. An expert's number of rows varies between calls, so it is rounded up to one of a few.
-LEAST_ROWS, STEPS = 16, 8  # the smallest of these numbers; how many there are per power of two
+# products of an expert. An expert's number of rows varies between calls, so few sizes are allowed.
+LEAST_ROWS, STEPS = 16, 8  # the smallest allowed size; number of allowed sizes per power of two
 
 
 def few(rows: int) -> int:
-    """Return the number of rows rounded up as described above."""
+    """Return the number of rows, rounded up to an allowed size."""
     step = max(LEAST_ROWS, (1 << (rows - 1).bit_length()) // (2 * STEPS))
     return -(-rows // step) * step
 

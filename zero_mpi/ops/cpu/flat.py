@@ -63,7 +63,6 @@ def update(
 
 @kernel("f1+ f1 f f", liberties=False)
 def move_average(e: Array, p: Array, keep: float, rest: float) -> None:
-    """Compute the average of `reference.moving_average`, element by element."""
     for i in range(e.size):
         e[i] = e[i] * keep + rest * p[i]
 

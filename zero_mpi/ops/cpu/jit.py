@@ -118,10 +118,9 @@ def load(compiled: Any, signature: Any) -> Any:
 
 
 class QuickCache(FunctionCache):  # type: ignore[misc]
-    """Cache of numba that loads code without importing everything that a compilation needs."""
+    """Numba cache that loads code without importing everything that a compilation needs."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-
         rtsys.initialize(target_context)
         return self._load_overload(sig, target_context)
 
@@ -201,7 +200,6 @@ def constant(number: int) -> Any:
 
 
 def loaded(builder: Any, place: Any, kind: Any, align: int = 1) -> Any:
-    """Load a value of an LLVM type from an address."""
     found = builder.load(builder.inttoptr(place, kind.as_pointer()))
     found.align = align
     return found
@@ -235,7 +233,7 @@ def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], A
     bits = builder.bitcast(number, word)
     odd = builder.and_(builder.lshr(bits, word_of(16)), word_of(1))
     near = builder.lshr(builder.add(builder.add(bits, word_of(0x7FFF)), odd), word_of(16))
-    is_nan = builder.fcmp_unordered("uno", number, number)  # the addition below could turn NaN into a number
+    is_nan = builder.fcmp_unordered("uno", number, number)  # the additions above could turn NaN into a number
     return builder.select(is_nan, word_of(0x7FC0), near)
 
 
@@ -251,7 +249,6 @@ def narrow(context: Any, out: Any, x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def to_floats(context: Any, place: Any) -> Any:
-    """Return an address as a pointer to float32."""
     result = types.CPointer(types.float32)(PLACES)
     return emitted(result, lambda builder, place: builder.inttoptr(place, SINGLE.as_pointer()))
 
@@ -299,7 +296,6 @@ def portable_log(x: Any) -> Any:
 
 @fixed_helper
 def portable_log_single(x: Any) -> Any:
-    """Return the logarithm of a float32."""
     return f4(portable_log(np.float64(x)))
 
 
@@ -308,7 +304,6 @@ log_double, log_single = (portable_log, portable_log_single) if portable.active 
 
 @helper
 def logistic(x: Any) -> Any:
-    """Return 1 / (1 + e^-x)."""
     return ONE / (ONE + exponential(-x))
 
 
@@ -341,7 +336,7 @@ def lanes_of(width: int) -> Array:
 
 @fixed_helper
 def settle(lanes: Array, i: int, n: int) -> None:
-    """After a block of rows and the last row, add the lanes (LANES + 1, O) to the last line; clear them."""
+    """After a block of rows and after the last row, add the lanes to the last line (O,) and clear them."""
     if i < n - 1 and i % (LANES * LANE_ROWS) < LANES * LANE_ROWS - 1:
         return
     for j in range(lanes.shape[1]):

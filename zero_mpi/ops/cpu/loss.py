@@ -36,7 +36,7 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
     """
     n, width = z.shape
     total = 0.0
-    weights = np.empty(width, np.float32)  # the same loop with and without `gradient`: same bits
+    weights = np.empty(width, np.float32)  # the loop and its bits are the same with and without `gradient`
     for i in range(n):
         row = z[i]
         if targets[i] == UNCOUNTED:

@@ -47,7 +47,7 @@ def rms_forward(x: Array, w: Array, eps: float, y: Array, r: Array) -> None:
 def rms_backward(
     dy: Array, x: Array, w: Array, r: Array, adds: bool, plus: Array, dx: Array, dw: Array
 ) -> None:
-    """Fill dx = r (d - n mean(d n)), d = dy w, n = x r, + plus if `adds`; dw += sums of dy n over rows."""
+    """Fill dx = r (d - n mean(d n)) with d = dy w and n = x r, + plus if `adds`; add sums of dy n to dw."""
     n, width = x.shape
     lanes = lanes_of(width)
     for i in range(n):

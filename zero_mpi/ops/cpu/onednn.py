@@ -35,7 +35,7 @@ BINARY_ADD = 0x1FFF0
 POST_OPERATION = (32768, 16384)  # argument number of the first post-operation, which depends on the version
 MOST_DIMS = 12
 MOST_PRODUCTS = 1024  # products kept per thread; nearly every window of packed documents has new shapes
-OF = {"matmul_primitive_desc": "primitive_desc"}  # object -> another name, under which it is destroyed
+OF = {"matmul_primitive_desc": "primitive_desc"}  # kind of object -> kind whose function destroys it
 Handle = ctypes.c_void_p
 Key = tuple[Any, ...]
 
@@ -117,7 +117,6 @@ class OneDNN:
 
     @property
     def about(self) -> str:
-        """Name and version of the library."""
         self._symbols.dnnl_version.restype = ctypes.POINTER(ctypes.c_int * 3)
         return f"oneDNN {'.'.join(map(str, self._symbols.dnnl_version().contents))}"
 
@@ -153,7 +152,7 @@ class OneDNN:
         return c
 
     def _new(self, key: Key, arrays: dict[int, Array], adds: bool) -> Product | None:
-        """Return and cache a new product; drop the oldest if there are too many; None if unsupported."""
+        """Make, cache and return a product, or None if unsupported; drop the oldest if there are too many."""
         products = self.own.products
         if len(products) >= MOST_PRODUCTS:
             oldest = products.pop(next(iter(products)))

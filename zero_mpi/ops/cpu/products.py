@@ -86,7 +86,7 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
 
 
 def is_prepared(a: Array, b: Array) -> bool:
-    """Return whether oneDNN, which prepares each new shape, computes the product a b (if it is not small)."""
+    """Return whether oneDNN prepares and computes the product a b, unless a b is a small float32 product."""
     library = onednn.load()[0]
     if a.dtype == BFLOAT16 or library is None:
         return library is not None
@@ -144,7 +144,6 @@ def otherwise(operation: Callable[..., T], *given: Any) -> T:
 
 @kernel("f1 f2+")
 def add_row(b: Array, y: Array) -> None:
-    """Compute y (N, O) += b (O,)."""
     for i in range(y.shape[0]):
         for j in range(y.shape[1]):
             y[i, j] += b[j]
@@ -152,7 +151,6 @@ def add_row(b: Array, y: Array) -> None:
 
 @kernel("f1 f2 f2+")
 def add_row_and(b: Array, plus: Array, y: Array) -> None:
-    """Compute y (N, O) += b (O,) + plus (N, O), in one pass."""
     for i in range(y.shape[0]):
         for j in range(y.shape[1]):
             y[i, j] = (y[i, j] + b[j]) + plus[i, j]

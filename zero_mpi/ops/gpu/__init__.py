@@ -1,8 +1,8 @@
 """Operations for `cupy.ndarray`, in float32, bfloat16 and float16, by our kernels, cuBLASLt and cuDNN.
 
 As in `ops.low_precision`, computation is in float32, and each result is rounded once; statistics and losses
-are float32 or wider. Two runs are bit-identical. Results are in the GPU's recycled memory. Calls are
-ordered by the stream, and no function of this package waits for the GPU. Its import needs CuPy but no GPU.
+are float32 or wider. By default two runs are bit-identical. Results are in the GPU's recycled memory. The
+stream orders all calls, and no operation of this package waits for the GPU. Its import needs CuPy but no GPU.
 
 cuBLASLt computes matrix products (`gemm`), and adds bias, shortcut and the earlier gradient inside the
 product. cuDNN computes bf16 and fp16 attention if its memory stays within a bound (`sdpa`); all other

@@ -77,7 +77,7 @@ def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa 
 
 
 def refused(what: str) -> None:
-    """Raise UsageError if cuDNN is required. Otherwise our kernels compute."""
+    """Raise UsageError if ZERO_MPI_GPU_ATTENTION requires cuDNN, which has no plan for these shapes."""
     if way() == "cudnn":
         raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {what} of these shapes")
 
@@ -219,7 +219,6 @@ class Scores:
         return self.matrix(self.low, n, m)
 
     def _rows(self, n: int, m: int) -> tuple[int, int, int, int]:
-
         return m, self.sizes.across, n, self.sizes.shared
 
     def _grid(self, n: int, m: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ EMBEDDING_SUMS = by_pairs("embedding.cu", "embedding_sums", "PPPPLLL", product(T
 EMBEDDING_JOINS = Family("embedding.cu", "embedding_joins", "PPPLLL")
 JOIN_PACK = 4  # elements per thread in the kernel that adds up partial sums
 PLACE_BITS = 32  # the low bits of a key are the position, the bits above the token
-# CuPy's sort waits for the GPU and allocates memory. This sort is fast for tens of thousands of keys.
+# CuPy's sort waits for the GPU and allocates memory. Our sort is fast for tens of thousands of keys.
 DIGIT_COUNTS = Kernel("sort.cu", "digit_counts", "PPLL")
 COUNTS_BEFORE = Kernel("sort.cu", "counts_before", "PL")
 BY_DIGIT = Kernel("sort.cu", "by_digit", "PPPLL")

@@ -58,7 +58,7 @@ class NoAlgorithm(ValueError):
 
 
 class Matrix(NamedTuple):
-    """Matrix with contiguous rows, or a batch of such matrices, as numbers; strides are in elements."""
+    """Address, size and strides (in elements) of a matrix with contiguous rows, or of a batch of matrices."""
 
     address: int
     rows: int
@@ -69,7 +69,6 @@ class Matrix(NamedTuple):
     apart: int = 0  # stride of matrices
 
     def part(self, first: int, rows: int) -> Matrix:
-        """Return the matrix of `rows` rows from row `first` on."""
         return self._replace(address=self.address + first * self.step * BYTES[self.kind], rows=rows)
 
     @property
@@ -88,7 +87,7 @@ def kind_of(dtype: Any) -> int:
 
 
 def matrix(x: Array) -> Matrix:
-    """Return x (..., C) as (N, C). Raise ValueError if the distance between rows varies."""
+    """Return x (..., C) as (N, C). Raise ValueError unless rows are contiguous with one stride."""
     step = row_step(x.shape, x.strides, x.itemsize)
     if not step:
         raise ValueError(f"expected contiguous rows with one stride, not {x.shape} by {x.strides} bytes")
@@ -224,7 +223,6 @@ class LtGemm:
             self._adds(d, bias)
 
     def close(self) -> None:
-
         for layout in self.layouts:
             self._lt.matrix_layout_destroy(layout)
         self._lt.matmul_desc_destroy(self.described)
@@ -268,7 +266,7 @@ class Products:
         splits = self.tunes or os.environ.get("ZERO_MPI_GPU_SPLIT_K", "1") != "0"
         self.reductions = FLOAT32_PARTS if splits else WHOLE
         hopper = int(where.cupy.cuda.Device(where.number).compute_capability) >= 90
-        self.buffer = where.empty(WORKSPACE if hopper else 8 << 20, np.uint8)  # the best kernels need this
+        self.buffer = where.empty(WORKSPACE if hopper else 8 << 20, np.uint8)  # the best kernels need all
         self.workspace, self.workspace_bytes = self.buffer.data.ptr, self.buffer.nbytes
         self.plans: dict[Any, LtGemm] = {}
         self.known: dict[Any, LtGemm] = {}  # plans for aligned arrays, by shapes and strides
@@ -301,7 +299,7 @@ def products() -> Products:
 
 
 def about() -> str:
-    """Return the version of cuBLASLt, for messages and records; results depend on it."""
+    """Return cuBLASLt's version and settings, for messages and records; results depend on them."""
     made = products()
     way = "timed" if made.tunes else "in float32 parts" if made.reductions else "whole sums"
     return f"products by cuBLASLt {made.lt.get_version()}, {way}"
@@ -319,12 +317,12 @@ def product(
 ) -> None:
     """Compute `multiply` for arrays (..., C) as matrices (N, C); arrays with uneven rows are copied first.
 
-    The shapes and strides of the arrays select the plan. Only a new plan needs them as matrices.
+    The shapes and strides of the arrays select the plan. A kept plan runs at once if all arrays are aligned.
     """
     pa, pb, pd = a.data.ptr, b.data.ptr, d.data.ptr
     pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or c.strides)
     bias_at, step = (0, None) if bias is None else (bias.data.ptr, bias.strides)
-    # These determine all other shapes and types, because operations check their arrays.
+    # The key determines all other shapes and types, because operations check their arrays.
     key = (a.shape, a.strides, a.dtype, b.shape, b.strides, d.strides, d.dtype, onto, ta, tb, step)
     made = products()
     plan, fits = made.known.get(key), not (pa | pb | pc | pd | bias_at) % FITTING

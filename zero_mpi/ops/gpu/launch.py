@@ -122,7 +122,7 @@ def at(x: Array | None) -> Any:
 
 @lru_cache(PLANS)
 def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int:
-    """Return the number of elements from a row of (..., C) to the next row; 0 if this distance varies."""
+    """Return the stride of rows of (..., C) in elements; 0 unless rows are contiguous and evenly spaced."""
     if 0 in shape:
         return max(1, int(shape[-1]))
     if shape[-1] > 1 and strides[-1] != size:

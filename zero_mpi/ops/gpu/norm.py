@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm on a GPU.
 
 Up to 32 neighbouring threads, or up to 256 for wide rows, compute a row. In backward a block computes many
-rows and also sums the gradients of w and b. The number of blocks depends only on the rows, so the order of
-sums is the same on every GPU.
+rows and also sums the gradients of w and b. The shape and type alone determine the number of
+blocks, so the order of sums is the same on every GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, in
 
 
 def forward(family: Family, held: int, x: Array, *rest: Any) -> tuple[Array, ...]:
-    """Return y and the float32 statistics of each row, as many as factors, from (x, *factors, eps)."""
+    """Return y and, for each factor, one float32 statistic per row, from (x, *factors, eps)."""
     *factors, eps = rest
     x, width = packed(x), x.shape[-1]
     y, rows = take(x.shape, x.dtype), x.size // width

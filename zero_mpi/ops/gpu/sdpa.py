@@ -36,7 +36,7 @@ TURNED = Q, K, V, O, DY, DQ, DK, DV  # order of the arrays in `backward`
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
 TYPES = {BF16: "BFLOAT16", F16: "HALF"}
-ALIGNMENT = 16  # bytes; for addresses and for the strides of heads, positions and sequences
+ALIGNMENT = 16  # bytes; addresses and the strides of heads, positions and sequences are multiples
 OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
 OLDEST_CUDNN = 90000  # first version whose attention has all features that this module uses
@@ -62,7 +62,7 @@ def lies_well(x: Array) -> bool:
 
 @lru_cache
 def steps_well(shape: Strides, strides: Strides, size: int) -> bool:
-    """Return whether cuDNN's kernels support the strides of such an array."""
+    """Return whether cuDNN's kernels support an array's strides; `size`: bytes of an element."""
     steps = [stride for length, stride in zip(shape, strides, strict=True) if length > 1]
     whole = all(stride % ALIGNMENT == 0 for stride in steps[:-1])
     return whole and strides[-1] == size and shape[-1] * size % ALIGNMENT == 0
@@ -110,7 +110,7 @@ class Sdpa:
 
     def __init__(self, where: Any) -> None:
         slopes = str(most_slopes(memory_of(where)))
-        limit = os.environ.setdefault(SLOPES_LIMIT, slopes)  # the frontend reads it for each graph
+        limit = os.environ.setdefault(SLOPES_LIMIT, slopes)  # the frontend reads this variable for each graph
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
         self.where = where
@@ -134,7 +134,7 @@ class Sdpa:
         )
 
     def forward(self, q: Array, k: Array, v: Array, scale: float, y: Array, stats: Array) -> bool:
-        """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums; return whether cuDNN can."""
+        """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums. Return False if unsupported."""
         graph = self._kept(False, scale, (q, k, v, y))
         if graph is None:
             return False
@@ -177,12 +177,12 @@ class Sdpa:
                 self.graphs[key] = None
                 self.refusals.append(first_line(error))
                 what = f"{'the gradient of ' if turned else ''}attention of {tuple(arrays[0].shape)}"
-                text = "%s uses our own kernels, several times slower; cuDNN, frontend %s: %s"
+                text = "%s uses our own kernels, which are several times slower; cuDNN (frontend %s): %s"
                 logger.warning(text, what, self.cudnn.__version__, self.refusals[-1])
         return self.graphs[key]
 
     def _cut(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[dict[int, int]]]:
-        """Return the arrays of a call for some sequences and heads, and the address offsets of each call."""
+        """Return the parts of arrays for one run of a graph, and the address offsets of each run."""
         (batch, length, heads, _), kv = arrays[0].shape, arrays[1].shape[2]
         sequences, together = cudnn_group(arrays[0].shape, kv, self.slopes)
         if (sequences, together) == (batch, kv):

@@ -1,7 +1,7 @@
 """Sums over rows on a GPU, for the gradients of vectors; no two threads add to the same number.
 
 A sum has two stages: blocks write lines of partial sums, and a second kernel adds the lines in order to a
-gradient of any type. The number of lines depends only on the rows, so the order is the same on every GPU.
+gradient of any type. The number of rows alone sets the number of lines, so every GPU adds in the same order.
 """
 
 from __future__ import annotations
