@@ -83,7 +83,7 @@ def join_world(with_mpi):
 def finalize(MPI):
     """End MPI while a watchdog still runs, because an open request or window makes the call hang."""
     if not MPI.Is_finalized():
-        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a C thread, without interpreter lock
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a C thread, which needs no interpreter lock
         MPI.Finalize()
         faulthandler.cancel_dump_traceback_later()
 
@@ -272,7 +272,7 @@ def pytest_configure(config):
     harness = Harness(join_world(config.getoption("with_mpi", False)))
     config.pluginmanager.register(harness, "zero_mpi-harness")
     if harness.world.rank != 0:
-        config.workerinput = {}  # pytest's sign for a process that does not write caches and JUnit files
+        config.workerinput = {}  # keeps pytest from writing caches and JUnit files in this process
 
 
 class Unavailable(pytest.Module):

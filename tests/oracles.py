@@ -16,7 +16,7 @@ def llama_cpp() -> Any:
 
 
 def open_server(path: Path, adapter: Path | None = None) -> Any:
-    """Start llama.cpp on a model and an adapter, with float32 caches, since it rounds them by default."""
+    """Start llama.cpp on a model and an adapter, with float32 caches; its default is float16."""
     library = llama_cpp()
     params = library.CommonParams()
     params.model.path = str(path)
@@ -29,8 +29,8 @@ def open_server(path: Path, adapter: Path | None = None) -> Any:
     params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = library.Server(params)
-    # Rarely its shutdown waits forever for a thread, while no Python watchdog can run. The server therefore
-    # lives as long as the process.
+    # In rare cases its shutdown waits forever for a thread, and no Python watchdog can run meanwhile.
+    # The server therefore lives as long as the process.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
     return server
 

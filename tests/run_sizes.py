@@ -9,7 +9,7 @@ see tests/conftest.py.
 Each lane runs one part at a time. There are two more lanes than cores, because tests wait a third of their
 time. Parts with several ranks alternate with other parts, so that few of them run at once. The files of
 tests/serial are divided among a dozen processes, which stay small because many tests fork. Each part prints a
-line with the reasons of its skips, its slowest tests, the end of its output if it failed; the last line is
+line, the reasons of its skips, its slowest tests, and the end of its output if it failed; the last line is
 `N passed, N failed, N skipped`. The exit status is 0 only if every part completed, none failed, and
 a test passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
 QUICK_SIZES = "1,2,3,4"  # no test needs more than four ranks, as conftest.py checks
 WHOLE = ["tests/serial", "tests/mpi", "tests/gpu"]
-GPU_SIZES = (1, 2, 3)  # few, because simulated streams are threads
+GPU_SIZES = (1, 2, 3)  # few ranks, because simulated streams are threads
 PRETEND = ROOT / "tests" / "pretend"
 LANES = min(len(os.sched_getaffinity(0)) + 2, 8)
 SERIAL_PARTS = 12
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def read_verdict(status: int, output: str) -> Verdict:
-    """Return the counts of a part. Without exactly one summary it has failed, with at least one failure."""
+    """Return the counts of a part; a part without exactly one summary counts as one failure."""
     summaries = [line.strip("= ") for line in output.splitlines() if SUMMARY.fullmatch(line.strip())]
     if len(summaries) != 1:
         found = "no summary" if not summaries else f"{len(summaries)} summaries"

@@ -167,7 +167,7 @@ CONTROL = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memo
 
 
 def memory_group() -> tuple[Path, str]:
-    """Return a new control group without swap and its limit file; raise OSError with the reason if none."""
+    """Make a control group without swap; return it and its limit file; raise OSError on failure."""
     reasons = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -43,7 +43,7 @@ from jobs import library  # noqa: E402
 SETTINGS = {  # one process, one thread, no compiled operations (which take seconds to load)
     "ZERO_MPI_OPS": "reference",
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
-    "TOKENIZERS_PARALLELISM": "false",  # the library warns about threads after a fork
+    "TOKENIZERS_PARALLELISM": "false",  # the library tokenizers warns about threads after a fork
 }
 COMMANDS = ("train", "inspect", "export", "generate", "plan", "report", "trace", "evaluate", "samples")
 COMMANDS += ("tokenize", "verify")

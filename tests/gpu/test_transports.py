@@ -360,7 +360,7 @@ def test_a_gpu_that_fails_ends_the_wait_and_no_thread(exact, gpu, fault):
     fault.status = 700
     with pytest.raises(gpu.cupy.cuda.runtime.CUDARuntimeError, match="700"):
         exact.allgather(on_device(own), on_device(whole), partition, "test").wait()
-    fault.status = 0  # so that this and all other threads can be used again
+    fault.status = 0  # so that the calls of all threads succeed again
     full = on_device(np.full(40, 77, np.float32))
     handle = exact.allgather(on_device(own), full, partition, "test")
     poll(handle.test)

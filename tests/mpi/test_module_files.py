@@ -1,4 +1,4 @@
-"""A module saved by any number of ranks under any strategy resumes under others, bit-identically."""
+"""A module saved by any number of ranks under any strategy resumes bit-identically under any other."""
 
 import os
 from functools import partial

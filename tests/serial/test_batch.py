@@ -1,4 +1,4 @@
-"""A run knows the remaining time of its batch job, and the batch scripts work as documented."""
+"""A run determines the remaining time of its batch job, and the batch scripts work as documented."""
 
 import math
 import os

@@ -70,7 +70,7 @@ def test_windows_of_open_mpi_do_without_ucx_whoever_starts_its_ranks(name):
 
 
 def test_open_mpi_4_beside_python_is_told_where_it_is(monkeypatch, tmp_path):
-    """The wheel was built for another prefix, and without a launcher only this variable gives the path."""
+    """The wheel was built for another prefix, and without a launcher only OPAL_PREFIX gives the path."""
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert "OPAL_PREFIX" not in prepared()
     (tmp_path / "bin").mkdir()

@@ -204,7 +204,7 @@ def attention_and_errors(q, k, v, dy, scale):
     ds = p * (dp - (p * dp).sum(1, keepdims=True))
     e = 2.0**-8
     along = e * p * (p * abs(dp)).sum(1, keepdims=True)
-    of_ds = e * (2 + e) * abs(ds) + (1 + e) ** 2 * along  # bound of rounding p, ds and the sum of p
+    of_ds = e * (2 + e) * abs(ds) + (1 + e) ** 2 * along  # bound of the errors of rounding p, ds and the sum
     found = [(p @ v, e * p @ abs(v)), (scale * ds @ k, scale * of_ds @ abs(k))]
     found += [(scale * ds.T @ q, scale * of_ds.T @ abs(q)), (p.T @ dy, e * p.T @ abs(dy))]
     return [(x, error + e * (abs(x) + error) + 1e-5) for x, error in found]  # the results are rounded too

@@ -1,6 +1,6 @@
 """After a signal at any moment, a run saves and ends with the right status and lines.
 
-Jobs run on their own terminal if a user would press keys. Launchers treat signals differently: MPICH's
+A test that presses keys runs its job on its own terminal. Launchers treat signals differently: MPICH's
 forwards them, but a second Ctrl-C and a closed terminal make it kill its ranks. Open MPI's kills its ranks on
 every signal but SIGUSR1, and is paused (`zero_mpi.launch.ending`) until they have saved.
 """

@@ -28,7 +28,7 @@ def of_threads(monkeypatch):
 
 
 def results_by_place():
-    """Return {(type, part of the trial, place): result} of all operations."""
+    """Return {(type, part of the trial, index): result} of all operations."""
     parts = {("float32", "updates"): trial.updates()}
     for part in trial.PARTS:
         parts["float32", part.__name__] = part(trial.numbers)

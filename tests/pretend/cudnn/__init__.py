@@ -220,7 +220,7 @@ class pygraph:
         return WORKSPACE if self.what == "sdpa" else self._slopes()
 
     def _slopes(self) -> int:
-        """Return the bytes of score gradients in blocks of 64 by 128; if over the limit, those of dq."""
+        """Return the bytes of score gradients in blocks of 64 by 128, or of dq if these exceed the limit."""
         (b, h, t, d), s = self.inputs[0].dim, self.inputs[1].dim[2]
         size = 2 * b * h * (-(-t // 64) * 64) * (-(-s // 128) * 128)
         limit = int(os.environ.get("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", "-1"))

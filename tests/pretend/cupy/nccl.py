@@ -1,6 +1,6 @@
 """NCCL without a GPU: CuPy's binding on host memory over MPI, asynchronous and in a stream's order.
 
-Calls between groupStart and groupEnd run together, as in NCCL. Sums have MPI's order.
+Calls between groupStart and groupEnd run together, as in NCCL. Sums are added in MPI's order.
 """
 
 from __future__ import annotations
