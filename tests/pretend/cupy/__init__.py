@@ -267,7 +267,7 @@ def __getattr__(name: str) -> Any:
 
         return RawModule
     if name not in FUNCTIONS:
-        raise AttributeError(f"the pretend CuPy has no {name}; see tests/pretend/cupy")
+        raise AttributeError(f"the simulated CuPy has no {name}; see tests/pretend/cupy")
     function = getattr(np, name)
 
     def on_device(*arguments: Any, **named: Any) -> Any:
