@@ -313,5 +313,5 @@ def ranks_folder(request):
     """Return an empty folder, the same on all ranks; it is removed after all ranks finish the test."""
     harness = request.config.pluginmanager.getplugin("zero_mpi-harness")
     folder = harness.folder_of(request.node)
-    folder.mkdir(parents=True, exist_ok=True)  # the first rank creates it, so no rank waits
-    return folder  # the harness removes it after the teardown of all ranks
+    folder.mkdir(parents=True, exist_ok=True)  # the first rank creates the folder, so no rank waits
+    return folder  # the harness removes the folder after the teardown of all ranks

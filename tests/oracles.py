@@ -25,11 +25,11 @@ def open_server(path: Path, adapter: Path | None = None) -> Any:
     params.n_ctx = 32
     params.cpuparams.n_threads = 1
     params.warmup = False
-    params.verbosity = -1  # a thread writes its log, which pytest cannot capture
+    params.verbosity = -1  # a thread of llama.cpp writes the log, which pytest cannot capture
     params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = library.Server(params)
-    # In rare cases its shutdown waits forever for a thread, and no Python watchdog can run meanwhile.
+    # In rare cases the shutdown waits forever for a thread, and no Python watchdog can run meanwhile.
     # The server therefore lives as long as the process.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
     return server

@@ -62,7 +62,7 @@ def descendants(root):
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, IndexError):
-                continue  # it has ended in the meantime
+                continue  # the process has ended in the meantime
             children.setdefault(parent, []).append(int(entry.name))
     found, waiting = [], [root]
     while waiting:

@@ -47,7 +47,7 @@ LANES = min(len(os.sched_getaffinity(0)) + 2, 8)
 SERIAL_PARTS = 12
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["--durations=5", "--durations-min=5"]
-# Processes that clean up one folder at the same time conflict, so each part has its own, removed at its end.
+# Processes that clean up the same folder conflict, so each part has a folder, which is removed at its end.
 PYTEST += ["-o", "tmp_path_retention_count=1000"]
 SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.*")
 COUNT = re.compile(r"(\d+) ([a-z]+)")

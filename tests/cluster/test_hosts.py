@@ -44,7 +44,7 @@ TABLE = """
 """
 HEADER, *ROWS = [tuple(row.split()) for row in TABLE.strip().splitlines()]
 EACH = 2  # ranks per host
-OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # Open MPI's warning about its ssh
+OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # a warning of Open MPI's ssh starter
 
 
 def train_on(here: Hosts, ranks: int, out: Path, *flags: str, mpi: str = "mpich", each: int = EACH) -> str:

@@ -19,7 +19,7 @@ from test_stopping import assert_saved
 REQUEUE, BAD_USAGE = 75, 2
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
-STEPS = 300  # enough that a run takes some seconds, because signals arrive late on a busy machine
+STEPS = 300  # a run takes some seconds, because signals arrive late on a busy machine
 ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # the constant rate does not depend on --steps
 ONE_NODE = "examples/slurm/one_node.sbatch"
 OPENMPI_AS_ROOT = {

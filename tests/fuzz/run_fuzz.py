@@ -112,7 +112,7 @@ def problems(command: str, end: Ending) -> Iterator[str]:
 def run_in_child(action: Callable[[], None], folder: Path, output: Path, written: int) -> Ending:
     """Run action() in a forked process in `folder`, with its output in files at `output`.
 
-    `written`: size limit of a file that it writes.
+    `written`: size limit in bytes of each file that the action writes.
     """
     before, begun = resident(), time.monotonic()
     pid = os.fork()
@@ -302,7 +302,7 @@ def prepare() -> None:
     os.environ.update(SETTINGS)
     from zero_mpi.commands.main import module_of
 
-    uses_intel_mpi()  # cached, so it is run only once
+    uses_intel_mpi()  # the result is cached, so forked processes need not ask again
     for name in COMMANDS:
         importlib.import_module(module_of(name))
 

@@ -267,7 +267,7 @@ EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
     ],
 )
 def test_an_export_names_the_tokens_that_end_an_answer(tmp_path, template, keys, eot, eom):
-    """A folder's EOS ids: EOS, end tokens of the template and of keys, and tokens of llama.cpp's list."""
+    """A folder's EOS ids are EOS, the end tokens of template and keys, and tokens of llama.cpp's list."""
     all_keys: Any = chat_keys(template)
     ids = {token: place for place, token in enumerate(all_keys["tokenizer.ggml.tokens"])}
     all_keys |= {name: np.uint32(ids[token]) for name, token in keys.items()}

@@ -255,7 +255,7 @@ def test_numbers_that_are_not_finite_stay_so():
     assert np.isnan(ops.rms_norm(odd[None], np.ones(5, BF), 1e-5)[0].astype(np.float32)).any()
     assert np.isnan(ops.add(odd, odd[::-1]).astype(np.float32)).sum() == 1
     assert np.isinf(ops.add(odd, odd).astype(np.float32)).sum() == 3, "2 x 3e38 is infinite"
-    huge = np.full((2, 4), 1e30, np.float32)  # overflows; the gradient's norm shows it
+    huge = np.full((2, 4), 1e30, np.float32)  # the square overflows; the gradient's norm shows this
     assert not ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)[0].any()
 
 

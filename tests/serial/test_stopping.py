@@ -382,7 +382,7 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     """If the signal comes at each job's start, the second job without a step fails, so the chain ends."""
     out, soon = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
-    program(tmp_path, "squeue", "exit 1")  # squeue does not know the job, so its variables are used
+    program(tmp_path, "squeue", "exit 1")  # squeue fails, so the job's variables are used
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
     assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once is allowed"
