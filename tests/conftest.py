@@ -201,8 +201,8 @@ class Harness:
         """Make the worst outcome of any rank the outcome on all ranks.
 
         Ranks agree on every phase. Setup and teardown run on all ranks, and call only if setup passed on all
-        of them, so the allgathers match. Agreement after the call phase alone would shift the matching by one
-        test when the setup of one rank fails.
+        of them, so the allgathers match. If ranks agreed after the call phase only, the failed setup of one
+        rank would match allgathers of different tests.
         """
         report = yield
         if self.world.size == 1:

@@ -16,7 +16,7 @@ def llama_cpp() -> Any:
 
 
 def open_server(path: Path, adapter: Path | None = None) -> Any:
-    """Start llama.cpp on a model and an adapter, with float32 caches; its default is float16."""
+    """Start llama.cpp on a model and an adapter, with float32 caches (default: float16)."""
     library = llama_cpp()
     params = library.CommonParams()
     params.model.path = str(path)

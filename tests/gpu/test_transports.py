@@ -1,8 +1,8 @@
 """Collectives on device memory are bit-identical to those on the host, over every transport.
 
 The simulated CuPy delays copies and kernels to reveal missing waits. Its device memory is host memory, which
-any MPI accepts. Tests also count that later transfers reuse the buffers and pinned memory of the first and
-that several chunks are in flight.
+any MPI accepts. Tests also check that later transfers reuse buffers and pinned memory, and that several
+chunks are in flight.
 """
 
 import functools

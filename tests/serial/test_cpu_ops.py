@@ -282,7 +282,7 @@ def peak_memory() -> Iterator[dict[str, int]]:
 
 
 def test_attention_to_long_texts_takes_memory_of_their_length_only():
-    """Memory grows with T: all attention weights for T = 4096 would take 128 MiB."""
+    """Memory grows linearly with T; all attention weights for T = 4096 would take 128 MiB."""
     q, k, v, dy = attention_inputs((1, 4096, 4096, 2, 1, 16, 16), False)
     with peak_memory() as peak:
         y, kept = cpu.causal_attention(q, k, v, 0.25)

@@ -284,7 +284,7 @@ def test_an_export_names_the_tokens_that_end_an_answer(tmp_path, template, keys,
 
 @pytest.mark.parametrize("ends", [[903, 904], [904, 902, 903], 904, [904]])
 def test_all_ends_of_a_folder_come_back(tmp_path, ends):
-    """Tokens 902 and 904 end an answer only by these settings, token 903 by its text."""
+    """Tokens 902 and 904 end an answer only because of these settings, token 903 because of its text."""
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 908, "eos_token_id": ends}
     hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
     bpe_files.write_json(tmp_path / "hf", bpe_files.trained_json("gpt-2"))

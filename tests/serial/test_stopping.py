@@ -396,7 +396,7 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     )
 
 
-# saves by the clock
+# saves at intervals of time
 
 SOON = """
 from zero_mpi.train import command as train_command, saving
@@ -407,7 +407,7 @@ train_command.main()
 
 @needs_mpiexec
 def test_by_default_a_run_saves_now_and_then_by_the_clock_of_rank_0(flags, tmp_path):
-    """Saves by the clock do not change the bits."""
+    """Saves that depend on the time do not change the bits."""
     script = tmp_path / "soon.py"
     script.write_text(SOON)
     more = [*flags, "--steps", "4", "--keep", "2"]

@@ -1,4 +1,4 @@
-"""The summary of a run: planned memory, FLOPs of a step, and the ranks' peak."""
+"""Tests of a run's summary: planned memory, FLOPs of a step, and the ranks' peak."""
 
 import dataclasses
 import json

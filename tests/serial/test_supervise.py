@@ -71,7 +71,7 @@ class Trial:
         return prepare(["--backoff", "0", *flags, "--", *command]).run()
 
     def running(self, *flags: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-        """Supervise the run in a process that can receive signals and that ends with the body."""
+        """Supervise the run in a process that can receive signals; the process ends with the block."""
         start = [sys.executable, "-m", "zero_mpi", "supervise", "--backoff", "0", *flags, "--", *self.words()]
         return running(start, self.errors)
 
@@ -89,7 +89,7 @@ class Trial:
         return [(event["event"], event["reason"]) for event in read_events(self.out / "events.jsonl")]
 
 
-# ------------------------------------------------------------------------------------- what an end means
+# -------------------------------------------------------------------------------- decisions after an end
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_step_of_slurm_need_not_wait_for_the_one_before_it(tmp_path):
     assert (tmp_path / "overlaps").read_text() == "\n1\n"
 
 
-# ---------------------------------------------------------------------------------------- what hangs
+# -------------------------------------------------------------------------------------- hanging runs
 
 
 def test_a_run_without_a_sign_of_life_is_ended_and_started_again(tmp_path, capfd, monkeypatch):
@@ -359,7 +359,7 @@ def test_a_launcher_that_outlives_its_run_is_ended(word, status, starts, tmp_pat
     assert len(trial.starts) == starts
 
 
-# ------------------------------------------------------------------------------------- being told to stop
+# ------------------------------------------------------------------------------------------------ signals
 
 WAITS = "touch $here/ready; while :; do sleep 0.05; done"
 HEARS = "trap 'echo told >> $here/told; {}' USR1; says running; " + WAITS
