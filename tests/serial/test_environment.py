@@ -168,7 +168,7 @@ def test_a_quota_of_processor_time_counts_as_cores(monkeypatch, quota, ranks, to
         (
             {
                 "own": "4:memory:/job\n1:cpu,cpuacct:/job\n", "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-                "memory/memory.limit_in_bytes": "9223372036854771712\n",  # "no limit" in version 1
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",  # no limit, in version 1 of cgroups
                 "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
             },
             (None, None, None),

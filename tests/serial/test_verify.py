@@ -421,7 +421,7 @@ def test_another_head_than_the_published_one_is_named(run, verify):
     )
 
 
-# --------------------------------------------------------------------------------------- the amount of work
+# --------------------------------------------------------------------------------------- selected segments
 
 
 def test_parts_are_whole_stretches_and_a_sample_is_drawn_by_its_seed(run):
