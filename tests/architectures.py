@@ -1,7 +1,7 @@
 """Table of all architectures, with a row for each, from which tests build small models.
 
 A row lists the tensors of a file, as llama.cpp defines them, and the settings that switch on
-the features of the architecture. From sizes, `build` makes one model and `every` makes a model of each row.
+the features of the architecture. `build` makes one model from sizes; `every` makes a model of each row.
 """
 
 from collections.abc import Callable, Mapping

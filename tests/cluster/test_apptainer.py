@@ -1,4 +1,4 @@
-"""Training in the image of packaging/apptainer gives the bytes of a run outside, with any MPI.
+"""Training in the image of packaging/apptainer gives the same bytes as a run outside, with any MPI.
 
 The test builds the image, with a base from a Debian mirror and Python packages from fetched wheels, in the
 versions that are installed outside. Then four ranks train in the image, with its own MPICH and with an Intel

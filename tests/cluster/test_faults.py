@@ -103,7 +103,7 @@ def small_disk(trial: Trial) -> Iterator[Stage]:
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(trial.out)]
     status, _, errors = run_command(mount, timeout=20)
     if status:
-        pytest.skip(f"no mounting here: {errors.strip()}")
+        pytest.skip(f"cannot mount here: {errors.strip()}")
     filler = trial.out / "filler"
 
     def fire(trial: Trial) -> None:
@@ -145,7 +145,7 @@ def loose_clock(trial: Trial) -> Iterator[Stage]:
     def check(trial: Trial) -> None:
         said = status_of(trial.out)
         begun, last = (datetime.fromisoformat(said[key]) for key in ("started", "updated"))
-        assert -HOUR < (last - begun).total_seconds() < -HOUR + 60, "its clock did not jump"
+        assert -HOUR < (last - begun).total_seconds() < -HOUR + 60, "the clock did not jump"
 
     yield Stage(fire, mend=check, env={"LD_PRELOAD": str(library), "TEST_CLOCK": str(off)})
 
@@ -168,7 +168,7 @@ STAGES = dict.fromkeys(INSIDE, Stage(lambda trial: trial.now.touch())) | {
     ),
     "newest checkpoint cut short": Stage(KILL.fire, mend=cut_newest),
 }
-PREPARED = {  # events whose stage needs preparation and a clean-up
+PREPARED = {  # event -> context in which its stage is prepared and cleaned up
     "killed for memory (cgroup)": little_memory,
     "disk full": small_disk,
     "clock jumps by an hour": loose_clock,
@@ -223,7 +223,7 @@ def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
 
 
 def note_down(fault: Fault, trial: Trial, seconds: float, lost: int) -> None:
-    """Write a row for the docs if it is requested."""
+    """Append the event's row of docs/reliability.md to the file that $ZERO_MPI_FAULT_TABLE names."""
     if path := os.environ.get("ZERO_MPI_FAULT_TABLE"):
         said, words = status_of(trial.out), "nothing"
         if found := fault.said and re.search(fault.said.replace("<process>", r"\d+"), trial.words):
@@ -309,7 +309,7 @@ def test_a_run_whose_data_are_cut_short_is_refused(fault, unbroken, common_path)
 
 
 def test_the_table_in_the_docs_is_what_was_seen():
-    """The table has the same rows in the same order, and each row has the values that its test allows."""
+    """The page's table has the rows of `ROWS` in the same order, with values that their tests allow."""
     lines = [line.strip("| \n").split(" | ") for line in DOCS.read_text().splitlines() if line[:2] == "| "]
     table = [line for line in lines if len(line) == 5][1:]
     assert [tuple(line[:2]) for line in table] == [(f.event, f"{f.launcher}, {f.transport}") for f in ROWS]

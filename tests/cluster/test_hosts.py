@@ -1,4 +1,4 @@
-"""Training over several hosts gives the bytes of one process.
+"""Training over several hosts gives the same bytes as one process.
 
 Each row of TABLE is a job over TCP between hosts of two ranks each. Curve and checkpoint are compared with a
 run of one process, as in `test_command_bits.py` on one host.
@@ -20,7 +20,7 @@ from test_command_bits import MODELS, SETTINGS, SIZES, assert_same_run, train_co
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
-# Seven micro-batches: two rounds on four ranks, the last one short; and an idle rank among eight.
+# Seven micro-batches take two rounds on four ranks, the last with three; of eight ranks one is idle.
 FLAGS = [*SIZES, *SETTINGS, *MODELS["llama-tied"], "--batch-size", "7", "--micro-batch", "1"]
 TABLE = """
     mpi      hosts  strategy       transport
@@ -44,7 +44,7 @@ TABLE = """
 """
 HEADER, *ROWS = [tuple(row.split()) for row in TABLE.strip().splitlines()]
 EACH = 2  # ranks per host
-OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # Open MPI's warning about its ssh
+OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # a warning of Open MPI's ssh starter
 
 
 def train_on(here: Hosts, ranks: int, out: Path, *flags: str, mpi: str = "mpich", each: int = EACH) -> str:
@@ -87,8 +87,8 @@ def test_same_bytes_as_in_one_process(mpi, hosts, strategy, transport, one_proce
 def test_most_of_the_transfers_hide_behind_computation():
     """With FULL_SHARD over a slow link, transfers overlap with computation of about the same duration.
 
-    Blocks sleep instead of computing, so the result hardly depends on the machine's cores. Of twelve blocks,
-    the first gather, the first gather of backward and the last reduction cannot overlap: at most 1 - 3/36.
+    Blocks sleep instead of computing, so the result hardly depends on the machine's cores. Of 36 transfers,
+    three cannot overlap: the first gather, the first gather of backward and the last reduction.
     """
     need("mpich")
     script = TOOLS.parents[1] / "benchmarks" / "overlap.py"
@@ -102,7 +102,7 @@ def test_most_of_the_transfers_hide_behind_computation():
         if found["hidden"] >= 0.7:
             break
     assert found["rate"] == "50mbit"
-    least = 1e3 * found["sent"] * 8 / 50  # ms that the bytes of one direction take on the link
+    least = 1e3 * found["sent"] * 8 / 50  # milliseconds that the bytes of one direction take on the link
     assert 0.9 * least < found["transfers"] < 2 * least
     assert 12 * 3 * 140 <= found["computation"] < found["step"]
     assert found["hidden"] >= 0.7, found

@@ -1,4 +1,4 @@
-"""By the counters of the links, a step sends as many bytes between hosts as the plan predicts."""
+"""The links' counters show that a step sends as many bytes between hosts as the plan predicts."""
 
 import pytest
 from hosts import why_no_hosts

@@ -1,8 +1,8 @@
 """With `--bits portable`, emulated processors of Intel and AMD give results bit-identical to this processor.
 
 QEMU's user mode runs one process with the instructions and identity of another processor, without AVX-512.
-The emulator rounds products, roots and fused sums correctly. It runs the code that was compiled here for the
-pinned target, so it need not compile. The models come from tests/portable_steps.py.
+The emulator rounds products, square roots and fused multiply-adds correctly. It runs the code that was
+compiled here for the pinned target, so it need not compile. The models come from tests/portable_steps.py.
 """
 
 import platform
@@ -57,11 +57,11 @@ def test_architectures_have_the_bits_of_this_processor(processor, here):
 
 
 @needs_mpiexec
-@pytest.mark.skipif(launcher_kind() != "mpich", reason="how to keep off process_vm_readv is MPICH's")
+@pytest.mark.skipif(launcher_kind() != "mpich", reason="only MPICH has a setting against process_vm_readv")
 @pytest.mark.timeout_seconds(900)
 @pytest.mark.parametrize("bits", ["portable", "native"])
 def test_ranks_on_unlike_processors(bits, tmp_path):
-    """Ranks on different processors give the bytes of one rank here; without the flag they are refused."""
+    """Ranks on different processors give the same bytes as one rank here; native bits are refused."""
     environ = COMPILED | {portable.VARIABLE: bits, "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
     train = [*RUN, *FLAGS, "--data", *write_text(tmp_path), "--resume", "never", "--out"]
     elsewhere = [EMULATOR, "-cpu", "EPYC-Rome", *train]

@@ -1,4 +1,4 @@
-"""A Slurm job of three nodes that loses one node continues and gives the bytes of an unbroken run.
+"""A Slurm job of three nodes that loses one node continues and gives the same bytes as an unbroken run.
 
 Each node is a host with its own slurmd. The lost node is switched off without notice, so Slurm has to detect
 the loss. The script is the unchanged script of examples/slurm, with --no-kill, which keeps the job alive.

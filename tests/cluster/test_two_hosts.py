@@ -1,7 +1,7 @@
 """Two jobs on two hosts share a run folder: one completes, the other names that job and its host.
 
 `locks`: the hosts are containers of one machine, so system locks work. `none`: the file system has no
-locks and each host counts as another machine, so only renewed records show a running job.
+locks and each host counts as another machine, so only renewed records show that a job runs.
 """
 
 import os
@@ -35,7 +35,7 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 @pytest.fixture(params=["locks", "none"])
 def start(request, four_hosts, common_path) -> Iterator[Start]:
-    """Return a function that starts a job of two ranks on a host; the test's end ends the jobs."""
+    """Return a function that starts a job of two ranks on a host; the jobs end with the test."""
     started, setup = list[subprocess.Popen[str]](), NO_LOCKS if request.param == "none" else ""
     script = train_with(common_path / "job.py", WAITING, setup=setup)
     flags = [*SMALL, "--data", *write_text(common_path), "--out", str(common_path / "out")]

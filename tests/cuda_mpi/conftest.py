@@ -1,4 +1,4 @@
-"""Tests on a CUDA-aware MPI and a driver's memory: `make test-cuda-mpi MPI_ROOT=...` and run_cuda_mpi.py."""
+"""Tests of a CUDA-aware MPI on a driver's memory: `make test-cuda-mpi MPI_ROOT=...` and run_cuda_mpi.py."""
 
 import os
 import sys

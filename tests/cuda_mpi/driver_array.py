@@ -1,8 +1,8 @@
 """Arrays in the memory of a CUDA driver, made without CuPy, and the device interface for transports.
 
 The arrays have only the attributes that `comm.gpu.exchanges.GpuStreams` uses; mpi4py finds their memory by
-`__cuda_array_interface__`. There are no kernels: sums are computed on the host from copies. On the simulated
-driver of a CUDA-aware MPI's archive, as on a GPU, a process that uses such an address on the host crashes.
+`__cuda_array_interface__`. There are no kernels: sums are computed on the host from copies. A process
+that uses such an address on the host crashes, on a GPU and on the simulated driver of a CUDA-aware MPI.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_mpi.device import Done
 from zero_mpi.device.ordered_sum import ordered_sum
 
 ALIGNMENT = 256
-ROOM = 64 << 20  # bytes of one allocation; few and large, because the simulated driver tracks only few
+ROOM = 64 << 20  # bytes of one allocation; large, because the simulated driver tracks only few allocations
 
 
 class DriverArray:
@@ -64,7 +64,7 @@ class DriverSide:
         self._threads = threading.local()
         self.adopt()
         self._next = self._end = 0
-        self.taken = 0  # number of arrays that were taken from it
+        self.taken = 0  # number of arrays that were allocated
 
     def adopt(self) -> None:
         if not hasattr(self._threads, "adopted"):

@@ -63,7 +63,7 @@ PROGRAMS = [
 def samples(
     folder: Path, raw: bytes, template: str = TEMPLATES["chatml"], *flags: str, name: str = "chat.jsonl"
 ) -> list[str]:
-    """Write a file of these bytes and a template; return the command on them."""
+    """Write a file of these bytes and a template; return the command that reads both."""
     write_tensors(folder / "m.gguf", "llama", chat_keys(), {})
     (folder / name).write_bytes(raw)
     (folder / "t.jinja").write_text(template, "utf-8", "surrogatepass")

@@ -18,7 +18,7 @@ import numpy as np
 COUNTS = (0, 1, 50, 10**5, 10**7, 2 * 10**8, 10**9, 2**31, 2**40, 2**62, 2**64 - 1)
 SIZES = (0, 1 << 20, 1 << 30, 8 << 30)
 BLOCK = 4 << 20  # uncompressed bytes of one gzip member or zstd frame
-ROWS = 1 << 20  # bytes of short lines; few, because a reader reads all of them
+ROWS = 1 << 20  # bytes of short lines, all of which a reader reads
 ENDLESS = (b"\0", b" ", b"a", b"[", b'{"text": "' + b"a" * 4096, b'{"a": ')
 SHORT = (b"a", b" ", b"\n", b"{}\n", b'{"text": "a"}\n', b"\xff\n")
 LARGE_PARTS = ("--part-mb", "1")
@@ -72,7 +72,7 @@ def member(unit: bytes, size: int) -> bytes:
 
 def bombs(random: Random, folder: Path) -> list[str]:
     """Write one line of up to half a gigabyte, or 1 MiB of short lines, compressed once or twice."""
-    endless = random.random() < 0.6  # one line or zeros, of which a reader need not reach the end
+    endless = random.random() < 0.6  # one line or zeros, which a reader need not read to the end
     unit = random.choice(ENDLESS if endless else SHORT)
     many, size = (random.choice([1, 16, 128]), BLOCK) if endless else (1, ROWS)
     name = random.choice(["t.jsonl", "t.jsonl", "t.txt" if unit == b"\0" or not endless else "t.jsonl"])

@@ -98,7 +98,7 @@ def numbers(random: Random, folder: Path) -> list[str]:
     keys = sorted({key for row in rows for key in row})
     for key in random.sample(keys, min(len(keys), random.choice([1, 1, 3]))):
         value = random.choice([wild.number, wild.text])(random)
-        many = 3000 if len(wild.as_text(value, random)) < 100 else 3  # a file that a run can write in time
+        many = 3000 if len(wild.as_text(value, random)) < 100 else 3  # limits the time to write the file
         for row in random.sample(rows, random.randint(1, len(rows))):
             row[key] = random.choice([value, [value] * random.choice([0, 1, many])])
     (run / name).write_bytes(b"".join(wild.as_text(row, random) + b"\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Faulty inputs of tokenize (lines, compressed files, Parquet) and faulty files of an earlier tokenize."""
+"""Faulty inputs of tokenize (lines, compressed files, Parquet) and faulty files of an earlier run."""
 
 from __future__ import annotations
 

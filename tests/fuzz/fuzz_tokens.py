@@ -1,4 +1,4 @@
-"""Token files with faulty headers, lengths, types or ids, and other kinds of files with such names."""
+"""Token files with faulty headers, lengths, types or ids, and other files with names of token files."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def special(random: Random, folder: Path) -> list[str]:
 
 
 def teachers(random: Random, folder: Path) -> list[str]:
-    """Write a teacher's predictions with another header, edits or length."""
+    """Write a teacher's predictions with a changed header, edited bytes or another length."""
     (folder / "ids.npy").write_bytes(header(usual()) + IDS)
     teacher = TeacherFile(3, 1.0, 500, 61, "d", "t", "s")
     fields, records = json.loads(teacher.header()), bytes(500 * teacher.record.itemsize)

@@ -153,5 +153,5 @@ def rules(random: Random, folder: Path) -> list[str]:
 CASES = {"sound": sound, "rules": rules, "merges": merges, "spelt": spelt, "pieces": pieces}
 CASES |= {"spellings": spellings}
 
-for seed in range(8):  # some of both kinds, to compile all kernels before any process is forked
+for seed in range(8):  # tokenizers of both kinds compile all kernels before any process is forked
     tokenizer_from_metadata(keys_of(Random(seed), ["texts"])).encode(b"a text")

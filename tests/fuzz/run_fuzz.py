@@ -43,7 +43,7 @@ from jobs import library  # noqa: E402
 SETTINGS = {  # one process, one thread, no compiled operations (which take seconds to load)
     "ZERO_MPI_OPS": "reference",
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
-    "TOKENIZERS_PARALLELISM": "false",  # the library warns about threads after a fork
+    "TOKENIZERS_PARALLELISM": "false",  # the library tokenizers warns about threads after a fork
 }
 COMMANDS = ("train", "inspect", "export", "generate", "plan", "report", "trace", "evaluate", "samples")
 COMMANDS += ("tokenize", "verify")
@@ -94,9 +94,9 @@ def problems(command: str, end: Ending) -> Iterator[str]:
         yield f"status {end.status}"
     ended_for_it = end.status == OUT_OF_TIME  # the kernel's CPU limit may come a second early
     if ended_for_it or end.cpu > MOST_CPU:
-        yield f"slow: {end.cpu:.1f} s of work"
+        yield f"slow: {end.cpu:.1f} s of CPU time"
     if end.wall > MOST_WAIT:
-        yield f"hang: {end.wall:.1f} s by the clock, {end.cpu:.1f} s of work"
+        yield f"hang: {end.wall:.1f} s, {end.cpu:.1f} s of CPU time"
     if end.growth > MOST_GROWTH:
         yield f"memory: {end.growth >> 20} MiB more"
     if (end.status == 2 or failed) and (end.said.count("\n") != 1 or not end.said.endswith("\n")):
@@ -112,7 +112,7 @@ def problems(command: str, end: Ending) -> Iterator[str]:
 def run_in_child(action: Callable[[], None], folder: Path, output: Path, written: int) -> Ending:
     """Run action() in a forked process in `folder`, with its output in files at `output`.
 
-    `written`: size limit of a file that it writes.
+    `written`: size limit in bytes of each file that the action writes.
     """
     before, begun = resident(), time.monotonic()
     pid = os.fork()
@@ -302,20 +302,20 @@ def prepare() -> None:
     os.environ.update(SETTINGS)
     from zero_mpi.commands.main import module_of
 
-    uses_intel_mpi()  # cached, so it is run only once
+    uses_intel_mpi()  # the result is cached, so forked processes need not ask again
     for name in COMMANDS:
         importlib.import_module(module_of(name))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60, help="stop after so long")
+    parser.add_argument("--seconds", type=float, default=60, help="stop after this many seconds")
     parser.add_argument("--rounds", type=int, help="stop after each case has run this many times")
-    parser.add_argument("--only", default="", help="modules or cases, with commas: gguf,toml.nesting")
-    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of all that is drawn")
+    parser.add_argument("--only", default="", help="modules or cases, e.g. gguf,toml.nesting")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="seed of all choices")
     parser.add_argument("--number", type=int, help="run only this number of each case")
-    parser.add_argument("--keep", type=Path, help="where failures are kept")
-    parser.add_argument("--cases", type=Path, default=HERE, help="the folder with fuzz_*.py")
+    parser.add_argument("--keep", type=Path, help="folder for failed cases")
+    parser.add_argument("--cases", type=Path, default=HERE, help="folder with fuzz_*.py")
     options = parser.parse_args()
     prepare()
     found = list(find_cases(options.only, options.cases.absolute()).items())
@@ -347,7 +347,7 @@ def report(fuzz: Fuzz, seconds: float) -> None:
     cases, total = {outcome.split()[0] for outcome in fuzz.outcomes}, sum(fuzz.outcomes.values())
     named = dict.fromkeys(("traceback", "hang", "slow", "memory"), 0) | fuzz.wrong
     print(f"{len(cases)} cases: {', '.join(f'{count} {kind}' for kind, count in named.items())}; limits:")
-    print(f"{MOST_CPU:g} s of work, {MOST_WAIT:g} s by the clock, {MOST_GROWTH >> 20} MiB")
+    print(f"{MOST_CPU:g} s of CPU time, {MOST_WAIT:g} s of wall-clock time, {MOST_GROWTH >> 20} MiB")
     print(f"{total} runs in {seconds:.0f} s, seed {fuzz.seed}, {sum(fuzz.failures.values())} failed")
 
 

@@ -1,7 +1,7 @@
 """Attention on the GPU, by cuDNN and by the package's kernels, matches its definition.
 
 On the simulated device, cuDNN's graphs are simulated too (tests/pretend/cudnn). The last test checks that
-the real package accepts our graphs, if it is installed.
+the real cudnn-frontend accepts the package's graphs, if it is installed.
 """
 
 import sys
@@ -244,7 +244,7 @@ def test_a_backward_is_not_cudnns_if_its_memory_grows_with_the_square(
     monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(limit))
     monkeypatch.setattr(pretended, "slopes", limit)
     take_way("auto")
-    check(gpu, "bf16", (1, 512, 512, 1, 1, 8, 8))  # scores: 64 KiB if linear in the length, 512 if quadratic
+    check(gpu, "bf16", (1, 512, 512, 1, 1, 8, 8))  # scores: 64 KiB if linear in length, 512 KiB if quadratic
     assert len(pretended.refusals) == refused
     assert not refused or "MiB" in pretended.refusals[0]
 

@@ -94,7 +94,7 @@ def test_sums_over_ranks_are_in_their_order(gpu, ranks, accumulate, kind):
     size, out = 1003, numbers(1003, seed=99)
     parts = [np.clip(numbers(size, seed=rank), -6e4, 6e4).astype(kind) for rank in range(ranks)]
     for x in (out, *parts):
-        x[5] = -0.0  # a sum that begins with 0 would lose this sign
+        x[5] = -0.0  # a sum that begins with +0 would lose the sign of -0
     wanted = ordered(out, parts, accumulate)
     for first in (0, 3):
         found, given = there(gpu, out, first), [there(gpu, part, rank % 3) for rank, part in enumerate(parts)]

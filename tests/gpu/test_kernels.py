@@ -95,7 +95,7 @@ def bits(x: Any) -> bytes:
 
 
 def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
-    """Check equality up to rounding, as sums have another order; float32: relative to the largest element."""
+    """Check equality up to rounding, since sums have another order; in float32 relative to the maximum."""
     if isinstance(wanted, tuple):
         assert len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=True):

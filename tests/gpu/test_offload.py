@@ -203,7 +203,7 @@ def add_one(gpu, arrays):
     ("missing", "count"), [(None, 1), (None, 5), ("filled", 5), ("updated", 5), ("emptied", 5), ("stored", 1)]
 )
 def test_every_event_is_needed(gpu, pieces, monkeypatch, missing, count):
-    """One stream is delayed at its start; if the others do not wait for its event, the values are wrong."""
+    """One stream is delayed at its start; if other streams do not wait for its event, values are wrong."""
     if not is_pretend():
         pytest.skip("streams of a real GPU cannot be delayed: only the simulated GPU tests this")
     way = Offload(gpu)

@@ -96,7 +96,7 @@ def test_what_cudnn_takes(gpu, monkeypatch, name):
     from zero_mpi.ops.gpu.sdpa import sdpa
 
     if sdpa()[0] is None or not hasattr(sdpa()[0].cudnn, "refuses"):
-        pytest.skip("needs the simulated cuDNN: how many bytes a real one allocates is not known")
+        pytest.skip("needs the simulated cuDNN: the bytes that a real one allocates are unknown")
     case = Case(MODELS[name], batch_size=4, micro_batch=4, context=48, device="cuda", precision_name="bf16")
     built = sdpa()[0].cudnn.calls.built
     monkeypatch.setattr(sdpa()[0], "graphs", {})

@@ -247,7 +247,7 @@ def test_a_step_makes_no_plans_and_takes_no_memory_after_the_first_two(gpu, gemm
     def state():
         gpu.synchronize()
         pool = gpu.cupy.get_default_memory_pool()
-        forms = gemm.row_step.cache_info().misses  # plans by shapes and strides
+        forms = gemm.row_step.cache_info().misses  # number of distinct shapes and strides
         return len(gemm.products().plans), pool_of(gpu).nbytes, pool.total_bytes(), forms
 
     for _ in range(2):

@@ -84,7 +84,7 @@ def test_what_is_said_without_a_test(environ, said, monkeypatch):
 
 @one_rank
 def test_the_loaded_library_is_asked():
-    """The test's MPI library denies support, by one of the calls or by having none."""
+    """The loaded MPI library answers a call that asks for CUDA support, or it has no such call."""
     maps = (
         "7f00-7f01 r-xp 0 0:0 1 /opt/cray/lib/libmpi_gnu_123.so.12.0.0\n"
         "7f01-7f02 r-xp 0 0:0 1 /usr/lib/libmpi.so.40.30.4\n"

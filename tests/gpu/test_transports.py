@@ -1,8 +1,8 @@
 """Collectives on device memory are bit-identical to those on the host, over every transport.
 
 The simulated CuPy delays copies and kernels to reveal missing waits. Its device memory is host memory, which
-any MPI accepts. Tests also count that later transfers reuse the buffers and pinned memory of the first and
-that several chunks are in flight.
+any MPI accepts. Tests also check that later transfers reuse buffers and pinned memory, and that several
+chunks are in flight.
 """
 
 import functools
@@ -360,7 +360,7 @@ def test_a_gpu_that_fails_ends_the_wait_and_no_thread(exact, gpu, fault):
     fault.status = 700
     with pytest.raises(gpu.cupy.cuda.runtime.CUDARuntimeError, match="700"):
         exact.allgather(on_device(own), on_device(whole), partition, "test").wait()
-    fault.status = 0  # so that this and all other threads can be used again
+    fault.status = 0  # so that the calls of all threads succeed again
     full = on_device(np.full(40, 77, np.float32))
     handle = exact.allgather(on_device(own), full, partition, "test")
     poll(handle.test)

@@ -36,7 +36,7 @@ def alone(name, micro_batches):
     return tiny.train(SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, prefetch=0)
 
 
-# Every model with every row; for each model, another third of the rows comes first.
+# Every model with every row; a third of the rows, different for each model, comes first.
 ROWS = [(place, name, *row) for i, name in enumerate(tiny.MODELS) for place, row in enumerate(COVERING, i)]
 ROWS = [tuple(row) for _, *row in sorted(ROWS, key=lambda row: row[0] % 3 > 0)]
 

@@ -77,7 +77,7 @@ WAYS = 23
 @several
 @pytest.mark.parametrize("number", range(WAYS))
 def test_any_difference_is_found_before_anything_starts(checked, number):
-    """One rank starts another collective: all ranks learn of it, and the transport still works."""
+    """One rank starts another collective: all ranks report the same error, and the transport still works."""
     own = (number + 1) % WAYS if checked.rank == ODD else number
     with pytest.raises(JobError, match="the ranks start different collectives") as found:
         start(checked, own)

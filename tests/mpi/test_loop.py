@@ -44,7 +44,7 @@ def unbroken(exact):
 
 
 class Broken(Exception):
-    """Error that reading data may raise."""
+    """Error that a test raises while data are read or a loss is computed."""
 
 
 def test_the_loop_gives_each_micro_batch_to_one_rank(exact):
@@ -93,7 +93,7 @@ def test_after_an_error_inside_a_round_it_must_be_reset(exact, strategy, unbroke
         raise Broken
 
     for _ in range(3):
-        run.accum.rounds.micro_batches = max(COUNT, exact.size)  # each rank has a micro-batch, so each fails
+        run.accum.rounds.micro_batches = max(COUNT, exact.size)  # each rank has a micro-batch, so all fail
         with pytest.raises(Broken):
             run.accum.accumulate(read(0, 0)[0], failing)
         with pytest.raises(ValueError, match=r"round 0 of .* ended in an error; call GradAccum\.reset"):

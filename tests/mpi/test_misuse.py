@@ -1,7 +1,7 @@
 """Misuse of the API raises a ValueError on all ranks, which names the mistake, and no rank hangs.
 
-Each case is a call of a public name. After it all ranks start a collective of the same communicator,
-which would hang or give another value if a rank had started something else.
+Each case is a call of a public name. After the call all ranks start a collective of the same
+communicator, which would hang or give another value if a rank had started another collective.
 """
 
 from functools import partial

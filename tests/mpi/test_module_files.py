@@ -1,4 +1,4 @@
-"""A module saved by any number of ranks under any strategy resumes under others, bit-identically."""
+"""A module saved on any ranks with any strategy resumes bit-identically on others with another strategy."""
 
 import os
 from functools import partial

@@ -119,7 +119,7 @@ def test_what_is_gathered_lies_once_a_node_and_is_not_overwritten_while_it_is_re
                 time.sleep(dawdle.random() * 3e-3)
                 assert buffer[:length].tobytes() == whole.tobytes()
                 pool.give(buffer)
-            spare = [pool.take(5000) for _ in range(3)]  # more than are shared: some are private
+            spare = [pool.take(5000) for _ in range(3)]  # the pool shares fewer, so some are private
             handles = [comm.allgather(whole[partition.part(comm.rank)], room, partition) for room in spare]
             for room, handle in zip(spare, handles, strict=True):
                 handle.wait()

@@ -1,4 +1,4 @@
-"""Packed documents, with a loss on some or all tokens, are bit-identical to one process when sharded."""
+"""Training on packed documents, with a loss on some or all tokens, is bit-identical to one process."""
 
 import functools
 from dataclasses import replace

@@ -305,7 +305,7 @@ def test_which_transport_auto_takes(transport):
     takes_shared = transport == "auto" and comm.size > 1
     assert isinstance(comm, SharedComm) == takes_shared
     assert isinstance(comm, SerialComm) == (transport == "auto" and comm.size == 1)
-    assert comm.exact == (transport == "auto"), "over shared memory, and alone, fast is exact"
+    assert comm.exact == (transport == "auto"), "fast sums are exact over shared memory and on one rank"
     assert notes == []
     assert chosen.text.partition(",")[0] == ("" if comm.size == 1 else comm.kind.name)
     assert chosen.text.endswith(" exact") == takes_shared

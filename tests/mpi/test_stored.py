@@ -1,4 +1,4 @@
-"""Training on a frozen base in the blocks of its file is bit-identical to training on it in floats."""
+"""Training on a frozen base in GGUF blocks is bit-identical to training on the same base in floats."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_bfloat16_rounds_what_is_unpacked(exact, base, floats):
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda one: one.name)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP], ids=lambda one: one.name)
 def test_experts_in_several_units(exact, floats, base, strategy, precision):
-    """Each unit has two experts in blocks and the last unit has one; the block's unit has the adapters."""
+    """Each unit has two quantized experts and the last has one; the layer's unit has the adapters."""
     found = tiny_blocks.train(exact, *base, strategy, precision=precision, bucket_mb=0.35)
     assert found == floats[precision.name]
 

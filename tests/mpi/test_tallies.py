@@ -1,4 +1,4 @@
-"""Auxiliary losses and buffers are bit-identical to one process under each strategy and transport."""
+"""Auxiliary losses and buffers are bit-identical to those of one process, with any strategy and transport."""
 
 import functools
 

@@ -86,7 +86,7 @@ def test_every_transfer_with_its_bytes_and_every_wait(exact, tmp_path, strategy)
     assert names == Counter((f"{entry.kind} {entry.label}", entry.sent) for entry in asked)
     assert len(moved) > STEPS * 4
     unfinished = {event["args"]["what"] for event in moved if "unfinished" in event["args"]}
-    assert unfinished <= ({"parameters"} if strategy is SHARD_GRAD_OP else set()), "of the next forward"
+    assert unfinished <= ({"parameters"} if strategy is SHARD_GRAD_OP else set()), "the next forward's gather"
 
 
 @pytest.mark.world(4)
@@ -178,7 +178,7 @@ def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path
         found = barriers(mpi, tmp_path / "trace.json")
     wrong = found["otherData"]["clock_error_us"]
     assert (wrong > 0) == (mpi.size > 1)
-    assert wrong < 1e5, "messages to and fro on one machine"
+    assert wrong < 1e5, "messages on one machine take less"
     assert apart(found, mpi.size) <= 2 * wrong + 1000
     check_events(found["traceEvents"])
 

@@ -1,4 +1,4 @@
-"""The order of a step's collectives under each strategy."""
+"""Tests of the order of a step's collectives under each strategy."""
 
 import pytest
 import tiny

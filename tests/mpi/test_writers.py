@@ -77,7 +77,7 @@ def test_who_writes_and_that_the_files_are_the_same(case, mpi, ranks_folder, mon
 
 @pytest.mark.world(4, 8)
 def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, monkeypatch):
-    """The other ranks write nothing. A unit takes two writes for any number of tensors."""
+    """A node's other ranks write nothing. A unit takes two writes for any number of tensors."""
     pretend(monkeypatch, ranks_folder, "lustre")
     optimizer, progress = trained(mpi, FULL_SHARD)
     with saver(ranks_folder / "out", optimizer, 2) as made, file_calls.FileCalls() as calls:
@@ -104,7 +104,7 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
 
     def noted(word, action):
         def call(self, *arguments):
-            time.sleep(0.02 * (mpi.rank % 2))  # the rank that writes without a sync is late
+            time.sleep(0.02 * (mpi.rank % 2))  # delays the ranks that write without a sync
             action(self, *arguments)
             with shared.open("a") as file:
                 file.write(f"{word} {self.path.name} {mpi.rank // 2}\n")

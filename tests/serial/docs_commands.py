@@ -3,7 +3,7 @@
 The longest matching row applies. A command without a row runs as documented, with a small model. `Run`: run
 by test_docs.py in the order of the page, in a folder of the page; `add` has flags that make it small (they
 come last, so they win), `says` is the expected output; 8 and 4 ranks become 2. `Make`: run the output of
-`make -n`. `ByTest`: a test runs it, maybe with smaller sizes. `Suite`: a part of `.ci/run`. `Nobody`: not
+`make -n`. `ByTest`: a test runs it, maybe with smaller sizes. `Suite`: `.ci/run` runs it. `Nobody`: it is not
 run, with the reason.
 """
 
@@ -80,7 +80,7 @@ BY_HAND = (
     "plan_scale",
     "qat",
 )
-SPEED = Nobody("it measures speed, of another library or over hosts that it makes: by hand")
+SPEED = Nobody("it measures speed and is run by hand")
 PROVED = f"{TINY} --steps 12 --save-every 4"
 
 ROWS: dict[str, How] = {
@@ -91,9 +91,9 @@ ROWS: dict[str, How] = {
     ),
     "make check": Suite("make -k check"),
     "make test": Suite("make test"),
-    "make test-all": Nobody("`.ci/run --long` does: it takes an hour"),
+    "make test-all": Nobody("`.ci/run --long` runs it, in about an hour"),
     "make docs": Suite("make docs"),
-    "pip install": Nobody("make sets up every environment by these extras"),
+    "pip install": Nobody("make installs the package with these extras"),
     "mpiexec -n 4 python -m pytest": Suite("make test"),
     ".venv/bin/": Suite("make test"),
     ".venv/bin/python tests/random_kills.py": of(

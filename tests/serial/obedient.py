@@ -17,7 +17,7 @@ def obey():
     """Give up root's right to ignore file permissions (capabilities 1 and 2 of Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable rights, their upper halves
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable rights; then their upper halves
     assert libc.capget(header, sets) == 0
     for place in range(3):
         sets[place] &= ~0b110

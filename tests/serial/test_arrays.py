@@ -18,7 +18,7 @@ from zero_mpi.device.types import ALIGNMENT
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint16, np.uint8])
 @pytest.mark.parametrize("size", [0, 1, 3, 17, 1000])
 def test_arrays_start_at_a_cache_line(make, dtype, size):
-    arrays = [make(size, dtype) for _ in range(8)]  # alive together, so they have different addresses
+    arrays = [make(size, dtype) for _ in range(8)]  # all arrays are alive, so they have different addresses
     for array in arrays:
         assert size == 0 or array.ctypes.data % ALIGNMENT == 0  # an empty array has no address
         assert (array.shape, array.dtype) == ((size,), np.dtype(dtype))

@@ -21,7 +21,7 @@ FACTORS = {BALANCE: 0.7, Z: 0.2}
 
 
 def routed(logits):
-    """Return (softmax, chosen, starts) of a layer."""
+    """Return (softmax, chosen experts, start of each expert's rows) of a layer's logits."""
     p = np.exp(logits)
     p /= p.sum(axis=-1, keepdims=True)
     chosen = np.argsort(-p, axis=-1)[:, :USED]
@@ -62,7 +62,7 @@ def test_the_loss_is_that_of_transformers_over_all_layers_and_has_its_slope():
 
 
 def test_padding_does_not_count():
-    """Padding after the last document of a row has id 0; each position is a document of one token."""
+    """Padding after the last document of a row has id 0; each such position is a document of one token."""
     begins = np.array([[0, 0, 0, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]])
     ids = np.array([[7, 0, 0, 5, 0], [9, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
     documents = Documents(Packed(ids, begins))

@@ -1,4 +1,4 @@
-"""A run knows the remaining time of its batch job, and the batch scripts work as documented."""
+"""A run determines the remaining time of its batch job, and the batch scripts work as documented."""
 
 import math
 import os
@@ -138,7 +138,7 @@ def test_a_limit_that_is_extended_is_learnt_and_silence_changes_nothing(programs
     answer.write_text("slurm_load_jobs error\n")
     asked = programs / "asked"
     before = asked.stat().st_size
-    until(lambda: asked.stat().st_size > before + 3, "three more questions")
+    until(lambda: asked.stat().st_size > before + 3, "more calls of squeue")
     assert 3500 < limit.left() <= 3600 - NOTICE
     answer.write_text("UNLIMITED\n")
     until(lambda: limit.left() == math.inf, "another limit")

@@ -108,7 +108,7 @@ def test_bos_is_added_as_llama_cpp_does_it_where_no_key_says(pre, tmp_path):
     assert found == expected
 
 
-# --------------------------------------------------------------------------------- where it is delicate
+# ---------------------------------------------------------------------------------------- special cases
 
 
 def both(folder: Path, keys: dict[str, Any], text: str, **more: bool) -> tuple[list[int], list[int]]:
@@ -128,7 +128,7 @@ def test_tokens_in_the_text_are_cut_out_longest_first(tmp_path):
 
 
 def test_a_byte_that_is_lacking_keeps_its_neighbours_apart(tmp_path):
-    """The `tokenizers` library alone would drop the byte and merge its neighbours."""
+    """The `tokenizers` library alone would drop a byte without a token and merge its neighbours."""
     tokens = [character for byte, character in enumerate(byte_characters()) if byte != 4] + ["..", "<|end|>"]
     ids = {"bos_token_id": np.uint32(256), "eos_token_id": np.uint32(256)}
     found, expected = both(tmp_path, bpe_files.keys_of(tokens, [". ."], **ids), "..x.\x04.")

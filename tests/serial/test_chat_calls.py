@@ -1,4 +1,4 @@
-"""Tool calls in conversations get the text and marks of Transformers, in each form of row."""
+"""Tool calls in conversations get the same text and marks as in Transformers, in each form of row."""
 
 import json
 from functools import lru_cache

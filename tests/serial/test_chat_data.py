@@ -121,7 +121,7 @@ def test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts(folder):
     train(1, folder / "out", *FLAGS, "--steps", "3", "--loss-on", "answers")
     command = ["-m", "zero_mpi", "evaluate", str(model), "--data", "chat.jsonl", "--json", "figures.json"]
     status, _, errors = run_job(1, command, cwd=folder, timeout=50)
-    assert (status, errors.count("\n")) == (0, 2), errors  # the second: no end-of-turn token
+    assert (status, errors.count("\n")) == (0, 2), errors  # the second line: no end-of-turn token
     assert "conversations without an answer: 6" in errors
 
 

@@ -35,7 +35,7 @@ def test_every_command_has_help_that_fits_a_version_and_names_unknown_flags(name
     assert [action.dest for action in made._actions if not action.help] == []
     assert ("zero_mpi.train" if name == "train" else f"zero-mpi {name}") in lines[0]
     texts = [" ".join(parser.Help("")._expand_help(action).split()) for action in made._actions]
-    buffer = 3 * (WIDTH - 2 - parser.COLUMN)  # characters in three lines, without choices
+    buffer = 3 * (WIDTH - 2 - parser.COLUMN)  # number of characters in three lines of help
     assert [text for text in texts if len(re.sub(r" \[.*\]", "", text)) > buffer] == []
     with pytest.raises(SystemExit) as end:
         made.parse_args(["--version"])

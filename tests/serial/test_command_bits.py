@@ -149,7 +149,7 @@ def test_same_bytes_as_on_one_rank(
 
 @pytest.mark.timeout_seconds(180)
 def test_more_ranks_than_rows(text, tmp_path):
-    """Of eight ranks, most own no element of some parameters: k and v have 2 rows, norms 6 elements."""
+    """Most of eight ranks own no element of some parameters: k and v have 2 rows, norms 6 elements."""
     flags = ["--data", *text, *SETTINGS, "--layers", "1", "--context", "16", "--batch-size", "3"]
     flags += ["--micro-batch", "1", "--dim", "6", "--heads", "3", "--kv-heads", "1", "--ffn", "5"]
     train_compiled(1, tmp_path / "one", *flags)

@@ -20,7 +20,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.train import resume
 from zero_mpi.train.description import describe
 
-CHAT = "<|begin|>hello <tool>\n<|im_start|>user <|im_start|>a<|endoftext|>"  # tokens: bpe_files
+CHAT = "<|begin|>hello <tool>\n<|im_start|>user <|im_start|>a<|endoftext|>"  # tokens of bpe_files
 BYTES_CHAT = "<|bos|>hello <|endoftext|>é<|endoftext|><|pad|>"
 
 

@@ -90,7 +90,7 @@ def read(folder, name, *values, loss_on=ANSWERS):
     return list(reader(name, loss_on).read([("chat.jsonl", written(folder, *values))]))
 
 
-# ------------------------------------------------------------------------------------------------ the text
+# ------------------------------------------------------------------------------------------ rendered texts
 
 
 @pytest.mark.parametrize("prompt", [False, True])
@@ -126,7 +126,7 @@ def test_ids_are_those_of_the_whole_text(contents):
             assert covered[len(each.text[:start].encode()) : len(each.text[:stop].encode())].all()
 
 
-# ------------------------------------------------------------------------------------------ what counts
+# --------------------------------------------------------------------------------------- counted tokens
 
 
 THOUGHT = "<think>\nhm\n</think>\n\nhello!"
@@ -161,7 +161,7 @@ def test_ids_are_those_of_transformers_and_answers_count_with_their_end_of_turn(
 
 
 def test_marks_of_a_template_are_taken_at_their_word(tmp_path):
-    """These generation marks exclude the end-of-turn token; a conversation without answers has no marks."""
+    """The template's marks exclude the end-of-turn token; a conversation without answers has no marks."""
     template = MARKED.replace("message['content'] + '<|im_end|>' }}{% endg", "message['content'] }}{% endg")
     reads = ConversationReader(
         chat_tokenizer(template.replace("{% endgeneration %}", "{% endgeneration %}."))
@@ -245,7 +245,7 @@ def test_only_a_completion_counts(name, tmp_path):
     assert answers_in(found) == ["d<|im_end|>"]
 
 
-# --------------------------------------------------------------------------------------------- the lines
+# ---------------------------------------------------------------------------------------- lines of files
 
 
 AB = said("a", "b")

@@ -124,7 +124,7 @@ def test_text_in_another_encoding_is_taken_and_told(tmp_path):
 
 
 def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
-    """These files are not checked by kind, so a new check cannot change the corpus and its digest."""
+    """Python's files are not checked by kind, so a new check cannot change the corpus and its digest."""
     monkeypatch.setattr("zero_mpi.data.text_files.kind_of", lambda *_: pytest.fail("looked at"))
     corpus = load()
     assert corpus.documents == sum(path.stat().st_size > 0 for _, path in text_files.library_files())

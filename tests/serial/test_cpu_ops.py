@@ -169,7 +169,7 @@ def test_fused_is_the_reference(name, make, layout):
 
 
 def test_all_operations_are_fused():
-    assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # matmuls, or small
+    assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # matmul; small operation
     assert all(OPERATIONS[name].dispatch(np.ndarray) is VERSIONS[np.ndarray][name] for name in FUSED)
 
 
@@ -283,7 +283,7 @@ def peak_memory() -> Iterator[dict[str, int]]:
 
 
 def test_attention_to_long_texts_takes_memory_of_their_length_only():
-    """Memory grows with T: all attention weights for T = 4096 would take 128 MiB."""
+    """Memory grows linearly with T; all attention weights for T = 4096 would take 128 MiB."""
     q, k, v, dy = attention_inputs((1, 4096, 4096, 2, 1, 16, 16), False)
     with peak_memory() as peak:
         y, kept = cpu.causal_attention(q, k, v, 0.25)
@@ -461,7 +461,7 @@ print(json.dumps([y, [pool["num_threads"] for pool in pools]]))
 """,
         OPENBLAS_NUM_THREADS="1",
     )
-    assert found == [[[0, 1, 2], [3, 4, 5]], [1, 1]], "both libraries must have the number of threads"
+    assert found == [[[0, 1, 2], [3, 4, 5]], [1, 1]], "both libraries must use one thread"
 
 
 CACHED = """
@@ -485,7 +485,7 @@ print(json.dumps([len(said), compiled == len(kernels), loaded, unasked, str(code
 
 def test_kernels_are_loaded_when_they_are_used():
     said, compiled, loaded, unasked, _ = python(CACHED)
-    assert (said, compiled, loaded) == (0, False, ["gelu_forward"]), "it compiles nothing"
+    assert (said, compiled, loaded) == (0, False, ["gelu_forward"]), "only gelu_forward is loaded"
     assert unasked == []
 
 
@@ -493,11 +493,11 @@ def test_kernels_are_loaded_when_they_are_used():
 @pytest.mark.timeout_seconds(300)
 def test_kernels_are_compiled_once_and_then_loaded(tmp_path):
     cold = python(CACHED, NUMBA_CACHE_DIR=str(tmp_path))
-    assert (cold[:2], len(cold[2]) > 20) == ([2, True], True), "it says so and compiles all"
-    assert cold[3] == ["numba.np.linalg"], "no bfloat16 kernel, no SciPy's BLAS"
+    assert (cold[:2], len(cold[2]) > 20) == ([2, True], True), "all kernels are compiled, with two notes"
+    assert cold[3] == ["numba.np.linalg"], "neither bfloat16 kernels nor SciPy's BLAS"
     assert Path(cold[4]).parent == tmp_path
     warm = python(CACHED, NUMBA_CACHE_DIR=str(tmp_path))
-    assert warm == [0, False, ["gelu_forward"], [], cold[4]], "it loads one kernel and compiles none"
+    assert warm == [0, False, ["gelu_forward"], [], cold[4]], "one kernel is loaded and none is compiled"
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_without_mpirun_it_says_what_it_left_out(folder):
 
 @needs_mpiexec
 def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
-    """A dry run of a huge model plans messages and allocates no parameters; then memory is refused."""
+    """A dry run of a huge model plans messages, allocates no parameters, and fails for lack of memory."""
     huge = ["--layers", "64", "--dim", "16384", "--heads", "64"]
     status, printed, errors = train(2, folder, *huge, "--dry-run")
     assert status == 2

@@ -117,7 +117,7 @@ def test_a_file_whose_writer_is_killed_is_the_old_or_the_new_one(name, tmp_path)
 
 
 def is_killed(action: Callable[[], object]) -> bool:
-    """Run action() in a forked child and return whether the child was killed; it must not fail."""
+    """Run action() in a forked child and return whether the child was killed; action() must not raise."""
     with warnings.catch_warnings():  # the suite's own watchdog is a thread, which the child does not need
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()

@@ -122,7 +122,7 @@ def test_it_stays_as_it_is_until_more_patience_is_given(again, endless, flags):
 
 @needs_mpiexec
 def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
-    """`best` may be the last checkpoint. A run that starts over drops the link and later sets its own."""
+    """`best` may be the last checkpoint. A run that starts over drops the link and later sets a new one."""
     first = min(endless)
     said = train(2, tmp_path / "new", *flags, "--steps", str(first), "--patience", "3")
     assert f"{endless[first]:.4f} nats per token, of step {first}: " in said

@@ -88,7 +88,7 @@ def about(**changes):
     )
 
 
-HARMS = {  # (file of an entry, change to it)
+HARMS = {  # damage -> (file of a cache entry, function that changes the file's content)
     "ids of zeros": ("ids.bin", lambda ids: bytes(len(ids))),
     "a bit of an id": ("ids.bin", lambda ids: ids[:-1] + bytes([ids[-1] ^ 1])),
     "fewer ids": ("ids.bin", lambda ids: ids[:-2]),

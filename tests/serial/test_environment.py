@@ -70,7 +70,7 @@ def test_windows_of_open_mpi_do_without_ucx_whoever_starts_its_ranks(name):
 
 
 def test_open_mpi_4_beside_python_is_told_where_it_is(monkeypatch, tmp_path):
-    """The wheel was built for another prefix, and without a launcher only this variable gives the path."""
+    """The wheel was built for another prefix, and without a launcher only OPAL_PREFIX gives the path."""
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert "OPAL_PREFIX" not in prepared()
     (tmp_path / "bin").mkdir()
@@ -168,7 +168,7 @@ def test_a_quota_of_processor_time_counts_as_cores(monkeypatch, quota, ranks, to
         (
             {
                 "own": "4:memory:/job\n1:cpu,cpuacct:/job\n", "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-                "memory/memory.limit_in_bytes": "9223372036854771712\n",  # "no limit" in version 1
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",  # no limit, in version 1 of cgroups
                 "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
             },
             (None, None, None),

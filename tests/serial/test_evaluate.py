@@ -80,7 +80,7 @@ def text_ids() -> list[int]:
     return [*TEXT.encode(), ByteTokenizer.eos]
 
 
-# ---------------------------------------------------------------------------------------- a text
+# ----------------------------------------------------------------------------------------- texts
 
 
 @needs_mpiexec
@@ -308,7 +308,7 @@ def test_divergence_is_that_of_the_logits_on_any_ranks(folder):
 
 
 class Sums:
-    """NumPy's sums of squares and counts of the inputs of each matrix.
+    """Sums of squares and counts of each matrix's inputs, computed by NumPy.
 
     The inputs of an expert's down matrix are computed here, without the router's weights.
     """
@@ -337,7 +337,7 @@ class Sums:
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_an_importance_matrix_has_the_squares_of_all_inputs(folder, experts):
-    """The matrix equals NumPy's sums at any number of ranks; the head has no entry."""
+    """The importance matrix equals NumPy's sums at any number of ranks; the head has no entry."""
     mixture = {"expert_count": experts, "expert_used_count": 2} if experts else {}
     write_model(folder / "mix.gguf", replace(MODEL, **mixture))
     flags = ("mix.gguf", "--data", "text", "--micro-batch", "2", "--imatrix")

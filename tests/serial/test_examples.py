@@ -73,7 +73,7 @@ def test_each_half_of_a_run_may_have_its_own_number_of_ranks(printed, tmp_path):
 
 @pytest.fixture(scope="module")
 def in_a_notebook():
-    """Return the output of each example, run without launcher and MPI library, by name."""
+    """Return name -> output of each example, run without launcher and MPI library."""
     code = (
         "import importlib, sys; sys.modules['mpi4py.MPI'] = None\n"
         f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"

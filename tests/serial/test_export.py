@@ -123,7 +123,7 @@ def test_what_has_the_type_already_is_copied(tmp_path):
     [("gguf", "f32"), ("gguf", "f16"), ("gguf", "q5_1"), ("safetensors", "f32"), ("safetensors", "bf16")],
 )
 def test_memory_does_not_grow_with_the_model(tmp_path, format, wanted):
-    """Exporting an embedding of 64 MiB takes far less memory."""
+    """Exporting an embedding of 64 MiB takes less than 12 MiB of memory."""
     sizes = {"layers": 1, "dim": 64, "heads": 2, "context": 8, "vocab_size": 1 << 18, "tied": True}
     config = Llama.from_flags(sizes)
     ones = {name: np.ones(param.shape, np.float32) for name, param in config.params().items()}
@@ -267,7 +267,7 @@ EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
     ],
 )
 def test_an_export_names_the_tokens_that_end_an_answer(tmp_path, template, keys, eot, eom):
-    """A folder's EOS ids: EOS, end tokens of the template and of keys, and tokens of llama.cpp's list."""
+    """A folder's EOS ids are EOS, the end tokens of template and keys, and tokens of llama.cpp's list."""
     all_keys: Any = chat_keys(template)
     ids = {token: place for place, token in enumerate(all_keys["tokenizer.ggml.tokens"])}
     all_keys |= {name: np.uint32(ids[token]) for name, token in keys.items()}
@@ -284,7 +284,7 @@ def test_an_export_names_the_tokens_that_end_an_answer(tmp_path, template, keys,
 
 @pytest.mark.parametrize("ends", [[903, 904], [904, 902, 903], 904, [904]])
 def test_all_ends_of_a_folder_come_back(tmp_path, ends):
-    """Tokens 902 and 904 end an answer only by these settings, token 903 by its text."""
+    """Tokens 902 and 904 end an answer only because of these settings, token 903 because of its text."""
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 908, "eos_token_id": ends}
     hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
     bpe_files.write_json(tmp_path / "hf", bpe_files.trained_json("gpt-2"))

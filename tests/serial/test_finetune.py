@@ -1,4 +1,4 @@
-"""Training of SmolLM2 from its quantized GGUF; llama.cpp generates from the checkpoint."""
+"""SmolLM2 trains from its quantized GGUF, and llama.cpp generates from the checkpoint."""
 
 import json
 import math

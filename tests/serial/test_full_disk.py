@@ -40,9 +40,9 @@ def mount() -> Iterator[Mount]:
         try:
             done = subprocess.run(["mount", *options, str(place)], capture_output=True, text=True)
         except FileNotFoundError:
-            pytest.skip("no mount here")
+            pytest.skip("no program mount")
         if done.returncode:
-            pytest.skip(f"no mounting here: {done.stderr.strip()}")
+            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
         mounted.append(place)
 
     yield mount

@@ -1,4 +1,4 @@
-"""`--init` with any model format gives the run of the float32 file, at any number of ranks."""
+"""`--init` with any model format gives the same run as the float32 file, at any number of ranks."""
 
 import shutil
 import tomllib

@@ -30,7 +30,7 @@ def test_random_kills_of_ranks_launcher_and_job_lose_nothing(tmp_path, quick):
     assert status == 0, said + errors
 
 
-# Slows each write to disk.
+# Script that slows each write to disk.
 SLOW = """
 from zero_mpi.checkpoint.parallel_write import OutputFile
 

@@ -313,7 +313,7 @@ def test_recompute_keeps_only_its_input_and_changes_no_bit():
     assert [a.tobytes() for a in plain.g.values()] == [a.tobytes() for a in again.g.values()]
 
 
-TUPLES = (nn.QKNorm, nn.RoPE, nn.ProjectQKV, nn.FusedQKV)  # their outputs are tuples, not logits
+TUPLES = (nn.QKNorm, nn.RoPE, nn.ProjectQKV, nn.FusedQKV)  # layers whose outputs are tuples, not one array
 
 
 @pytest.mark.parametrize(

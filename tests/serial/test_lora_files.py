@@ -33,7 +33,7 @@ from zero_mpi.models.lora import TARGETS, LoRA
 from zero_mpi.nn.linear import is_adapter
 from zero_mpi.train.text_model import TextModel
 
-llama_cpp()  # skips the module without it
+llama_cpp()  # skips the module without llama.cpp
 
 ALL, SOME = LoRA(3, 4.5), LoRA(2, 8.0, ("blk.1.ffn_*.weight", "blk.0.attn_output.weight"))
 CASES = {

@@ -141,8 +141,8 @@ def proportional(folder):
 @needs_mpiexec
 @pytest.mark.timeout_seconds(180)
 def test_what_is_asked_for_is_what_ranks_take(tmp_path):
-    """Ranks never use more than the request, which is at most 25 % too large. It includes 64 MiB for the
-    compiler, which ranks do not load if another test has filled its cache."""
+    """Ranks never use more memory than requested. The request is at most 25 % too large; it includes 64 MiB
+    for the compiler, which ranks do not load if another test has filled its cache."""
     data = write_text(tmp_path)
     most, said = resident_pages(["--data", *data, *MODEL, "--transport", "shared"], tmp_path)
     asked = float(re.search(r"request ([0-9.]+) GiB per node", said)[1]) * 2**30

@@ -178,7 +178,7 @@ def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, k
         assert_near(found, expected)
         assert_near(into, other)
         assert_near(ops.grouped_linear(x, w, starts, plus), defined.grouped_linear(x, w, starts, plus))
-    assert len(LIBRARY.own.products) <= 4 * 10  # few: 60 numbers of rows, 3 kinds
+    assert len(LIBRARY.own.products) <= 4 * 10  # far fewer than 60 numbers of rows times 3 kinds
 
 
 @needs_library

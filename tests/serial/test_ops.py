@@ -1,7 +1,7 @@
 """Every operation matches its definition, written here as loops.
 
-test_layers.py compares most backward operations with difference quotients. Shapes are small and odd, numbers
-float64. A test names its operations with `shows`; an operation without a test fails the suite.
+test_layers.py compares most backward operations with difference quotients. Shapes are small and odd; numbers
+are float64. A test names its operations with `shows`; an operation without a test fails the suite.
 """
 
 from __future__ import annotations

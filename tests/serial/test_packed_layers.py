@@ -118,7 +118,7 @@ def test_attention_is_that_of_each_document_alone(monkeypatch, shape, kind, keep
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("kind", [np.float64, np.float32, ml_dtypes.bfloat16])
 def test_a_window_is_what_a_position_sees(monkeypatch, kind, keep):
-    """The window is used in training, in packed documents, and when a text is read in chunks."""
+    """The attention window is used in training, in packed documents, and when a text is read in chunks."""
     for module in (attention, attention_bf16):
         monkeypatch.setattr(module, "KEPT_WEIGHTS", 1 << 40 if keep else 0)
     length, window, rng = 300, 140, np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Products with matrices in the blocks of their file equal products with the unpacked matrices."""
+"""Products with matrices in GGUF blocks equal products with the unpacked matrices."""
 
 import numpy as np
 import pytest

@@ -64,7 +64,7 @@ def test_of_conversations_what_counts_is_there_once_up_to_the_end_of_a_window(ma
         windows = PackedWindows(talks(*masks), context, packs)
         assert counted(windows) == expected
         assert all(windows.counted([i]) > 0 for i in range(len(windows))), "each window has counted tokens"
-    assert len(windows) == sum(any(mask[1 : context + 1]) for mask in masks), "unpacked: one a window"
+    assert len(windows) == sum(any(mask[1 : context + 1]) for mask in masks), "a document has its own window"
     cut = sum(len(mask) - 1 > context for mask in masks)
     notes = " ".join(windows.notes())
     assert (f"{cut} of {len(masks)} conversations are longer than --context {context}" in notes) == (cut > 0)

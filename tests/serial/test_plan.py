@@ -73,7 +73,7 @@ def test_layers_on_fakes_take_what_real_ones_take(name, recompute, monkeypatch):
     "changes",
     [
         {"context": 700, "micro_batch": 1},  # attention weights are computed again in backward
-        {"context": 1100, "micro_batch": 1},  # early rows add to other arrays
+        {"context": 1100, "micro_batch": 1},  # early rows have separate gradient arrays
         {"context": 129, "micro_batch": 5},
         {"strategy_name": "no-shard"},
         {"frozen": ("token_embd*", "blk.0.*")},

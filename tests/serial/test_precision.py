@@ -204,7 +204,7 @@ def attention_and_errors(q, k, v, dy, scale):
     ds = p * (dp - (p * dp).sum(1, keepdims=True))
     e = 2.0**-8
     along = e * p * (p * abs(dp)).sum(1, keepdims=True)
-    of_ds = e * (2 + e) * abs(ds) + (1 + e) ** 2 * along  # bound of rounding p, ds and the sum of p
+    of_ds = e * (2 + e) * abs(ds) + (1 + e) ** 2 * along  # bound of the errors of rounding p, ds and the sum
     found = [(p @ v, e * p @ abs(v)), (scale * ds @ k, scale * of_ds @ abs(k))]
     found += [(scale * ds.T @ q, scale * of_ds.T @ abs(q)), (p.T @ dy, e * p.T @ abs(dy))]
     return [(x, error + e * (abs(x) + error) + 1e-5) for x, error in found]  # the results are rounded too
@@ -255,7 +255,7 @@ def test_numbers_that_are_not_finite_stay_so():
     assert np.isnan(ops.rms_norm(odd[None], np.ones(5, BF), 1e-5)[0].astype(np.float32)).any()
     assert np.isnan(ops.add(odd, odd[::-1]).astype(np.float32)).sum() == 1
     assert np.isinf(ops.add(odd, odd).astype(np.float32)).sum() == 3, "2 x 3e38 is infinite"
-    huge = np.full((2, 4), 1e30, np.float32)  # overflows; the gradient's norm shows it
+    huge = np.full((2, 4), 1e30, np.float32)  # the square overflows; the gradient's norm shows this
     assert not ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)[0].any()
 
 

@@ -48,7 +48,7 @@ def test_losses_of_an_answer_have_known_values():
     assert math.isnan(kto.score([0], [math.nan], [1]).terms[0])
 
 
-# ------------------------------------------------------------------------------- against another program
+# ----------------------------------------------------------------------- comparison with another program
 
 
 def sides(*sizes):

@@ -13,7 +13,7 @@ from zero_mpi.telemetry.proof import FIRST, JobStart, Proof, digest_after, read_
 from zero_mpi.train.description import NAMES
 
 RUN = {"settings": {"seed": 1}, "machine": {"threads": 1}}
-# The chain of `path` as 0.1.0 wrote it, where a checkpoint's digest was the next head.
+# The chain of `path` as version 0.1.0 wrote it: a checkpoint's digest was the next head.
 OLD = """\
 {"step": 0, "run": {"from": null, "settings": {"seed": 1}, "machine": {"threads": 1}}, "chain": \
 "61d1dcbbab75d9ed870e168ee3d6ccba472f6781d1edd31f835d8e82536bb29b"}
@@ -119,7 +119,7 @@ def test_a_chain_of_0_1_0_is_read_and_gone_on_with(path):
     ids=["machine", "other id", "elsewhere", "not saved", "gap", "anew"],
 )
 def test_what_does_not_simply_go_on_says_from_where(path, start, kept):
-    """A resume with another machine, checkpoint or step adds a line with its origin; a new run keeps none."""
+    """A resume with another machine, checkpoint or step records its origin; a new run drops all lines."""
     before = kinds(path)
     write(path, start, range(start.step + 1, start.step + 2))
     assert kinds(path) == [*before[:kept], (start.step, "run"), (start.step + 1, "record")]

@@ -1,4 +1,4 @@
-"""A stopped or killed run continues at any number of ranks with the bytes of an unbroken run."""
+"""A stopped or killed run continues at any number of ranks and gives the same bytes as an unbroken run."""
 
 import os
 import shutil

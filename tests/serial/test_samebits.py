@@ -31,10 +31,8 @@ MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
 EXACT = {"dequantize"}  # parts of the trial that are bit-identical on all processors: integers times scales
 NAMES = sorted(OPERATIONS.keys() - EXACT)
 KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # kernels for an older processor than any that runs the tests
-several_cores = pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="BLAS takes no second thread here"
-)
-x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the names of kernels are of x86-64")
+several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="BLAS uses only one thread here")
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernel names are for x86-64")
 
 
 def hosts(*machines):

@@ -99,7 +99,7 @@ def test_the_same_loops_run_in_the_interpreter(tmp_path):
     assert done.stdout.splitlines() == [str([ids.tolist() for ids in each]) for each in found]
 
 
-# what is refused
+# refused keys
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from oracles import llama_cpp, open_server, tokenize
 
 from zero_mpi.data import Tokenizer, tokenizer_from_metadata
 
-llama_cpp()  # skips the module without it
+llama_cpp()  # skips the module without llama.cpp
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
 
 SOME = 400

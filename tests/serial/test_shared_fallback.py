@@ -82,8 +82,8 @@ def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -
 
 @pytest.mark.parametrize("how", ["", "race"])
 def test_too_little_shared_memory_is_one_line_and_messages(how, text, tmp_path):
-    """Other processes may also fill it later. The library must have created the window by then, because Open
-    MPI checks the space on one rank only, and if it fails, other ranks wait forever."""
+    """Other processes may fill /dev/shm later. The library must have created the window by then, because
+    Open MPI checks the space on one rank only, and if the check fails, other ranks wait forever."""
     flags, size = ["--data", *text, *MODEL], "100m" if how else "12m"
     status, said, _ = run_with_shm(size, 2, tmp_path / "out", *flags, "--transport", "auto", how=how)
     assert status == 0, said
@@ -104,7 +104,7 @@ def test_nothing_is_left_after_a_run(text, tmp_path):
 
 
 def test_a_failure_leaves_no_window(text, tmp_path):
-    """SIGKILL may leave segments of the MPI library, with any transport; the package's own have no name."""
+    """SIGKILL may leave segments of the MPI library, with any transport; the package's have no names."""
     left = {}
     for transport in ("mpi", "shared"):
         flags = ["--data", *text, *MODEL, "--transport", transport]

@@ -18,7 +18,7 @@ ops.prepare(kind=BFLOAT16)
 
 
 class Plain(np.ndarray):
-    """Arrays that select the reference operations."""
+    """Array type for which all operations use the reference."""
 
 
 for operation in OPERATIONS.values():

@@ -13,8 +13,8 @@ SCRIPT, PACKAGE = TESTS / "pretended_ranks.py", TESTS.parent / "zero_mpi"
 FLAGS = ["--layers", "12", "--dim", "32", "--heads", "2", "--ffn", "64", "--context", "16"]
 FLAGS += ["--batch-size", "4096", "--micro-batch", "1", "--steps", "3", "--sample", "0"]
 FEW, MORE, MOST = 64, 1024, 4096
-HEARD = 1700  # maximum received bytes per additional rank: 22 agreements, process and host
-KEPT = 400  # maximum bytes kept per additional rank: borders of its shards, process and host
+HEARD = 1700  # maximum received bytes per additional rank: 22 agreements, its process and its host
+KEPT = 400  # maximum bytes kept per additional rank: borders of its shards, its process and its host
 
 
 def begun(ranks, folder):

@@ -1,6 +1,6 @@
 """After a signal at any moment, a run saves and ends with the right status and lines.
 
-Jobs run on their own terminal if a user would press keys. Launchers treat signals differently: MPICH's
+A test that presses keys runs its job on its own terminal. Launchers treat signals differently: MPICH's
 forwards them, but a second Ctrl-C and a closed terminal make it kill its ranks. Open MPI's kills its ranks on
 every signal but SIGUSR1, and is paused (`zero_mpi.launch.ending`) until they have saved.
 """
@@ -382,7 +382,7 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     """If the signal comes at each job's start, the second job without a step fails, so the chain ends."""
     out, soon = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
-    program(tmp_path, "squeue", "exit 1")  # squeue does not know the job, so its variables are used
+    program(tmp_path, "squeue", "exit 1")  # squeue fails, so the job's variables are used
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
     assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once is allowed"
@@ -396,7 +396,7 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     )
 
 
-# saves by the clock
+# saves at intervals of time
 
 SOON = """
 from zero_mpi.train import command as train_command, saving
@@ -407,7 +407,7 @@ train_command.main()
 
 @needs_mpiexec
 def test_by_default_a_run_saves_now_and_then_by_the_clock_of_rank_0(flags, tmp_path):
-    """Saves by the clock do not change the bits."""
+    """Saves that depend on the time do not change the bits."""
     script = tmp_path / "soon.py"
     script.write_text(SOON)
     more = [*flags, "--steps", "4", "--keep", "2"]

@@ -1,4 +1,4 @@
-"""The summary of a run: planned memory, FLOPs of a step, and the ranks' peak."""
+"""Tests of a run's summary: planned memory, FLOPs of a step, and the ranks' peak."""
 
 import dataclasses
 import json
@@ -146,4 +146,4 @@ def test_memory_of_each_rank_is_recorded_at_the_steps_of_the_log(job):
     for record in records:
         counts = record.get("memory_bytes", [2**25, 2**25])
         assert len(counts) == 2
-        assert all(2**24 < count < 2**32 for count in counts), "as large as an interpreter with libraries"
+        assert all(2**24 < count < 2**32 for count in counts), "expected 16 MiB to 4 GiB"

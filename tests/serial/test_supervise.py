@@ -71,7 +71,7 @@ class Trial:
         return prepare(["--backoff", "0", *flags, "--", *command]).run()
 
     def running(self, *flags: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-        """Supervise the run in a process that can receive signals and that ends with the body."""
+        """Supervise the run in a process that can receive signals; the process ends with the block."""
         start = [sys.executable, "-m", "zero_mpi", "supervise", "--backoff", "0", *flags, "--", *self.words()]
         return running(start, self.errors)
 
@@ -89,7 +89,7 @@ class Trial:
         return [(event["event"], event["reason"]) for event in read_events(self.out / "events.jsonl")]
 
 
-# ------------------------------------------------------------------------------------- what an end means
+# -------------------------------------------------------------------------------- decisions after an end
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_step_of_slurm_need_not_wait_for_the_one_before_it(tmp_path):
     assert (tmp_path / "overlaps").read_text() == "\n1\n"
 
 
-# ---------------------------------------------------------------------------------------- what hangs
+# -------------------------------------------------------------------------------------- hanging runs
 
 
 def test_a_run_without_a_sign_of_life_is_ended_and_started_again(tmp_path, capfd, monkeypatch):
@@ -325,7 +325,7 @@ def test_a_run_without_a_sign_of_life_is_ended_and_started_again(tmp_path, capfd
     trial = Trial(tmp_path, hangs, f"mv $here/left $here/was; {DONE}")
     assert trial.run() == 0
     assert f"step 3: {why}" in capfd.readouterr().err
-    until(lambda: not is_alive(int((tmp_path / "was").read_text())), "its process is gone")
+    until(lambda: not is_alive(int((tmp_path / "was").read_text())), "the end of its process")
 
 
 def is_alive(pid: int) -> bool:
@@ -359,7 +359,7 @@ def test_a_launcher_that_outlives_its_run_is_ended(word, status, starts, tmp_pat
     assert len(trial.starts) == starts
 
 
-# ------------------------------------------------------------------------------------- being told to stop
+# ------------------------------------------------------------------------------------------------ signals
 
 WAITS = "touch $here/ready; while :; do sleep 0.05; done"
 HEARS = "trap 'echo told >> $here/told; {}' USR1; says running; " + WAITS
@@ -377,7 +377,7 @@ HEARS = "trap 'echo told >> $here/told; {}' USR1; says running; " + WAITS
 def test_a_signal_is_handed_on_and_ends_all(number, start, status, tmp_path):
     trial = Trial(tmp_path, start, DONE)
     with trial.running() as process:
-        until((tmp_path / "ready").exists, "the run is there")
+        until((tmp_path / "ready").exists, "the start of the run")
         process.send_signal(number)
         assert process.wait(60) == status
     assert (tmp_path / "told").read_text() == "told\n", "the launcher alone gets one signal"
@@ -391,7 +391,7 @@ def test_a_run_that_has_not_heard_it_is_told_again(tmp_path, monkeypatch):
     found = prepare(["--backoff", "0", "--", *trial.words()])
 
     def tell() -> None:
-        until((tmp_path / "ready").exists, "the run is there")
+        until((tmp_path / "ready").exists, "the start of the run")
         found.stop.signal_name = "SIGUSR1"
 
     thread = threading.Thread(target=tell)
@@ -404,7 +404,7 @@ def test_a_run_that_has_not_heard_it_is_told_again(tmp_path, monkeypatch):
 def test_a_pause_ends_at_a_signal(tmp_path):
     trial = Trial(tmp_path, "says running; exit 9", DONE)
     with trial.running("--backoff", "1000") as process:
-        until(lambda: "in 300.0 s" in trial.errors.read_text(), "it pauses")
+        until(lambda: "in 300.0 s" in trial.errors.read_text(), "a pause")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
     assert len(trial.starts) == 1
@@ -413,9 +413,9 @@ def test_a_pause_ends_at_a_signal(tmp_path):
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     trial = Trial(tmp_path, HEARS.format(":"), DONE)
     with trial.running() as process:
-        until((tmp_path / "ready").exists, "the run is there")
+        until((tmp_path / "ready").exists, "the start of the run")
         process.send_signal(signal.SIGINT)
-        until((tmp_path / "told").exists, "the first was handed on")
+        until((tmp_path / "told").exists, "the first signal at the launcher")
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             process.send_signal(signal.SIGINT)
@@ -426,9 +426,9 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
 def test_a_run_whose_supervisor_is_killed_is_told_to_stop(tmp_path):
     trial = Trial(tmp_path, f"trap 'touch $here/told; exit' TERM; {WAITS}")
     with trial.running() as process:
-        until((tmp_path / "ready").exists, "the run is there")
+        until((tmp_path / "ready").exists, "the start of the run")
         process.kill()
-        until((tmp_path / "told").exists, "the kernel tells the launcher")
+        until((tmp_path / "told").exists, "the kernel's signal to the launcher")
 
 
 # --------------------------------------------------------------------------------------------- bad usage

@@ -1,4 +1,4 @@
-"""Published task files have the log-likelihoods and shares of lm-evaluation-harness and of CORE."""
+"""Published task files have the same log-likelihoods and shares as in lm-evaluation-harness and CORE."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Harness:
         return self.span(before or [self.bos], whole[len(before) :])
 
     def rolling(self, text: str, most: int) -> float:
-        """Return the sum over the windows of get_rolling_token_windows with a context_len of 1."""
+        """Return a text's log-likelihood in the windows of get_rolling_token_windows with context_len 1."""
         tokens = self.first + self.encode(text)
         total = self.span([self.bos], tokens[:most])
         done = min(most, len(tokens))

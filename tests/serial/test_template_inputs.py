@@ -100,7 +100,7 @@ def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tm
     assert len({repr(sorted(each.items())) for each in keys}) == 4
 
 
-# ----------------------------------------------------------------------------------------- which template
+# ----------------------------------------------------------------------------------- choice of a template
 
 
 def named_folder(folder, others=None, **templates):

@@ -20,7 +20,7 @@ SUMS = {"products": range(4, 42, 6)}  # all other results with fewer than two ax
 
 @pytest.fixture
 def of_threads(monkeypatch):
-    """Return a function that sets the number of threads; small operations are shared too."""
+    """Return a function that sets the number of threads; they share small operations too."""
     monkeypatch.setattr(threads, "LEAST", 64)
     monkeypatch.setattr(threads, "LEAST_PRODUCT", 64)
     yield threads.use
@@ -28,7 +28,7 @@ def of_threads(monkeypatch):
 
 
 def results_by_place():
-    """Return {(type, part of the trial, place): result} of all operations."""
+    """Return {(type, part of the trial, index): result} of all operations."""
     parts = {("float32", "updates"): trial.updates()}
     for part in trial.PARTS:
         parts["float32", part.__name__] = part(trial.numbers)

@@ -35,7 +35,7 @@ def write_nanogpt(folder):
 
 
 def write_megatron(folder, code=8, dtype="<u2", **changes):
-    """Write the files of Megatron's IndexedDatasetBuilder: a sequence is a document or part of a document."""
+    """Write files as Megatron's IndexedDatasetBuilder does: a sequence is a document or part of one."""
     sequences = [len(each) for each in DOCUMENTS]
     values = {"sizes": sequences, "borders": range(len(DOCUMENTS) + 1), "magic": b"MMIDIDX\0\0", "version": 1}
     values |= changes

@@ -101,7 +101,7 @@ def expected(texts):
 
 
 def write(kind, folder, field="text"):
-    """Write TEXTS in a field of an input file of a format."""
+    """Write TEXTS as one field of an input file in the given format."""
     first, last = lines(TEXTS[:3], field), lines(TEXTS[3:], field)
     if kind == "parquet":
         return write_parquet(folder / "t.parquet", TEXTS, field=field)

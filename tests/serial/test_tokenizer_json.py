@@ -38,7 +38,7 @@ def library_of(content):
 
 
 def both_ids(content, tokenizer):
-    """Yield the library's ids, with control tokens parsed, and ours."""
+    """Yield the library's ids, with control tokens parsed, and the package's ids."""
     theirs = library_of(content)
     for text in TEXTS:
         if not any(part in text for part in APART):

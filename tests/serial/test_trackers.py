@@ -53,7 +53,7 @@ def test_the_numbers_of_a_record_are_found_by_what_they_are():
 
 
 def masked(data):
-    """Return the checksum of the format: a CRC-32C, rotated and shifted by a constant."""
+    """Return the checksum of TensorBoard's format: a CRC-32C, rotated and shifted by a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

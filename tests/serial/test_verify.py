@@ -105,7 +105,7 @@ def head(run: Path) -> str:
     return list(read_proof(run / "proof.jsonl"))[-1].head
 
 
-# ------------------------------------------------------------------------------------------------------ yes
+# ------------------------------------------------------------------------------------------- unchanged runs
 
 UNCACHED = """
 from zero_mpi.data import encoded_cache
@@ -254,7 +254,7 @@ def test_data_may_lie_elsewhere_now(run, text, tmp_path, verify):
     assert compute(run, "--data", *moved, "--from", 4)[0] == 0
 
 
-# ------------------------------------------------------------------------------------------------------- no
+# --------------------------------------------------------------------------------------------- changed runs
 
 
 def change(path: Path, place: int, **values: object) -> None:
@@ -421,7 +421,7 @@ def test_another_head_than_the_published_one_is_named(run, verify):
     )
 
 
-# ----------------------------------------------------------------------------------------- what is computed
+# --------------------------------------------------------------------------------------- selected segments
 
 
 def test_parts_are_whole_stretches_and_a_sample_is_drawn_by_its_seed(run):

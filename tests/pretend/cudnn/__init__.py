@@ -192,7 +192,7 @@ class pygraph:
             if tensor.name not in ("Stats", "stats"):
                 assert tensor.type == self._io != data_type.FLOAT, f"{tensor.name}: {tensor.type}"
                 assert all(step % 8 == 0 for step in tensor.stride[:3]), f"{tensor.name} by {tensor.stride}"
-        assert len({tensor.uid for tensor in self._tensors}) == len(self._tensors), "a uid twice"
+        assert len({tensor.uid for tensor in self._tensors}) == len(self._tensors), "two tensors have one uid"
         q, k, v = (x.dim for x in self.inputs)
         fit = q[0] == k[0] == v[0] and q[1] % k[1] == 0 and k[1:3] == v[1:3] and q[3] == k[3]
         assert fit, (q, k, v)
@@ -220,7 +220,7 @@ class pygraph:
         return WORKSPACE if self.what == "sdpa" else self._slopes()
 
     def _slopes(self) -> int:
-        """Return the bytes of score gradients in blocks of 64 by 128; if over the limit, those of dq."""
+        """Return the bytes of score gradients in blocks of 64 by 128, or of dq if these exceed the limit."""
         (b, h, t, d), s = self.inputs[0].dim, self.inputs[1].dim[2]
         size = 2 * b * h * (-(-t // 64) * 64) * (-(-s // 128) * 128)
         limit = int(os.environ.get("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", "-1"))

@@ -1,4 +1,4 @@
-"""CuPy without a GPU, for tests: device memory is the host's, streams are threads, kernels are emulated.
+"""CuPy without a GPU, for tests: device memory is host memory, streams are threads, kernels are emulated.
 
 It has the part of CuPy that the package uses, and is as strict: no operation mixes arrays of device and host,
 and only `get` returns a NumPy array. Copies and kernels on a stream run in its thread after a random delay of
@@ -60,7 +60,7 @@ def computed(function: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def recorded(stream: Any, function: Any, arguments: Any, named: dict[str, Any]) -> Any:
-    """Return an array that `computed` fills when a graph is launched; a trial gives its shape and type."""
+    """Return an array that `function` fills when a graph is launched; a first call gives shape and type."""
     given, named = bare(arguments), {key: bare(value) for key, value in named.items()}
     trial = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
     result = named["out"] if "out" in named else dressed(function(*trial, **named))
@@ -267,7 +267,7 @@ def __getattr__(name: str) -> Any:
 
         return RawModule
     if name not in FUNCTIONS:
-        raise AttributeError(f"the pretend CuPy has no {name}; see tests/pretend/cupy")
+        raise AttributeError(f"the simulated CuPy has no {name}; see tests/pretend/cupy")
     function = getattr(np, name)
 
     def on_device(*arguments: Any, **named: Any) -> Any:

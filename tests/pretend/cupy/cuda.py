@@ -27,7 +27,7 @@ def delay() -> float:
 
 
 LIVE: dict[int, int] = {}  # size of each allocation by its address
-_known: dict[int, int] = {}  # address -> start of the allocation in which it was found before
+_known: dict[int, int] = {}  # address -> start of its allocation, from an earlier search
 
 
 def inside(ptr: int, size: int) -> bool:

@@ -1,6 +1,6 @@
 """NCCL without a GPU: CuPy's binding on host memory over MPI, asynchronous and in a stream's order.
 
-Calls between groupStart and groupEnd run together, as in NCCL. Sums have MPI's order.
+Calls between groupStart and groupEnd run together, as in NCCL. Sums are added in MPI's order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def get_unique_id() -> bytes:
 
 
 def groupStart() -> None:
-    assert getattr(_groups, "calls", None) is None, "groups do not nest here"
+    assert getattr(_groups, "calls", None) is None, "the simulated NCCL has no nested groups"
     _groups.calls = []
 
 
@@ -72,7 +72,7 @@ class NcclCommunicator:
         assert isinstance(commId, bytes)
         assert len(commId) == NCCL_UNIQUE_ID_BYTES
         names = MPI.COMM_WORLD.allgather((ndev, commId))
-        assert set(names) == {(MPI.COMM_WORLD.Get_size(), commId)}, "other ranks, or another name"
+        assert set(names) == {(MPI.COMM_WORLD.Get_size(), commId)}, "the ranks have different ids or numbers"
         assert rank == MPI.COMM_WORLD.Get_rank()
         self._comm = MPI.COMM_WORLD.Dup()
 
@@ -83,7 +83,7 @@ class NcclCommunicator:
         asked(stream, lambda: self._comm.Irecv(message(recvbuf, count, datatype), peer))
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
-        assert sendbuf == recvbuf, "only in place, here"
+        assert sendbuf == recvbuf, "the simulated NCCL sums only in place"
         asked(stream, lambda: self._comm.Iallreduce(MPI.IN_PLACE, message(recvbuf, count, datatype), MPI.SUM))
 
     def reduce(

@@ -91,7 +91,7 @@ def folder() -> Path:
     path = Path(tempfile.gettempdir()) / f"pretend-cupy-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.stat().st_uid != os.getuid():
-        raise RuntimeError(f"{path} belongs to somebody else")
+        raise RuntimeError(f"{path} belongs to another user")
     return path
 
 

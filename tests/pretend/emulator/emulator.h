@@ -1,11 +1,11 @@
-// CUDA's language on a CPU, for tests: what a source of kernels needs, and the threads of a block.
+// Emulator of CUDA's language on a CPU, for tests: declarations for kernels, and the threads of a block.
 //
-// Blocks run one after the other. A thread of a block is a context with a stack of its own; it runs until it
-// ends or waits, for its warp (shuffles) or for the block (barriers). Who runs next is drawn by a seed: one
-// warp may be far ahead of the others, and lanes of a warp run in any order. So what is read without a
-// barrier is mostly read too early, and shared memory begins as NaN. What real hardware leaves undefined ends
-// the launch with a message: a barrier that some threads do not reach, shuffles with lanes missing, barriers
-// at different lines.
+// Blocks run one after the other. A thread of a block is a context with its own stack; it runs until it ends
+// or waits for its warp (at a shuffle) or its block (at a barrier). A seed determines the order of threads:
+// one warp may be far ahead of the others, and lanes of a warp run in any order. A read without a barrier
+// therefore mostly comes too early, and shared memory begins as NaN. A launch ends with a message if the
+// behaviour of a GPU would be undefined: some threads do not reach a barrier, lanes are missing at a shuffle,
+// or threads wait at barriers on different lines.
 #pragma once
 #define EMULATED
 #include <csetjmp>
@@ -52,10 +52,10 @@ struct Thread {
     Fiber* fiber;
     const char* file;
     int line;
-    unsigned parity;  // of its next shuffle: one may be under way while slower lanes still read the last one
+    unsigned parity;  // buffer of its next shuffle; slower lanes may still read the other buffer
 };
 
-struct Launch {  // what raw.py hands over
+struct Launch {  // arguments from raw.py
     unsigned grid[3], block[3];
     uint64_t shared, seed;
     char message[512];
@@ -99,7 +99,7 @@ __attribute__((noinline)) static void give_way(State state, const char* file, in
     if (!_setjmp(fiber->at)) _longjmp(now.scheduler, 1);
 }
 
-static void work() {  // a fiber lives for ever and runs one thread after the other
+static void work() {  // a fiber never ends: it runs one thread after the other
     for (;;) {
         now.body(now.arguments);
         give_way(DONE, "", 0);
@@ -146,7 +146,7 @@ static std::string place(const Thread& thread) {
     return thread.line ? text + " in " + thread.file + " line " + std::to_string(thread.line) : text;
 }
 
-// Let the waiting threads [first, last) go on if all wait at one place; says what is wrong if they cannot.
+// Make the threads [first, last) ready if all of them wait at the same line; otherwise fail with the reason.
 static bool release(int first, int last, State state) {
     int one = first;
     while (one + 1 < last && now.threads[one].state != state) one++;
@@ -212,7 +212,7 @@ static void run_block() {
     }
 }
 
-static void forget_fibers() {  // some stand in the middle of a kernel that failed
+static void forget_fibers() {  // some fibers are in the middle of a failed kernel
     now.free = now.all;
     for (Fiber* fiber : now.all) fiber->started = false;
 }
@@ -241,21 +241,21 @@ static int run(Launch* launch, Body body, void* arguments) {
     return 1;
 }
 
-// ------------------------------------------------------------------------------- what kernels call
+// --------------------------------------------------------------------------- functions for kernels
 
 static void stop(const std::string& text) {
     fail(text);
-    give_way(DONE, "", 0);  // and is not entered again
+    give_way(DONE, "", 0);  // the thread is not resumed
 }
 
-// Memory of a block: filled with NaN when the block first comes to it.
+// Fill a shared variable with NaN when a block first reaches it.
 static void begin_shared(void* memory, size_t size) {
     size_t total = now.dynamic.size() + size;
     for (auto& seen : now.shared) {
         if (seen.first == memory) return;
         total += seen.second;
     }
-    if (total > MOST_SHARED) stop("a block wants " + std::to_string(total) + " bytes of shared memory");
+    if (total > MOST_SHARED) stop("a block uses " + std::to_string(total) + " bytes of shared memory");
     now.shared.push_back({memory, size});
     memset(memory, 0xff, size);
 }
@@ -354,7 +354,7 @@ static inline float __int_as_float(int x) {
 }
 static inline unsigned __float_as_uint(float x) { return (unsigned)__float_as_int(x); }
 static inline float __uint_as_float(unsigned x) { return __int_as_float((int)x); }
-#define __expf expf  // glibc has another one of that name
+#define __expf expf  // glibc has another function of this name
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline float __fadd_rn(float x, float y) { return x + y; }
 static inline float __fsub_rn(float x, float y) { return x - y; }
