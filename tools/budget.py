@@ -18,27 +18,27 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9365, "package": 49924, "tests": 41460}
+TOTAL = {"engine": 9327, "package": 49750, "tests": 41457}
 ROOMS = {
-    "checkpoint": 4333,
-    "cli": 252,
-    "comm": 4036,
-    "commands": 7758,
+    "checkpoint": 4314,
+    "cli": 251,
+    "comm": 4025,
+    "commands": 7736,
     "compat": 768,
-    "config": 1333,
-    "data": 5891,
-    "device": 756,
-    "environment": 378,
-    "files": 901,
-    "launch": 2011,
-    "models": 1226,
-    "nn": 2309,
-    "ops": 7380,
-    "optim": 676,
-    "plan": 2214,
-    "sharding": 2658,
-    "telemetry": 1322,
-    "train": 3460,
+    "config": 1328,
+    "data": 5878,
+    "device": 750,
+    "environment": 377,
+    "files": 900,
+    "launch": 2006,
+    "models": 1222,
+    "nn": 2298,
+    "ops": 7347,
+    "optim": 674,
+    "plan": 2205,
+    "sharding": 2649,
+    "telemetry": 1316,
+    "train": 3446,
 }
 # The engine: files to read to understand a step, namely full packages, and some files of ops and comm.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
@@ -46,7 +46,7 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # limits on the lines of functions
-WORDS = {"pages": 25237, "README.md": 1000}  # number of words, as `wc -w` counts them
+WORDS = {"pages": 25239, "README.md": 1000}  # number of words, as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),
