@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9327, "package": 49750, "tests": 41457}
+TOTAL = {"engine": 9327, "package": 49750, "tests": 41458}
 ROOMS = {
     "checkpoint": 4314,
     "cli": 251,

@@ -16,13 +16,14 @@ ARGUMENTS |= {"samples": ["model.gguf", "--data", HOSTILE], "plan": ["--doctor",
 ARGUMENTS |= {"report": [HOSTILE], "trace": [HOSTILE], "hostfile": [HOSTILE, "--for", "mpich"]}
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("kind", ["value", "flag", "choice"])
-def test_an_error_is_one_short_line_whatever_was_given(name, kind, monkeypatch, tmp_path, capfd):
-    kinds = {"value": ARGUMENTS[name], "flag": [f"--{HOSTILE}"], "choice": ["hostfile", "--for", HOSTILE]}
-    name = "hostfile" if kind == "choice" else name
+ERRORS = [*ARGUMENTS.items(), *((name, [f"--{HOSTILE}"]) for name in ARGUMENTS)]
+ERRORS += [("hostfile", ["hostfile", "--for", HOSTILE])]
+
+
+@pytest.mark.parametrize(("name", "arguments"), ERRORS)
+def test_an_error_is_one_short_line_whatever_was_given(name, arguments, monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [name, *kinds[kind]])
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(SystemExit) as end:
         start(name)
     printed, said = capfd.readouterr()
