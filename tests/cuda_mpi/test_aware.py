@@ -86,7 +86,7 @@ class TestCollectives(OfDevices):
 
 
 def test_many_at_once_beside_vectors_of_the_host(comm):
-    """Gathers and sums run while ranks exchange numbers, as in a step, and allocate no new memory."""
+    """Gathers run while ranks sum a vector, as in a step; the second step allocates no memory."""
 
     def step():
         handles, checks = [], []

@@ -179,7 +179,7 @@ class TextModel:
         seed: int = 0,
         **draw: Any,
     ) -> list[list[int]]:
-        """Return for each prompt the ids of `generate`, up to the first id in `ends`, which is included.
+        """Return the ids of `generate` for each prompt, up to and including the first id in `ends`.
 
         All prompts are computed together if the model supports this and the context is long enough.
         """

@@ -217,7 +217,7 @@ class Tracer:
         self._say(f"timeline of steps {first} to {last}: {path} ({size})")
         self._say(f"open it at ui.perfetto.dev, or run zero-mpi trace {path}")
         if timeline.ends_in is not None:
-            why = f"more than {spans.MAX_SPANS:,} spans of a rank"
+            why = f"a rank had more than {spans.MAX_SPANS:,} spans"
             self._say(Caution(f"the timeline ends in step {timeline.ends_in}: {why}"))
 
     def _say(self, note: str) -> None:
