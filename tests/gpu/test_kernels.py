@@ -41,7 +41,7 @@ def ids(count: int, *shape: int, kind: Any = np.int64) -> np.ndarray:
 
 
 def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Return the definition's float64 result, rounded by `ops.low_precision`, and the changed arguments."""
+    """Return the definition's float64 result, rounded by `ops.low_precision`, and the new arguments."""
     floats = [isinstance(x, np.ndarray) and x.dtype in KINDS for x in args]
     wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
     result = getattr(reference, name)(*wide, **named)

@@ -123,7 +123,7 @@ def what_was_read(
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's configuration as a table, without adapters and without zeros of fields in LATER."""
+    """Return the model's configuration by field, without adapters; fields in LATER only if they are not 0."""
     found = dataclasses.asdict(model).items()
     return {name: value for name, value in found if name != "lora" and (value or name not in LATER)}
 
@@ -219,7 +219,7 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
     here, there = names(machines[rank], machines[alike[0]])
     text = (
         f"the ranks compute different bits: rank {rank} on {hosts[rank]} has {here}, "
-        f"but {named(alike)} (on {hosts[alike[0]]}): {there}"
+        f"{named(alike)} (on {hosts[alike[0]]}) {there}"
     )
     if exact:
         raise UsageError(f"{text}; {REMEDY}")

@@ -111,7 +111,7 @@ class ndarray:
         }  # fmt: skip
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
-        """Return a copy on the host after the stream has finished; an array with gaps is packed on it first."""
+        """Return a copy on the host after the stream has finished; arrays with gaps are packed first."""
         if stream is not None and not self.flags.c_contiguous:
             with stream:
                 return ascontiguousarray(self).get(stream, order, out, blocking)
