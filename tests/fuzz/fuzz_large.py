@@ -1,4 +1,4 @@
-"""Files that are small on disk and large when read: sparse files behind indices, bombs of gzip and zstd."""
+"""Files that are small on disk and large when read: sparse files behind indices, gzip and zstd bombs."""
 
 from __future__ import annotations
 

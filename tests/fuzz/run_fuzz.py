@@ -211,7 +211,7 @@ def run_command(args: list[str]) -> None:
 
 
 def find_cases(only: str, folder: Path) -> dict[str, Case]:
-    """Return MODULE.CASE -> function of all modules of a folder, or of named ones ("gguf", "gguf.types")."""
+    """Return MODULE.CASE -> function for a folder's cases, or for the named ones ("gguf", "gguf.types")."""
     found: dict[str, Case] = {}
     sys.path.insert(0, str(folder))
     wanted = [name for name in only.split(",") if name]

@@ -144,7 +144,7 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # taken from the description: the data may decide them
+READ = ("packing", "control_tokens")  # taken from the description, because the data may decide them
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 

@@ -161,7 +161,7 @@ class PairStep(StepLoss):
         return loss, slopes.ravel().tolist()
 
     def figures(self, sums: Sequence[float]) -> Figures:
-        """Return rewards and log-probabilities, named as in TRL."""
+        """Return rewards, log-probabilities and other figures, named as in TRL."""
         table, by_token = np.reshape(sums, self._sums.shape), not self.preference.has_reference
         answers = table[:, 0] / self.counts if by_token else table[:, 0]
         rewards, found = self.preference.beta * (answers - self.reference), Figures()
@@ -223,7 +223,7 @@ class PreferenceObjective(Objective):
         return step.loss(slice(None), sums)[0], step.figures(sums.ravel().tolist())
 
     def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
-        """Return the pairs of micro-batches, with the sums of the reference if there is one. Collective."""
+        """Return the `PairStep` of micro-batches, with the reference's sums if there is one. Collective."""
         step, kept = PairStep(self.preference, windows, batches), self._kept.get(id(windows))
         if not self.preference.has_reference:
             return step

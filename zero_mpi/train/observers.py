@@ -31,7 +31,7 @@ from zero_mpi.train.summary import Outcome
 
 MOST = 20  # a run ends after this number of consecutive steps without finite values
 REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"
-BEHIND = 0.2  # a rank is slow if its seconds exceed the median by this fraction
+BEHIND = 0.2  # a rank is slow if its seconds exceed the median by more than this fraction
 RECORDS = 3  # a rank is named if it is slow in this number of consecutive records
 
 
@@ -70,7 +70,7 @@ class SignsOfLife(Observer):
 
 
 class Costs(Observer):
-    """Observer that records what a step costs: seconds, waits, bytes sent, share of peak FLOP/s.
+    """Observer that records the duration, speed, waits, sent bytes and share of peak FLOP/s of a step.
 
     share   function seconds -> share of the processor's peak, or None if the peak is not known
     """

@@ -37,7 +37,7 @@ from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.description import changes
 
 CORPUS = "the training data (--data, --val-data, --chat-template and its flags; sha256)"
-JUMP = 1.2  # warn if the next rate is larger or smaller than the planned rate by this factor
+JUMP = 1.2  # warn if the next rate is larger or smaller than the planned rate by more than this factor
 # Values that settings had before checkpoints stored them.
 SINCE: dict[str, Any] = {
     "control_tokens": PLAIN,

@@ -165,7 +165,7 @@ def described(ids: Any) -> TokenSpans | tuple[str, int]:
 
 
 def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
-    """Return a problem if some rank cannot read the files, else "". Equal on all ranks. Collective."""
+    """Return a message if some rank cannot read the files, else "". Equal on all ranks. Collective."""
     views = comm.allgather_object((platform.node(), inspected(in_files)))
     rank = next((rank for rank, (_, seen) in enumerate(views) if seen != views[0][1]), None)
     if rank is None:

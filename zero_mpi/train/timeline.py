@@ -40,7 +40,7 @@ from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, log_note
 from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
 
-CHUNK = 4 << 20  # bytes of text that are sent at once
+CHUNK = 4 << 20  # bytes of text in one message
 AFTER = 2  # default number of steps before the first recorded step, for warm-up
 COUNT = 3  # default number of recorded steps
 GATHERS, REDUCTIONS, OTHERS = "gathers", "reductions", "other transfers"
