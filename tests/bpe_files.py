@@ -36,7 +36,7 @@ GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "u
 
 
 def split(regex):
-    """Return pre-tokenizers that split by a regex and map bytes."""
+    """Return the definition of a pre-tokenizer that splits by a regex and maps bytes."""
     cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [cut, GPT2 | {"use_regex": False}]}
 
@@ -75,7 +75,7 @@ TEXTS = [
 
 
 def random_texts(count):
-    """Return texts of random code points, and of mixed white space, letters and signs, from a fixed seed."""
+    """Yield texts of random code points, and of mixed white space, letters and signs, from a fixed seed."""
     draw = random.Random(20240229)
     ranges = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
     mixed = " \n\r\t'sStTlLdDrevE019.,!?-_(){}é日👍\u00a0\u3000\u0301"
@@ -99,7 +99,7 @@ PARTS = [
 
 
 def mixed_texts(count, more=(), seed=7):
-    """Return texts that mix scripts, signs, numbers, contractions and white space; determined by a seed."""
+    """Yield texts that mix scripts, signs, numbers, contractions and white space; determined by a seed."""
     draw = random.Random(seed)
     for _ in range(count):
         yield "".join(draw.choices([*PARTS, *more * 9], k=draw.randint(1, 14)))

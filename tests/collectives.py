@@ -69,7 +69,7 @@ class OfDevices:
     """Tests that every collective on device memory is bit-identical to the same collective on the host.
 
     A test module defines fixtures for the transports `comm`, `exact` and `fast`, and a fixture `side` with
-    the functions `upload` and `download`. All collectives of a kind are started before the first wait.
+    the functions `upload` and `download`. Gathers and exact reductions all start before the first wait.
     """
 
     lengths = LENGTHS

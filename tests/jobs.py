@@ -247,7 +247,7 @@ def run_command(
 def running(
     command: Sequence[str], output: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command in a session of its own that writes to a file; end it with the block."""
+    """Start a command in its own session, with its output in a file; end it when the block ends."""
     with output.open("ab") as file:  # appends, because ranks may write without their launcher
         process = start(command, env, cwd=cwd, stdout=file, stderr=file)
     try:

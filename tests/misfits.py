@@ -1,4 +1,4 @@
-"""Calls of each operation: a valid call with every argument, and similar calls that must be refused."""
+"""Calls of each operation: a valid call with every argument, and variants, most of which must be refused."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-PAIRED = 3  # tests with this many parameters run only enough cases to cover all pairs
+PAIRED = 3  # tests with at least this many parameters run only enough cases to cover all pairs
 
 
 def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:

@@ -1,4 +1,4 @@
-"""Scripts that run `zero_mpi.train` with extra code before each step."""
+"""Scripts that run `zero_mpi.train` with extra code before each step or another method of the trainer."""
 
 from pathlib import Path
 from textwrap import dedent, indent

@@ -1,4 +1,4 @@
-"""Print digests of twenty steps of each architecture and of the trial of operations, one per line.
+"""Print digests of elementary functions, twenty steps of each architecture and the trial of operations.
 
 ZERO_MPI_BITS selects native or portable bits; an emulator simulates a processor. Models are tiny, because an
 emulated processor is slow; the trial multiplies larger matrices. A decreasing learning rate, clipping, decay

@@ -33,7 +33,7 @@ OF_OBJECTS = tracemalloc.DomainFilter(inclusive=True, domain=0)  # NumPy's array
 
 
 class Echo(SerialComm):
-    """Communicator of rank 0 of `size` ranks, PER_NODE per node; each answers with a copy of its message."""
+    """Communicator of rank 0 of `size` ranks, PER_NODE per node; each rank echoes rank 0's message."""
 
     kind, sums_in_place = kinds.MPI, False
     said = heard = messages = 0  # bytes that rank 0 sent; bytes that it received; number of its messages

@@ -55,7 +55,7 @@ def processes(mark):
 
 
 def descendants(root):
-    """Return the descendants of a process, as /proc lists parents."""
+    """Return the descendants of a process, found by the parents in /proc."""
     children = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

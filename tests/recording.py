@@ -1,4 +1,4 @@
-"""Communicator that records its collectives with their arguments and the bytes that they move."""
+"""Communicator that records its collectives with their labels and the bytes that this rank sends."""
 
 from typing import NamedTuple
 

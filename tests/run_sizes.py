@@ -6,12 +6,12 @@
 With --quick, as in `make test`, each test runs at one number of ranks, and tests marked `long` are left out:
 see tests/conftest.py.
 
-Each lane runs one part at a time. There are two more lanes than cores, because tests wait a third of their
-time. Parts with several ranks alternate with other parts, so that few of them run at once. The files of
-tests/serial are divided among a dozen processes, which stay small because many tests fork. Each part prints a
-line, the reasons of its skips, its slowest tests, and the end of its output if it failed; the last line is
-`N passed, N failed, N skipped`. The exit status is 0 only if every part completed, none failed, and
-a test passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
+Each lane runs one part at a time. There are two more lanes than cores (at most eight), because tests wait a
+third of their time. Parts with several ranks alternate with other parts, so that few of them run at once.
+The files of tests/serial are divided among a dozen processes, so that each stays small: many tests fork. Each
+part prints a line, the reasons for skips, its slowest tests, and the end of its output if it failed; the last
+line is `N passed, N failed, N skipped`. The exit status is 0 only if every part completed, none failed, and a
+test passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
 
 tests/gpu runs at up to three ranks on a simulated CuPy (tests/pretend), or with ZERO_MPI_TEST_GPU=1 on the
 installed one.

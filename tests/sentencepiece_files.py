@@ -1,4 +1,4 @@
-"""Test vocabularies of SentencePiece's two kinds, trained by a test or with many equal scores."""
+"""Test vocabularies of SentencePiece's two kinds, trained on test texts, some with many equal scores."""
 
 import json
 import random

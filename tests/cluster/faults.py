@@ -1,8 +1,8 @@
 """Table of events that a run must survive or report, and a real run in which an event happens.
 
-`ROWS` is the table of docs/reliability.md. The table has the expected result of each event, whenever it
-happens. `Trial` is one run of the real command, slowed down so that the event happens in its middle. A rank
-triggers its own faults when the file `now` appears. External events are in test_faults.py.
+`ROWS` is the table of docs/reliability.md. The table has the expected result of each event, no matter when
+it happens. `Trial` is one run of the real command, slowed down so that the event happens while it runs. A
+rank triggers its own faults when the file `now` appears. External events are in test_faults.py.
 """
 
 import contextlib

@@ -42,7 +42,7 @@ CARRIED = ("ZERO_MPI_", "OPENBLAS_", "MKL_", "OMP_", "NUMBA_")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of bytes through a host's link since its start, with the headers of all layers."""
+    """Numbers of bytes through a host's link since its start, with the headers of all layers."""
 
     received: int
     sent: int

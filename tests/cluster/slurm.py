@@ -64,7 +64,7 @@ class Slurm:
     ) -> str:
         """Submit a script as a user would, from the project's folder with `python`'s environment active.
 
-        Return the job's number. Its output goes to `log(number)`.
+        Return the job's number. `log(number)` returns its output.
         """
         path = f"{Path(python).parent}:{os.environ['PATH']}"
         start = ["sbatch", "--parsable", f"--output={self.folder}/job-%j.log", *options, script, *flags]

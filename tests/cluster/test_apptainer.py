@@ -1,6 +1,6 @@
-"""Training in the image of packaging/apptainer gives the same bytes as a run outside, with any MPI.
+"""Training in the image of packaging/apptainer gives the same bytes as a run outside, with either MPI.
 
-The test builds the image, with a base from a Debian mirror and Python packages from fetched wheels, in the
+The test builds the image from a Debian mirror and downloaded wheels. Packages that may change bits have the
 versions that are installed outside. Then four ranks train in the image, with its own MPICH and with an Intel
 MPI that is mounted into it.
 """
@@ -37,18 +37,18 @@ def why_no_image() -> str:
     if missing := [name for name in ("apptainer", "debootstrap") if which(name) is None]:
         return f"an image needs {', '.join(missing)}: Debian's packages of these names"
     if os.geteuid() != 0 or platform.machine() != "x86_64":
-        return "debootstrap needs root, and the wheel of Intel MPI an x86-64"
+        return "debootstrap needs root, and Intel MPI's wheel needs an x86-64 processor"
     try:
         installed("mpich")
         mirror = f"{default('mirror')}/dists/{default('suite')}/Release"
         urllib.request.urlopen(mirror, timeout=20).close()
     except (LookupError, OSError) as error:
-        return f"an image needs MPICH on this host and Debian's mirror in reach: {error}"
+        return f"an image needs MPICH on this host and access to Debian's mirror: {error}"
     return ""
 
 
 def succeed(command: Sequence[str | Path], folder: Path, timeout: float = 300) -> str:
-    """Run a command in a user namespace, where root has limited rights; return its output or fail."""
+    """Run a command, with apptainer in a user namespace (limited rights); return its output or fail."""
     environ = COMPILED | {"APPTAINER_USERNS": "1"}
     status, printed, _ = run_command(command, timeout=timeout, env=environ, cwd=folder, merge=True)
     assert status == 0, f"{' '.join(map(str, command))}: status {status}\n{printed[-5000:]}"

@@ -98,7 +98,7 @@ def little_memory(trial: Trial) -> Iterator[Stage]:
 
 @contextlib.contextmanager
 def small_disk(trial: Trial) -> Iterator[Stage]:
-    """Put the run directory on its own file system, which another program fills."""
+    """Put the run folder on its own file system, which another program fills."""
     trial.out.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(trial.out)]
     status, _, errors = run_command(mount, timeout=20)

@@ -1,7 +1,7 @@
 """Training over several hosts gives the same bytes as one process.
 
-Each row of TABLE is a job over TCP between hosts of two ranks each. Curve and checkpoint are compared with a
-run of one process, as in `test_command_bits.py` on one host.
+Each row of TABLE is a job over TCP between hosts of two ranks each. The curve and the checkpoint are compared
+with those of one process, as in `test_command_bits.py` on one host.
 """
 
 import json

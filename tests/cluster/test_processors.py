@@ -1,4 +1,4 @@
-"""With `--bits portable`, emulated processors of Intel and AMD give results bit-identical to this processor.
+"""With `--bits portable`, emulated processors of Intel and AMD give bit for bit this processor's results.
 
 QEMU's user mode runs one process with the instructions and identity of another processor, without AVX-512.
 The emulator rounds products, square roots and fused multiply-adds correctly. It runs the code that was

@@ -34,7 +34,7 @@ HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # event,
 
 
 def processes_of(here: Hosts, host: str) -> Iterator[int]:
-    """Return all processes inside a host, found by its process namespace."""
+    """Yield the ids of all processes inside a host, found by its process namespace."""
     name = os.readlink(f"/proc/{here.process(host)}/ns/pid")
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ from zero_mpi.device import Done
 from zero_mpi.device.ordered_sum import ordered_sum
 
 ALIGNMENT = 256
-ROOM = 64 << 20  # bytes of one allocation; large, because the simulated driver tracks only few allocations
+ROOM = 64 << 20  # bytes of one allocation; large, as the simulated driver tracks only a few allocations
 
 
 class DriverArray:

@@ -19,7 +19,7 @@ from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 
-LONG = [*LENGTHS, (100_001, 1024)]  # the last array is longer than a library's single message
+LONG = [*LENGTHS, (100_001, 1024)]  # with SMALL, the last array takes several messages
 SMALL = {"most_bytes": 40 << 10, "most_summed": 5 << 10}
 SETTINGS = {"whole": {}, "pieces": SMALL, "thread": SMALL, "fast": {}, "fast pieces": SMALL}
 EXACT = [name for name in SETTINGS if not name.startswith("fast")]
@@ -86,7 +86,7 @@ class TestCollectives(OfDevices):
 
 
 def test_many_at_once_beside_vectors_of_the_host(comm):
-    """Gathers and sums run while ranks exchange numbers, as in a step, and allocate no new memory."""
+    """Gathers run while ranks sum a vector, as in a step; the second step allocates no memory."""
 
     def step():
         handles, checks = [], []

@@ -1,4 +1,4 @@
-"""Checkpoints with wrong keys, with or without a new signature, and with damaged files.
+"""Checkpoints with wrong keys, with or without a new signature, and checkpoints with damaged files.
 
 A checkpoint has a signature over all keys, which reveals most changes. Many cases therefore sign the files
 again, as a program that writes such a folder would do.

@@ -126,7 +126,7 @@ SIZES |= {"feed_forward_length": 16, "head_count": 2, "head_count_kv": 1, "key_l
 
 
 def model(random: Random, odd_frequencies: float = 0.3) -> File:
-    """Return a valid model of one block; `odd_frequencies`: chance of a RoPE outside config.json."""
+    """Return a valid model of one block; `odd_frequencies`: chance of RoPE factors in a tensor."""
     arch = random.choice(["llama", *architectures.ROWS])
     config = architectures.build(arch, SIZES, tied=architectures.ROWS[arch].ties)
     keys = {"general.architecture": arch, "general.name": "fuzz", **config.metadata()}

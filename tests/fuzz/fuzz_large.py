@@ -1,4 +1,4 @@
-"""Files that are small on disk and large when read: sparse files behind indices, bombs of gzip and zstd."""
+"""Files that are small on disk and large when read: sparse files behind indices, gzip and zstd bombs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sparse(path: Path, head: bytes, size: int) -> None:
 
 
 def megatron(random: Random, folder: Path) -> list[str]:
-    """Write an index of very many empty documents and sparse ids."""
+    """Write an index of up to 2**64 - 1 empty documents, and sparse ids."""
     count = random.choice(COUNTS)
     head = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + random.choice([b"\x08", b"\x04", b"\x01"])
     head += struct.pack("<QQ", count, random.choice([count, (count + 1) % 2**64, 0]))
@@ -41,7 +41,7 @@ def megatron(random: Random, folder: Path) -> list[str]:
 
 
 def headers(random: Random, folder: Path) -> list[str]:
-    """Write headers of llm.c, NumPy, safetensors or GGUF before gigabytes of zeros."""
+    """Write headers of llm.c, NumPy, safetensors or GGUF before up to 8 GiB of zeros."""
     count, size, kind = random.choice(COUNTS), random.choice(SIZES), random.randrange(4)
     if kind == 0:
         sparse(folder / "ids.bin", struct.pack("<3i", 20240520, 1, min(count, 2**31 - 1)), size)

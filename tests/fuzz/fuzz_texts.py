@@ -84,7 +84,7 @@ def other(random: Random, folder: Path) -> list[str]:
 
 
 def left(random: Random, folder: Path) -> list[str]:
-    """Write a folder with plan, record or manifest files that differ from those of the command."""
+    """Write a plan, a record and sometimes a manifest that differ from those of the command."""
     aside = folder / "tokens" / ".tokenize"
     aside.mkdir(parents=True)
     plan = {"about": {"options": {}}, "looked": [{"name": "t.jsonl", "bytes": len(GOOD), "weights": [1]}]}

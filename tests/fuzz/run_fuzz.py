@@ -100,11 +100,11 @@ def problems(command: str, end: Ending) -> Iterator[str]:
     if end.growth > MOST_GROWTH:
         yield f"memory: {end.growth >> 20} MiB more"
     if (end.status == 2 or failed) and (end.said.count("\n") != 1 or not end.said.endswith("\n")):
-        yield f"{end.said.count(chr(10))} lines where one is promised"
+        yield f"{end.said.count(chr(10))} lines instead of one"
     if (longest := max(map(len, end.said.splitlines()), default=0)) > LONGEST_LINE:
-        yield f"a line of {longest} letters"
+        yield f"a line of {longest} characters"
     if found := CONTROL.search(end.said + ("" if command in FREE_OUTPUT else end.printed)):
-        yield f"control letter {found[0]!r}"
+        yield f"control character {found[0]!r}"
     if WARNING.search(end.said):
         yield "warning"
 
@@ -211,7 +211,7 @@ def run_command(args: list[str]) -> None:
 
 
 def find_cases(only: str, folder: Path) -> dict[str, Case]:
-    """Return MODULE.CASE -> function of all modules of a folder, or of named ones ("gguf", "gguf.types")."""
+    """Return MODULE.CASE -> function for a folder's cases, or for the named ones ("gguf", "gguf.types")."""
     found: dict[str, Case] = {}
     sys.path.insert(0, str(folder))
     wanted = [name for name in only.split(",") if name]
@@ -259,9 +259,9 @@ class Fuzz:
             self.largest = max(self.largest, (end.growth, label))
             wrong = list(problems(command, end))
             if contents(folder / "outside") != before:
-                wrong.append("changed: what lies outside")
+                wrong.append("changed: files in the folder outside")
             if name.endswith(f".{SOUND}") and end.status:
-                wrong.append(f"status {end.status} for what is sound")
+                wrong.append(f"status {end.status} of a case that must succeed")
             return self.failed(label, place, wrong, end) if wrong else []
         finally:
             shutil.rmtree(place, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Attention on the GPU, by cuDNN and by the package's kernels, matches its definition.
 
 On the simulated device, cuDNN's graphs are simulated too (tests/pretend/cudnn). The last test checks that
-the real cudnn-frontend accepts the package's graphs, if it is installed.
+the real cudnn-frontend accepts graphs like the package's, if it is installed.
 """
 
 import sys

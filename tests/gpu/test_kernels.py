@@ -41,7 +41,7 @@ def ids(count: int, *shape: int, kind: Any = np.int64) -> np.ndarray:
 
 
 def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Return the definition's float64 result, rounded as `ops.low_precision` says, and the arguments."""
+    """Return the definition's float64 result, rounded by `ops.low_precision`, and the new arguments."""
     floats = [isinstance(x, np.ndarray) and x.dtype in KINDS for x in args]
     wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
     result = getattr(reference, name)(*wide, **named)
@@ -61,7 +61,7 @@ GUARD = 67  # elements before and after an array
 
 
 def plain(x: np.ndarray) -> tuple[Any, Any]:
-    """Return the array on the device and the buffer around it or None."""
+    """Return the array on the device, and None because no buffer surrounds it."""
     return device.in_use().from_host(x), None
 
 
@@ -95,7 +95,7 @@ def bits(x: Any) -> bytes:
 
 
 def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
-    """Check equality up to rounding, since sums have another order; in float32 relative to the maximum."""
+    """Check equality up to rounding, as the summation order differs; in float32 relative to the maximum."""
     if isinstance(wanted, tuple):
         assert len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=True):

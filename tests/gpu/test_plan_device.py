@@ -123,7 +123,7 @@ def test_what_is_offloaded(gpu, own_attention, how):
 @pytest.mark.parametrize(("precision", "exact"), [("fp32", True), ("bf16", True), ("fp32", False)])
 @pytest.mark.parametrize("transport", ["staged", "mpi", "nccl"])
 def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision, exact):
-    """Sent bytes equal the plan, and there are no more buffers than transfers that can be in flight."""
+    """Sent bytes equal the plan, and the transfers' buffers take no more memory than planned."""
     from zero_mpi.comm import kinds
     from zero_mpi.comm.gpu import select as device_choice
 

@@ -169,7 +169,7 @@ def test_float32_products_are_no_tf32(gpu):
 
 
 def test_low_sums_are_float32(gpu):
-    """A sum of 4096 ones is 4096; sums in bfloat16 would stop at 256, in float16 at 2048."""
+    """A sum of 4097 ones is 4097; sums in bfloat16 would stop at 256, in float16 at 2048."""
     for kind in ("bf16", "f16"):
         ones = gpu.from_host(np.ones((8, 4097), KINDS[kind]))
         total = np.zeros((8, 8), np.float32)

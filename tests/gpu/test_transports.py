@@ -148,7 +148,7 @@ def hold(stream, seconds=None):
 
 
 def test_kernels_and_rooms_are_of_the_stream_that_computes(gpu):
-    """Transfers ignore CuPy's current stream; the side stream uses the buffer after the computing stream."""
+    """Kernels ignore CuPy's current stream; the side stream uses a buffer after the computing stream."""
     if not is_pretend():
         pytest.skip(only_pretend)
     streams, other, x = GpuStreams(gpu), gpu.cupy.cuda.Stream(), gpu.zeros(64)

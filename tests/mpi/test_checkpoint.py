@@ -1,4 +1,4 @@
-"""A checkpoint written by any number of ranks, under any strategy, is the same file and loads anywhere."""
+"""A checkpoint has the same bytes for any number of ranks and any strategy, and loads anywhere."""
 
 import errno
 import io

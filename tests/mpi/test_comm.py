@@ -132,7 +132,7 @@ def test_gather_to_each_root(comm, length, quantum, dtype):
 
 
 def room(comm, length):
-    """Return a buffer with edges in shared memory, and its slot; None for other transports. Collective.
+    """Return a buffer with edges in shared memory, and its pool; None for other transports. Collective.
 
     Shared memory stays allocated while anything refers to it.
     """

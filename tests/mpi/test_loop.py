@@ -1,4 +1,4 @@
-"""A step is a loop over its rounds, which continues after a break or an error."""
+"""A step is a loop over its rounds. It continues after a break; after an error, `reset` begins it anew."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""A rank keeps its shards only, and a second step reuses the buffers of the first."""
+"""A rank keeps only its shards, and a second step reuses the buffers of the first."""
 
 import tiny
 

@@ -1,5 +1,5 @@
-"""Muon on any number of ranks is bit-identical to one rank, with every strategy, transport, precision, and
-after a resume. Weights match a NumPy program in float64."""
+"""Muon on any number of ranks is bit-identical to one rank, with every strategy, exact transport and
+precision, and after a resume. Weights match a NumPy program in float64."""
 
 import shutil
 

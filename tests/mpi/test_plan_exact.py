@@ -1,4 +1,4 @@
-"""The plan's memory and traffic equal the measured values of real modules, rank by rank."""
+"""The plan's traffic equals that of real modules on each rank, and its memory the largest rank's."""
 
 from dataclasses import replace
 

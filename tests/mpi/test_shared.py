@@ -36,7 +36,7 @@ strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(S
 
 
 class Dawdling(RecordingComm):
-    """Communicator that sleeps at random before operations that concern other ranks."""
+    """Communicator that sleeps at random before or after operations that concern other ranks."""
 
     def __init__(self, inner, seed, longest=2e-3):
         super().__init__(inner)

@@ -187,7 +187,7 @@ def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path
 
 
 def test_memory_is_bounded(exact, monkeypatch, tmp_path):
-    """Too many spans end the timeline, which keeps its complete steps."""
+    """Too many spans end the timeline, which keeps the spans until then."""
     run, path = Run(exact), tmp_path / "trace.json"
     with tracing(exact, path) as timeline:
         timeline.step(1)

@@ -19,7 +19,7 @@ OF_HOSTFILE = re.compile(
 
 @dataclass(frozen=True)
 class Line:
-    """Shell line of a page, with lines that a backslash joins; text after ` #` is its comment."""
+    """Shell line of a page; lines that a backslash joins are one, and the comment after ` #` is removed."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""Tests of arrays, which start at a cache line, and of buffer pools, which only grow."""
+"""Tests of arrays, which start at a cache line, and of recycled memory, which is never reused too early."""
 
 import random
 import sys

@@ -39,7 +39,7 @@ def things(tmp_path_factory) -> Path:
 
 
 def refusal(ranks: int, flags: list[str], folder: Path, out: Path) -> str:
-    """Return the error line of a refused job, after a check that it wrote nothing."""
+    """Return the error line of a refused job, after a check that it saved no checkpoint."""
     job = ["-m", "zero_mpi.train", "--out", str(out), *flags]
     status, printed, errors = run_job(ranks, job, cwd=folder, timeout=20)
     assert (status, printed, errors.count("\n")) == (2, "", 1), f"status {status}\n{printed}\n{errors}"

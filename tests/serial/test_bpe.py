@@ -19,7 +19,7 @@ pytest.importorskip("tokenizers", reason="the package tokenizers is not installe
 
 TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(40)]
 BYTES = byte_characters()
-# "h", "he", "hell", "hello"; then a control token, a user-defined token, an unused token
+# "he", "ll", "hell", "hello"; then a control token, a user-defined token, an unused token
 TOKENS = [*BYTES, "he", "ll", "hell", "hello", "<|im_end|>", "<mark>", "[PAD262]"]
 MERGES = ["h e", "l l", "he ll", "hell o"]
 TYPES = [1] * 260 + [3, 4, 5]

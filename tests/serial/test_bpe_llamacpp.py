@@ -72,7 +72,7 @@ FRAGMENTS = st.sampled_from(
 
 
 def means_the_same(character: str) -> bool:
-    """Return whether all versions of Unicode give a character the same category."""
+    """Return whether a character is in Unicode 3.2 or a symbol, so that all versions treat it alike."""
     return ucd_3_2_0.category(character) != "Cn" or category(character).startswith("S")
 
 

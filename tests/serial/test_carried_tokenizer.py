@@ -1,4 +1,4 @@
-"""A run on ids from a Hugging Face folder keeps its tokenizer, so its checkpoints can generate text."""
+"""A run on ids keeps the tokenizer of its --init folder, so that its checkpoints can generate text."""
 
 import json
 import sys
@@ -58,7 +58,7 @@ def test_a_folder_without_one_that_can_be_carried_says_so(folder, content):
 
 @pytest.mark.parametrize("make", [sentencepiece_files.merged, sentencepiece_files.likely])
 def test_a_model_with_a_tokenizer_of_sentencepiece_learns_from_text(make, tmp_path):
-    """The folder's tokenizer encodes the text, its keys stay in the checkpoint, and `generate` uses it."""
+    """The model's tokenizer encodes the text, its keys stay in the checkpoint, and `generate` uses it."""
     keys, text = make(), tmp_path / "text.txt"
     text.write_text("A model reads words, and 日本 too.\n" * 40)
     init = bpe_files.write_model(tmp_path / "model.gguf", keys)

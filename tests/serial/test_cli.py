@@ -72,7 +72,7 @@ SAID_ONCE = (["train", "--version"], ["generate", "--version"], ["hostfile", "-h
 @needs_mpiexec
 @pytest.mark.parametrize("arguments", SAID_ONCE)
 def test_one_rank_speaks_for_all(arguments):
-    """Only rank 0 prints, also in commands that do not start MPI."""
+    """Only rank 0 prints, even in commands that do not start MPI."""
     status, printed, errors = run_job(2, ["-m", "zero_mpi", *arguments], timeout=30)
     assert (status, errors) == (0, "")
     assert printed.count("zero_mpi ") == 1 if "--version" in arguments else printed.count("usage:") == 1

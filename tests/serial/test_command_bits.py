@@ -1,8 +1,8 @@
 """The train command gives the same bytes at any number of ranks and under any sharding settings.
 
-Each row of TABLE is one job. Its `loss` and `grad_norm` fields are compared as text and its two checkpoint
-files as bytes with the same training on one rank. The sizes are odd on purpose: a prime feed-forward
-width, three heads on one key/value head, and a number of micro-batches that ranks do not divide.
+Each row of TABLE is one job. Its `loss` and `grad_norm` fields are compared as text, and its two checkpoint
+files as bytes, with those of the same training on one rank. The sizes are odd on purpose: a prime
+feed-forward width, three heads on one key/value head, and a number of micro-batches that ranks do not divide.
 """
 
 import functools
@@ -28,7 +28,7 @@ MODELS = {
     "gpt2-untied": ["--arch", "gpt2", "--no-tied"],
 }
 # Every pair of values of two columns is in some row; ranks and models occur in all combinations.
-# Batches are "sequences a step / sequences a micro-batch": 4, 5 and 2 micro-batches, the last one smaller.
+# Batches are "sequences a step / sequences a micro-batch": 5/1 is 5 micro-batches, 7/2 is 4 and 3/2 is 2.
 TABLE = """
     ranks  transport  strategy       prefetch  recompute  bucket  model        batch
     2      shared     full-shard     2         yes        0.01    llama        5/1

@@ -121,7 +121,7 @@ def test_what_is_wrong_with_such_files_is_one_line(name, data, expected, tmp_pat
 
 
 def test_a_damaged_table_is_none_of_conversations(tmp_path):
-    """A damaged table does not count as conversations; --data refuses it as a damaged Parquet file."""
+    """A damaged table does not count as conversations; --data refuses it as a Parquet file."""
     path = tmp_path / "t.parquet"
     path.write_bytes(parquet(TABLE)[:-20])
     assert not are_conversations([("t.parquet", path)])
@@ -148,7 +148,7 @@ def test_a_folder_of_the_package_datasets_is_one_of_conversations(tmp_path):
 
 
 def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):
-    """Peak memory is far below the size of the unpacked files."""
+    """Peak memory is less than half the size of the unpacked files."""
     rows = [{"messages": [{"role": "user", "content": "x" * 20_000}, AB[1]]}] * 1000  # 20 MB
     for name in ("t.jsonl.gz", "t.parquet", "t.arrow"):
         (tmp_path / name).write_bytes(MADE[name](rows))

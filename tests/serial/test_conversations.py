@@ -59,7 +59,7 @@ def transformers_tokenizer():
 
 @pytest.fixture
 def oracle(monkeypatch):
-    """Return the text of Transformers' `apply_chat_template` on the templates' fixed day."""
+    """Return a function that calls Transformers' `apply_chat_template` on the templates' fixed day."""
     from transformers.utils import chat_template_utils
 
     class Clock(datetime):

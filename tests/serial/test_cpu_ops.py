@@ -1,4 +1,4 @@
-"""The compiled operations equal the float32 reference, for arrays of any layout."""
+"""The compiled operations match the float64 reference up to float32 rounding, for arrays of any layout."""
 
 import contextlib
 import functools

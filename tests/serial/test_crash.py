@@ -191,7 +191,7 @@ def test_a_save_may_be_killed_before_any_operation(power, case, start, complete)
     for stop_at in itertools.count(1):
         out = start()
         killed = is_killed(lambda out=out, at=stop_at: save_and_die(out, case, at, power))
-        if case.exchanges:  # else this holds only after the clean-up
+        if case.exchanges:  # otherwise this holds only after the clean-up
             assert_nothing_lost(out, case)
         folders.clean(out)
         assert_nothing_lost(out, case)

@@ -88,7 +88,7 @@ def test_a_jump_of_the_rate_is_a_caution(folder):
 
 @needs_mpiexec
 def test_a_model_of_a_short_context_needs_no_flag(folder):
-    """The default is the model's context if that is shorter; a longer --context is refused."""
+    """The default context is the model's if that is shorter; a longer --context is refused."""
     model(folder, 64)
     (folder / "text.txt").write_text("some text " * 1000)
     command = ["-m", "zero_mpi.train", "--init", "m.gguf", "--data", "text.txt", "--dry-run"]

@@ -1,4 +1,4 @@
-"""The commands in the documentation run, and its examples match the code."""
+"""The commands in the documentation run, and its pictures match the code."""
 
 import ast
 import re

@@ -90,7 +90,7 @@ STOPS = "from zero_mpi.launch.stopping import signals; signals.caught = 'SIGTERM
 
 @needs_mpiexec
 def test_a_run_that_is_stopped_again_and_again_ends_the_same(stopped, endless, flags, tmp_path):
-    """The run is stopped after the best evaluation, between evaluations, or before the last evaluation."""
+    """The run is stopped after the best evaluation, between evaluations, and before the last evaluation."""
     last, best = expected_end(endless, 3)
     stops = [best, best + 1, last - 1]
     script = train_with(tmp_path / "stops.py", STOPS.format(stops))
@@ -136,7 +136,7 @@ def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
 
 @needs_mpiexec
 def test_a_best_that_lies_elsewhere_is_not_taken_for_one_here(stopped, endless, flags, tmp_path):
-    """A run that resumes in another folder does not link `best` to that folder's checkpoint of this step."""
+    """A run resumed in another folder does not link `best` to that folder's checkpoint of the best step."""
     last, best = expected_end(endless, 3)
     other = tmp_path / "other"
     train(1, other, *flags, "--steps", str(best), "--lr", "0.001", "--patience", "40")

@@ -105,7 +105,7 @@ HARMS = {  # damage -> (file of a cache entry, function that changes the file's 
 @pytest.mark.parametrize("harm", HARMS)
 def test_an_entry_that_is_not_sound_is_made_anew(harm, cache, encoded, tmp_path):
     folder = texts(tmp_path / "texts")
-    digest = load(folder).sha256  # without the cache, documents are in memory
+    digest = load(folder).sha256  # the first load encodes the documents
     (entry,) = cache.iterdir()
     name, change = HARMS[harm]
     content = (entry / name).read_bytes()

@@ -81,7 +81,7 @@ def test_open_mpi_4_beside_python_is_told_where_it_is(monkeypatch, tmp_path):
 
 
 def test_ranks_are_counted_by_the_launcher_before_the_batch_system():
-    """SLURM_NTASKS_PER_NODE does not count without srun; it may have forms such as 4(x2)."""
+    """The launcher's number goes before SLURM_NTASKS_PER_NODE, which may have forms such as 4(x2)."""
     for value in ("", "4(x2)", "-3", "many"):
         assert local_ranks({"SLURM_NTASKS_PER_NODE": value}) == 1
     assert local_ranks({"SLURM_NTASKS_PER_NODE": "8", "MPI_LOCALNRANKS": "2"}) == 2

@@ -123,13 +123,13 @@ def what_was_read(
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's sizes by name, without adapters. Sizes in LATER are left out if they are 0."""
+    """Return the model's configuration by field, without adapters; fields in LATER only if they are not 0."""
     found = dataclasses.asdict(model).items()
     return {name: value for name, value in found if name != "lora" and (value or name not in LATER)}
 
 
 def as_json(value: Any) -> Any:
-    """Return a size in the form that JSON returns after writing and reading it."""
+    """Return a value in the form that it has after it is written as JSON and read back."""
     if isinstance(value, frozenset):
         return sorted(value)
     return list(value) if isinstance(value, tuple) else value
@@ -144,7 +144,7 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # taken from the description: the data may decide them
+READ = ("packing", "control_tokens")  # taken from the description, because the data may decide them
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 
@@ -204,7 +204,7 @@ def processor() -> str:
 
 
 def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
-    """Raise UsageError, with the facts that differ, if the bits of a rank differ from those of most ranks.
+    """Raise UsageError, with the facts that differ, if a rank's trial or threads differ from most ranks'.
 
     If `exact` is false, append a note instead. `found`: host and machine facts of each rank.
     """
@@ -246,14 +246,14 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
     ]
     made = "; ".join(f"{key} {shown(before.get(key))}, now {shown(now.get(key))}" for key in keys)
     if other and TRIAL not in before:
-        made = "; ".join(filter(None, (made, "no record of a kernel test, so its bits are unknown")))
+        made = "; ".join(filter(None, (made, "kernels of unknown bits, as no test was recorded")))
     elif other and not keys:
         made = "kernels that gave other bits in a test, although CPU and libraries have the same names"
     if made:
         yield f"{what} was made with {made}: the last bits of results may change"
 
 
-VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # must be equal on all ranks; for others, only effects are compared
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # must be equal on all ranks; of others, only effects are compared
 
 
 def settings(config: Config) -> dict[str, str]:
@@ -263,7 +263,7 @@ def settings(config: Config) -> dict[str, str]:
 
 
 def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
-    """Set --bits and choose a GPU before MPI starts. Invalid flags are ignored here and reported later."""
+    """Apply --bits and choose a GPU before MPI starts. Do nothing for invalid flags: `parse` reports them."""
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         try:

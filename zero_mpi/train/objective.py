@@ -150,7 +150,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the loss that the sequences `here` add to the step's loss, and its derivatives by `sums`."""
+        """Return the part of the loss from the sequences `here`, and its gradient with respect to `sums`."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -161,7 +161,7 @@ class PairStep(StepLoss):
         return loss, slopes.ravel().tolist()
 
     def figures(self, sums: Sequence[float]) -> Figures:
-        """Return rewards and log-probabilities, named as in TRL."""
+        """Return rewards, log-probabilities and other figures, named as in TRL."""
         table, by_token = np.reshape(sums, self._sums.shape), not self.preference.has_reference
         answers = table[:, 0] / self.counts if by_token else table[:, 0]
         rewards, found = self.preference.beta * (answers - self.reference), Figures()
@@ -223,7 +223,7 @@ class PreferenceObjective(Objective):
         return step.loss(slice(None), sums)[0], step.figures(sums.ravel().tolist())
 
     def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
-        """Return the pairs of micro-batches, with the sums of the reference if there is one. Collective."""
+        """Return the `PairStep` of micro-batches, with the reference's sums if there is one. Collective."""
         step, kept = PairStep(self.preference, windows, batches), self._kept.get(id(windows))
         if not self.preference.has_reference:
             return step

@@ -31,7 +31,7 @@ from zero_mpi.train.summary import Outcome
 
 MOST = 20  # a run ends after this number of consecutive steps without finite values
 REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"
-BEHIND = 0.2  # a rank is slow if its seconds exceed the median by this fraction
+BEHIND = 0.2  # a rank is slow if its seconds exceed the median by more than this fraction
 RECORDS = 3  # a rank is named if it is slow in this number of consecutive records
 
 
@@ -40,7 +40,7 @@ class StepMade:
     """Result of an optimizer step. It is equal on all ranks, except for what observers put into `record`."""
 
     number: int  # number of the step, from 1
-    loss: float  # nats per token, over all micro-batches
+    loss: float  # over all micro-batches; cross-entropy is in nats per token
     result: StepResult
     seconds: float  # seconds of this rank from the first micro-batch to the update
     record: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class SignsOfLife(Observer):
 
 
 class Costs(Observer):
-    """Observer that records what a step costs: seconds, waits, bytes sent, share of peak FLOP/s.
+    """Observer that records the duration, speed, waits, sent bytes and share of peak FLOP/s of a step.
 
     share   function seconds -> share of the processor's peak, or None if the peak is not known
     """
@@ -108,7 +108,7 @@ class SkippedSteps(Observer):
 
 
 class HeldOutLoss(NamedTuple):
-    """Results of an evaluation: mean loss and losses by source in nats per token, and further figures."""
+    """Results of an evaluation: mean loss and losses by source, and further figures."""
 
     mean: float
     by_source: dict[str, float]
@@ -119,7 +119,7 @@ class Evaluation(Observer):
     """Observer that records the validation loss every `every` steps and after the last step. Collective.
 
     every      number of steps; 0: only after the last step
-    evaluate   function that returns the loss; None without validation data
+    evaluate   function that returns the loss, or None without validation data
     first      whether to evaluate before the first step too, and record the result with step 1: training
     should improve this loss of a pretrained model
     """
@@ -182,7 +182,7 @@ class Divergence(Observer):
     def ends(self, step: StepMade) -> None:
         """Count a step. Raise JobError on all ranks if too many consecutive steps were not finite.
 
-        A skipped step counts as not finite, unless the next step has a lower loss scale (float16).
+        A skipped step counts as not finite, unless the loss scale (float16) can be lowered further.
         """
         searching = self._scale.dynamic and self._scale.exponent > 0
         self._steps, self._loss = self._steps + 1, step.loss
@@ -204,7 +204,7 @@ class Divergence(Observer):
         return False
 
     def check_end(self, step: int) -> None:
-        """Raise JobError on all ranks if the last step leaves no usable result."""
+        """Raise JobError on all ranks if the last loss is not finite, or no step of this job was finite."""
         if not math.isfinite(self._loss):
             raise JobError(not_finite(step))
         if self._bad and self._bad == self._steps:
@@ -306,7 +306,7 @@ class StepTimer:
         self._count += 1
 
     def take(self) -> tuple[float | None, float]:
-        """Return seconds per micro-batch (None if it ran none) and seconds of waiting since the last call."""
+        """Return seconds per micro-batch (None if none ran) and seconds of waiting since the last call."""
         mean = self._seconds / self._count if self._count else None
         waited, self._waited = self._meter.wait_seconds - self._waited, self._meter.wait_seconds
         self._seconds, self._count = 0.0, 0

@@ -1,7 +1,7 @@
 """Resolves a run: checks its flags, the files that the flags name, and the machine.
 
-Nothing is written, and only the text needs much memory. `setup.build` builds a run from the result, and
-`--dry-run` describes it. Only rank 0 reads folders and text. An error is raised on all ranks.
+Only caches are written, and only the text needs much memory. `setup.build` builds a run from the result, and
+`--dry-run` describes it. Only rank 0 lists checkpoints and reads text. An error is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def read_inputs(
 def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
     """Return the run with the text on rank 0, and with the facts of the text on all ranks. Collective.
 
-    The memory of the run is checked before the text is read, and again if the text makes the windows longer.
+    The run's memory is checked before the text is read, and again with the settings that the text decides.
     """
     nodes, on_root = rank_memory.nodes_of(world), list[RunSpec]()
 
@@ -264,7 +264,7 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 
 def windows_of(config: Config, part: Part) -> WindowSource:
-    """Return the windows of a source. Raise UsageError if one of several sources is empty or has pairs."""
+    """Return the windows of a source. Raise UsageError if a named source is empty or used for preferences."""
     if part.name and config.preference is not None:
         raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
     paired = config.preference is not None

@@ -37,7 +37,7 @@ from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.description import changes
 
 CORPUS = "the training data (--data, --val-data, --chat-template and its flags; sha256)"
-JUMP = 1.2  # warn if the next rate is larger or smaller than the planned rate by this factor
+JUMP = 1.2  # warn if the next rate is larger or smaller than the planned rate by more than this factor
 # Values that settings had before checkpoints stored them.
 SINCE: dict[str, Any] = {
     "control_tokens": PLAIN,
@@ -116,7 +116,7 @@ def open_checked(folder: Path, world: World) -> ResumePoint:
 def as_begun(config: Config, point: ResumePoint | None) -> Config:
     """Return the configuration, with the checkpoint's values for settings that no flag gives.
 
-    Defaults may change between versions, or depend on the data. Raises UsageError for an unknown setting.
+    Defaults may change between versions, or depend on the data. Raises UsageError for an unusable value.
     """
     if point is None:
         return config
@@ -140,7 +140,7 @@ def check_resume(point: ResumePoint, description: Description) -> None:
 
 
 def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokenizer | None:
-    """Return the tokenizer as the run began with it: zero_mpi 0.1.0 ignored some Hugging Face rules."""
+    """Return the tokenizer with which the run began: zero_mpi 0.1.0 ignored some Hugging Face rules."""
     if tokenizer is None or begun is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})

@@ -170,7 +170,7 @@ def reason(best: Best) -> str:
 def point_best(session: Session) -> None:
     """Make OUT/best a link to the best checkpoint of the resumed run, or remove it. One rank calls this.
 
-    Raises UsageError if OUT/best is not a link, JobError if the link cannot be made.
+    Raises UsageError if --patience is given and OUT/best is not a link, JobError if the link cannot be made.
     """
     link = session.out / folders.BEST
     if not link.is_symlink() and link.exists() and session.config.patience is not None:

@@ -75,7 +75,7 @@ class TransportChoice:
 
 
 def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
-    """Return the ranks' transport; add warnings to `notes`. Raise UsageError if none works. Collective."""
+    """Return the transport; add warnings to `notes`. Raise UsageError if --transport fails. Collective."""
     exact, on_gpu = config.reduction == "exact", device.in_use().name == "cuda"
     if on_gpu:
         comm, why = select.choose(config.transport, world.size, exact)
@@ -165,7 +165,7 @@ def described(ids: Any) -> TokenSpans | tuple[str, int]:
 
 
 def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
-    """Return on all ranks why some rank cannot read the files; "" if all ranks can. Collective."""
+    """Return a message if some rank cannot read the files, else "". Equal on all ranks. Collective."""
     views = comm.allgather_object((platform.node(), inspected(in_files)))
     rank = next((rank for rank, (_, seen) in enumerate(views) if seen != views[0][1]), None)
     if rank is None:
@@ -309,7 +309,7 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
 
 
 def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
-    """Return a function read(name, start, stop) that rounds to a tensor's type, given full blocks."""
+    """Return `read` with rounding to each tensor's type in `kinds`. Each range must have full blocks."""
 
     def rounding(name: str, start: int, stop: int) -> Array:
         values = read(name, start, stop)

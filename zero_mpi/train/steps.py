@@ -101,7 +101,7 @@ class Steps:
         )
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the validation loss in nats per token, or None without validation data. Collective."""
+        """Return the validation loss and further figures, or None without validation data. Collective."""
         held_out = self.session.held_out
         if not held_out:
             return None

@@ -223,7 +223,7 @@ class Outcome:
         return was_stopped_early(str(self._before.get("reason", "")))
 
     def begin(self, start: Start) -> None:
-        """Write two events on rank 0: the start of the job, and the checkpoint from which it resumes."""
+        """Write, on rank 0, an event for the job's start and, after a resume, one for its checkpoint."""
         session, before = start.session, self._before
         self.events.begin(session.progress.step, before, **start.fields())
         if session.resumed is not None:

@@ -24,7 +24,7 @@ from zero_mpi.nn.linear import is_adapter
 from zero_mpi.ops.block_kinds import finite_blocks
 from zero_mpi.ops.packed_matrix import PackedMatrix, packs
 
-# At lower temperatures the most likely token is always drawn: float32 logits differ by at least 1e-45.
+# Below it, the most likely token is always drawn, as distinct float32 logits differ by at least 1e-45.
 COLDEST = 1e-48
 
 
@@ -179,7 +179,7 @@ class TextModel:
         seed: int = 0,
         **draw: Any,
     ) -> list[list[int]]:
-        """Return for each prompt the ids of `generate`, up to the first id in `ends`, which is included.
+        """Return the ids of `generate` for each prompt, up to and including the first id in `ends`.
 
         All prompts are computed together if the model supports this and the context is long enough.
         """

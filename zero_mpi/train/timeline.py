@@ -40,7 +40,7 @@ from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, log_note
 from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
 
-CHUNK = 4 << 20  # bytes of text that are sent at once
+CHUNK = 4 << 20  # bytes of text in one message
 AFTER = 2  # default number of steps before the first recorded step, for warm-up
 COUNT = 3  # default number of recorded steps
 GATHERS, REDUCTIONS, OTHERS = "gathers", "reductions", "other transfers"
@@ -217,7 +217,7 @@ class Tracer:
         self._say(f"timeline of steps {first} to {last}: {path} ({size})")
         self._say(f"open it at ui.perfetto.dev, or run zero-mpi trace {path}")
         if timeline.ends_in is not None:
-            why = f"more than {spans.MAX_SPANS:,} spans of a rank"
+            why = f"a rank had more than {spans.MAX_SPANS:,} spans"
             self._say(Caution(f"the timeline ends in step {timeline.ends_in}: {why}"))
 
     def _say(self, note: str) -> None:

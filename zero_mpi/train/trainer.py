@@ -177,7 +177,7 @@ class Trainer(Steps):
             self.saving.save(self.progress)
 
     def begin(self) -> Start:
-        """Report the start of the run to the user and in its records. Collective."""
+        """Report the start of the run to the user and in its events. Collective."""
         session = self.session
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
         reached = measure(self.world, session.module.precision.compute)

@@ -3,7 +3,7 @@
 It has the part of CuPy that the package uses, and is as strict: no operation mixes arrays of device and host,
 and only `get` returns a NumPy array. Copies and kernels on a stream run in its thread after a random delay of
 up to PRETEND_CUPY_DELAY seconds (0). Code that reads without a wait therefore reads too early, and tests
-detect it. Array expressions wait for the current stream and are then computed at once.
+detect it. Array expressions wait for the current stream and are then computed immediately.
 
 PYTHONPATH=tests/pretend makes it the cupy of a process; PRETEND_CUPY_GPUS (1) sets the number of GPUs.
 """
@@ -111,7 +111,7 @@ class ndarray:
         }  # fmt: skip
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
-        """Return a copy on the host after the stream has finished; gaps are packed in `with stream`."""
+        """Return a copy on the host after the stream has finished; arrays with gaps are packed first."""
         if stream is not None and not self.flags.c_contiguous:
             with stream:
                 return ascontiguousarray(self).get(stream, order, out, blocking)
