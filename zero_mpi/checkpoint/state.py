@@ -58,7 +58,7 @@ LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration
 class Best:
     """The lowest validation loss of a run so far."""
 
-    loss: float = math.inf  # nats per token; infinite before the first evaluation
+    loss: float = math.inf  # in nats; infinite before the first evaluation
     step: int = 0  # steps done when this loss was measured; 0: none was measured
     since: int = 0  # number of evaluations after this one
 

@@ -37,7 +37,7 @@ FULL = 4  # up to FULL runs have LIMIT columns each; more runs share FULL * LIMI
 LEAST = 250  # minimum number of columns of a run
 # Title of a panel, its curves (number in a record -> name), and the divisor to the panel's unit.
 PANELS = (
-    ("Loss (nats per token)", {"loss": "training", "val_loss": "validation"}, 1.0),
+    ("Loss (nats)", {"loss": "training", "val_loss": "validation"}, 1.0),
     ("Losses of routers", {"balance_loss": "balance", "z_loss": "z"}, 1.0),
     (
         "Load of experts (1: even)",
