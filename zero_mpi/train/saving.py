@@ -157,7 +157,7 @@ class EarlyStop(Observer):
         """Return a text with the best loss and the link to its checkpoint."""
         if not self.best.step:
             return "no validation loss was finite"
-        link, loss = out / folders.BEST, f"{self.best.loss:.4f} nats"
+        link, loss = out / folders.BEST, f"{self.best.loss:.4f} nats per token"
         place = shown(link) if link.is_symlink() else "its checkpoint is not in this folder"
         return f"the best validation loss is {loss}, of step {self.best.step}: {place}"
 
