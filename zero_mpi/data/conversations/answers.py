@@ -8,7 +8,7 @@ turn, and the answer is the part in which the two texts differ.
 
 Rendering a text for each turn would take quadratic time. So the position of each message comes from the
 template's loop over messages, and the generation prompt is rendered once for each role that precedes an
-answer. Only a template without such a loop is rendered for each turn, for at most `MOST_TURNS` turns.
+answer. A template whose loop does not show them is rendered for each turn, for at most `MOST_TURNS` turns.
 """
 
 import re
@@ -38,7 +38,7 @@ class AnswerFinder:
     def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
         """Return a conversation's text and the positions of its answers. Raise ValueError if rendering fails.
 
-        Answers that the template drops have no position. silent: return the answers without loss instead.
+        Answers that the template drops have no position. silent: find the answers without loss instead.
         """
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
@@ -63,7 +63,7 @@ class AnswerFinder:
             return True
 
     def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-        """Return the spans that the template marks in these turns. Raise ValueError if marks are missing."""
+        """Return the spans that the template marks in these turns. Raise ValueError if that is ambiguous."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not whole.marked:
             return whole.marked
