@@ -74,7 +74,7 @@ def read_model(init: WeightSource) -> ModelConfig:
 
 
 def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
-    """Return the model with the adapters that the flags ask for. Raise UsageError if they do not fit it.
+    """Return the model with the adapters that the flags ask for. Raise UsageError if a flag does not fit.
 
     Frozen weights stay in their GGUF blocks if the device `where` has kernels for their type. With --qat,
     weights that are rounded but have no adapter become floats.

@@ -1,8 +1,8 @@
 """Limits of a process and its host: memory, CPU time, files.
 
 Containers and batch systems set limits with control groups, which the usual system calls do not report. A
-process that exceeds the memory limit is killed; a process that exceeds its CPU time is stopped for the rest
-of each tenth of a second.
+process that exceeds the memory limit is killed; a process that exceeds its CPU quota is stopped for the rest
+of each period, usually a tenth of a second.
 """
 
 from __future__ import annotations
