@@ -221,7 +221,7 @@ def _split(
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
     """Return training and held-out documents, each in the order of the corpus.
 
-    A single document is split and its tail held out; so is each file if all files mark document ends.
+    The tail of a single document is held out, or of each file if all files mark the ends of documents.
     """
     if fraction == 0:
         return documents, []

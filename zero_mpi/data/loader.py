@@ -108,7 +108,7 @@ class SampleOrder:
 
     @property
     def epoch(self) -> int:
-        """Number of samples of which each source's share is at least the number of its windows."""
+        """Smallest number of samples of which every source's share covers all its windows."""
         shares: list[float] = np.diff(np.append(self._bounds, 1.0)).tolist()
         return max(math.ceil(count / share) for count, share in zip(self._counts, shares, strict=True))
 

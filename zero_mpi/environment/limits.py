@@ -64,7 +64,7 @@ def process_age(process: int | str = "self") -> float:
 
 
 def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
-    """Return the tightest (memory limit and memory left in bytes, quota in cores) of our control groups."""
+    """Return our control groups' tightest limits: memory limit and free memory (bytes), CPU quota (cores)."""
     memory: list[tuple[int, int]] = []  # (bytes left, limit)
     cores: list[float] = []
     for folder in folders(groups, own):

@@ -58,7 +58,7 @@ class Rules:
         return pre._replace(regexes=regexes, ignore_merges=merges)
 
     def normalized(self, text: str) -> str:
-        """Return a text as the rules' normalizer changes it."""
+        """Return a text, normalized as the rules say."""
         kind = None if self.normalizer is None else self.normalizer["type"]
         if kind is None or (kind in _FORMS and unicodedata.is_normalized(kind, text)):
             return text
@@ -89,7 +89,7 @@ class Rules:
 def rules_json(
     flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
 ) -> dict[str, object]:
-    """Return the key with the rules; {} if there are none. Without a normalizer, `normalized` is no rule."""
+    """Return the rules' key; {} if there are none. Without a normalizer, `normalized` does not count."""
     has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
     given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
     rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
