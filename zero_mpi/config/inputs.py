@@ -131,14 +131,14 @@ def check_model(config: Config, model: ModelConfig) -> None:
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:
-    """Return a note on frozen tensors that are kept as float32, because their type has no kernel."""
+    """Return a note on frozen tensors that are kept as floats: they lack a kernel, or --qat rounds them."""
     if model.lora is None or where == "cuda" or init is None or gguf_of(init) is None:
         return []
     others = [name for name in model.params() if name in init.tensors and name not in model.stored]
     if not others:
         return []
     types = ", ".join(sorted({init.tensors[name].type.name for name in others}))
-    return [f"{len(others)} tensors of type {types} are kept as floats: there is no kernel for this type"]
+    return [f"{len(others)} tensors of type {types} are kept as floats: no kernel exists, or --qat is on"]
 
 
 def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -217,7 +217,7 @@ class TextFilter:
         return True
 
     def read(self, name: str, data: bytes) -> None:
-        """Note a file that is not UTF-8. `data`: its full content."""
+        """Record a file that is not UTF-8, for `notes`. `data`: its full content."""
         if self._named and not self._any_bytes and not _is_utf8(data):
             self.odd.append(shown(name, 60))
 

@@ -157,7 +157,7 @@ def read_conversations(
     bad: BadRows | None = None,
     parse: Callable[[str, Any], Any] | None = None,
 ) -> Iterator[T]:
-    """Yield make(conversation) for each conversation of a file. `name` is the file's name in messages.
+    """Yield make(conversation) for each conversation of a file. `name` is the file's name in errors.
 
     An invalid row, or a row for which `make` raises ValueError, is added to `bad` or becomes a FileError that
     names the file, the line, what was expected and what was found. `parse` replaces `one_conversation`.

@@ -78,7 +78,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.from_string(tree)
 
     def begin(self, value: object) -> None:
-        """Note where the text of a message begins, if `value` is a message."""
+        """Record where the text of a message begins, if `value` is a message."""
         if id(value) in self._places:
             self.begins[self._places[id(value)]] = self.written
 
