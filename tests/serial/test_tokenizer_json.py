@@ -338,7 +338,7 @@ def test_what_keys_cannot_hold_is_refused(plain, way, value, message, tmp_path):
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(plain, tmp_path):
-    with pytest.raises(UsageError, match="the model's vocabulary 100"):
+    with pytest.raises(UsageError, match="the model's vocabulary, 100"):
         tokenizer_from_json(bpe_files.write_json(tmp_path, plain), vocab_size=100)
 
 

@@ -105,6 +105,6 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Join settings of a file with flags. Flags win; --steps and --epochs also replace each other."""
+    """Join settings of a file with flags, which override them. --steps and --epochs replace each other."""
     beaten = LENGTH if LENGTH & flags.keys() else set()
     return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)

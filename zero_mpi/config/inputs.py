@@ -51,7 +51,7 @@ def open_init(config: Config) -> WeightSource | None:
     if config.init is None or config.add_tokens is None:
         return None if config.init is None else open_weights(config.init)
     if config.tokenizer not in (None, FROM_INIT):
-        raise UsageError(f"--tokenizer {shown(config.tokenizer)}: leave it out, or --add-tokens")
+        raise UsageError(f"--tokenizer {shown(config.tokenizer)}: leave out this flag or --add-tokens")
     return GrownWeights(open_weights(config.init), read_tokens(config.add_tokens))
 
 
@@ -66,7 +66,7 @@ def passed_over(init: WeightSource | None) -> list[str]:
 
 
 def read_model(init: WeightSource) -> ModelConfig:
-    """Return the sizes of the model `init`. Raise UsageError unless its tensors have exactly these sizes."""
+    """Return the configuration of the model `init`. Raise UsageError if its tensors do not match it."""
     shapes = {name: info.shape for name, info in init.tensors.items()}
     model = config_from_gguf(init.metadata, shapes, str(init.path), init.read)
     model.check_tensors(shapes, str(init.path))
@@ -74,7 +74,7 @@ def read_model(init: WeightSource) -> ModelConfig:
 
 
 def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
-    """Return the model with the adapters that the flags ask for. Raise UsageError if there is no `init`.
+    """Return the model with the adapters that the flags ask for. Raise UsageError if a flag does not fit.
 
     Frozen weights stay in their GGUF blocks if the device `where` has kernels for their type. With --qat,
     weights that are rounded but have no adapter become floats.
@@ -112,7 +112,7 @@ def shortened(config: Config, model: ModelConfig) -> Config:
 def check_model(config: Config, model: ModelConfig) -> None:
     """Raise UsageError for a context longer than the model's, or for invalid name patterns."""
     if config.context > model.context_length:
-        raise UsageError(f"--context {config.context}: the model of --init allows {model.context_length}")
+        raise UsageError(f"--context {config.context}: the model allows at most {model.context_length}")
     if model.lora is not None:
         model.lora.check(model.layers())
     auxiliary_scales(model, config)
@@ -131,18 +131,18 @@ def check_model(config: Config, model: ModelConfig) -> None:
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:
-    """Return a note on frozen tensors that are kept as float32, because their type has no kernel."""
+    """Return a note on frozen tensors that are kept as floats: they lack a kernel, or --qat rounds them."""
     if model.lora is None or where == "cuda" or init is None or gguf_of(init) is None:
         return []
     others = [name for name in model.params() if name in init.tensors and name not in model.stored]
     if not others:
         return []
     types = ", ".join(sorted({init.tensors[name].type.name for name in others}))
-    return [f"{len(others)} tensors of type {types} are kept as floats: there is no kernel for this type"]
+    return [f"{len(others)} tensors of type {types} are kept as floats: no kernel exists, or --qat is on"]
 
 
 def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:
-    """Return the sizes that the flags give to a new model."""
+    """Return the configuration that the flags give to a new model."""
     assert config.arch is not None, "only --init runs have no --arch"
     vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
     sizes = {name: getattr(config, name) for name in (*REQUIRED, *OPTIONAL)} | {"vocab_size": vocab_size}
@@ -167,7 +167,7 @@ def choose_tokenizer(
 def tokenizer_of_ids(
     config: Config, init: WeightSource | None, model: ModelConfig | None
 ) -> Tokenizer | None:
-    """Return the tokenizer that the flags name, or else the one stored with the token files, or None.
+    """Return the flags' tokenizer, or else the one stored with the token files; None if none is stored.
 
     Raise UsageError if the flags' tokenizer and the files' tokenizer use an id for different tokens.
     """
@@ -225,7 +225,7 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
 
 
 def check_kind_of_data(config: Config) -> None:
-    """Raise UsageError for a flag that only makes sense for conversations, or only for other data."""
+    """Raise UsageError for a flag that has no effect on this kind of data."""
     chats = kinds_of_data(config)
     nothing = "--data has no conversations (.jsonl files)"
     why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), nothing)
@@ -238,7 +238,7 @@ def check_kind_of_data(config: Config) -> None:
 
 
 def kinds_of_data(config: Config) -> list[bool]:
-    """Return, for each source of data, True if it contains conversations, or pairs for a preference loss."""
+    """Return one bool per source: True if it has conversations or, for a preference loss, pairs."""
     pairs = config.preference is not None
     return [pairs or are_conversations(collect_files(source.paths)) for source in sources_of(config.data)]
 

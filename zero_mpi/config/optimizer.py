@@ -42,7 +42,7 @@ def rules_of(config: Config, model: ModelConfig, products: Any = np.float32) -> 
 
 
 def auxiliary_scales(model: ModelConfig, config: Config) -> dict[str, float]:
-    """Return the scales of the routers' losses. Raise UsageError if a flag sets one without experts."""
+    """Return the scales of the routers' losses. Raise UsageError for a flag if the model has no experts."""
     routed = any(BALANCE in stage.layer.tallies() for stage in model.stages())
     balance_loss = config.balance_loss
     for flag, value in (("--balance-loss", balance_loss), ("--z-loss", config.z_loss)):
@@ -71,7 +71,7 @@ Schedule = Callable[[int], float]
 
 
 def schedule_of(config: Config) -> Schedule:
-    """Return a function step (from 0) -> learning rate: a linear warmup to `lr`, then a decay to `min_lr`.
+    """Return a function step (from 0) -> learning rate: linear warmup to `lr`, then decay towards `min_lr`.
 
     Schedules: "cosine" (Loshchilov and Hutter, "SGDR", 2017), "linear", "constant", and "wsd" (warmup,
     stable, decay: Hu et al., "MiniCPM", 2024). wsd stays at `lr` and decreases linearly in the last

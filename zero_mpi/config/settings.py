@@ -29,11 +29,11 @@ LR_TIMES_WIDTH = 0.8  # limit on (rate of adapters) * width, from the usual rate
 CROSS_ENTROPY = "cross-entropy"
 BYTE, FROM_INIT = "byte", "from-init"  # values of --tokenizer that are not files
 OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_date")
-LENGTH = {"steps", "epochs"}  # the two settings for the length of a run, of which a run has one
+LENGTH = {"steps", "epochs"}  # the two settings for the length of a run; a run uses one of them
 STEPS: dict[str, Any] = {"steps": 440}  # default for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
 EPOCHS, MOST_CONTEXT = 3, 1024  # defaults for conversations: epochs, and maximum context in tokens
-FEW_WINDOWS = 214  # with fewer windows, the batch becomes smaller (at least 4), so that 3 epochs are 40 steps
+FEW_WINDOWS = 214  # below this, the batch is halved, at most twice, to keep 3 epochs at 40 steps or more
 
 
 def batch_size(windows: int) -> int:
@@ -87,10 +87,10 @@ def flag(
 
 @dataclass
 class Config:
-    """All settings of a run. If a setting is None, its value follows from other settings or from the data.
+    """All settings of a run. None: the feature is off, or the value follows from other settings or the data.
 
-    Until the data is read, `steps` is None and `warmup` may be a percentage (`bounds.in_steps`). `unsaid`:
-    names of settings that no flag or file gives; their defaults may depend on the data or the resumed run.
+    Until the data is read, `steps` may be None, `warmup` a percentage (`bounds.in_steps`). `unsaid`: names of
+    settings that no flag or file gives, and whose defaults may depend on the data or the resumed run.
     """
 
     removed = tuple[str, ...]()  # names of settings in the --config file that only 0.1.0 had

@@ -21,7 +21,7 @@ MOST_SETTINGS = 1 << 20  # maximum size of a TOML file in bytes
 def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
     """Return the settings in a TOML file. Keys may use - or _. UsageError names the file and the key.
 
-    removed: list to which names of settings are appended that only version 0.1.0 had
+    removed: list that receives the names of settings that only version 0.1.0 had
     """
     settings = {}
     for name, value in read_tables("--config", path).items():
@@ -83,7 +83,7 @@ WORDS = (None, BYTE, FROM_INIT)  # values of the settings in PATHS that are not 
 
 
 def recorded(config: Config) -> Config:
-    """Return the settings with absolute paths, which hold in any folder, and `OF_ONE_START` reset."""
+    """Return the settings with absolute paths, valid in any folder, and with `OF_ONE_START` reset."""
     settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
     if not os.path.isfile(config.chat_template or ""):
         settings["chat_template"] = config.chat_template  # a name of one of the tokenizer's templates

@@ -1,9 +1,9 @@
 """Turns files and folders into token streams for training and for validation.
 
-Each source of `--data` has an ordered list of documents. A document is held out as a whole, so no text is in
-both streams. The corpus has a sha256 of its documents' names and bytes, not of their location or the split.
-A checkpoint records the sha256, so a resume on other data is noticed. Without a path, the corpus is Python's
-own standard library: real text that every machine has.
+Each source of `--data` has an ordered list of documents. Full documents are held out (a single document is
+split), so no text is in both streams. The corpus has a sha256 of its documents' names and bytes, not of their
+location or the split. A checkpoint records the sha256, so a resume on other data is noticed. Without a path,
+the corpus is Python's own standard library: real text that every machine has.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def sources_of(given: Sequence[str]) -> list[DataSource]:
     for path, share in shares.items():
         if not 0 < share >= LEAST_SHARE * total or not total < np.inf:
             raise UsageError(
-                f"--data {shown(path)}={share:g}: expected a share of at least {LEAST_SHARE:g} of all, "
-                f"which sum to {total:g}"
+                f"--data {shown(path)}={share:g}: expected a share of at least {LEAST_SHARE:g} of the "
+                f"sum of all shares, {total:g}"
             )
     names = [Path(path).name or path for path in shares]
     before = [names[:place].count(name) for place, name in enumerate(names)]  # a repeated NAME becomes NAME-2
@@ -86,7 +86,7 @@ UNFINISHED = ".tokenize"  # folder of a tokenize job's files until all parts are
 
 
 def tokenizers_of(data: Sequence[str]) -> list[Path]:
-    """Return the tokenizers in the folders of `--data`. Raise UsageError for an unfinished folder."""
+    """Return the tokenizer files in the folders of `--data`. Raise UsageError for an unfinished folder."""
     folders = [Path(path) for source in sources_of(data) for path in source.paths]
     for folder in folders:
         if is_folder(folder / UNFINISHED) and not is_file(folder / MANIFEST):
@@ -195,7 +195,7 @@ def _split(
     documents, notes = reader.documents(flag, source.paths)
     *places, total = np.cumsum([0, *(document.tokens.size for document in documents)]).tolist()
     documents = [each._replace(at=at) for each, at in zip(documents, places, strict=True)]
-    least = 2 if reader.packs or documents[0].counted is not None else context + 1  # packed windows are short
+    least = 2 if reader.packs or documents[0].counted is not None else context + 1  # documents may be short
     if total < least:
         of = f" of {source.name}" if source.name else ""
         need = f"context {context} needs at least {least} tokens, but {flag}{of} has {total}"
@@ -221,7 +221,7 @@ def _split(
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
     """Return training and held-out documents, each in the order of the corpus.
 
-    A single document is split and its tail held out; so is each file if all files mark document ends.
+    The tail of a single document is held out, or of each file if all files mark the ends of documents.
     """
     if fraction == 0:
         return documents, []

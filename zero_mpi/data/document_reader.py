@@ -43,7 +43,7 @@ def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Document]:
-    """Yield each text, encoded and closed, in order. At most a few MiB of texts are held in memory at a time.
+    """Yield each text, encoded and closed, in order. Texts are held in memory in groups of a few MiB.
 
     An empty document stays empty, because a model learns nothing from a separator alone.
     """
@@ -76,7 +76,7 @@ class DocumentReader:
         if self.tokenizer is None:
             raise UsageError("text needs a tokenizer: use token files for --data")
         if self.vocab_size < (size := self.tokenizer.vocab_size):
-            raise UsageError(f"the tokenizer has {size} tokens, but the model's vocabulary {self.vocab_size}")
+            raise UsageError(f"the tokenizer has {size} tokens, but the model has only {self.vocab_size}")
         return TextReader(run_by(self.tokenizer, self.batches), self.control_tokens)
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
@@ -113,7 +113,7 @@ class DocumentReader:
                 )
             if not self.preferences and holds_pairs(path) and not holds_conversations(path):
                 raise UsageError(
-                    f"--data {shown(path)} holds pairs of a chosen and a rejected answer: give --loss dpo"
+                    f"--data {shown(path)} holds pairs of a chosen and a rejected answer: add --loss dpo"
                 )
 
     def _tokens(self, files: Files) -> list[Document]:

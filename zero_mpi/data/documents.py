@@ -82,7 +82,7 @@ def opened(path: str, length: int) -> OpenFile:
     if found != length:
         file.close()
         raise JobError(
-            f"{shown(path)} has {found:,} bytes, but {length:,} at the start of the run; {CHANGED}"
+            f"{shown(path)} has {found:,} bytes, but had {length:,} at the start of the run; {CHANGED}"
         )
     return OpenFile(file)
 
@@ -222,7 +222,7 @@ Counted = NDArray[np.bool_]
 
 
 class Remark(str):
-    """A note for the user that is information and not a warning."""
+    """Note for the user that only informs, in contrast to a warning."""
 
 
 class Document(NamedTuple):

@@ -49,11 +49,11 @@ Encode = Callable[[list[str]], Iterator[Document]]
 
 
 class Batches:
-    """Runs encode functions on batches of texts. The results are arrays of integers below 2**32.
+    """Runner of encode functions on batches of texts. The results are arrays of integers below 2**32.
 
     beat     function that is called before each batch
     cached   whether ids from an earlier encoding may be used
-    folder   where results are kept so that an interrupted job can use them; None: results are not kept
+    folder   where results are kept for the next job, if this one is interrupted; None: they are not kept
     """
 
     def __init__(self, beat: Beat = lambda: None, cached: bool = True) -> None:
@@ -85,7 +85,7 @@ class Batches:
 def through(
     files: Files, settings: Mapping[str, object], vocab: int, encode: Encode, batches: Batches
 ) -> Reading:
-    """Return the documents of files, and notes. Cached ids are used; ids of large files are cached for later.
+    """Return the documents of files, and notes. Cached ids are used; ids of a large corpus are cached.
 
     settings   all settings that determine the ids; the texts determine them too
     batches    runs `encode` on batches of the texts

@@ -5,7 +5,7 @@ window, which depends only on the seed and k. Step s holds samples s*B .. s*B + 
 fixed range of these samples, and rank i mod P computes it in round i div P. So neither the samples nor the
 shapes of micro-batches depend on the number of ranks, and a resume needs only the step.
 
-An epoch contains each window once. Up to `MOST_SORTED` windows are ordered at once, by sorting random
+An epoch contains each window once. Up to `MOST_SORTED` windows are ordered together, by sorting random
 numbers. For more windows, sorting would take gigabytes on each rank and seconds at the start. Then the window
 of each sample is computed separately, by a cipher on 0..windows-1: the swap-or-not shuffle (Hoang, Morris,
 Rogaway, "An Enciphering Scheme Based on a Card Shuffle", 2012).
@@ -25,7 +25,7 @@ from zero_mpi.errors import UsageError
 
 MOST_SORTED = 1 << 20  # maximum number of windows that are sorted; this takes 16 MiB and a tenth of a second
 ROUNDS = 64  # rounds of the cipher; each one halves the deviation from a random order
-DEALT = 1 << 12  # samples that are assigned to sources at once
+DEALT = 1 << 12  # samples that are assigned to sources together
 BLOCK = 1 << 12  # samples whose windows are computed together; this takes little longer than for one sample
 _EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # parts of keys, so that draws differ
 
@@ -108,7 +108,7 @@ class SampleOrder:
 
     @property
     def epoch(self) -> int:
-        """Number of samples after which every window of each source has been used at least once."""
+        """Smallest number of samples of which every source's share covers all its windows."""
         shares: list[float] = np.diff(np.append(self._bounds, 1.0)).tolist()
         return max(math.ceil(count / share) for count, share in zip(self._counts, shares, strict=True))
 

@@ -1,7 +1,7 @@
 """Packs full documents into windows. A document that fits is never cut, and no document attends to another.
 
-A document of n tokens takes n - 1 positions of a window: each token but the last predicts the next one. If
-it is longer than a window, a text is split into pieces, and a conversation is cut off. Pieces are packed by
+A document of n tokens takes n - 1 positions of a window: each token but the last predicts the next one. A
+text that is longer than a window is split into pieces; a conversation is cut off. Pieces are packed by
 best fit, longest first: each goes into the fullest window that still has space for it, or into a new one
 (Johnson, "Fast algorithms for bin packing", 1974; Ding et al., "Fewer Truncations Improve Language Modeling",
 2024). The result depends only on the documents and the context. The windows are shuffled later.
@@ -20,12 +20,12 @@ NONE, DOCUMENTS = PACKINGS = ("none", "documents")
 
 
 class Packable(NamedTuple):
-    """Pieces to pack: piece p has `sizes[p]` positions from `starts[p]` on; the loss counts `targets[p]`."""
+    """Pieces to pack: piece p has `sizes[p]` positions from `starts[p]` on, of which `targets[p]` count."""
 
     starts: Places
     sizes: Places
     targets: Places
-    cut: int  # number of conversations that are cut because they are longer than a window
+    cut: int  # number of conversations or pairs that are cut because they are longer than a window
     empty: int  # number of pieces that are left out because none of their targets counts
 
 
@@ -49,7 +49,7 @@ def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
 
 
 def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
-    """Return how many of `sizes[i]` flags from `starts[i]` on are true. Ranges are sorted and disjoint."""
+    """Return how many of the `sizes[i]` flags from `starts[i]` on are true. Ranges are sorted, disjoint."""
     found = np.zeros(sizes.size, np.int64)
     some = sizes > 0
     borders = np.stack([starts[some], (starts + sizes)[some]], axis=1).ravel()
@@ -62,7 +62,7 @@ def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
 def windows_over(
     stream: Stream, context: int, packing: str, bos: int | None = None, paired: bool = False
 ) -> WindowSource:
-    """Return the windows of a stream, which hold documents or, if `packing` is none, continuous text."""
+    """Return the windows of a stream, which hold documents or, for unpacked text, continuous text."""
     if paired:
         return PairWindows(stream, context, packing == DOCUMENTS)
     if packing == NONE and stream.counted is None:
@@ -173,7 +173,7 @@ class PackedWindows(WindowSource):
         within = up_to(sizes + 1)
         is_target, is_input = within > 0, within < np.repeat(sizes, sizes + 1)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
-        begins = np.tile(np.arange(self.context), (shape[0], 1))  # an unused position attends to itself
+        begins = np.tile(np.arange(self.context), (shape[0], 1))  # an unused position attends only to itself
         inputs.reshape(-1)[places] = ids[is_input]
         if counted is not None:
             ids = np.where(read_ids(counted, *spans), ids, UNCOUNTED)
@@ -254,9 +254,9 @@ class PairWindows(PackedWindows):
 
 
 def mismatched(pairs: PairBatch) -> PairBatch:
-    """Return a micro-batch in which each prompt is followed by the answer of another sequence in its row.
+    """Return a micro-batch in which each prompt is followed by another answer of its row, if there is one.
 
-    It is the previous answer if better sides are ordered before worse ones. Each row keeps its length.
+    The answers of a row rotate by one, in an order with better before worse sides. Rows keep their lengths.
     """
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()

@@ -53,7 +53,7 @@ class TeacherFile:
         return json.dumps({"format": FORMAT, **asdict(self)}).encode().ljust(HEAD)
 
     def read(self, path: str, places: NDArray[np.int64]) -> Records:
-        """Return the records (n,) of the tokens `places` (n,); 0 for -1. Raise JobError if one is invalid."""
+        """Return the records (n,) of tokens `places` (n,); zeros for -1. Raise JobError if one is invalid."""
         found, size = np.zeros(places.size, self.record), self.record.itemsize
         span = FileSpan(path, HEAD, self.nbytes - HEAD, np.dtype(np.uint8), self.nbytes)
         cuts = np.flatnonzero((np.diff(places) != 1) | (places[:-1] < 0)) + 1

@@ -42,7 +42,7 @@ def library_files() -> list[tuple[str, Path]]:
 
     Tests and installed packages are left out.
     """
-    # The build writes _sysconfigdata*, so it differs between machines.
+    # The build writes _sysconfigdata*, so its content differs between machines.
     names = [name for name in _walk(stdlib_root(), _NOT_LIBRARY) if not name.startswith("_sysconfigdata")]
     return [(name, stdlib_root() / name) for name in names if name.endswith(".py")]
 
@@ -107,7 +107,7 @@ class Kind(NamedTuple):
 
 
 TOKENIZE = "convert it to token files with zero-mpi tokenize"
-TABLES = "conversations need a column such as messages, and pip install 'zero-mpi[arrow]'"
+TABLES = "conversations need a column such as messages, and pyarrow: pip install 'zero-mpi[arrow]'"
 MODEL = "use --init for a model"
 ICONV = "convert it first: iconv -f {} -t UTF-8 FILE > NEW.txt"
 BEGINNINGS = (
@@ -217,7 +217,7 @@ class TextFilter:
         return True
 
     def read(self, name: str, data: bytes) -> None:
-        """Note a file that is not UTF-8. `data`: its full content."""
+        """Record a file that is not UTF-8, for `notes`. `data`: its full content."""
         if self._named and not self._any_bytes and not _is_utf8(data):
             self.odd.append(shown(name, 60))
 

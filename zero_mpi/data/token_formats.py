@@ -35,7 +35,7 @@ LLM_C: dict[tuple[int, int], np.dtype[Any]] = {  # keyed by magic number and ver
 MEGATRON = b"MMIDIDX\0\0"
 MEGATRON_HEAD = len(MEGATRON) + 8 + 1 + 8 + 8
 MEGATRON_TYPES = {code: np.dtype(name) for code, name in {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
-MEGATRON_MOST = (1 << 31) - 1  # maximum number of ids in a document, because its size is an int32
+MEGATRON_MOST = (1 << 31) - 1  # maximum number of ids in a document, because its size is stored as int32
 MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
 ARROW_KINDS = ("int16", "int32", "int64", "uint16", "uint32")
 NPY_HEADERS = {  # keyed by the format's version; version 3.0 is 2.0 with field names in UTF-8
@@ -50,7 +50,7 @@ class TokenLayout(NamedTuple):
 
     runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of ids, in order
     dtype: np.dtype[Any]  # dtype of an id, little-endian
-    ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None if the file does not say it
+    ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None if unknown
 
 
 def exactly(file: FileIO, count: int) -> bytes:
@@ -116,7 +116,7 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
         check_length(file, count * dtype.itemsize)
         if max(sequences, documents) > count + BLOCK:
             raise ValueError(
-                f"expected about as many sequences as ids in its index, {count}, found {sequences}"
+                f"expected at most about {count} sequences in its index, one per id, found {sequences}"
             )
         index.seek(MEGATRON_HEAD)
         sizes = np.frombuffer(exactly(index, 4 * sequences), "<i4")

@@ -1,4 +1,4 @@
-"""The GPU that a rank uses, with arrays of CuPy, which is imported when a GPU is chosen."""
+"""The GPU that a rank uses, with CuPy arrays. CuPy is only imported to look for GPUs and to use one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Cuda:
         return f"{name}, CuPy {self.cupy.__version__}"
 
     def choose(self) -> None:
-        """Make this GPU the current device of the calling thread, which otherwise is the first GPU."""
+        """Make this GPU the current device of the calling thread; a new thread begins with the first GPU."""
         if not getattr(self._threads, "chosen", False):
             self.cupy.cuda.Device(self.number).use()
             self._threads.chosen = True
@@ -102,7 +102,7 @@ class Cuda:
             target[...] = source if here else self.to_host(source)
 
     def pinned(self, nbytes: int) -> Array:
-        """Return pinned memory of the host, which the GPU copies itself; raise UsageError if it runs out."""
+        """Return pinned host memory, which the GPU copies itself. Raise UsageError if this fails."""
         cuda = self.cupy.cuda
         self.choose()
         try:

@@ -95,7 +95,7 @@ class Host:
         return Done()
 
     def wait_for(self, mark: Any) -> None:
-        """Return at once: the work before a marker is complete."""
+        """Return immediately: the work before a marker is complete."""
 
     def synchronize(self) -> None:
         """Return when all work is complete."""

@@ -1,8 +1,8 @@
 """Limits of a process and its host: memory, CPU time, files.
 
 Containers and batch systems set limits with control groups, which the usual system calls do not report. A
-process that exceeds the memory limit is killed; a process that exceeds its CPU time is stopped for the rest
-of each tenth of a second.
+process that exceeds the memory limit is killed; a process that exceeds its CPU quota is stopped for the rest
+of each period, usually a tenth of a second.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def process_age(process: int | str = "self") -> float:
 
 
 def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
-    """Return the tightest (memory limit and memory left in bytes, quota in cores) of our control groups."""
+    """Return our control groups' tightest limits: memory limit and free memory (bytes), CPU quota (cores)."""
     memory: list[tuple[int, int]] = []  # (bytes left, limit)
     cores: list[float] = []
     for folder in folders(groups, own):

@@ -1,6 +1,6 @@
 """Finds the assistant's answers in the text of a conversation, because the loss counts only their tokens.
 
-If a template marks the answers by `{% generation %}`, its marks are used. Otherwise an answer begins where
+If a template marks the answers with `{% generation %}`, its marks are used. Otherwise an answer begins where
 the text of all earlier messages plus the generation prompt ends, and it ends with the first end-of-turn token
 after its content. Some templates write a turn differently if more messages follow (they drop earlier
 thoughts, or move the system message). Then the text is rendered a second time with other content for the
@@ -8,7 +8,7 @@ turn, and the answer is the part in which the two texts differ.
 
 Rendering a text for each turn would take quadratic time. So the position of each message comes from the
 template's loop over messages, and the generation prompt is rendered once for each role that precedes an
-answer. Only a template without such a loop is rendered for each turn, for at most `MOST_TURNS` turns.
+answer. A template whose loop hides the positions is rendered for each turn, for at most `MOST_TURNS` turns.
 """
 
 import re
@@ -38,7 +38,7 @@ class AnswerFinder:
     def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
         """Return a conversation's text and the positions of its answers. Raise ValueError if rendering fails.
 
-        Answers that the template drops have no position. silent: return the answers without loss instead.
+        Answers that the template drops have no position. silent: find the answers without loss instead.
         """
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
@@ -63,7 +63,7 @@ class AnswerFinder:
             return True
 
     def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-        """Return the spans that the template marks in these turns. Raise ValueError if marks are missing."""
+        """Return the spans that the template marks in these turns. Raise ValueError if that is ambiguous."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not whole.marked:
             return whole.marked
@@ -178,7 +178,7 @@ class AnswerFinder:
 
 
 def segments(rendered: RenderedText) -> dict[int, Span]:
-    """Return message number -> (start, stop) in the text; {} if the template's loop does not show it.
+    """Return message number -> (start, stop) in the text; {} if the template's loop does not show them.
 
     In a macro, all messages seem to begin at one place, because the macro's text is written at its end.
     """

@@ -1,4 +1,4 @@
-"""A model's chat template. It turns messages into the same text as Transformers.
+"""A model's chat template. It turns messages into the same text as Hugging Face Transformers does.
 
 A template is untrusted code and runs in a separate process (`sandbox`). Before the first rendering, trials
 show whether the template accepts contents as text or as lists of parts, and in which form it accepts tool
@@ -70,7 +70,7 @@ class RenderedText(NamedTuple):
 class CallForm(NamedTuple):
     """Form in which a template takes tool calls. content: the content of a message that only has calls.
 
-    text, objects: whether arguments may be JSON text, or objects; if both or neither, they do not change.
+    text, objects: whether arguments may be JSON text, or objects; if both or neither, they are not converted.
     """
 
     content: str | None = ""
@@ -100,7 +100,7 @@ class CallForm(NamedTuple):
 
 
 class EndlessTemplate(Exception):
-    """Raised if a template takes more time or memory than allowed; the conversation is then invalid."""
+    """Raised if a template uses up its time or its process ends; the conversation is then invalid."""
 
 
 class ChatTemplate:
@@ -173,7 +173,7 @@ class ChatTemplate:
 
     def _shows_call(self, content: str | None, arguments: Any, tools: Tools, *texts: str) -> bool:
         function = {"name": "f", "arguments": arguments}
-        call = {"id": "call12345", "type": "function", "function": function}  # Mistral needs nine letters
+        call = {"id": "call12345", "type": "function", "function": function}  # Mistral needs nine characters
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
         found = self._tried([{"role": "user", "content": "a"}, answer], tools)
         return all(text in found for text in texts)

@@ -11,8 +11,8 @@ Rows of preferences hold a better and a worse answer to one prompt, or one answe
     {"chosen": "...", "rejected": "..."}                                 the prompt is their common beginning
     {"prompt": "...", "completion": "...", "label": true}                for KTO
 
-Each form may also have `tools`. Other keys of a line are ignored; other keys of a message are passed to the
-template unchanged. A key with a null value counts as absent, because tables have all keys in each row.
+Each form may also have `tools`. Other keys of a line are ignored; keys beside `role` and `content` are passed
+to the template. A key with a null value counts as absent, because tables have all keys in each row.
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 
 
 def holds_pairs(path: Path, labels: bool = False) -> bool:
-    """Return whether a file holds pairs, or answers with labels. Raise FileError if it is damaged."""
+    """Return whether a file holds pairs or, if `labels`, answers with labels; see `holds_conversations`."""
     return holds_conversations(path, OF_LABELS if labels else OF_PAIRS, [PAIR, *[LABELLED] * labels])
 
 
 def holds_conversations(
     path: Path, first: re.Pattern[bytes] = KEYS, forms: Sequence[tuple[str, ...]] = ()
 ) -> bool:
-    """Return whether a file holds conversations. Raise FileError if it is damaged.
+    """Return whether a file holds conversations. A damaged table has none; other damage raises FileError.
 
     first: pattern of keys that show this in a JSON file; forms: sets of columns that show it in a table
     """
@@ -157,7 +157,7 @@ def read_conversations(
     bad: BadRows | None = None,
     parse: Callable[[str, Any], Any] | None = None,
 ) -> Iterator[T]:
-    """Yield make(conversation) for each conversation of a file. `name` is the file's name in messages.
+    """Yield make(conversation) for each conversation of a file. `name` is the file's name in errors.
 
     An invalid row, or a row for which `make` raises ValueError, is added to `bad` or becomes a FileError that
     names the file, the line, what was expected and what was found. `parse` replaces `one_conversation`.
@@ -257,7 +257,7 @@ def common(a: Any, b: Any) -> int:
 
 
 def _row(value: Any, expected: str) -> Message:
-    """Return an object without the keys that have a null value. Raise ValueError if it is not an object."""
+    """Return `value` without the keys whose value is null. Raise ValueError if `value` is not an object."""
     if not isinstance(value, dict):
         raise ValueError(f"{expected}, found {quoted(value)}")
     result: Message = _without_nulls(value)
@@ -287,10 +287,10 @@ def _is_trained(message: Message) -> bool:
 
 
 def _tools(value: Any) -> list[Any] | None:
-    """Return the tools of a line (a list or its JSON text), or None. Raise ValueError for any other value."""
+    """Return the tools in `value`, a list or its JSON text; None for no tools. Raise ValueError otherwise."""
     found = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
     if found is not None and not isinstance(found, list):
-        raise ValueError(f"tools: expected a list, or a JSON text of one, found {quoted(value)}")
+        raise ValueError(f"tools: expected a list, or the JSON text of a list, found {quoted(value)}")
     return found or None
 
 
@@ -357,7 +357,7 @@ def _messages(key: str, value: Any) -> list[Message]:
 
 
 def _message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
-    """Return a message; it may lack content if it calls tools. `of_role`, `of_content`: names of its keys."""
+    """Return a message; it may lack content if it calls tools. `of_role`, `of_content`: keys in errors."""
     if not isinstance(value, dict) or "role" not in value:
         raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
     name, content = str(value["role"]).lower(), value.get("content")

@@ -1,6 +1,6 @@
 """Reads the rows of conversation files as lines of JSON, from text lines, a JSON document or a table.
 
-Lines and documents may be compressed (.gz, .zst). Files are read in chunks; a JSON document has a size limit.
+Lines and documents may be compressed (.gz, .zst). Only a JSON document, of limited size, is read as a whole.
 """
 
 import json
@@ -22,7 +22,7 @@ COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instr
 COLUMNS |= {"chosen", "rejected", "label"}
 EXTRA_COLUMNS = frozenset(("system", "tools"))
 HEAD = 1 << 16  # the first row of a file must begin within these bytes, so that its form is recognized
-ROWS = 64  # rows of a table that are converted at once
+ROWS = 64  # rows of a table that are converted together
 COLUMN = "input_ids"  # column of token ids
 
 

@@ -78,7 +78,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.from_string(tree)
 
     def begin(self, value: object) -> None:
-        """Note where the text of a message begins, if `value` is a message."""
+        """Record where the text of a message begins, if `value` is a message."""
         if id(value) in self._places:
             self.begins[self._places[id(value)]] = self.written
 
@@ -133,7 +133,7 @@ def main() -> None:
     sandbox, template = Sandbox(), Template("")
     while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
         request = marshal.loads(sys.stdin.buffer.read(size))
-        signal.setitimer(signal.ITIMER_PROF, max(1e-6, request.pop("seconds")))  # always ends the process
+        signal.setitimer(signal.ITIMER_PROF, max(1e-6, request.pop("seconds")))  # SIGPROF ends the process
         try:
             if "source" in request:
                 sandbox.globals["strftime_now"] = datetime.fromisoformat(request["day"]).strftime

@@ -185,7 +185,7 @@ class ConversationReader:
         return TokenizedConversation(each.name, each.text, ids, counted, lengths, each.facts)
 
     def render(self, conversation: Conversation) -> RenderedConversation:
-        """Return the text of a conversation and its answers. Raise ValueError, in one line, if that fails."""
+        """Return a conversation's text and trained spans. Raise ValueError, in one line, if that fails."""
         if self._system is not None:
             conversation = conversation.with_system(self._system)
         tools = conversation.tools

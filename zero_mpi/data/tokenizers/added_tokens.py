@@ -44,7 +44,7 @@ def read_tokens(path: str | Path) -> list[str]:
     if wrong is not None or len(found) > MOST_TOKENS:
         what = f"{len(found):,} tokens" if wrong is None else shown(wrong, 40)
         raise UsageError(
-            f"{place}: expected 1 to {MOST_TOKENS:,} tokens of 1 to {LONGEST} letters, found {what}"
+            f"{place}: expected 1 to {MOST_TOKENS:,} tokens of 1 to {LONGEST} characters, found {what}"
         )
     token, count = Counter(found).most_common(1)[0]
     if count > 1:

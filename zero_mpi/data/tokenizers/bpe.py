@@ -214,7 +214,7 @@ def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:
-    """Yield a text in pieces of about `PIECE` characters, which give the same ids; an id is not changed."""
+    """Yield a text in pieces of about `PIECE` characters, which give the same ids; yield an id unchanged."""
     if isinstance(part, int) or len(part) <= gguf.PIECE:
         yield part
         return

@@ -57,7 +57,7 @@ class Tokenizer(ABC):
     def encode(self, data: bytes | str, *, special: bool = False) -> Ids:
         """Return the ids (n,) of `data`, as uint16 or uint32, without bos and eos.
 
-        `special`: read control tokens that the text spells as tokens; otherwise they are ordinary characters.
+        `special`: whether control tokens in the text are read as tokens; otherwise they are plain characters.
         """
         return self.encode_batch([data], special=special)[0]
 

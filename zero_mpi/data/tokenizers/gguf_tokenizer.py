@@ -152,7 +152,7 @@ class GGUFTokenizer(Tokenizer):
         return Spellings(ids, self.stripping())
 
     def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
-        """Return ids of tokens that a text spells, and the texts between; append widths of ids to `sizes`."""
+        """Return ids of tokens that a text spells, and the texts between; append byte counts to `sizes`."""
         return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(
@@ -172,7 +172,7 @@ class GGUFTokenizer(Tokenizer):
 
 
 def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
-    """Return a copy of the tokenizer that encodes long texts through `batches`."""
+    """Return a copy of the tokenizer that encodes texts through `batches`."""
     same = copy(tokenizer)
     vars(same)["run_batch"] = batches
     return same

@@ -23,7 +23,7 @@ from zero_mpi.files.parse import parse_json
 RULES = "tokenizer.huggingface.rules"
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-_LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # normalizers that treat each character separately
+_LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # normalizers that allow cuts at _STABLE
 _MOST_GROWTH, _MOST_JSON = 16, 2000  # limits: growth of a text, and characters of a normalizer's definition
 _CHUNK = 1 << 16  # characters normalized together; the library needs 40 bytes for each character
 # Characters that no Unicode normalization form joins to the text before them.
@@ -58,7 +58,7 @@ class Rules:
         return pre._replace(regexes=regexes, ignore_merges=merges)
 
     def normalized(self, text: str) -> str:
-        """Return a text as the rules' normalizer changes it."""
+        """Return a text, normalized as the rules say."""
         kind = None if self.normalizer is None else self.normalizer["type"]
         if kind is None or (kind in _FORMS and unicodedata.is_normalized(kind, text)):
             return text
@@ -89,7 +89,7 @@ class Rules:
 def rules_json(
     flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
 ) -> dict[str, object]:
-    """Return the key with the rules; {} if there are none. Without a normalizer, `normalized` is no rule."""
+    """Return the rules' key; {} if there are none. Without a normalizer, `normalized` does not count."""
     has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
     given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
     rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
@@ -108,7 +108,7 @@ def rules_in_words(metadata: Mapping[str, object]) -> str:
 
 
 class FlaggedSpellings(Spellings):
-    """Finder of tokens as in the package tokenizers: left to right, longest first, as their flags say."""
+    """Finder that follows the package tokenizers and the flags: left to right, longest token first."""
 
     def __init__(self, ids: Mapping[str, int], flags: Mapping[str, frozenset[str]]) -> None:
         super().__init__(ids)
@@ -177,7 +177,7 @@ def check_normalizer(definition: Any) -> None:
 
 
 def _growth(definition: Any) -> int:
-    """Return how many times as long a normalizer can make a text. Raise ValueError if it is unknown."""
+    """Return the factor by which a normalizer can lengthen a text (Unicode forms: 1), or raise ValueError."""
     given = definition if isinstance(definition, dict) else {}
     kind, new, pattern, inner = map(given.get, ("type", "content", "pattern", "normalizers"))
     old = pattern.get("String") if isinstance(pattern, dict) else None

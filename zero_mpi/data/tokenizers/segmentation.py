@@ -49,11 +49,11 @@ _MASK = (1 << _PLACE) - 1
 
 @compiled
 def merge(symbols: Int32, keys: Int64, values: Int32, ranks: Int64, space: int) -> Int64:
-    """Join adjacent `symbols` (n,) in place as long as the table contains a pair of them.
+    """Join adjacent `symbols` (n,) in place until the table contains no pair of neighbours.
 
     The rank of a pair is the rank of its joined symbol. The pair of the lowest rank is joined first, and the
     leftmost of equal ranks (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`:
-    symbol that begins a word if another symbol precedes it; no pair crosses such a position (FREE: no such
+    symbol that begins a word if a different one precedes it; no pair crosses such a position (FREE: no such
     symbol). Returns (n,) the index of each next symbol; FREE for a symbol joined to the one before.
     """
     count = len(symbols)

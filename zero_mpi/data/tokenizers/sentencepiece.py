@@ -146,7 +146,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 
         of_letter, pairs = self._symbols
         symbols = of_letter[np.maximum(letters, 0)]
-        symbols[letters < 0] = of_letter[-1]  # no pair of the table contains -1
+        symbols[letters < 0] = of_letter[-1]  # a symbol that is in no pair of the table
         space = int(of_letter[ord(SPACE)]) if self.is_cut_at_words else FREE
         after = segmentation.merge(symbols, *pairs, self._ranks, space)
         return segmentation.spell(symbols, after, letters, self._bytewise, self.vocab_size)
@@ -163,7 +163,7 @@ class MergeTokenizer(SentencePieceTokenizer):
             for letter in token:
                 symbols.setdefault(letter, len(symbols))
         if len(symbols) >= MOST:
-            raise UsageError(f"expected a vocabulary of less than {MOST} tokens and letters, found more")
+            raise UsageError(f"expected a vocabulary of fewer than {MOST} tokens and letters, found more")
         of_letter = np.full(0x110000 + 1, len(symbols), np.int32)
         for symbol, number in symbols.items():
             if len(symbol) == 1:

@@ -50,7 +50,7 @@ class Spellings:
         return sorted(self._taken(text, places)) if places else []
 
     def longest(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield (place, rank of the longest token that begins there), from the end of the text on."""
+        """Yield (place, rank of the longest token that begins there), backwards from the text's end."""
         nodes, fails, ranks = self._automaton
         node, at, text = 0, 0, text[::-1]
         while at < len(text):
@@ -98,7 +98,7 @@ class Spellings:
 
     @cached_property
     def _shorter(self) -> list[int]:
-        """Rank, for each token, of the longest other token that it begins with; -1 if there is none."""
+        """For each token, the rank of the longest other token that is a prefix of it; -1 if there is none."""
         found, outer = [-1] * len(self.tokens), list[int]()
         for token, rank in sorted((token, rank) for rank, token in enumerate(self.tokens)):
             while outer and not token.startswith(self.tokens[outer[-1]]):

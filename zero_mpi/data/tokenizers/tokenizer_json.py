@@ -3,7 +3,7 @@
 Reading follows llama.cpp's converter. Tokens are in the order of their ids. A missing id becomes `[PADn]` of
 type "unused". Added tokens become control tokens (if the file marks them as special, or if they look like
 control tokens) or user-defined tokens. Bos, eos and the chat template come from files in the same folder.
-Rules that change ids but have no GGUF key are stored as `huggingface_rules`; any other tokenizer is refused.
+Rules that change ids but have no GGUF key are stored as `huggingface_rules`; other rules are refused.
 """
 
 import json
@@ -193,7 +193,7 @@ def _vocabulary(
             f"{path}: expected ids without large gaps, found {len(known)} tokens and the id {size - 1}"
         )
     if vocab_size is not None and vocab_size < size:
-        raise UsageError(f"{path}: the tokenizer has {size} tokens, but the model's vocabulary {vocab_size}")
+        raise UsageError(f"{path}: the tokenizer's {size} tokens exceed the model's vocabulary, {vocab_size}")
     if vocab_size is not None and vocab_size > 2 * size + _GAP:
         raise UsageError(
             f"{path}: expected a tokenizer for a vocabulary of {vocab_size}, found {size} tokens"
