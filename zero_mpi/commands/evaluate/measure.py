@@ -172,7 +172,7 @@ def losses_of(
     watchdog: Watchdog,
     importance: Importance | None,
 ) -> Array:
-    """Return the losses of one set on all ranks, showing a progress bar. Collective."""
+    """Return the losses of one set on all ranks, and show a progress bar. Collective."""
     hidden = module.comm.rank > 0 or not watched()
     with tqdm(total=sequences.micro_batches, desc=name, leave=False, disable=hidden) as bar:
 
@@ -229,7 +229,7 @@ def divergence(
 
 
 def compared(ours: Array, theirs: Array, targets: Array) -> Array:
-    """Return the FIGURES sums over a window's positions, from logits (T, V) of a model and a reference."""
+    """Return the sums (FIGURES,) over a window's positions, from logits (T, V) of a model and a reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
         here = slice(start, start + ROWS)

@@ -40,7 +40,7 @@ from zero_mpi.train.text_model import TextModel
 
 DRAW = ("temperature", "top_k", "top_p", "min_p", "seed")
 ENGINES = ("own", "llamacpp")
-STOP, LENGTH = "stop", "length"  # reasons why an answer ended, named as most servers do
+STOP, LENGTH = "stop", "length"  # reasons why an answer ended, with the names that most servers use
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def print_answers(speaker: Speaker, template: ChatTemplate | None) -> None:
-    """Print the answers to all prompts, --batch of them computed together.
+    """Print the answers to all prompts, computed in batches of --batch prompts.
 
     Each line of a --prompts file is a separate conversation; typed lines continue one conversation.
     """
@@ -278,7 +278,7 @@ def write_bytes(data: bytes) -> None:
 
 
 def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
-    """Return a `write` for a terminal, which escapes control characters and prints complete characters."""
+    """Return a `write` for a terminal. It escapes control characters and prints only complete characters."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(data: bytes) -> None:
@@ -297,7 +297,7 @@ MARK = b"> "  # shown before each line that a person types
 def prompts(options: argparse.Namespace) -> Iterator[str]:
     """Yield the prompts that the flags give, in order. Raise UsageError for a file without prompts.
 
-    With `--chat`, without --prompt and --prompts, each line typed on standard input is a prompt.
+    With `--chat` but without --prompt and --prompts, each line typed on standard input is a prompt.
     """
     if options.prompts is None and not (options.chat and options.prompt is None):
         yield DEFAULT if options.prompt is None else options.prompt
