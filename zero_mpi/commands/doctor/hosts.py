@@ -163,7 +163,7 @@ def crowding(found: list[NodePlacement]) -> Row:
     if not crowded:
         return Row(title, "no host has more ranks than cores")
     each = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
-    remedy = f"fine for a test; for speed start at most {min(node.usable for node in crowded)} per host"
+    remedy = f"fine for a test; for speed, limit the ranks per host to {min(node.usable for node in crowded)}"
     return Row(title, ", ".join(few(each)), NOTE, remedy)
 
 
@@ -253,7 +253,7 @@ def harm(host: Limits, name: str, count: int) -> Iterator[Row]:
     for limit, least, letter, text in (
         (host.address_space, None, "v", "address space of {} on {}: shared memory needs more"),
         (host.data, None, "d", "private memory of {} for a rank on {}"),
-        (host.locked, LEAST_LOCKED, "l", "locked memory of {} on {}: too little for its fast network"),
+        (host.locked, LEAST_LOCKED, "l", "locked memory of {} on {}: too little for a fast network"),
     ):
         if limit is not None and (least is None or limit < least):
             slurm = "; under Slurm, PropagateResourceLimits=NONE" if letter == "l" else ""

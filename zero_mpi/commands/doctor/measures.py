@@ -126,7 +126,7 @@ def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
         yield Row("run folder", f"{out}: a run cannot save checkpoints there: {found.problem}", BAD, remedy)
         return
     models, free = found.free / BYTES_A_PARAMETER / 1e6, size(found.free)
-    value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
+    value = f"{out} on {found.system.kind}, {free} free: enough to save {models:,.0f} million parameters"
     remedy = "free some space: a checkpoint takes 12 bytes per parameter, and a run keeps 3 (--keep)"
     if not found.system.lasting:
         remedy = "this folder is in the host's memory and is lost at a restart: use one on disk, --out DIR"
@@ -212,7 +212,7 @@ def low_precision(where: Ranks) -> Iterator[Row]:
 
 
 def across(where: Ranks) -> tuple[list[int], int]:
-    """Return this rank's ring (a rank per node; [] if a node has too few ranks) and the number of rings."""
+    """Return this rank's ring (one rank per node; [] if a node has too few ranks) and the number of rings."""
     sharing = min(map(len, where.nodes))
     return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 

@@ -120,7 +120,7 @@ FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function;
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a line whose nested answers, if any, are flat fields. AI2's own files nest them."""
+    """Flatten the nested answers of a line in AI2's own files; return any other line unchanged."""
     inside = value.get("question")
     if not isinstance(inside, dict) or not isinstance(inside.get("choices"), list):
         return value
@@ -136,7 +136,7 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
     """Return the question of a line in a published form, else None. Raise ValueError for invalid fields.
 
-    `name`, the file's name, decides if fields fit several forms. `delimiter` precedes answers in CORE.
+    If the fields fit several forms, the file's `name` decides. `delimiter` precedes answers in CORE.
     """
     has = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
     fields = next((each for each in FORMS if has.issuperset(each.split())), None)

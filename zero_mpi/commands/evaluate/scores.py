@@ -1,4 +1,4 @@
-"""Computes results from losses. Losses are summed in text order, so results do not depend on ranks.
+"""Computes results from losses. Losses are summed in text order, so the number of ranks has no effect.
 
 Results are numbers in dictionaries, as `--json` writes them. None means that a number is missing.
 """
@@ -189,7 +189,7 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
     )
     rest = text["tokens_after_the_last_window"]
     if rest:
-        yield f"{plural(rest, 'token')} at the end are left out: too few for a window"
+        yield f"{plural(rest, 'token')} left out at the end: too few for a window"
 
 
 def number(value: float | None, places: int) -> str:

@@ -111,7 +111,7 @@ def make_parser() -> Parser:
     add("--kl", action="store_true", help=text)
     text = "write the importance matrix of the model on --data, for export"
     add("--imatrix", metavar="FILE", help=text)
-    text = "write the most likely tokens of each position, for train"
+    text = "write the most likely tokens of each position, for train --teacher"
     add("--top-k-out", metavar="FILE", help=text)
     add("--top-k", type=int, metavar="K", help="tokens per position in --top-k-out (default: 32)")
     add("--temperature", type=float, metavar="T", help="temperature of --top-k-out (default: 1)")

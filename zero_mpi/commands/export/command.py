@@ -177,7 +177,7 @@ def prepare(options: Namespace, tells: bool) -> Export:
         raise UsageError(f"--shard-size {options.shard_size}: for safetensors only: a GGUF has --split-size")
     for name, given in (("--split-size", options.split_size), ("--imatrix", options.imatrix)):
         if given is not None and not as_gguf:
-            raise UsageError(f"{name} {given}: only a GGUF can have it: name the target NAME.gguf")
+            raise UsageError(f"{name} {given}: is only for a GGUF: name the target NAME.gguf")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
     found = Export(target, options.type)

@@ -307,7 +307,7 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
         made = rope.llama3_factors(base, width, **guess)
         if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
             return {"rope_type": "llama3", **{name: guess[name] for name in rope.LLAMA3}}
-    raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, as config.json needs")
+    raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, but config.json needs one")
 
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that safetensors can also store

@@ -1,7 +1,7 @@
 """`zero-mpi generate MODEL.gguf --prompt "def "`: generates text with a model file, in one process.
 
 Generated text goes to a file or pipe as its exact bytes. On a terminal, control characters are escaped.
-Otherwise a model, or the author of its text, could move the cursor, rename the window or worse.
+Otherwise a model, or the author of its training text, could move the cursor, rename the window or worse.
 """
 
 import argparse
@@ -172,7 +172,7 @@ def make_parser() -> Parser:
     add("--system", metavar="TEXT", help="system message of the conversation")
     add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
     add("--json", action="store_true", help="print prompt and answer as JSON lines")
-    at_once = "number of prompts in --prompts to answer at once (default: 1)"
+    at_once = "number of prompts in --prompts to answer together (default: 1)"
     add("--batch", type=int, default=1, metavar="N", help=at_once)
     engines = "engine that runs the model: own (zero_mpi), or llamacpp (package xllamacpp)"
     add("--engine", choices=ENGINES, default="own", help=engines)
@@ -188,7 +188,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print prompts and continuations, each byte as soon as it is ready. Return the exit status."""
+    """Print prompts and continuations as soon as they are ready. Return the exit status."""
     options = make_parser().parse_args(arguments)
     check(options)
     log.install(world.rank, world.size).to_stderr = True  # stdout has only the answers

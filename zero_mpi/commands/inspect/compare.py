@@ -39,7 +39,7 @@ def compare_paths(first: Path, second: Path) -> Report:
 
 
 def compare(first: Path, second: Path) -> Report:
-    """Compare two models. Raise UsageError if one is unreadable. If both are one file, read no tensors."""
+    """Compare two models. Raise UsageError if one is unreadable. If both are the same, read no tensors."""
     subject = open_subject(first)
     is_one = exists(second) and os.path.samefile(first, second)
     other_subject = subject if is_one else open_subject(second)

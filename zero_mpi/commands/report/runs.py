@@ -99,7 +99,7 @@ class Entry(dict[str, Any]):
         return int(value) if is_number(value) and 0 <= value <= MOST_COUNT else None
 
     def moment(self, name: str) -> datetime | None:
-        """Return a value as a time in ISO 8601, or None. Without a time zone, the time is UTC."""
+        """Return a time in ISO 8601 as a datetime, or None. Without a time zone, the time is UTC."""
         try:
             found = datetime.fromisoformat(self.text(name))
         except ValueError:

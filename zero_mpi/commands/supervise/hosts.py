@@ -24,7 +24,7 @@ from zero_mpi.commands.hostfile import LINES, HostEntry, hosts_in, read_hosts
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
-AT_ONCE = 64  # hosts that are probed at the same time
+AT_ONCE = 64  # maximum number of hosts that are probed at the same time
 LOOK = 0.05  # seconds between checks of running probes
 SECONDS = 30.0  # seconds within which Slurm must list its nodes
 HERE = "{host}"

@@ -212,7 +212,7 @@ def choose(
             raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
         if chosen:
             between_states = f"from step {chosen[0].start} to step {chosen[-1].last}"
-            say(world, f"{between_states}, where states are saved")
+            say(world, f"{between_states}, extended to full segments")
     if request.sample is not None:
         seed = request.seed
         if seed is None:

@@ -185,7 +185,7 @@ def read_history(run: Path, expect: str | None) -> History:
         raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
     if untold := [path.name for step, path in history.folders.items() if step not in history.saved]:
         more = " and more" * (len(untold) > 8)
-        history.notes.append(f"checkpoints abandoned or without a run: {', '.join(untold[:8])}{more}")
+        history.notes.append(f"checkpoints that are not in the chain: {', '.join(untold[:8])}{more}")
     if gone := len(history.saved) - len(history.kept):
         history.notes.append(f"{gone} of {len(history.saved)} checkpoints no longer exist")
     return history
