@@ -19,7 +19,7 @@ from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.open import read_file
 
 NUMBER = "0{0,99}[1-9][0-9]{0,8}"
-LINE = re.compile(  # matches a host's name or IPv4 address
+LINE = re.compile(  # a full line: a name or IPv4 address, with or without slots
     rf"(?P<name>(?!-)[A-Za-z0-9._-]+)(:(?P<count>{NUMBER})|(?P<rest>(\s+(max[-_])?slots\s*=\s*{NUMBER})*))",
     re.ASCII | re.IGNORECASE,
 )
@@ -82,7 +82,7 @@ def make_parser() -> Parser:
         "  zero-mpi hostfile $PBS_NODEFILE --for openmpi\n"
         "  scontrol show hostnames | zero-mpi hostfile - --for mpich",
     )
-    parser.add_argument("file", help="hostfile of either launcher, or list of names; -: standard input")
+    parser.add_argument("file", help="hostfile of any launcher, or list of names; -: standard input")
     parser.add_argument("--for", dest="launcher", choices=tuple(LINES), required=True, help="launcher")
     return parser
 

@@ -52,7 +52,7 @@ LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
 MOST_LINE = 1 << 16  # maximum bytes in the line of an event
-DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: the larger of DENSEST times the file's, and ALWAYS
+DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: DENSEST times the file's bytes, or ALWAYS if more
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -194,7 +194,7 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
 
 
 def account(share: Share, under_way: Sequence[int], lasted: float) -> None:
-    """Add a segment of time to the column of the first active claim, and to `hidden` if a transfer is."""
+    """Add a time segment to the column of the first active claim, and to `hidden` if it hides a transfer."""
     column = next((name for (name, *_), count in zip(CLAIMS, under_way, strict=False) if count), OTHER)
     share.columns[column] += lasted
     if column != EXPOSED and under_way[FLIGHT]:

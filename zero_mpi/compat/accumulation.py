@@ -73,7 +73,7 @@ class GradAccum(Accumulator):
             if self.round != number + 1 and self.module.forgotten == forgotten:
                 raise ValueError(
                     f"round {number} of {len(self.rounds)} was not accumulated; expected one call of "
-                    "GradAccum.accumulate for each micro-batch of the loop, also if it is None"
+                    "GradAccum.accumulate for each micro-batch of the loop, even if it is None"
                 )
 
     def reset(self) -> None:

@@ -53,8 +53,8 @@ class ShardedModule(engine.ShardedModule):
     """A model, given as a list of Stage(scope, layer), that is sharded over the ranks of `comm`.
 
     `LayoutConfig` and `engine.ShardedModule` describe the other arguments. Before the first micro-batch, all
-    parameters need values: by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
-    constructor is collective. All ranks raise ValueError for invalid arguments, and UsageError if the
+    parameters need values, from `initialize`, a load, or `broadcast_updated_params` after writing in place.
+    The constructor is collective. All ranks raise ValueError for invalid arguments, and UsageError if the
     transport cannot sum arrays in `precision` or arguments differ between ranks.
     """
 
@@ -170,7 +170,7 @@ class ShardedModule(engine.ShardedModule):
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Return whether gathered parameters are ready for a forward that has not begun."""
+        """Return whether gathers have started for a forward that has not begun."""
         started = any(unit.parameters.state is not State.SHARDED for unit in self.units)
         return self.strategy.shards_parameters and self._forward is None and started
 
@@ -193,7 +193,7 @@ class ShardedModule(engine.ShardedModule):
             )
 
     def gradients(self) -> Iterator[tuple[str, Array]]:
-        """Yield (unit, this rank's shard of the summed gradient) of trained units, after `sync_gradients`."""
+        """Yield (unit name, local shard of the summed gradient) of trained units, after `sync_gradients`."""
         for unit in self.units:
             if unit.unit.trainable:
                 yield unit.name, unit.gradient.sum
@@ -235,7 +235,7 @@ class ShardedModule(engine.ShardedModule):
         wanted = sum(int(shard.size) for shard in shards)
         array("update_shards", flat)
         if flat.ndim != 1 or flat.size != wanted:
-            whose = f"a flat array of {wanted} elements, the slices of rank {self.comm.rank}"
+            whose = f"a flat array of {wanted} elements, the shards of rank {self.comm.rank}"
             raise ValueError(f"update_shards: expected {whose}, got shape {tuple(flat.shape)}")
         self.drop_gathered()
         start = 0

@@ -61,7 +61,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             raise ValueError("offload: Muon cannot offload its states; leave offload out")
 
     def check_units(self) -> None:
-        """Raise ValueError unless matrix rules apply to full matrices, in separate units."""
+        """Raise ValueError unless matrix rules apply only to full matrices, in units without other rules."""
         for unit in self.units:
             takes = {name: isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}
             if unit.unit.whole and len({*takes.values()}) > 1:
@@ -69,7 +69,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             for name, param in unit.unit.params.items():
                 if takes[name] and (not unit.unit.whole or len(param.shape) < 2):
                     raise ValueError(
-                        f"rules: {self.rule_of(name).type} needs full matrices, {name} is not one: create "
+                        f"rules: {self.rule_of(name).type} needs full matrices; {name} is not one: create "
                         "the module with whole=[patterns of the matrices], and use another rule for the rest"
                     )
 
@@ -129,7 +129,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
 class ShardedAdamW(ShardedOptimizer):
     """AdamW for a ShardedModule: a `ShardedOptimizer` with the rule AdamW for all parameters.
 
-    betas, eps    decay of the two moments, and the number added to the square root of the second moment
+    betas, eps    decay rates of the two moments, and the number added to the square root of the second moment
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ShardedAdamW(ShardedOptimizer):
 
 
 def clip_grad_norm(module: ShardedModule, max_norm: float) -> float:
-    """Scale the module's gradients so that their norm is at most `max_norm`; return the norm. Collective."""
+    """Scale the module's gradients to a norm of at most `max_norm`; return the old norm. Collective."""
     instance("clip_grad_norm: module", module, ShardedModule, "a ShardedModule")
     check_max_norm("clip_grad_norm", max_norm, required=True)
     module.check_gradients("clip_grad_norm")

@@ -1,10 +1,10 @@
 """Checks of the hosts: versions, launcher, cores and threads, load, limits, shared memory, CUDA devices.
 
-The launcher of another MPI starts N jobs of one rank instead of one job of N ranks; only the check of the
-launcher detects this. Common mistakes with cores are more ranks than cores, ranks bound to fewer cores than
-they have threads, and several ranks bound to one core while other cores are idle. Without shared memory a run
-uses messages, which is slower and gives the same bits. Some MPI libraries claim to support the memory of CUDA
-devices and then crash. So a transfer in a separate process tests the support (`comm.gpu.probe`).
+A launcher of another MPI than mpi4py's starts N jobs of one rank instead of one job of N ranks; only the
+launcher check detects this. Common mistakes with cores are more ranks than cores, ranks bound to fewer cores
+than they have threads, and several ranks bound to one core while other cores are idle. Without shared memory
+a run uses messages, which are slower but give the same bits. Some MPI libraries claim to support the memory
+of CUDA devices and then crash, so a separate process tests a transfer (`comm.gpu.probe`).
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def version(name: str, values: list[str]) -> Row:
 
 
 def library(where: Ranks) -> Iterator[Row]:
-    """Check the launcher and the thread level of the MPI library. Collective."""
+    """Check the launcher and the thread level of the MPI library."""
     yield launcher(where.world.size)
     yield thread_level(where.world.mpi)
 
@@ -116,7 +116,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """Ranks of a host with their placements. `usable` is the number of cores that the CPU quota allows."""
+    """Ranks of a host with their placements. `usable`: number of cores, limited by the lowest CPU quota."""
 
     name: str
     ranks: tuple[int, ...]
@@ -163,7 +163,7 @@ def crowding(found: list[NodePlacement]) -> Row:
     if not crowded:
         return Row(title, "no host has more ranks than cores")
     each = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
-    remedy = f"fine for a test; for speed start at most {min(node.usable for node in crowded)} per host"
+    remedy = f"fine for a test; for speed, limit the ranks per host to {min(node.usable for node in crowded)}"
     return Row(title, ", ".join(few(each)), NOTE, remedy)
 
 
@@ -209,7 +209,7 @@ def load(where: Ranks) -> Iterator[Row]:
     """Check that no other programs slow down the measurements. Collective."""
 
     def busy_threads() -> int:
-        """Return the host's number of runnable threads, the minimum of some samples; 0 if unknown."""
+        """Return the minimum number of runnable threads on the host in SAMPLES samples; 0 if unknown."""
         found = list[int]()
         with contextlib.suppress(OSError):
             for _ in range(SAMPLES):
@@ -253,7 +253,7 @@ def harm(host: Limits, name: str, count: int) -> Iterator[Row]:
     for limit, least, letter, text in (
         (host.address_space, None, "v", "address space of {} on {}: shared memory needs more"),
         (host.data, None, "d", "private memory of {} for a rank on {}"),
-        (host.locked, LEAST_LOCKED, "l", "locked memory of {} on {}: too little for its fast network"),
+        (host.locked, LEAST_LOCKED, "l", "locked memory of {} on {}: too little for a fast network"),
     ):
         if limit is not None and (least is None or limit < least):
             slurm = "; under Slurm, PropagateResourceLimits=NONE" if letter == "l" else ""
@@ -346,13 +346,13 @@ def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER)
     lines, end = run_probe(command, PROBE_SECONDS)
     about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # lines may be missing
     if about.get("error") or not about.get("names"):
-        return Devices(error=about.get("error") or "the driver finds none", cupy=cupy)
+        return Devices(error=about.get("error") or "the driver finds no device", cupy=cupy)
     mpi = live.get("mpi") or live.get("error", "")
     return Devices(tuple(about["names"]), about["driver"], "", cupy, mpi, bool(live.get("takes_memory")))
 
 
 def device_rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
-    """Return the rows on devices of all hosts, or a single row if no host has a device."""
+    """Return the rows on devices of all hosts, or a single row if no host has a CUDA driver."""
     rows, counts = list[Row](), list[str]()
     for host, name in zip(found, names, strict=True):
         counts.append(f"{len(host.names)} on {name}")

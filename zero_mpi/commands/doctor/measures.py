@@ -1,6 +1,6 @@
 """Measurements of the doctor: the run folder, matrix products on each rank, messages between ranks.
 
-Rank 0 saves small files in the run folder like a checkpoint, and every host checks that it sees them. Matrix
+Rank 0 saves small test checkpoints in the run folder, and every host checks that it sees the last. Matrix
 products use the matmul of the models, on all ranks at once. A small and a large message pass around rings of
 ranks, all rings at once: one ring per node, and between the nodes one ring for each rank index on a node. A
 time is the median over repeats; a repeat takes as long as its slowest rank.
@@ -39,7 +39,7 @@ PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, withou
 SMALL = 64  # bytes of the message that measures latency
 LARGE = 16 << 20, 1 << 20  # bytes of the message that measures bandwidth, without and with --quick
 FEWEST, MOST = 3, 60  # minimum and maximum number of repeats
-SLOW_LINK, LATE = 125e6, 1e-3  # slow links: less than these bytes/s (1 Gbit/s), or more seconds of latency
+SLOW_LINK, LATE = 125e6, 1e-3  # a link is slow below these bytes/s (1 Gbit/s) or above these seconds
 NAME_IT = (
     "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
     "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
@@ -50,7 +50,7 @@ NAME_IT = (
 
 @dataclass
 class Trial:
-    """Results of rank 0's test. `problem` says why saving fails; `made` has the parent folders to remove."""
+    """Results of rank 0's test. `problem`: why saving fails; `made`: created folders to remove."""
 
     system: FileSystem = UNKNOWN
     free: int = 0
@@ -126,10 +126,10 @@ def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
         yield Row("run folder", f"{out}: a run cannot save checkpoints there: {found.problem}", BAD, remedy)
         return
     models, free = found.free / BYTES_A_PARAMETER / 1e6, size(found.free)
-    value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
+    value = f"{out} on {found.system.kind}, {free} free: enough to save {models:,.0f} million parameters"
     remedy = "free some space: a checkpoint takes 12 bytes per parameter, and a run keeps 3 (--keep)"
     if not found.system.lasting:
-        remedy = "this folder is in the host's memory and lost at a restart: use a folder on disk, --out DIR"
+        remedy = "this folder is in the host's memory and is lost at a restart: use one on disk, --out DIR"
     yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)
     rate = found.written / max(found.synced, 1e-9)
     value = f"{size(found.written)} written to disk in {seconds(found.synced)}, {size(rate)}/s"
@@ -184,7 +184,7 @@ def rate_rows(rates: list[float], where: Ranks) -> Iterator[Row]:
     slow = [f"{name} at {x:.0f} % of the median" for x, name in where.named(shares) if x < 100 * BEHIND]
     value = f"the slowest has {min(shares):.0f} % of the median"
     if slow:
-        value = f"{', '.join(few(slow))}: all ranks wait for it"
+        value = f"{', '.join(few(slow))}: all ranks wait for the slowest host"
     remedy = "exclude it from the job, or check it for other programs (top), heat and a lower clock"
     yield assessed("uneven hosts", value, not slow, remedy)
 
@@ -212,7 +212,7 @@ def low_precision(where: Ranks) -> Iterator[Row]:
 
 
 def across(where: Ranks) -> tuple[list[int], int]:
-    """Return this rank's ring (a rank per node; [] if a node has too few ranks) and the number of rings."""
+    """Return this rank's ring (one rank per node; [] if a node has too few ranks) and the number of rings."""
     sharing = min(map(len, where.nodes))
     return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 
@@ -233,7 +233,7 @@ def links(where: Ranks) -> Iterator[Row]:
 def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]:
     """Measure a link. Return the link's seconds per message and seconds per byte. Collective.
 
-    `ring` has the ranks that pass a message on, this rank included; `sharing` rings use the link.
+    `ring`: ranks that pass a message on, or [] if this rank does not; `sharing`: number of rings on the link.
     """
     large = LARGE[where.options.quick] // sharing
     alpha = seconds_of(where, ring, SMALL)

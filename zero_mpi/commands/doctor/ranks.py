@@ -37,7 +37,7 @@ def assessed(what: str, value: str, fine: bool, remedy: str, fault: str = NOTE) 
 
 
 def lines(row: Row) -> Iterator[str]:
-    """Yield the lines of a row, as wide as the table. The remedy is below the value."""
+    """Yield the lines of a row, wrapped to the table's width. The remedy is below the value."""
     wrap = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
     wrap.subsequent_indent = margin = " " * (6 + TITLE + 1)
     yield from wrap.wrap(f"{row.verdict:6}{row.what:{TITLE}} {row.value}")
@@ -73,7 +73,7 @@ class Ranks:
         return self.comm.allgather_object(value)
 
     def of_nodes(self, inspect: Callable[[], Any]) -> list[Any]:
-        """Return inspect() of the first rank of each node. `inspect` must not communicate. Collective."""
+        """Return the results of inspect() on each node's first rank. It must not communicate. Collective."""
         seen = self.gather(inspect() if self.place == 0 else None)
         return [seen[ranks[0]] for ranks in self.nodes]
 

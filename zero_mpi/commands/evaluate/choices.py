@@ -1,7 +1,7 @@
-"""Multiple-choice questions: reads them from a file of JSON lines and encodes them as tokens.
+"""Reads multiple-choice questions from a file of JSON lines and encodes them as tokens.
 
 A line is an object with a text `question` (or `context`), a list of texts `answers`, and `right`, the number
-of the right answer, counted from 0; or it has a data set's form (`FORMS`). The answer directly follows the
+of the right answer, counted from 0; or it has a published form (`FORMS`). The answer directly follows the
 question, and they are encoded as one text. White space between them is part of the answer.
 """
 
@@ -120,7 +120,7 @@ FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function;
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of AI2's files with nested answers as flat fields, as in the published data sets."""
+    """Flatten the nested answers of a line in AI2's own files; return any other line unchanged."""
     inside = value.get("question")
     if not isinstance(inside, dict) or not isinstance(inside.get("choices"), list):
         return value
@@ -136,7 +136,7 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
     """Return the question of a line in a published form, else None. Raise ValueError for invalid fields.
 
-    `name`, the file's name, decides if fields fit several forms. `delimiter` precedes answers in CORE.
+    If the fields fit several forms, the file's `name` decides. `delimiter` precedes answers in CORE.
     """
     has = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
     fields = next((each for each in FORMS if has.issuperset(each.split())), None)
@@ -201,7 +201,7 @@ class EncodedChoices:
 
 
 def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
-    """Return the questions in a file. Raise FileError with file, line, expected and found value."""
+    """Return the questions in a file. Raise FileError that names an invalid line and its fault."""
     found = list(each_line(path, "--choices", partial(one_choice, path.name, delimiter)))
     if not found:
         raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
@@ -258,7 +258,7 @@ def encode_choices(
         letters = sum(map(len, each.answers)) + len(each.answers) * max(map(len, each.contexts))
         if letters > MOST_LETTERS:
             raise FileError(
-                f"{where}: question and answers have {letters} characters, at most {MOST_LETTERS}"
+                f"{where}: question and answers have {letters} characters, expected at most {MOST_LETTERS}"
             )
         first = edge if each.span in CORE else [] if bos is None else [bos]
         rows = list(rows_of(each, tokenizer, first, edge, context))
@@ -279,7 +279,7 @@ def encode_choices(
 def rows_of(
     each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
 ) -> Iterator[tuple[Ids, int]]:
-    """Yield each answer's ids, after its question and BOS or EOS, and the index of the first scored id."""
+    """Yield each answer's ids (BOS or EOS, question, answer) and the index of its first scored id."""
     texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
     texts += [text.rstrip() for text in each.contexts]
     every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]

@@ -49,7 +49,7 @@ from zero_mpi.train.setup import share_corpus
 class EvaluationData:
     """Data of an evaluation: windows of text, and questions."""
 
-    windows: measuring.WindowSet | None  # windows of the text; None without a text
+    windows: measuring.WindowSet | None  # windows of the text; None if there is no text
     text: dict[str, Any]  # facts about the text, for --json
     tokens: np.ndarray[Any, Any]  # number of counted tokens in each window
     answers: list[measuring.AnswerSet]  # may include a second set whose losses count wrong tokens
@@ -192,7 +192,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     if task.top_k_out is not None and dataset.windows is not None:
         vocab = first.model.vocab_size
         if task.top_k > vocab:
-            raise UsageError(f"--top-k {task.top_k}: the model has {vocab} tokens")
+            raise UsageError(f"--top-k {task.top_k}: the model has only {vocab} tokens")
         made_of = text["tokens_of_the_text"], vocab, text["sha256"], fingerprint(opened.tokenizer)
         teacher = TeacherFile(task.top_k, float(task.temperature), *made_of)
         with measuring.opened_module(world, opened.config, first, watchdog) as module:

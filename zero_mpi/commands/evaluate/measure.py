@@ -68,7 +68,7 @@ class WindowSet:
         return batch.inputs, PartLosses(batch.targets, parts), first
 
     def places(self, i: int) -> NDArray[np.int64]:
-        """Return the text position of each target of micro-batch i that counts, (b, T); -1 for all others."""
+        """Return the text position of each counted target of micro-batch i, (b, T); -1 for all others."""
         (_, batch, _), found = self.micro(i), self._windows.places(self._loader.batches()[i])
         counts = np.zeros(found.shape, bool)
         for part in batch.parts:
@@ -160,7 +160,7 @@ def measure(
             place = int(np.argmin(np.isfinite(losses)))
             raise UsageError(
                 f"{shown(subject.path)}: the loss of sequence {place} is {losses[place]}, expected a "
-                f"number: its weights are damaged, or too large for --precision {config.precision}"
+                f"number: the weights are damaged, or too large for --precision {config.precision}"
             )
     return found
 
@@ -172,7 +172,7 @@ def losses_of(
     watchdog: Watchdog,
     importance: Importance | None,
 ) -> Array:
-    """Return the losses of one set on all ranks, showing a progress bar. Collective."""
+    """Return the losses of one set on all ranks, and show a progress bar. Collective."""
     hidden = module.comm.rank > 0 or not watched()
     with tqdm(total=sequences.micro_batches, desc=name, leave=False, disable=hidden) as bar:
 
@@ -229,7 +229,7 @@ def divergence(
 
 
 def compared(ours: Array, theirs: Array, targets: Array) -> Array:
-    """Return the FIGURES sums over a window's positions, from logits (T, V) of a model and a reference."""
+    """Return the sums (FIGURES,) over a window's positions, from logits (T, V) of a model and a reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
         here = slice(start, start + ROWS)
@@ -310,7 +310,7 @@ LEAST = 1e-12  # lower bound of the total probability of the ids that a record o
 
 
 class TopK(HeadLoss):
-    """Loss that finds the most likely ids of each position. `evaluate` stores them in `records` (B T,)."""
+    """Loss that finds the most likely ids of each position. `evaluate` stores them in `records` (B * T,)."""
 
     def __init__(self, teacher: TeacherFile) -> None:
         self._teacher, self.records = teacher, np.zeros(0, teacher.record)

@@ -1,4 +1,4 @@
-"""Computes results from losses. Losses are summed in text order, so results do not depend on ranks.
+"""Computes results from losses. Losses are summed in text order, so the number of ranks has no effect.
 
 Results are numbers in dictionaries, as `--json` writes them. None means that a number is missing.
 """
@@ -29,7 +29,7 @@ def text_figures(nats: Array, tokens: Array, nbytes: int | None) -> Figures:
     loss              nats per token: the sum of all nats, divided by the number of tokens
     standard_error    standard error of the loss, from differences between windows; None for one window
     perplexity        exp(loss); None if this overflows float64
-    bits_per_byte     the sum of all nats as bits, divided by `nbytes`, the number of bytes of the text
+    bits_per_byte     the sum of all nats as bits, divided by `nbytes`, the bytes of the counted tokens
     window_losses     nats per token of each window
     """
     total, count = ordered_total(nats), int(tokens.sum())
@@ -65,7 +65,7 @@ def standard_error(nats: Array, tokens: Array) -> float | None:
 
 
 def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
-    """Return the results. A preferred answer has the highest log-likelihood: total, per token or per byte.
+    """Return the results. The preferred answer has the highest log-likelihood: total, per token or per byte.
 
     acc                fraction right by log-likelihood; for tasks of CORE by log-likelihood per token
     acc_norm           fraction right by log-likelihood per character (no leading space); acc_bytes per byte
@@ -184,12 +184,12 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{text['windows']:,}{some} {kind} {plural(text['context'], 'token')}, {every}: "
         f"{plural(text['tokens'], 'token')} predicted"
-        + ("" if text["bos"] is None else ", with BOS before each")
+        + ("" if text["bos"] is None else ", BOS before each window")
         + ("" if text["bytes"] is None else f", {plural(text['bytes'], 'byte')} of text")
     )
     rest = text["tokens_after_the_last_window"]
     if rest:
-        yield f"{plural(rest, 'token')} at the end are left out: too few for a window"
+        yield f"{plural(rest, 'token')} left out at the end: too few for a window"
 
 
 def number(value: float | None, places: int) -> str:

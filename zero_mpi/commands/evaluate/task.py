@@ -79,7 +79,7 @@ class Task:
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line, which returns only the flags that the user gave."""
+    """Return the parser of the command line. It returns only the flags that the user gave."""
     parser = Parser(
         prog="mpirun -n N zero-mpi evaluate",
         usage="%(prog)s PATH [flags]",
@@ -111,7 +111,7 @@ def make_parser() -> Parser:
     add("--kl", action="store_true", help=text)
     text = "write the importance matrix of the model on --data, for export"
     add("--imatrix", metavar="FILE", help=text)
-    text = "write the most likely tokens of each position, for train"
+    text = "write the most likely tokens of each position, for train --teacher"
     add("--top-k-out", metavar="FILE", help=text)
     add("--top-k", type=int, metavar="K", help="tokens per position in --top-k-out (default: 32)")
     add("--temperature", type=float, metavar="T", help="temperature of --top-k-out (default: 1)")
@@ -152,7 +152,7 @@ LONGEST_NAME = 40  # maximum number of characters of a model's path in a table
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Model to evaluate: the paths in the flags, the reader of its weights, and its sizes."""
+    """Model to evaluate: the paths in the flags, the reader of its weights, and its configuration."""
 
     path: str
     source: WeightSource
@@ -161,7 +161,7 @@ class Evaluated:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer that came with the model; None if there is none or it cannot be read."""
+        """Tokenizer that came with the model; None if missing, unreadable, or of another vocabulary size."""
         try:
             found = inputs.tokenizer_of(self.source, self.model)
         except UsageError:
@@ -194,7 +194,7 @@ class Opened:
 def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
     """Return the inputs that this rank opens, and facts that must be equal on all ranks.
 
-    `number`: this rank's index on its node, unless the launcher gives it. Raises UsageError for bad inputs.
+    `number`: this rank's index on its node, used if the launcher sets none. Raises UsageError for bad inputs.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")

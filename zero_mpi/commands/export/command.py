@@ -1,7 +1,7 @@
 """`zero-mpi export SOURCE TARGET --type q8_0`: converts a model, on any number of ranks, to a type or format.
 
-Tensors are converted in chunks, so a model of any size takes a few MiB of memory. The result is written next
-to TARGET, flushed to disk and renamed. So TARGET is complete or does not exist.
+Tensors are converted in chunks, so a model of any size takes only a few MiB of memory. The result is written
+next to TARGET, flushed to disk and renamed, so TARGET is never incomplete.
 """
 
 import os
@@ -177,7 +177,7 @@ def prepare(options: Namespace, tells: bool) -> Export:
         raise UsageError(f"--shard-size {options.shard_size}: for safetensors only: a GGUF has --split-size")
     for name, given in (("--split-size", options.split_size), ("--imatrix", options.imatrix)):
         if given is not None and not as_gguf:
-            raise UsageError(f"{name} {given}: only a GGUF can have it: name the target NAME.gguf")
+            raise UsageError(f"{name} {given}: is only for a GGUF: name the target NAME.gguf")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
     found = Export(target, options.type)
@@ -200,7 +200,7 @@ def prepare(options: Namespace, tells: bool) -> Export:
 
 
 def size_of(flag: str, text: str) -> int:
-    """Return a number of bytes such as 5GB or 200MiB. Raise UsageError, naming the flag, for other text."""
+    """Return the number of bytes in a size such as 5GB. Raise UsageError, naming the flag, for other text."""
     found = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", text)
     if not found or found[2].upper() not in UNITS or int(found[1]) < 1:
         raise UsageError(f"{flag} {text}: expected a size such as 5GB or 200MiB")
@@ -208,7 +208,7 @@ def size_of(flag: str, text: str) -> int:
 
 
 def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
-    """Raise UsageError unless the target may be written. --force replaces a model, but nothing else."""
+    """Raise UsageError unless the target may be written. --force replaces only a file or a model folder."""
     above = target.absolute().parent
     if not is_folder(above):
         raise UsageError(f"{target}: the folder {above} does not exist: create it")
@@ -243,8 +243,8 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
     MergedWeights(base, adapter)  # raises an error if the adapter belongs to another base
     if TOKENS_ADDED in adapter.metadata:
         raise UsageError(
-            f"{adapter.path}: has rows of added tokens, which no adapter holds: export the full model, with "
-            f"{shown(options.base)} as the source and --merge {shown(options.source)}"
+            f"{adapter.path}: has rows of added tokens, which an adapter alone cannot hold: export the full "
+            f"model, with {shown(options.base)} as the source and --merge {shown(options.source)}"
         )
     return adapter
 

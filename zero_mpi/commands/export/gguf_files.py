@@ -72,7 +72,7 @@ def in_parts(items: Iterable[T], sizes: Iterable[int], most: int) -> list[list[T
 
 
 def create(file: PlannedFile, path: Path) -> None:
-    """Create a file with its header and in its full length."""
+    """Create a file of the full length and write its header."""
     header, _, nbytes = file.packed()
     with closing(OutputFile(path)) as output:
         output.resize(nbytes)
@@ -96,7 +96,7 @@ AT_ONCE = 1 << 18  # elements encoded together; this takes a few MiB with all te
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encoder of a source's tensors. It chooses the type of each tensor and makes its blocks.
+    """Encoder of a source's tensors. It converts each tensor to its type in `kinds`, in chunks.
 
     by_ggml      whether the library ggml quantizes; else the Python package gguf does (q8_0, q4_0, ...)
     importance   tensor name -> weights of its columns, (matrices, width)

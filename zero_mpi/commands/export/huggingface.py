@@ -1,6 +1,6 @@
 """Converts a model with GGUF's names and keys to the content of a Hugging Face folder.
 
-`config_json` writes the keys as Hugging Face's settings. `outgoing` names the tensors and yields their
+`config_json` converts the keys to Hugging Face's settings. `outgoing` lists the tensors, which yield their
 elements in the order of that format. A model that the settings cannot describe is refused.
 """
 
@@ -44,7 +44,7 @@ EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
     """Return the ids that end an answer, eos first, and a GGUF key for an id that only the template reveals.
 
-    For an unknown tokenizer, both are empty.
+    For an unknown or invalid tokenizer, both are empty.
     """
     kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
     try:
@@ -218,7 +218,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         problem = "frequencies are scaled by keys" + (" and by a tensor" if scaling else "")
         raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot express")
     scaling = from_keys if scaling is None else scaling
-    # In Phi 3's class, the original context is a separate setting and not part of the scaling.
+    # Phi 3's class reads the original context from a separate setting and not from the scaling.
     former = {rope.FORMER: scaling[rope.FORMER]} if kind.longrope and scaling else {}
     return {
         "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
@@ -238,7 +238,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
 
 
 def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
-    """Return the settings for attention windows: the layers that have one, its size; {} for other classes."""
+    """Return the settings for attention windows: size and layers; {} for classes without windows."""
     if not kind.period:
         return {}
     window = keys.size("attention.sliding_window", 0) or None  # 0: every layer sees all positions
@@ -279,14 +279,14 @@ def key_scaling(keys: Keys) -> dict[str, Any] | None:
 
 
 def longrope(keys: Keys) -> dict[str, Any] | None:
-    """Return Phi 3's scaling, from two tensors and two keys, or None. Raise FileError if one is missing."""
+    """Return Phi 3's scaling, or None if the model has none. Raise FileError if a tensor of it is missing."""
     names = [name for name in rope.LONG_FACTORS if name in keys.source.tensors]
     magnitude = keys.number("rope.scaling.attn_factor", 1.0)
     if not names and magnitude == 1:
         return None
     if len(names) < len(rope.LONG_FACTORS):
         found = names[0] if names else "rope.scaling.attn_factor"
-        raise FileError(f"{keys.source.path}: {found} without the other values of LongRoPE")
+        raise FileError(f"{keys.source.path}: has {found} without the other values of LongRoPE")
     factors = {rope.LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
     former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
     return {"rope_type": rope.LONGROPE, **factors, rope.FORMER: former, "attention_factor": magnitude}
@@ -295,8 +295,8 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
     """Return the setting that produces the divisors in `rope_freqs.weight`; None without this tensor.
 
-    The setting in the model's keys is tried first, then usual factors and original context lengths, because
-    all Llama 3 models share the other numbers. Raises FileError for divisors that no setting gives.
+    The setting in the model's keys is tried first, then the tensor's largest divisor as the factor with usual
+    contexts, because all Llama 3 models share the other numbers. Raises FileError if no setting matches.
     """
     if rope.ROPE_FREQS not in source.tensors:
         return None
@@ -307,13 +307,13 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
         made = rope.llama3_factors(base, width, **guess)
         if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
             return {"rope_type": "llama3", **{name: guess[name] for name in rope.LLAMA3}}
-    raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, as config.json needs")
+    raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, but config.json needs one")
 
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that safetensors can also store
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION, MORE_TEMPLATES = "generation_config.json", "additional_chat_templates"
-COPIED = (  # files copied from one Hugging Face folder to the next
+COPIED = (  # files copied from one Hugging Face folder to another
     *(TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION),
 )

@@ -1,7 +1,7 @@
 """`zero-mpi generate MODEL.gguf --prompt "def "`: generates text with a model file, in one process.
 
 Generated text goes to a file or pipe as its exact bytes. On a terminal, control characters are escaped.
-Otherwise a model, or the author of its text, could move the cursor, rename the window or worse.
+Otherwise a model, or the author of its training text, could move the cursor, rename the window or worse.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from zero_mpi.train.text_model import TextModel
 
 DRAW = ("temperature", "top_k", "top_p", "min_p", "seed")
 ENGINES = ("own", "llamacpp")
-STOP, LENGTH = "stop", "length"  # reasons why an answer ended, named as most servers do
+STOP, LENGTH = "stop", "length"  # reasons why an answer ended, with the names that most servers use
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def make_parser() -> Parser:
     add("--system", metavar="TEXT", help="system message of the conversation")
     add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
     add("--json", action="store_true", help="print prompt and answer as JSON lines")
-    at_once = "number of prompts in --prompts to answer at once (default: 1)"
+    at_once = "number of prompts in --prompts to answer together (default: 1)"
     add("--batch", type=int, default=1, metavar="N", help=at_once)
     engines = "engine that runs the model: own (zero_mpi), or llamacpp (package xllamacpp)"
     add("--engine", choices=ENGINES, default="own", help=engines)
@@ -188,7 +188,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print prompts and continuations, each byte as soon as it is ready. Return the exit status."""
+    """Print prompts and continuations as soon as they are ready. Return the exit status."""
     options = make_parser().parse_args(arguments)
     check(options)
     log.install(world.rank, world.size).to_stderr = True  # stdout has only the answers
@@ -204,7 +204,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def print_answers(speaker: Speaker, template: ChatTemplate | None) -> None:
-    """Print the answers to all prompts, --batch of them computed together.
+    """Print the answers to all prompts, computed in batches of --batch prompts.
 
     Each line of a --prompts file is a separate conversation; typed lines continue one conversation.
     """
@@ -278,7 +278,7 @@ def write_bytes(data: bytes) -> None:
 
 
 def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
-    """Return a `write` for a terminal, which escapes control characters and prints complete characters."""
+    """Return a `write` for a terminal. It escapes control characters and prints only complete characters."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(data: bytes) -> None:
@@ -297,7 +297,7 @@ MARK = b"> "  # shown before each line that a person types
 def prompts(options: argparse.Namespace) -> Iterator[str]:
     """Yield the prompts that the flags give, in order. Raise UsageError for a file without prompts.
 
-    With `--chat`, without --prompt and --prompts, each line typed on standard input is a prompt.
+    With `--chat` but without --prompt and --prompts, each line typed on standard input is a prompt.
     """
     if options.prompts is None and not (options.chat and options.prompt is None):
         yield DEFAULT if options.prompt is None else options.prompt

@@ -42,7 +42,7 @@ def make_parser() -> Parser:
         help="GGUF file (the first of a split file), checkpoint or Hugging Face folder; with OTHER also a "
         "run folder",
     )
-    add("other", nargs="?", help="path of the same kind, to compare with")
+    add("other", nargs="?", help="path to compare with, of one of these kinds")
     add("--keys", action="store_true", help="show all keys, with full arrays and texts")
     add("--tensors", action="store_true", help="show all tensors, or all tensors that differ")
     add("--json", action="store_true", help="print one JSON object instead")

@@ -39,7 +39,7 @@ def compare_paths(first: Path, second: Path) -> Report:
 
 
 def compare(first: Path, second: Path) -> Report:
-    """Compare two models. Raise UsageError if one is unreadable. If both are one file, read no tensors."""
+    """Compare two models. Raise UsageError if one is unreadable. If both are the same, read no tensors."""
     subject = open_subject(first)
     is_one = exists(second) and os.path.samefile(first, second)
     other_subject = subject if is_one else open_subject(second)
@@ -65,7 +65,7 @@ def tensors_of(subject: Subject) -> dict[tuple[str, str], Stored]:
 
 
 def side_by_side(ours: Stored, theirs: Stored) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of chunks of equal length from the stored bytes of two tensors with one shape and type."""
+    """Yield pairs of chunks of equal length from the stored bytes of two tensors of equal shape and type."""
     for a, b in zip(pieces(*ours), pieces(*theirs), strict=True):
         yield np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
 
@@ -78,7 +78,7 @@ def same(ours: Stored, theirs: Stored) -> bool:
 
 
 def difference(ours: Stored, theirs: Stored) -> Report:
-    """Return how two tensors differ: shape or type, or the first element, its values, and the largest gap.
+    """Return how two tensors differ: shape or type, or the first difference, its values, and the largest gap.
 
     The gap is 0 or NaN if only the bits differ (sign of a zero, payload of a NaN). It is None for a
     type that cannot be decoded.

@@ -97,7 +97,7 @@ def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
     if isinstance(source, GGUFFile):
         yield from source.raw_chunks(spec.name, size)
         return
-    for start in range(0, spec.size, size // width * block):  # converts back to the stored order and type
+    for start in range(0, spec.size, size // width * block):  # `read` gives float32, `astype` the stored type
         values = source.read(spec.name, start, min(start + size // width * block, spec.size))
         yield values.astype(NATIVE[spec.type]).view(np.uint8).data
 
@@ -214,7 +214,7 @@ def about_tokenizer(keys: GGUFKeys) -> Report | None:
 
 
 def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
-    """Return the keys that the report does not show elsewhere. Long values are cut unless `everything`."""
+    """Return the keys that the report does not show elsewhere, with long values cut; all if `everything`."""
     elsewhere = () if everything else (*SUMMARISED, f"{metadata.get('general.architecture')}.")
     return {
         key: as_json(value, everything) for key, value in metadata.items() if not key.startswith(elsewhere)
@@ -231,7 +231,7 @@ def about_training(subject: Subject) -> Report | None:
     found["recorded_state_digest"] = as_json(metadata.get(sound.STATE_DIGEST), True)
     if subject.state is not None:
         for name in ("settings", "plan", "machine"):
-            with suppress(UsageError):  # `verdict` reports a missing file
+            with suppress(UsageError):  # `verdict` reports keys that were removed or changed
                 values = read_json(subject.state, f"training.{name}")
                 found[name] = {key: as_json(value, True) for key, value in values.items()}
     return found

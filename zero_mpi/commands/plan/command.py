@@ -150,7 +150,7 @@ def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
 
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
-    """Return the model of `--init` or of the flags. The default vocabulary size is the tokenizer's.
+    """Return the model configuration of `--init` or the flags. vocab_size defaults to the tokenizer's.
 
     Without `--init`, a frozen base has the types that `export --type` would write for the type `base`.
     """

@@ -35,7 +35,7 @@ Json = dict[str, Any]
 NAME = "report.html"
 FULL = 4  # up to FULL runs have LIMIT columns each; more runs share FULL * LIMIT columns
 LEAST = 250  # minimum number of columns of a run
-# Title of a panel, its curves (number in a record -> name), and the divisor to the panel's unit.
+# Title of a panel, its curves (number in a record -> name), and the divisor that converts to its unit.
 PANELS = (
     ("Loss (nats)", {"loss": "training", "val_loss": "validation"}, 1.0),
     ("Losses of routers", {"balance_loss": "balance", "z_loss": "z"}, 1.0),
@@ -55,7 +55,7 @@ MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events 
 SIGNS = {"saved": "diamond", "resumed": "triangle-right", "warning": "triangle-up", "stopped": "square"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")  # Okabe and Ito, 2008
 DASHES = ("solid", "dash", "dot", "dashdot")  # the dash changes once all colours are used
-MOST_EVENTS, MOST_MARKS = 200, 300  # maximum events of a run in the list; marks of saves, of others
+MOST_EVENTS, MOST_MARKS = 200, 300  # per run: most events in the list; most marks of saves, and of others
 LONGEST_NAME = 60  # maximum number of characters of a run's name
 PANEL, STRIP, GAP = 210, 40, 46  # heights in pixels
 PAGE = Path(__file__).parent / "page.html"

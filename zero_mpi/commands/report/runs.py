@@ -94,12 +94,12 @@ class Entry(dict[str, Any]):
         return value if isinstance(value, str) else ""
 
     def count(self, name: str) -> int | None:
-        """Return a value if it is an integer of at least 0, else None."""
+        """Return a number of at least 0 as an integer, else None."""
         value = self.get(name)
         return int(value) if is_number(value) and 0 <= value <= MOST_COUNT else None
 
     def moment(self, name: str) -> datetime | None:
-        """Return a value as a time in ISO 8601, or None. Without a time zone, the time is UTC."""
+        """Return a time in ISO 8601 as a datetime, or None. Without a time zone, the time is UTC."""
         try:
             found = datetime.fromisoformat(self.text(name))
         except ValueError:

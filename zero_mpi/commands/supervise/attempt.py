@@ -2,8 +2,8 @@
 
 The launcher leads the group. Only the launcher gets stop signals, and it forwards them. A run that may have
 missed the signal gets it again every few seconds, as in the job scripts. If a launcher still runs long after
-the run wrote its last state, or long after the last change in the run folder, it waits for a lost host, and
-its group is killed. If this process is killed, the kernel signals the launcher.
+the run wrote its last state, or long after the last change in the run folder, it must be waiting for a lost
+host, and its group is killed. If this process is killed, the kernel signals the launcher.
 
 The run's status.json takes precedence over the launcher's exit status. A launcher may return 0 after a lost
 host, and Open MPI's launcher returns 1 although the run saved and stopped as requested. If a failure repeats
@@ -165,7 +165,7 @@ class Attempt:
         self._signaled_at = self._checked_at = float("-inf")
 
     def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
-        """Run the command and return its `Ending`. Raise UsageError if the program does not exist.
+        """Run the command and return its `Ending`. Raise UsageError if it cannot be started.
 
         `settings` are environment variables that are added to those of this process.
         """

@@ -30,7 +30,7 @@ from zero_mpi.telemetry import events
 
 BEFORE = "--"  # word between supervise's flags and the command
 MOST_PAUSE = 300.0  # maximum seconds before a restart
-# Lets a Slurm step start before the previous step has ended, which takes minutes after a lost node.
+# Lets a Slurm step start before the previous step ends, because ending takes minutes after a lost node.
 OVERLAP = {"SLURM_OVERLAP": "1"}
 LOOK = 0.1  # seconds between checks for the end of a pause
 ORPHANS = 30.0  # seconds to wait for ranks whose launcher has died
@@ -40,7 +40,7 @@ NUMBERS: dict[str, tuple[float, int, str]] = {  # flag -> default, minimum, help
     "--hang-after": (900.0, 0, "seconds without a change in the run folder before a restart; 0: never"),
     "--spare": (0, 0, "number of spare hosts, taken from the end of the list"),
     "--min-hosts": (1, 1, "minimum number of hosts for a restart"),
-    "--probe-timeout": (HostPool.timeout, 0, "seconds in which a host must answer"),
+    "--probe-timeout": (HostPool.timeout, 0, "seconds within which a host must answer"),
 }
 
 
@@ -121,7 +121,7 @@ class Restarts:
         self.stop = StopRequest()
 
     def run(self) -> int:
-        """Start the run until it is over. Return the exit status. Raise UsageError if a start fails."""
+        """Restart the run until it is over. Return the exit status. Raise UsageError if a start fails."""
         first, settings = self._folder.checkpoint(), dict[str, str]()
         hosts = self._pool.choose() if self._pool else ()
         with tempfile.TemporaryDirectory(prefix="zero_mpi-supervise-") as place:

@@ -1,7 +1,7 @@
 """Hosts of a run: finds and probes them, chooses the hosts of a start, and fills in the launch command.
 
-A host answers if the probe, which is a command for this host, ends with status 0 in time. Before each start
-except the first, all hosts except this machine are probed at the same time. The last `spare` hosts of the
+A host answers if its probe command ends with status 0 in time. Before each start except the first, all hosts
+except this machine are probed, up to AT_ONCE at the same time. The last `spare` hosts of the
 list are only used if earlier hosts do not answer.
 """
 
@@ -24,7 +24,7 @@ from zero_mpi.commands.hostfile import LINES, HostEntry, hosts_in, read_hosts
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
-AT_ONCE = 64  # hosts that are probed at the same time
+AT_ONCE = 64  # maximum number of hosts that are probed at the same time
 LOOK = 0.05  # seconds between checks of running probes
 SECONDS = 30.0  # seconds within which Slurm must list its nodes
 HERE = "{host}"
@@ -75,7 +75,7 @@ class HostPool:
 
 
 def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
-    """Return the hosts of a file or of the batch job, or None. Raise UsageError if they are invalid."""
+    """Return the hosts of a file or batch job; None without either. Raise UsageError if they are invalid."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     file = hostfile or ("" if nodes else environ.get("PBS_NODEFILE", ""))
     if not (file or nodes):
@@ -128,7 +128,7 @@ class Template:
         return words
 
     def resuming(self) -> Template:
-        """Return the command with `--resume` changed, so that the run resumes from its newest checkpoint."""
+        """Return the command with `--resume auto`, so that the run resumes from its newest checkpoint."""
         words, is_given = list(self.words), False
         for number, word in enumerate(words):
             if word == "--resume" and number + 1 < len(words):

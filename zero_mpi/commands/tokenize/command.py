@@ -190,7 +190,7 @@ def inspect_files(
     def inspect_here(progress: work.ProgressSum) -> None:
         for number in work.dealt(sizes, world.size)[world.rank]:
             if not progress.beat():
-                return  # the rank that saw the change raises the error
+                return  # the rank with the problem raises the error
             weights = work.TEXT_FORMATS[files[number].format].weights(files[number], reading)
             if weights is not None:
                 found[number] = digest_of(files[number], progress), weights

@@ -3,8 +3,8 @@
 A format (`TEXT_FORMATS`) has a function that weighs the pieces of a file, so that work can be divided, and a
 function that yields the texts between two positions in a file. A part becomes a token file.
 
-Nonblocking sums over the ranks (`ProgressSum`) share progress, problems of a rank, and the end of the work. A
-sum begins as soon as the previous sum is complete, so a rank with a large document delays no other rank.
+Nonblocking sums over the ranks (`ProgressSum`) share progress, problems of a rank, and the end of the work.
+No rank waits for a sum while it has work, so a rank with a large document delays no other rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from zero_mpi.telemetry.progress_bar import interval, short, watched
 
 FLAG = "TEXT"  # name of the inputs in messages
 ROWS = 256  # rows of Parquet that are read together
-DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: the larger of DENSEST times the file's, and ALWAYS
+DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: DENSEST times the file's bytes, or ALWAYS if more
 FRACTION, SMALLEST, LARGEST = 256, 1 << 20, 1 << 28  # a part has 1 / FRACTION of all bytes, within limits
 EVERY, PAUSE = 0.1, 0.01  # seconds between sums; between checks of a rank that has finished
 WATCHED, LOGGED = 5.0, 60.0  # seconds between progress lines: on a terminal, in a log
@@ -271,7 +271,7 @@ def cut_parts(
 
 
 def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
-    """Assign weights to ranks. Return the indices that each rank gets, in order."""
+    """Assign weights to ranks, with similar sums. Return the indices that each rank gets, in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for place, weight in sorted(enumerate(weights), key=lambda each: -each[1]):

@@ -1,7 +1,7 @@
 """A folder of token files, with its plan, the records of complete parts, and the manifest.
 
-The folder `.tokenize` exists until all parts are complete. It contains the plan, which has the first job's
-settings, a record of each complete part, and unfinished files. When a pair of token files is on disk, it is
+The folder `.tokenize` exists until all parts are complete. It contains the plan (the first job's
+settings), a record of each complete part, and unfinished files. When a pair of token files is on disk, it is
 renamed, and then its record is written. So a part with a record is complete even if the writer is killed. A
 part without a record is written again, with the same bytes.
 """
@@ -174,7 +174,7 @@ def read_record(out: Path, name: str) -> Table | None:
 
 
 def read_table(path: Path, sealed_too: bool = False) -> Table:
-    """Return a table that tokenize wrote. Raise FileError for a table that was changed."""
+    """Return a table that tokenize wrote. Raise FileError if it, or its seal if `sealed_too`, is invalid."""
     with ours(path):
         found = parse_json(read_file(path, MOST_BYTES), most_values=MOST_VALUES)
         if not isinstance(found, dict) or not found or (sealed_too and sealed(found) != found):
@@ -185,7 +185,7 @@ def read_table(path: Path, sealed_too: bool = False) -> Table:
 def differences(before: Any, now: Any, what: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, value before, value now) for each value that differs.
 
-    Complete parts have no invalid lines, so a difference in `skip_bad` is allowed.
+    Complete parts have no invalid lines, so `skip_bad` may change from False to True.
     """
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         of = f" of the input {show(now['name'])}" if what == "inputs" else ""
@@ -202,7 +202,7 @@ def differences(before: Any, now: Any, what: str = "") -> Iterator[tuple[str, An
 
 @contextmanager
 def ours(path: Path) -> Iterator[None]:
-    """Convert an error in the `with` block, from an invalid file of tokenize, to a FileError."""
+    """Convert errors that an invalid file of tokenize causes in the `with` block to FileError."""
     try:
         yield
     except UsageError:

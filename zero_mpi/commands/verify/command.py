@@ -112,7 +112,7 @@ class Request:
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line, which returns only the flags that the user gave."""
+    """Return the parser of the command line. It returns only the flags that the user gave."""
     parser = Parser(
         prog="mpirun -n N zero-mpi verify",
         usage="%(prog)s DIR [flags]",
@@ -195,7 +195,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
     for text, steps in (
         (f"have the same bits, recomputed on {plural(world.size, 'rank')}", steps_of(chosen)),
         ("cannot be recomputed from this folder", missing),
-        ("have no --reduction exact", inexact),
+        ("were run without --reduction exact", inexact),
     ):
         if steps:
             parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {text}")
@@ -212,7 +212,7 @@ def choose(
             raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
         if chosen:
             between_states = f"from step {chosen[0].start} to step {chosen[-1].last}"
-            say(world, f"{between_states}, where states are saved")
+            say(world, f"{between_states}, extended to full segments")
     if request.sample is not None:
         seed = request.seed
         if seed is None:

@@ -1,9 +1,9 @@
 """History of a run: compares its files with each other and finds the segments that can be recomputed.
 
-Rank 0 reads the chain and metrics.jsonl, one line at a time, the checkpoints and `latest`. All ranks check
+Rank 0 reads the chain and metrics.jsonl line by line, the checkpoints and `latest`. All ranks check
 the tensors of checkpoints. A segment begins at an existing checkpoint or at the initial weights. It ends at
-the next checkpoint that exists, so it may include steps whose checkpoints `--keep` has removed. The last
-segment may end at the last record.
+the next checkpoint that exists, so it may include steps whose checkpoints `--keep` has removed. It may
+also end at the last record of a job.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,7 +185,7 @@ def read_history(run: Path, expect: str | None) -> History:
         raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
     if untold := [path.name for step, path in history.folders.items() if step not in history.saved]:
         more = " and more" * (len(untold) > 8)
-        history.notes.append(f"checkpoints abandoned or without a run: {', '.join(untold[:8])}{more}")
+        history.notes.append(f"checkpoints that are not in the chain: {', '.join(untold[:8])}{more}")
     if gone := len(history.saved) - len(history.kept):
         history.notes.append(f"{gone} of {len(history.saved)} checkpoints no longer exist")
     return history
