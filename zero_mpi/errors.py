@@ -20,7 +20,7 @@ class FileError(UsageError):
 
 
 class JobError(RuntimeError):
-    """A failure that all ranks detect and raise together: one line from rank 0, exit status 1."""
+    """A failure that all ranks raise together: one line from rank 0, exit status 1."""
 
 
 def explain(error: OSError) -> str:

@@ -2,9 +2,9 @@
 
 Libraries choose their code by the processor: OpenBLAS its kernels and blocks, numba its target, NumPy its
 loops. Libraries read this choice from environment variables when they are loaded, so a process that starts
-without these variables restarts with them. The C library's results (logarithms, cosines) differ between its
-versions; functions of `ops.elementary` replace it. The instruction set is x86-64-v3 (AVX2 and FMA), which
-Intel processors have had since 2013 and AMD processors since 2015.
+without these variables restarts with them. The C library's logarithms and cosines differ between its
+versions; functions of `ops.elementary` replace them. The instruction set is x86-64-v3 (AVX2 and FMA), which
+most Intel processors have had since 2013 and AMD processors since 2015.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def claim(bits: str) -> None:
 
 
 def flag_of(arguments: Sequence[str]) -> str:
-    """Return `--bits` of a command's arguments; native if it is missing or invalid."""
+    """Return `--bits` of a command's arguments; native if it is missing or has no value."""
     import argparse  # slow to import; this module must load fast, since signals are not handled yet
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -48,7 +48,7 @@ UNKNOWN = FileSystem("unknown", known=False)
 
 
 def file_system(path: Path) -> FileSystem:
-    """Return the properties of the file system of a path, which need not exist, from the kernel's mounts."""
+    """Return the properties of a path's file system, from the kernel's mounts; the path need not exist."""
     place, best, kind = Path(os.path.realpath(path)), -1, UNKNOWN.kind
     lines = list[str]()
     with suppress(OSError):

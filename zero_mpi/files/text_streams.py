@@ -27,7 +27,7 @@ MOST_UNPACKED = 1 << 30  # limit in bytes of a packed text that is a single docu
 
 
 def _zstd(file: FileIO) -> Any:
-    library = import_optional("files of zstd", "arrow", "pyarrow")
+    library = import_optional("reading zstd files", "arrow", "pyarrow")
     return library.CompressedInputStream(library.PythonFile(file, mode="r"), "zstd")
 
 
@@ -45,7 +45,7 @@ def packing_of(name: str) -> str:
 class TextStream:
     """Unpacked bytes of a file, from the first byte on. `at`: number of bytes read or skipped.
 
-    `beat` is called at each block, because reading a file may take long.
+    `read` calls `beat` at each block, because reading a file may take long.
     Raises FileError if a file cannot be read or is not packed as its name says.
     """
 
@@ -164,9 +164,9 @@ def each_line(
     lines: Iterable[bytes] | None = None,
     bad: Callable[[int, ValueError], object] | None = None,
 ) -> Iterator[T]:
-    """Yield read(line number, JSON value) for each line, with one line in memory at a time.
+    """Yield read(line number, JSON value) for each line that is not blank, with one line in memory at a time.
 
-    A failure, such as a ValueError of `read`, becomes a FileError that names `flag`, file and line.
+    A ValueError, such as one of `read`, becomes a FileError that names `flag`, file and line.
     lines: lines to read instead of the file's; bad: called for an invalid line, instead of a FileError
     """
     for number, raw in enumerate(_flagged(path, flag, lines), 1):

@@ -100,7 +100,7 @@ def _watch(pid: int, ranks: set[int]) -> None:
 
 
 def ranks_below(pid: int) -> set[int]:
-    """Return the living ranks that a launcher has started, without its daemons for other nodes."""
+    """Return the process ids of the living ranks that a launcher has started on this node."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ from zero_mpi.nn import (
 
 @dataclass(frozen=True)
 class GPT2(ModelConfig):
-    """Sizes of a gpt2 model."""
+    """Configuration of a gpt2 model."""
 
     arch: ClassVar[str] = "gpt2"
     norm_epsilon: float = float(np.float32(1e-5))

@@ -48,7 +48,7 @@ def compiles() -> bool:
 def products(kind: Any) -> tuple[str, str]:
     """Return (the host's matmul library for a type, ""), or ("", the reason why matmuls use float32 copies).
 
-    The result is ("", "") on a GPU, and for float32 if BLAS computes the matmuls.
+    The result is ("", "") on a GPU, for float64, and for float32 if BLAS computes the matmuls.
     """
     if device.in_use() is not device.HOST or kind == np.float64:  # NumPy computes float64 matmuls
         return "", ""
@@ -123,7 +123,7 @@ def fill_cache(kind: str, say: Callable[[str], object] | None = None) -> None:
 
 
 def use_threads(count: int | None = None) -> int:
-    """Set and return the number of compute threads of this process; the default comes from the environment.
+    """Set and return the number of compute threads; default: the environment's number, or 1 if it sets none.
 
     The reference uses this many threads in NumPy's BLAS.
     """

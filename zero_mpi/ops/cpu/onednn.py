@@ -217,7 +217,7 @@ class OneDNN:
             self.own.products.clear()
             try:
                 for what, found, expected in self._trials():
-                    # Tolerance: half a unit in the last place of bfloat16, and another order of summation.
+                    # Tolerance: half a unit in the last place of bfloat16, and a different summation order.
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():

@@ -67,7 +67,7 @@ def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
 
 
 def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
-    """Return the function of `product_of`, divided among all threads, or None."""
+    """Return the function of `product_of` with its work divided among all threads, or None."""
     product = product_of(*arrays)
     return None if product is None else shared(product)
 
