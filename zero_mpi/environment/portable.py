@@ -64,7 +64,7 @@ def requested(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def claim(bits: str) -> None:
-    """Restart this program pinned if `bits` requires that and it is not pinned. Call it before MPI starts."""
+    """Restart this program pinned if `bits`, but not the environment, requires it; call before MPI starts."""
     if bits == PORTABLE and requested() != PORTABLE:
         sys.stdout.flush()
         again = {**environment.as_started, VARIABLE: PORTABLE, **pins()}

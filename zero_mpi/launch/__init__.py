@@ -5,8 +5,8 @@ and ends them together; `connect` ends the ranks of a script. `consistency` comp
 
 Errors. Rank 0 checks inputs such as files, and all ranks get the result (`World.on_root`, `World.run_on_all`;
 `comm.agree` works over any transport). For bad input rank 0 prints one line and all ranks exit with status 2.
-Any other error is printed with the number of its rank and aborts the job (`ending`). If all ranks fail at
-once, the job ends after the first rank's message, because other ranks wait a moment before they print.
+Any other error is printed with the number of its rank and aborts the job (`ending`). If all ranks fail
+together, the job ends after the first rank's message, because other ranks wait a moment before they print.
 
 Hangs. A `Meter` records the name and time of every wait, and `comm.guarded` numbers the collectives. A thread
 watches these records, and ranks without progress compare their states (`watchdog`).

@@ -123,7 +123,7 @@ def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> No
     library = "no MPI" if world.mpi is None else mpi_library(world)
     raise UsageError(
         f"the launcher started {started} ranks, but each of them is alone with {library}: use the mpiexec "
-        "(with srun: the --mpi=...) that belongs to the MPI library that mpi4py loads"
+        "(with srun: the --mpi=...) of the MPI library that mpi4py loads"
     )
 
 

@@ -178,7 +178,7 @@ def find_world() -> World:
     Raise UsageError if MPI cannot start.
     """
     dev_shm.check_space()
-    if environment.under_launcher():  # another rank may exit before MPI_Init, where this rank then waits
+    if environment.under_launcher():  # if a rank exits before MPI_Init, the others wait in it
         faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
         from zero_mpi.comm.start_mpi import MPI

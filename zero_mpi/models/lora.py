@@ -1,4 +1,4 @@
-"""LoRA configuration of a model: which projections get adapters (`nn.adapters`), and of which rank."""
+"""LoRA configuration of a model: the projections that get adapters (`nn.adapters`), and their rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FROZEN = ("!*.weight.*",)  # every name without a suffix of adapters or added ro
 
 @dataclass(frozen=True)
 class LoRA:
-    """Settings of adapters: rank, patterns of the weights that get one, and alpha (scale alpha / rank).
+    """Settings of adapters: rank, patterns of the weights that get adapters, and alpha (scale alpha / rank).
 
     stored: names and types of frozen weights that are kept in the file's quantized blocks
     rounding: names and types of matrices that layers merge with their adapters and round to the type

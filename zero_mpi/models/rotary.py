@@ -245,7 +245,7 @@ class RotaryModel(ModelConfig):
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
             raise UsageError(
-                f"the GGUF keys say {query} heads over {kv} key/value heads, expected a multiple of {kv}"
+                f"the GGUF keys give {query} heads for {kv} key/value heads; expected a multiple of {kv}"
             )
         key_width = keys.size("attention.key_length", width // query)
         turned = keys.size("rope.dimension_count", key_width)
@@ -257,7 +257,7 @@ class RotaryModel(ModelConfig):
         value_width = keys.size("attention.value_length", width // query)
         if not cls.any_head_width and not query * key_width == query * value_width == width:
             raise UsageError(
-                f"the GGUF keys say {query} heads of width {key_width} (values: {value_width}); "
+                f"the GGUF keys give {query} heads of width {key_width} (values: {value_width}); "
                 f"expected a total width of {cls.arch}.embedding_length = {width}, as llama.cpp does"
             )
         return Heads(query, kv, key_width, value_width)

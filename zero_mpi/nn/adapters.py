@@ -19,7 +19,7 @@ from zero_mpi.ops.rounding import round_to
 
 FIRST, SECOND = ".lora_a", ".lora_b"
 ADDED = ".added"  # suffix of a matrix's name: the parameter of its added rows
-AT_ONCE = 1 << 16  # elements of a product computed at once, so that they fit in cache
+AT_ONCE = 1 << 16  # elements of a product that are computed together, so that they fit in cache
 
 
 class LowRank:

@@ -94,7 +94,7 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
     """Compile all kernels of a type for the device in use, unless the cache has them. Call it once.
 
     Before it compiles for a CPU, which takes about ten seconds, it calls `say` with one line. If many ranks
-    start at once, call `prepare` first on one rank of each node, which fills the cache for the other ranks.
+    start together, call `prepare` first on one rank of each node, which fills the cache for the other ranks.
     Other kernels, such as the host's kernels in a GPU run, are compiled when they are first called.
     """
     if device.in_use().name == "cuda":

@@ -86,7 +86,7 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
 
 
 def is_prepared(a: Array, b: Array) -> bool:
-    """Return whether oneDNN prepares and computes the product a b, unless a b is a small float32 product."""
+    """Return whether oneDNN prepares such products; True also for small float32 ones, left to BLAS."""
     library = onednn.load()[0]
     if a.dtype == BFLOAT16 or library is None:
         return library is not None
