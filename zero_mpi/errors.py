@@ -52,7 +52,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def prefixed(text: str) -> Iterator[None]:
-    """Put a text, such as a flag or a file, in front of a FileError of the body."""
+    """Put a text, such as a flag or a file, in front of the message of a FileError of the body."""
     try:
         yield
     except FileError as error:

@@ -84,7 +84,7 @@ def flag_of(arguments: Sequence[str]) -> str:
 
 
 def unfit(machine: str, flags: str) -> str:
-    """Return why a processor with Linux's `flags` cannot give portable results; empty if it can."""
+    """Return why a processor with these flags of Linux cannot give portable results; empty if it can."""
     if machine not in ("x86_64", "AMD64"):
         return f"it needs {LEVEL}, but this processor is {machine}, which is untested"
     missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []

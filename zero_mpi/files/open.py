@@ -1,7 +1,7 @@
 """Safe opening and reading of files, which other programs may have replaced by anything.
 
 Only regular files are opened, because a pipe could block forever and a device never ends. Reads are bounded.
-Only `open_in_place` opens files to overwrite, append or truncate them.
+`open_in_place` opens files safely to overwrite, append to or truncate them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from zero_mpi.files.parse import parse_json
 BLOCK = 1 << 20
 UNREADABLE = OSError, EOFError, zlib.error, ValueError
 MOST = 16 << 20  # limit in bytes of a line
-MOST_UNPACKED = 1 << 30  # limit in bytes of a packed text that is a single document in memory
+MOST_UNPACKED = 1 << 30  # limit in bytes of an unpacked text that is held in memory as one document
 
 
 def _zstd(file: FileIO) -> Any:
@@ -38,7 +38,7 @@ PACKINGS: dict[str, Callable[[FileIO], Any]] = {
 
 
 def packing_of(name: str) -> str:
-    """Return the suffix of a name that says how the file is packed; empty if it is not packed."""
+    """Return the suffix of a name, which says how the file is packed; empty if it is not packed."""
     return next((suffix for suffix in PACKINGS if name.lower().endswith(suffix)), "")
 
 
@@ -111,7 +111,7 @@ class TextStream:
 
     def lines(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, line) for the lines that begin in [first, stop) and after the current position."""
-        if first and self.stop != first:  # the end of the previous line is unknown
+        if first and self.stop != first:  # it is unknown whether a line begins at `first`
             self.pass_over(first - 1 - self.at)
             self.line()
         while (place := self.at) < stop and (raw := self.line()):

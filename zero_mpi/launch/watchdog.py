@@ -206,7 +206,7 @@ def shown_stacks(found: Mapping[int, RankState]) -> str:
 
 
 def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
-    """Return groups of ranks at the same point: first ranks in no collective, then small groups."""
+    """Return groups of ranks at the same point: groups in no collective first, then by ascending size."""
     groups = defaultdict[str, list[int]](list)
     for rank in sorted(found):
         groups[found[rank].place].append(rank)

@@ -4,7 +4,7 @@ granite and granitemoe (IBM, 2024) have four multipliers, as in muP (Yang et al.
 
 phi3 (Abdin et al., 2024) has one matrix for q, k and v, and one for gate and up. For long contexts it has two
 sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one for contexts up to the
-original length, the other for longer contexts. The model's context in the file selects the set, as llama.cpp
+original length, the other for longer contexts. The context length in the file selects the set, as llama.cpp
 does by default, so neither a short text nor a cache changes the results.
 
 In gemma3 (Gemma Team, 2025), five of six blocks attend only to a window. Attention and feed-forward have one

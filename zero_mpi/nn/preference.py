@@ -39,7 +39,7 @@ class Preference:
 
     @property
     def has_reference(self) -> bool:
-        """True if sums are compared with a reference model; otherwise averages over tokens are used."""
+        """True if sums are compared with a reference model's; otherwise averages over tokens are used."""
         return self.name in ("dpo", "ipo", "kto")
 
     @property

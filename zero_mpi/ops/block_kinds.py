@@ -48,7 +48,7 @@ EXPONENT = np.uint16(0x7C00)  # exponent bits of a float16; all are set in infin
 
 
 def finite_blocks(raw: Array, kind: str) -> Array:
-    """Return a mask of the blocks of the bytes `raw` whose elements are finite; `kind` is in `PACKED`."""
+    """Return a mask of blocks: True if all elements are finite. raw: the blocks; kind: one of `PACKED`."""
     blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_KINDS[kind].nbytes)
     scales = [blocks[:, at : at + 2].copy().view(np.uint16) & EXPONENT for at in SCALES[kind]]
     found: Array = (np.hstack(scales) != EXPONENT).all(axis=1)

@@ -132,7 +132,7 @@ def normalize(line: Array, sequences: int) -> None:
 
 @compiled
 def turn(line: Array, sequences: int, positions: Array) -> None:
-    """Rotate E elements of each of C heads of width D, as adjacent pairs if F. A: cosines, B: sines."""
+    """Rotate E of D elements in each of C heads in place, in adjacent pairs if F. A: cosines, B: sines."""
     half, heads, neighbours = line[E] // 2, line[C], line[F] != 0
     for n in range(sequences):
         cos = floats(line[A] + 4 * positions[n] * half, half)
