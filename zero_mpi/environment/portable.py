@@ -64,7 +64,7 @@ def requested(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def claim(bits: str) -> None:
-    """Restart this program pinned if `bits`, but not the environment, requires it; call before MPI starts."""
+    """Restart this program pinned, before MPI starts, if `bits` requires it and the environment does not."""
     if bits == PORTABLE and requested() != PORTABLE:
         sys.stdout.flush()
         again = {**environment.as_started, VARIABLE: PORTABLE, **pins()}
@@ -84,7 +84,7 @@ def flag_of(arguments: Sequence[str]) -> str:
 
 
 def unfit(machine: str, flags: str) -> str:
-    """Return why a processor with these flags of Linux cannot give portable results; empty if it can."""
+    """Return why a processor with these Linux CPU flags cannot give portable results; empty if it can."""
     if machine not in ("x86_64", "AMD64"):
         return f"it needs {LEVEL}, but this processor is {machine}, which is untested"
     missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []

@@ -1,10 +1,10 @@
 """Properties of the file system of a folder, such as whether several ranks may write one file.
 
 `KINDS` is the only place with these facts. Two properties decide which ranks may write. Caches: hosts may
-write one file together only if the file system keeps their caches coherent. NFS does not, and a client may
-send a full page when only a few bytes are new, so two hosts that write to the same page could undo each
-other's writes. Locks: Lustre and GPFS lock ranges of a file for a host, so hosts that write to neighbouring
-ranges wait for each other, and more processes on a host do not write faster.
+write one file at the same time only if the file system keeps their caches coherent. NFS does not, and a
+client may send a full page when only a few bytes are new, so two hosts that write to the same page could
+undo each other's writes. Locks: Lustre and GPFS lock ranges of a file for a host, so hosts that write to
+neighbouring ranges wait for each other, and more processes on a host do not write faster.
 
 Properties that the code can test when it needs them are not listed here: whether two names can be exchanged
 in one step (`checkpoint.folders`), whether file locks work (`launch.folder_lock`).

@@ -57,7 +57,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text of several lines, such as a sample, with control characters except LAYOUT as escapes."""
+    """Return a text of several lines, with unprintable characters except spaces and LAYOUT as escapes."""
     if text.isprintable():
         return text
     return "".join(c if c in LAYOUT or unicodedata.category(c) == "Zs" else printable(c) for c in text)

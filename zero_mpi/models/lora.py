@@ -12,7 +12,7 @@ from zero_mpi.nn.layer import Composite
 from zero_mpi.ops.block_kinds import BlockKind
 
 # The head gets an adapter only if a pattern begins with "output"; router and experts only if a pattern
-# contains their part of NAMED (adapters of experts are large). PEFT's all-linear leaves them out too.
+# contains their string in NAMED (adapters of experts are large). PEFT's all-linear leaves them out too.
 HEAD = "output.weight"
 NAMED = ("ffn_gate_inp", "_exps")
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # projections of attention and of dense feed-forwards

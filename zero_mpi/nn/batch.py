@@ -1,7 +1,7 @@
 """Context of a micro-batch for its layers: documents, factors of losses, sums of reported values.
 
 Nearly all layers treat each position independently and need only weights and input. Other layers call
-`batch_of(p)`: attention and layers of positions for the documents in a `Packed` input, and a layer with an
+`batch_of(p)`: attention and position layers for the documents in a `Packed` input, and a layer with an
 auxiliary loss for the loss's factor and for the sums over all layers. Attention reaches back at most to the
 start of a document, where positions begin at 0. Shapes are the same as without documents.
 """
