@@ -127,7 +127,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> i
 
 
 def fill(handle: int, view: memoryview, at: int) -> int:
-    """Fill `view` from offset `at` of a file. Return the number of bytes read, fewer only at the file's end."""
+    """Fill `view` from offset `at` of a file. Return the number of bytes read, fewer only at its end."""
     done = 0
     while done < len(view):
         got = os.preadv(handle, [view[done:]], at + done)
