@@ -20,7 +20,7 @@ class FileError(UsageError):
 
 
 class JobError(RuntimeError):
-    """A failure that all ranks detect and raise together: one line from rank 0, exit status 1."""
+    """A failure that all ranks raise together: one line from rank 0, exit status 1."""
 
 
 def explain(error: OSError) -> str:
@@ -52,7 +52,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def prefixed(text: str) -> Iterator[None]:
-    """Put a text, such as a flag or a file, in front of a FileError of the body."""
+    """Put a text, such as a flag or a file, in front of the message of a FileError of the body."""
     try:
         yield
     except FileError as error:

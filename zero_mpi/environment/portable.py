@@ -2,9 +2,9 @@
 
 Libraries choose their code by the processor: OpenBLAS its kernels and blocks, numba its target, NumPy its
 loops. Libraries read this choice from environment variables when they are loaded, so a process that starts
-without these variables restarts with them. The C library's results (logarithms, cosines) differ between its
-versions; functions of `ops.elementary` replace it. The instruction set is x86-64-v3 (AVX2 and FMA), which
-Intel processors have had since 2013 and AMD processors since 2015.
+without these variables restarts with them. The C library's logarithms and cosines differ between its
+versions; functions of `ops.elementary` replace them. The instruction set is x86-64-v3 (AVX2 and FMA), which
+most Intel processors have had since 2013 and AMD processors since 2015.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def requested(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def claim(bits: str) -> None:
-    """Restart this program pinned if `bits` requires that and it is not pinned. Call it before MPI starts."""
+    """Restart this program pinned, before MPI starts, if `bits` requires it and the environment does not."""
     if bits == PORTABLE and requested() != PORTABLE:
         sys.stdout.flush()
         again = {**environment.as_started, VARIABLE: PORTABLE, **pins()}
@@ -72,7 +72,7 @@ def claim(bits: str) -> None:
 
 
 def flag_of(arguments: Sequence[str]) -> str:
-    """Return `--bits` of a command's arguments; native if it is missing or invalid."""
+    """Return `--bits` of a command's arguments; native if it is missing or has no value."""
     import argparse  # slow to import; this module must load fast, since signals are not handled yet
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -84,7 +84,7 @@ def flag_of(arguments: Sequence[str]) -> str:
 
 
 def unfit(machine: str, flags: str) -> str:
-    """Return why a processor with Linux's `flags` cannot give portable results; empty if it can."""
+    """Return why a processor with these Linux CPU flags cannot give portable results; empty if it can."""
     if machine not in ("x86_64", "AMD64"):
         return f"it needs {LEVEL}, but this processor is {machine}, which is untested"
     missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []

@@ -1,4 +1,4 @@
-"""Atomic writes of small files: written next to the target, synced to disk, then renamed.
+"""Atomic writes of small files: a new file next to the target is written, synced to disk and renamed.
 
 If the writer is killed, the disk is full or the power fails, the file has the old or the new content, never
 a part of the new content. Checkpoints do the same with a folder (`checkpoint.folders`).
@@ -30,7 +30,7 @@ def write_whole(path: Path, content: str | bytes, suffix: str = "partial") -> No
 
 @contextlib.contextmanager
 def replacing(path: Path, suffix: str = "partial") -> Iterator[Path]:
-    """Yield a path for content that is written in several calls, then rename it as `write_whole` does."""
+    """Yield a temporary path to write to in several calls, then rename the file as `write_whole` does."""
     partial = partial_of(path, suffix)
     try:
         yield partial

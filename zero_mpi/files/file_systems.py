@@ -1,10 +1,10 @@
 """Properties of the file system of a folder, such as whether several ranks may write one file.
 
 `KINDS` is the only place with these facts. Two properties decide which ranks may write. Caches: hosts may
-write one file at once only if the file system keeps their caches coherent. NFS does not, and a client may
-send a full page when only a few bytes are new, so two hosts that write to the same page could undo each
-other's writes. Locks: Lustre and GPFS lock ranges of a file for a host, so hosts that write to neighbouring
-ranges wait for each other, and more processes on a host do not write faster.
+write one file at the same time only if the file system keeps their caches coherent. NFS does not, and a
+client may send a full page when only a few bytes are new, so two hosts that write to the same page could
+undo each other's writes. Locks: Lustre and GPFS lock ranges of a file for a host, so hosts that write to
+neighbouring ranges wait for each other, and more processes on a host do not write faster.
 
 Properties that the code can test when it needs them are not listed here: whether two names can be exchanged
 in one step (`checkpoint.folders`), whether file locks work (`launch.folder_lock`).
@@ -28,7 +28,7 @@ class FileSystem:
     """Properties of one kind of file system."""
 
     kind: str
-    hosts: bool = False  # whether several hosts may write one file at once
+    hosts: bool = False  # whether several hosts may write one file at the same time
     known: bool = True  # if false, `hosts` is a cautious guess; --writers-per-node overrides it
     writers: int = 1  # number of ranks of a host that write, or EVERY
     lasting: bool = True  # whether files survive a reboot of the host
@@ -48,7 +48,7 @@ UNKNOWN = FileSystem("unknown", known=False)
 
 
 def file_system(path: Path) -> FileSystem:
-    """Return the properties of the file system of a path, which need not exist, from the kernel's mounts."""
+    """Return the properties of a path's file system, from the kernel's mounts; the path need not exist."""
     place, best, kind = Path(os.path.realpath(path)), -1, UNKNOWN.kind
     lines = list[str]()
     with suppress(OSError):

@@ -1,6 +1,6 @@
 """Safe display of text from others (names, values, flags).
 
-The displayed part is one line of bounded length without terminal control characters.
+A message shows such a text as one line of bounded length without terminal control characters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _repr(value: object) -> str:
 
 
 def show(name: str, most: int = 80) -> str:
-    """Return a name from a file, quoted, for one line of an error: escaped, and cut if it is long."""
+    """Return a name from a file in quotes, for an error of one line: escaped, and cut if it is long."""
     return printable(repr(name if len(name) <= most else name[: most - 3] + "..."))
 
 
@@ -47,7 +47,7 @@ def quoted(value: object, most: int = 80) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text with unprintable characters (control, newlines, lone surrogates) as escapes.
+    """Return a text with unprintable characters (newlines, lone surrogates, ...) as escapes.
 
     Characters in `keep` do not change.
     """
@@ -57,7 +57,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text of several lines, such as a sample, without control characters except LAYOUT."""
+    """Return a text of several lines, with unprintable characters except spaces and LAYOUT as escapes."""
     if text.isprintable():
         return text
     return "".join(c if c in LAYOUT or unicodedata.category(c) == "Zs" else printable(c) for c in text)

@@ -1,8 +1,8 @@
 """Reader of the keys of a GGUF file that checks their types, because any program may have written the file.
 
-An absent key is None. A key of another type or outside its range is an error of one line that names the
-file, the key, what was expected and what was found. Code that acts on a key's value reads it here; code that
-only displays or copies keys (`inspect`, `compare`, `export`) may use them unchanged.
+The value of an absent key is None. A value of another type or outside its range is an error of one line that
+names the file, the key, what was expected and what was found. Code that acts on a key's value reads it here;
+code that only displays or copies keys (`inspect`, `compare`, `export`) may use them unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted, shown
 
-MAX_INTEGER = (1 << 63) - 1  # largest value of every integer type except UINT64
+MAX_INTEGER = (1 << 63) - 1  # only a UINT64 can be larger
 MOST_SIZE = (1 << 31) - 1  # largest size in a model: the file has UINT32, but llama.cpp uses INT32
 ARCHITECTURE, TOKENIZER = "general.architecture", "tokenizer.ggml.model"
 TEMPLATE = "tokenizer.chat_template"
@@ -26,7 +26,7 @@ THE_FILE = "the model file"
 
 
 class GGUFKeys:
-    """Reader of a file's keys with their types. `place` names the file, unless callers add its name."""
+    """Type-checking reader of a file's keys. `place` names the file, unless callers add its name."""
 
     def __init__(self, metadata: Mapping[str, Any], place: str = "") -> None:
         self.metadata, self.place = metadata, place
@@ -52,14 +52,14 @@ class GGUFKeys:
         return result
 
     def integer(self, key: str, least: int = 0, most: int = MAX_INTEGER, expected: str = "") -> int | None:
-        """Return the integer of a key, of any width, from `least` to `most`."""
+        """Return the integer at a key, of any integer type, from `least` to `most`."""
         limits = f"of at least {least}" if most in (MAX_INTEGER, MOST_SIZE) else f"from {least} to {most}"
         what = expected or f"a whole number {limits}"
         value = self.checked(key, what, lambda value: is_whole(value) and least <= value <= most)
         return None if value is None else int(value)
 
     def number(self, key: str, least: float = -math.inf) -> float | None:
-        """Return the finite number of a key, at least `least`."""
+        """Return the finite number at a key, at least `least`."""
 
         def fits(value: Any) -> bool:
             is_number = is_whole(value) or isinstance(value, float | np.floating)

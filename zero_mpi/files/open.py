@@ -1,7 +1,7 @@
 """Safe opening and reading of files, which other programs may have replaced by anything.
 
 Only regular files are opened, because a pipe could block forever and a device never ends. Reads are bounded.
-Only `open_in_place` opens files to overwrite, append or truncate them.
+`open_in_place` opens files safely to overwrite, append to or truncate them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot
 def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
     """Open a regular file, without a buffer; raises FileError for anything else.
 
-    The file is checked after it was opened, without waiting for a pipe's other end. A check before opening
+    The file is opened without waiting for a pipe's other end, then checked. A check before opening
     would not help, because the file could be replaced in between.
     """
     try:
@@ -127,7 +127,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> i
 
 
 def fill(handle: int, view: memoryview, at: int) -> int:
-    """Fill `view` with bytes of a file from offset `at` on. Return their number, smaller at the end."""
+    """Fill `view` from offset `at` of a file. Return the number of bytes read, fewer only at its end."""
     done = 0
     while done < len(view):
         got = os.preadv(handle, [view[done:]], at + done)

@@ -14,7 +14,7 @@ from typing import Any
 from zero_mpi.files.foreign import show, shown
 
 MOST_NESTED = 100  # limit on nesting, so that recursive code does not exhaust the stack
-MOST_VALUES = 1 << 21  # maximum number of values in a JSON text; a one-byte value takes about 100 bytes
+MOST_VALUES = 1 << 21  # maximum number of values in a JSON text; a one-character value takes about 100 bytes
 PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
 # Matches a TOML key with many parts, for which parsing takes quadratic time.
 LONG_KEY = re.compile(rf"""(?<![\w"'-]){PART}(?:\.[ \t]*+{PART}){{32}}""", re.ASCII)

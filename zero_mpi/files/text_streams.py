@@ -23,11 +23,11 @@ from zero_mpi.files.parse import parse_json
 BLOCK = 1 << 20
 UNREADABLE = OSError, EOFError, zlib.error, ValueError
 MOST = 16 << 20  # limit in bytes of a line
-MOST_UNPACKED = 1 << 30  # limit in bytes of a packed text that is a single document in memory
+MOST_UNPACKED = 1 << 30  # limit in bytes of an unpacked text that is held in memory as one document
 
 
 def _zstd(file: FileIO) -> Any:
-    library = import_optional("files of zstd", "arrow", "pyarrow")
+    library = import_optional("reading zstd files", "arrow", "pyarrow")
     return library.CompressedInputStream(library.PythonFile(file, mode="r"), "zstd")
 
 
@@ -38,14 +38,14 @@ PACKINGS: dict[str, Callable[[FileIO], Any]] = {
 
 
 def packing_of(name: str) -> str:
-    """Return the suffix of a name that says how the file is packed; empty if it is not packed."""
+    """Return the suffix of a name, which says how the file is packed; empty if it is not packed."""
     return next((suffix for suffix in PACKINGS if name.lower().endswith(suffix)), "")
 
 
 class TextStream:
     """Unpacked bytes of a file, from the first byte on. `at`: number of bytes read or skipped.
 
-    `beat` is called at each block, because reading a file may take long.
+    `read` calls `beat` at each block, because reading a file may take long.
     Raises FileError if a file cannot be read or is not packed as its name says.
     """
 
@@ -111,7 +111,7 @@ class TextStream:
 
     def lines(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, line) for the lines that begin in [first, stop) and after the current position."""
-        if first and self.stop != first:  # the end of the previous line is unknown
+        if first and self.stop != first:  # it is unknown whether a line begins at `first`
             self.pass_over(first - 1 - self.at)
             self.line()
         while (place := self.at) < stop and (raw := self.line()):
@@ -164,9 +164,9 @@ def each_line(
     lines: Iterable[bytes] | None = None,
     bad: Callable[[int, ValueError], object] | None = None,
 ) -> Iterator[T]:
-    """Yield read(line number, JSON value) for each line, with one line in memory at a time.
+    """Yield read(line number, JSON value) for each line that is not blank, with one line in memory at a time.
 
-    A failure, such as a ValueError of `read`, becomes a FileError that names `flag`, file and line.
+    A ValueError, such as one of `read`, becomes a FileError that names `flag`, file and line.
     lines: lines to read instead of the file's; bad: called for an invalid line, instead of a FileError
     """
     for number, raw in enumerate(_flagged(path, flag, lines), 1):

@@ -167,7 +167,7 @@ def meeting_place(world: World) -> Path | None:
         for probe in probes:
             with suppress(OSError):
                 probe.mkdir(mode=0o700)
-    probes = world.comm.broadcast_object(probes)  # sent after mkdir, as ranks look for the folder at once
+    probes = world.comm.broadcast_object(probes)  # sent after mkdir, as ranks look for the folder immediately
     seen = world.comm.allgather_object([probe.is_dir() for probe in probes])
     if world.rank == 0:
         for probe in probes:

@@ -1,7 +1,7 @@
 """Checks that all ranks have the same package, Python, MPI, NumPy, flags and model files.
 
 Hosts may differ, for example in the environment or in the copy of a file. Such a job would hang, or its ranks
-would train differently. Ranks therefore compare these facts, with a single message if all agree.
+would train differently. Ranks therefore compare these facts; one short message suffices if all agree.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def own_source() -> str:
 
 
 def source_digest(folder: Path) -> str:
-    """Return a digest of all files of the package, since many commits have the same version."""
+    """Return a digest of all Python files of the package, since many commits have the same version."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(os.fsencode(path.relative_to(folder)) + b"\0")
@@ -113,7 +113,7 @@ def is_first(environ: Mapping[str, str] = os.environ) -> bool:
 def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> None:
     """Raise UsageError if a launcher has started several ranks and each is alone in its MPI world.
 
-    In that case mpi4py has loaded a different MPI library than the launcher's. Only the first rank prints.
+    In that case mpi4py has loaded no MPI library, or not the launcher's. Only the first rank prints.
     """
     started = split_into(world.size, environ)
     if not started:
@@ -123,7 +123,7 @@ def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> No
     library = "no MPI" if world.mpi is None else mpi_library(world)
     raise UsageError(
         f"the launcher started {started} ranks, but each of them is alone with {library}: use the mpiexec "
-        "(with srun: the --mpi=...) that belongs to the MPI library that mpi4py loads"
+        "(with srun: the --mpi=...) of the MPI library that mpi4py loads"
     )
 
 

@@ -39,7 +39,7 @@ REMEDY = "enlarge it (containers: --shm-size=1g or --ipc=host), or start fewer r
 
 
 def check_space(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Raise UsageError if MPI has too little space to start; if space is short, set UCX to need less."""
+    """Raise UsageError, or end a job of several nodes, if MPI lacks space; if space is short, limit UCX."""
     # MPICH and libraries based on it set PMI_FD; Open MPI needs only 0.1 MB per rank
     problem = find_problem(environ) if "PMI_FD" in environ else ""
     if problem and environment.local_ranks(environ) < int(environ.get("PMI_SIZE", "0")):

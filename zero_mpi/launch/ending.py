@@ -1,6 +1,6 @@
 """End of a job: last messages, the end of all ranks, and a pause of the launcher while ranks save.
 
-Several ranks may fail at once, in any thread, even while another thread is inside the MPI library. So ranks
+Several ranks may fail together, in any thread, even while another thread is inside the MPI library. So ranks
 take turns to print, each message is a single write, and the rank that ends the job does not depend on the MPI
 library alone.
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FAILED, BAD_USAGE, REQUEUE = 1, 2, 75
 DRAIN = 0.2  # seconds for the launcher to forward messages, because an abort drops unread output
-STAGGER = 0.3  # seconds per rank: if all fail at once, the first ends the job before the others print
+STAGGER = 0.3  # seconds per rank: if all fail together, the first ends the job before the others print
 MOST_TURNS = 20  # ranks above this number print at the same time as the rank with this number
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
@@ -100,7 +100,7 @@ def _watch(pid: int, ranks: set[int]) -> None:
 
 
 def ranks_below(pid: int) -> set[int]:
-    """Return the living ranks that a launcher has started, without its daemons for other nodes."""
+    """Return the process ids of the living ranks that a launcher has started on this node."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

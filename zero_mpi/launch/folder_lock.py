@@ -1,7 +1,7 @@
 """Lock of a run folder, `OUT/.lock`: the folder belongs to one job at a time, until that job ends.
 
 The process that creates the file holds the folder. The holder, rank 0, keeps a flock on the file, which ends
-with the process, and renews its record every few seconds. If the system refuses another job the flock, the
+with the process, and renews its record every few seconds. If the system refuses the flock to another job, the
 holder is alive. If it grants the flock, a holder on this machine is dead; other machines' flocks may be
 invisible (NFS and Lustre, depending on mount options). A holder on another machine counts as dead if its
 record stops changing, by the local clock. The file is then renamed, which only one process can do, and a new

@@ -2,13 +2,13 @@
 
 A handler only records the signal, because a rank that exits alone leaves the others waiting. Ranks exchange
 recorded signals in every agreement before the first step (`launch.world.StopAwareComm`), then after each
-step. A signal interrupts long local work without communication at once (`cut_short`). A thread also receives
-signals, because no Python handler runs while the main thread is inside the MPI library. The thread reacts to
-a second Ctrl-C, and ends a run whose ranks reach no agreement during its preparation.
+step. A signal immediately interrupts long local work without communication (`cut_short`). A thread also
+receives signals, because no Python handler runs while the main thread is inside the MPI library. The thread
+reacts to a second Ctrl-C, and ends a run whose ranks reach no agreement during its preparation.
 
 The train program records signals from its first line on. A script that calls a command's function must first
 call `signals.listen()`. On Ctrl-C `train` saves and `tokenize` ends so that it can be resumed. Any other
-command prints a line and ends at once, with status 130. Importing the package changes no signal handler.
+command prints a line and ends immediately with status 130. Importing the package changes no signal handler.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Word = tuple[str, bool]
 def handle(number: int, handler: Handler) -> None:
     """Install a handler of a signal, unless nohup or a shell has made this process ignore the signal.
 
-    nohup does so for SIGHUP, and a shell for SIGINT in the background. Under a launcher SIGINT is handled.
+    nohup does so for SIGHUP, a shell for SIGINT of background jobs. Under a launcher SIGINT is handled.
     """
     ignored = signal.getsignal(number) is signal.SIG_IGN
     kept = number == signal.SIGHUP or (number == signal.SIGINT and not environment.under_launcher())
@@ -59,7 +59,7 @@ def handle(number: int, handler: Handler) -> None:
 
 
 def handle_again() -> None:
-    """Install handlers again that a library has replaced; UCX replaces SIGHUP's when MPI starts."""
+    """Install all handlers again, since libraries replace some: UCX replaces SIGHUP's when MPI starts."""
     for number, handler in _handled.items():
         signal.signal(number, handler)
 

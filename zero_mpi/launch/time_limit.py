@@ -1,6 +1,6 @@
 """Time limit of a run, from --max-time or from the batch system.
 
-At a job's limit, Slurm and PBS send a signal and, seconds later, SIGKILL, which is too early to save a large
+At a job's limit, Slurm and PBS send a signal and, seconds later, SIGKILL: too little time to save a large
 model. So rank 0 queries the end time beforehand. A job's variables show the limit at its start, but a limit
 can be extended later, so squeue or qstat reports the time left. A thread runs the command, because a busy
 batch system is slow; without an answer the limit is kept.
@@ -36,7 +36,7 @@ class BatchJob:
 
 
 def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
-    """Return the batch job whose variables are in `environ`, if there are any."""
+    """Return the batch job that variables in `environ` describe; None if there is none."""
     if number := environ.get("SLURM_JOB_ID"):
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         if array and task:  # one task has the same id as the full array

@@ -11,7 +11,7 @@ two ranks have started different collectives with the same number, or a rank has
 that another rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job.
 Otherwise, after the limit, a rank without progress prints the report for all. A rank that was stopped, or
 whose host is lost, has not signed, so the report names it. The times in the states are corrected by the file
-system's clock, because the clocks of hosts differ. A file's name has a digest of its job.
+system's clock, because the clocks of hosts differ. A file's name contains a digest of its job.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RankReports:
         partial.replace(self._file)
 
     def leave(self) -> None:
-        """Remove this rank's files, because it makes progress; the last rank to leave removes the folder."""
+        """Remove this rank's file, because it makes progress; the last rank to leave removes the folder."""
         with contextlib.suppress(OSError):  # fails while other ranks have files in the folder
             self._file.unlink(missing_ok=True)
             self._folder.rmdir()
@@ -206,7 +206,7 @@ def shown_stacks(found: Mapping[int, RankState]) -> str:
 
 
 def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
-    """Return groups of ranks at the same point: first ranks in no collective, then small groups."""
+    """Return groups of ranks at the same point: groups in no collective first, then by ascending size."""
     groups = defaultdict[str, list[int]](list)
     for rank in sorted(found):
         groups[found[rank].place].append(rank)
@@ -354,7 +354,7 @@ class Watchdog:
         self._signed, self._pause, self._compares_at = changed, POLL / 2, 0.0
 
     def _speak(self, changed: float, age: float, stuck: Stuck | None = None) -> None:
-        """Print the states of all ranks and end the job, unless another rank prints them."""
+        """Print the states of all ranks, unless another rank prints them, and end the job."""
         reports = self._reports
         if reports is None:
             self._end(age)

@@ -1,4 +1,4 @@
-"""Runner of a command on all ranks, which ends all ranks with one message and one exit status.
+"""Runner of a command on all ranks. All ranks end together, with one message and one exit status.
 
 If a rank of an MPI job dies of an exception, the other ranks wait for it. So this module catches all
 exceptions of a command.
@@ -32,7 +32,7 @@ from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
 HELP, NO_LAUNCHER = {"-h", "--help", "--help-all", "--version"}, "start it without mpirun"
-PATIENCE = 3.0  # seconds that a rank with a bad exit status waits for the others
+PATIENCE = 3.0  # seconds that a rank with a nonzero exit status waits for the others
 END = "the end of the other ranks"
 MPI_START = 600.0  # seconds for all ranks to reach MPI_Init
 BEAT = 0.25  # minimum seconds between two beats of rank 0
@@ -100,7 +100,7 @@ class World:
             listener(status, reason)
 
     def kill(self, status: int) -> NoReturn:
-        """End all ranks at once, from any thread."""
+        """End all ranks immediately, from any thread."""
         ending.release_launcher()
         if self.mpi is not None:
             self.mpi.COMM_WORLD.Abort(status)
@@ -178,7 +178,7 @@ def find_world() -> World:
     Raise UsageError if MPI cannot start.
     """
     dev_shm.check_space()
-    if environment.under_launcher():  # an exit here would leave the other ranks waiting in MPI_Init
+    if environment.under_launcher():  # if a rank exits before MPI_Init, the others wait in it
         faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
         from zero_mpi.comm.start_mpi import MPI
@@ -274,8 +274,8 @@ def meet(world: World, patience: float) -> bool:
 def finish(world: World, status: int, problem: str = "") -> NoReturn:
     """End this process with the agreed `status`, after all ranks have reached this function.
 
-    A rank that gets here alone with a bad status ends the job, as the other ranks would wait for it forever.
-    A rank with a good status waits without limit, because another rank may still be writing.
+    A rank that gets here alone with a nonzero status ends the job, as the others would wait for it forever.
+    A rank with status 0 waits without limit, because another rank may still be writing.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,7 +29,7 @@ from zero_mpi.nn import (
 
 @dataclass(frozen=True)
 class GPT2(ModelConfig):
-    """Sizes of a gpt2 model."""
+    """Configuration of a gpt2 model."""
 
     arch: ClassVar[str] = "gpt2"
     norm_epsilon: float = float(np.float32(1e-5))
@@ -50,7 +50,7 @@ class GPT2(ModelConfig):
         width, heads = keys.size("embedding_length"), keys.size("attention.head_count")
         if width % heads:
             raise UsageError(
-                f"the GGUF key {cls.arch}.attention.head_count = {heads} does not divide {width}"
+                f"the GGUF key {cls.arch}.attention.head_count = {heads} does not divide the width {width}"
             )
         return {
             "feed_forward_length": keys.size("feed_forward_length"),

@@ -21,7 +21,7 @@ from zero_mpi.models.rotary import QKV_BIASES, UNSUPPORTED_KEYS, RotaryModel
 
 @dataclass(frozen=True)
 class Llama(RotaryModel):
-    """Sizes of a llama model; a file may have a bias in each projection, or experts (Mixtral)."""
+    """Configuration of a llama model; a file may have a bias in each projection, or experts (Mixtral)."""
 
     arch: ClassVar[str] = "llama"
     interleaved: ClassVar[bool] = True
@@ -32,7 +32,7 @@ class Llama(RotaryModel):
 
 @dataclass(frozen=True)
 class SmolLM3(RotaryModel):
-    """Sizes of a smollm3 model."""
+    """Configuration of a smollm3 model."""
 
     arch: ClassVar[str] = "smollm3"
     interleaved: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class SmolLM3(RotaryModel):
 
 @dataclass(frozen=True)
 class Qwen2(RotaryModel):
-    """Sizes of a qwen2 model."""
+    """Configuration of a qwen2 model."""
 
     arch: ClassVar[str] = "qwen2"
     any_head_width: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Qwen2(RotaryModel):
 
 @dataclass(frozen=True)
 class Qwen3(RotaryModel):
-    """Sizes of a qwen3 model."""
+    """Configuration of a qwen3 model."""
 
     arch: ClassVar[str] = "qwen3"
     head_norms: ClassVar[bool] = True
@@ -61,7 +61,7 @@ class Qwen3(RotaryModel):
 
 @dataclass(frozen=True)
 class Qwen3MoE(Qwen3):
-    """Sizes of a qwen3moe model; `feed_forward_length` is the width of an expert."""
+    """Configuration of a qwen3moe model; `feed_forward_length` is the width of an expert."""
 
     arch: ClassVar[str] = "qwen3moe"
     may_have_experts: ClassVar[bool] = True
@@ -71,7 +71,7 @@ class Qwen3MoE(Qwen3):
 
 @dataclass(frozen=True)
 class OLMo2(RotaryModel):
-    """Sizes of an olmo2 model."""
+    """Configuration of an olmo2 model."""
 
     arch: ClassVar[str] = "olmo2"
     joint_norms: ClassVar[bool] = True
@@ -85,7 +85,7 @@ class OLMo2(RotaryModel):
 
 @dataclass(frozen=True)
 class OLMoE(RotaryModel):
-    """Sizes of an olmoe model; each query head has a key/value head."""
+    """Configuration of an olmoe model; each query head has its own key/value head."""
 
     arch: ClassVar[str] = "olmoe"
     joint_norms: ClassVar[bool] = True
@@ -98,4 +98,4 @@ class OLMoE(RotaryModel):
     def __post_init__(self) -> None:
         if self.head_count_kv != self.head_count:
             found = f"--kv-heads {self.head_count_kv} (the GGUF key olmoe.attention.head_count_kv)"
-            raise UsageError(f"{found}: olmoe has as many key/value heads as heads, {self.head_count}")
+            raise UsageError(f"{found}: olmoe has as many key/value heads as query heads, {self.head_count}")

@@ -1,4 +1,4 @@
-"""LoRA configuration of a model: which projections get adapters (`nn.adapters`), and of which rank."""
+"""LoRA configuration of a model: the projections that get adapters (`nn.adapters`), and their rank."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from zero_mpi.nn import Embedding, Layer, Linear, Stage
 from zero_mpi.nn.layer import Composite
 from zero_mpi.ops.block_kinds import BlockKind
 
-# The head gets an adapter only if a pattern begins with "output"; router and experts only if a pattern has
-# their word of NAMED (adapters of experts are large). PEFT's all-linear also leaves these weights out.
+# The head gets an adapter only if a pattern begins with "output"; router and experts only if a pattern
+# contains their string in NAMED (adapters of experts are large). PEFT's all-linear leaves them out too.
 HEAD = "output.weight"
 NAMED = ("ffn_gate_inp", "_exps")
-TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
+TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # projections of attention and of dense feed-forwards
 FROZEN = ("!*.weight.*",)  # every name without a suffix of adapters or added rows
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """Settings of adapters: rank, patterns of the weights that get one, and alpha (scale alpha / rank).
+    """Settings of adapters: rank, patterns of the weights that get adapters, and alpha (scale alpha / rank).
 
     stored: names and types of frozen weights that are kept in the file's quantized blocks
     rounding: names and types of matrices that layers merge with their adapters and round to the type

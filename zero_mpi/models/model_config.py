@@ -172,7 +172,7 @@ class ModelConfig:
         return {}
 
     def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-        """Raise UsageError, which names differences, unless a file has exactly this model's tensors."""
+        """Raise UsageError with the differences unless a file has exactly this model's tensors."""
         params = stage_params(self.layers())
         wanted = {name: part.shape for name, part in (params | self.constants()).items()}
         missing, surplus = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
@@ -245,7 +245,7 @@ OPTIONAL = ("kv_heads", "ffn", *EXPERTS, "tied")
 
 
 def check_sizes(flags: Any) -> dict[str, Any]:
-    """Return a model's sizes, given as flags, as integers; raise UsageError for invalid names and values."""
+    """Return a model's sizes, from flags, as integers; raise UsageError for invalid names and values."""
     if not isinstance(flags, Mapping):
         raise UsageError(f"sizes of a model: expected a mapping such as {{'layers': 2}}, got {came(flags)}")
     given = dict.fromkeys(OPTIONAL) | dict(flags)

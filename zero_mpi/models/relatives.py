@@ -4,7 +4,7 @@ granite and granitemoe (IBM, 2024) have four multipliers, as in muP (Yang et al.
 
 phi3 (Abdin et al., 2024) has one matrix for q, k and v, and one for gate and up. For long contexts it has two
 sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one for contexts up to the
-original length, the other for longer contexts. The model's context in the file selects the set, as llama.cpp
+original length, the other for longer contexts. The context length in the file selects the set, as llama.cpp
 does by default, so neither a short text nor a cache changes the results.
 
 In gemma3 (Gemma Team, 2025), five of six blocks attend only to a window. Attention and feed-forward have one
@@ -50,7 +50,7 @@ MULTIPLIERS = {  # field -> (GGUF key, value if the key is 0, because llama.cpp 
 
 @dataclass(frozen=True)
 class Granite(Llama):
-    """Sizes and multipliers of a granite model."""
+    """Configuration of a granite model, with its multipliers."""
 
     arch: ClassVar[str] = "granite"
     refused: ClassVar[tuple[str, ...]] = tuple(key for key in UNSUPPORTED_KEYS if key != "attention.scale")
@@ -96,7 +96,7 @@ class Granite(Llama):
 
 @dataclass(frozen=True)
 class GraniteMoE(Granite):
-    """Sizes of a granitemoe model, which may have a shared feed-forward for all tokens."""
+    """Configuration of a granitemoe model, which may have a shared feed-forward for all tokens."""
 
     arch: ClassVar[str] = "granitemoe"
     may_have_experts: ClassVar[bool] = True
@@ -126,7 +126,7 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 @dataclass(frozen=True)
 class Phi3(RotaryModel):
-    """Sizes of a phi3 model."""
+    """Configuration of a phi3 model."""
 
     arch: ClassVar[str] = "phi3"
     projected: ClassVar[type[ProjectQKV]] = JointQKV
@@ -187,7 +187,7 @@ SOFTCAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 
 @dataclass(frozen=True)
 class Gemma3(RotaryModel):
-    """Sizes of a gemma3 model; `sliding_window`: positions that a block with a window attends to; 0: all."""
+    """Configuration of a gemma3 model; `sliding_window`: number of positions in a window; 0: no windows."""
 
     arch: ClassVar[str] = "gemma3"
     head_norms: ClassVar[bool] = True

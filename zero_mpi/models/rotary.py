@@ -69,7 +69,7 @@ class RopeScaling:
 
     @classmethod
     def from_gguf(cls, keys: ModelKeys) -> Self | None:
-        """Return the scaling in a file's keys, or None; raise UsageError for an unsupported kind."""
+        """Return the scaling in a file's keys, or None; raise UsageError for unsupported values."""
         for name, only in FIXED.items():
             keys.require(name, only)
         kind = keys.text(TYPE) or LINEAR  # llama.cpp's default
@@ -145,7 +145,7 @@ QKV_BIASES = frozenset({"attn_q", "attn_k", "attn_v"})
 
 @dataclass(frozen=True)
 class RotaryModel(ModelConfig):
-    """Sizes of a rotary model; `biases` names the projections with a bias ("attn_q", "ffn_up", ...).
+    """Configuration of a rotary model; `biases` names the projections with a bias ("attn_q", "ffn_up", ...).
 
     `rope_factors` (one per pair, or none) divide the rotary frequencies; they are float32. RoPE rotates the
     first `rope_dimension_count` elements of a head; 0: all.
@@ -245,19 +245,19 @@ class RotaryModel(ModelConfig):
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
             raise UsageError(
-                f"the GGUF keys say {query} heads over {kv} key/value heads, expected a multiple of {kv}"
+                f"the GGUF keys give {query} heads for {kv} key/value heads; expected a multiple of {kv}"
             )
         key_width = keys.size("attention.key_length", width // query)
         turned = keys.size("rope.dimension_count", key_width)
         if turned > key_width or turned % 2 or key_width % 2:
             raise UsageError(
                 f"the GGUF key {cls.arch}.rope.dimension_count = {turned}: expected an even number, at most "
-                f"the even head width {key_width}"
+                f"the head width {key_width}, which must also be even"
             )
         value_width = keys.size("attention.value_length", width // query)
         if not cls.any_head_width and not query * key_width == query * value_width == width:
             raise UsageError(
-                f"the GGUF keys say {query} heads of width {key_width} (values: {value_width}); "
+                f"the GGUF keys give {query} heads of width {key_width} (values: {value_width}); "
                 f"expected a total width of {cls.arch}.embedding_length = {width}, as llama.cpp does"
             )
         return Heads(query, kv, key_width, value_width)
@@ -300,7 +300,7 @@ class RotaryModel(ModelConfig):
         return Chain(*first, *layers, *last)
 
     def attention(self, prefix: str) -> Layer:
-        """Return the layer x -> attention(norm(x))."""
+        """Return attention with its projections and norms."""
         width, heads = self.embedding_length, self.heads
         return self.branch(
             f"{prefix}.attn_norm",
@@ -319,7 +319,7 @@ class RotaryModel(ModelConfig):
         return [QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []
 
     def turn(self, block: int) -> list[Layer]:
-        """Return the RoPE layer of a block, if it has one."""
+        """Return a list with the RoPE layer of a block; empty if it has none."""
         if self.unturned and (block + 1) % self.unturned == 0:
             return []
         return [
@@ -359,7 +359,7 @@ class RotaryModel(ModelConfig):
         return float(self.key_length**-0.5)
 
     def feed_forward(self, prefix: str) -> Layer:
-        """Return the layer x -> down(gated pair(norm(x))), or the mixture of experts of norm(x)."""
+        """Return the gated feed-forward, or the mixture of experts, with its norms."""
         width, hidden = self.embedding_length, self.feed_forward_length
         dense = (
             self.gated(prefix, width, hidden, bias="ffn_gate" in self.biases),

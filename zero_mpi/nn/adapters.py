@@ -19,7 +19,7 @@ from zero_mpi.ops.rounding import round_to
 
 FIRST, SECOND = ".lora_a", ".lora_b"
 ADDED = ".added"  # suffix of a matrix's name: the parameter of its added rows
-AT_ONCE = 1 << 16  # elements of a product computed at once, so that they fit in cache
+AT_ONCE = 1 << 16  # elements of a product that are computed together, so that they fit in cache
 
 
 class LowRank:
@@ -66,7 +66,7 @@ class LowRank:
     def backward(
         self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
     ) -> Any:
-        """Add s (dy b) a to dx and return it; add the gradients of a and b into g.
+        """Return dx plus s (dy b) a, or dx if the product is merged; add the gradients of a and b to g.
 
         saved: x, and the result of `narrow`, which is computed again if it is None
         """

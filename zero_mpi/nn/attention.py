@@ -132,7 +132,7 @@ class QKNorm(Composite):
 
 
 class JointQKNorm(QKNorm):
-    """Layer that normalizes q and k over all their heads at once, with weights (H D,) and (K D,).
+    """Layer that normalizes q and k over all their heads together, with weights (H D,) and (K D,).
 
     Groeneveld et al., "2 OLMo 2 Furious", 2024.
     """
@@ -173,7 +173,7 @@ def rope_table(
 
 
 class RoPE(Layer):
-    """Rotation of q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX.
+    """Rotation of q and k by their positions; `interleaved`: llama.cpp's NORM order, otherwise NEOX.
 
     `factors` (one per pair, or none) divide the frequencies; Llama 3 uses them for long contexts. YaRN also
     multiplies rotated elements by a `magnitude` (Peng et al., 2023). `width`: number of elements at the start

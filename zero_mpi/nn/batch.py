@@ -1,9 +1,9 @@
 """Context of a micro-batch for its layers: documents, factors of losses, sums of reported values.
 
 Nearly all layers treat each position independently and need only weights and input. Other layers call
-`batch_of(p)`: attention for the documents in a `Packed` input, and a layer with an auxiliary loss for the
-loss's factor and for the sums over all layers. Attention reaches back at most to the start of a document,
-where positions begin at 0. Shapes are the same as without documents.
+`batch_of(p)`: attention and position layers for the documents in a `Packed` input, and a layer with an
+auxiliary loss for the loss's factor and for the sums over all layers. Attention reaches back at most to the
+start of a document, where positions begin at 0. Shapes are the same as without documents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Turns = Iterable[tuple[slice, Weights, Gradients]]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Input of a model in which each row has several documents.
+    """Input of a model in which a row may have several documents.
 
     ids      (B, T) integers
     begins   (B, T) int64: for each position, the index in its row at which its document begins

@@ -235,7 +235,7 @@ def placed(rows: Any, part: slice, values: Any) -> Any:
 
 @singledispatch
 def rows_of(starts: Any, members: slice, count: int) -> tuple[slice, Any]:
-    """Return the range of some experts' rows among all `count` sorted rows, and where each expert begins."""
+    """Return the range of some experts' rows among all `count` sorted rows, and each expert's start in it."""
     if members.stop is None:
         return slice(0, count), starts
     begin = int(starts[members.start])

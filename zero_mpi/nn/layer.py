@@ -1,7 +1,7 @@
 """Base class of layers: a layer names its parameters, has a forward and a backward, and holds no arrays.
 
-All other methods have defaults that work for every layer. A layer overrides a method if it can compute the
-result in fewer passes or with less memory.
+All other methods have defaults. A layer overrides a method if the default does not fit, or if it can compute
+the result in fewer passes or with less memory.
 
 Weights are an argument of `forward` and `backward`, so the runtime may free them after forward and gather
 them again for backward. Backward *adds* into the gradients that it receives, so accumulation, tied weights
@@ -264,7 +264,7 @@ def check_param(name: Any, param: Any) -> None:
 def initial_values(name: str, param: Param, seed: int, start: int, stop: int) -> Array:
     """Return elements [start, stop) of the flattened initial values of a parameter, float32.
 
-    They depend only on (seed, name, position): blocks are drawn separately, each from its own counter range
+    Random draws depend only on (seed, name, position): each block is drawn from its own counter range
     of Philox (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011).
     """
     values = np.zeros(stop - start, np.float32)

@@ -50,13 +50,13 @@ def check_targets(targets: Any, logits: Any = None) -> None:
         array("cross_entropy: targets for these logits", targets, tuple(logits.shape[:-1]))
         if not is_cupy(targets) and not UNCOUNTED <= targets.min() <= targets.max() < logits.shape[-1]:
             raise ValueError(
-                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1}, an index of the logits, "
+                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1} (indices of the logits), "
                 f"or -1 to ignore a position; got {targets.min()} to {targets.max()}"
             )
 
 
 class HeadLoss:
-    """A loss of a micro-batch that is computed with the last stage, so that not all logits exist at once.
+    """A loss of a micro-batch, computed with the last stage, so that only some logits exist at a time.
 
     The last stage treats each row independently. It may receive a few rows that have no targets.
     """

@@ -39,7 +39,7 @@ class Preference:
 
     @property
     def has_reference(self) -> bool:
-        """True if sums are compared with a reference model; otherwise averages over tokens are used."""
+        """True if sums are compared with a reference model's; otherwise averages over tokens are used."""
         return self.name in ("dpo", "ipo", "kto")
 
     @property
@@ -55,7 +55,7 @@ class Preference:
     def score(
         self, numbers: Sequence[int], sums: Sequence[float], counts: Sequence[int], kl: float = 0.0
     ) -> Scored:
-        """Return the loss of sequences. Better answers have even `numbers`, worse answers odd `numbers`."""
+        """Return the loss terms and slopes. Better answers have even `numbers`, worse answers odd ones."""
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
         if self.is_unpaired:

@@ -48,7 +48,7 @@ def compiles() -> bool:
 def products(kind: Any) -> tuple[str, str]:
     """Return (the host's matmul library for a type, ""), or ("", the reason why matmuls use float32 copies).
 
-    The result is ("", "") on a GPU, and for float32 if BLAS computes the matmuls.
+    The result is ("", "") on a GPU, for float64, and for float32 if BLAS computes the matmuls.
     """
     if device.in_use() is not device.HOST or kind == np.float64:  # NumPy computes float64 matmuls
         return "", ""
@@ -94,7 +94,7 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
     """Compile all kernels of a type for the device in use, unless the cache has them. Call it once.
 
     Before it compiles for a CPU, which takes about ten seconds, it calls `say` with one line. If many ranks
-    start at once, call `prepare` first on one rank of each node, which fills the cache for the other ranks.
+    start together, call `prepare` first on one rank of each node, which fills the cache for the other ranks.
     Other kernels, such as the host's kernels in a GPU run, are compiled when they are first called.
     """
     if device.in_use().name == "cuda":
@@ -123,7 +123,7 @@ def fill_cache(kind: str, say: Callable[[str], object] | None = None) -> None:
 
 
 def use_threads(count: int | None = None) -> int:
-    """Set and return the number of compute threads of this process; the default comes from the environment.
+    """Set and return the number of compute threads; default: the environment's number, or 1 if it sets none.
 
     The reference uses this many threads in NumPy's BLAS.
     """

@@ -1,4 +1,4 @@
-"""Quantized types of GGUF in which a frozen tensor may be kept, with the elements and bytes of a block.
+"""Quantized types of GGUF in which a frozen tensor may be kept, with elements and bytes per block.
 
 A block holds a few elements with their own scales. A tensor is a sequence of full blocks.
 `gguf.quants.dequantize` defines the meaning of the bytes; `ops.cpu.dequantize` has kernels for `PACKED`.
@@ -24,7 +24,7 @@ RARE = (  # older versions of the package gguf lack some of these types
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Quantized type, with its name in GGUF and the elements and bytes of a block."""
+    """Quantized type, with its name in GGUF and the numbers of elements and bytes of a block."""
 
     name: str
     elements: int
@@ -48,7 +48,7 @@ EXPONENT = np.uint16(0x7C00)  # exponent bits of a float16; all are set in infin
 
 
 def finite_blocks(raw: Array, kind: str) -> Array:
-    """Return for each block of the bytes `raw` whether its elements are finite; `kind` is in `PACKED`."""
+    """Return a mask of blocks: True if all elements are finite. raw: the blocks; kind: one of `PACKED`."""
     blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_KINDS[kind].nbytes)
     scales = [blocks[:, at : at + 2].copy().view(np.uint16) & EXPONENT for at in SCALES[kind]]
     found: Array = (np.hstack(scales) != EXPONENT).all(axis=1)

@@ -1,4 +1,4 @@
-"""Logarithms, powers, cosines and normal random numbers, bit-identical on every machine if requested.
+"""Elementary functions and normal random numbers, bit-identical on every machine if requested.
 
 The C library's functions differ in the last bit between versions and processors. So do NumPy's functions,
 which call the C library or use their own vector code. Under `--bits portable` this module's functions replace

@@ -1,7 +1,7 @@
 """Definitions for mixtures of experts: the choice of experts, and products of rows grouped by expert.
 
 T tokens choose U of N experts each. The R = T U rows are sorted by expert, then by token. No shape depends on
-the choices: `starts` (N + 1,) has the first row of each expert.
+the choices: `starts` (N + 1,) has the first row of each expert, and R.
 """
 
 from __future__ import annotations

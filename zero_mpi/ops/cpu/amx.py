@@ -1,4 +1,4 @@
-"""Products of many small bfloat16 matrices by a processor's tile units (AMX), for attention.
+"""Products of many small bfloat16 matrices, computed by a processor's tile units (AMX), for attention.
 
 A tile has 16 rows of 64 bytes. One instruction adds the product of two tiles to a third tile: 16 x 32
 elements by 32 x 16, with the second factor as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four
@@ -300,7 +300,7 @@ def multiply_many(a: Array, b: Array, c: Array, adds: bool, tiles: Array) -> Non
 
 
 def multiply(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
-    """Return c (B, H, M, N) after computing a (B, H, M, K) b (B, H, K, N), plus c if `adds`.
+    """Compute and return c (B, H, M, N) = a (B, H, M, K) b (B, H, K, N), plus c if `adds`.
 
     a and b are bfloat16; c is bfloat16 or float32. Each array has contiguous rows or contiguous columns.
     """

@@ -2,7 +2,7 @@
 
 A tile has rows of all query heads that share a key head, so that one product computes all of them. Short
 sequences keep the exponentials of their tiles for backward. Long sequences keep two numbers per row, and
-backward computes the tiles again, so that memory grows with T (Dao et al., "FlashAttention", 2022).
+backward computes the tiles again, so that memory is linear in T (Dao et al., "FlashAttention", 2022).
 `attention_bf16` computes bfloat16.
 """
 
@@ -231,7 +231,7 @@ def buffers(scratch: Array, heads: int, n: int, width: int, tall: int) -> tuple[
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """Compute `reference.causal_attention`; the second result is (exponentials or None, sums, y, begins)."""
+    """Compute `reference.causal_attention`; float32 keeps (exponentials or None, sums, y, begins)."""
     multiplies = product_of(q, k, v)
     if multiplies is None or not q.size or not v.size:
         return otherwise(causal_attention, q, k, v, scale, begins)

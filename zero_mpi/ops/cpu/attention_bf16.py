@@ -42,8 +42,8 @@ EVEN = 16  # rows end at a multiple of EVEN past the diagonal, so that loops run
 def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
     """Compute the weights p, the causal softmax of s (B, H, n, m) times scale, for the last n of m positions.
 
-    sums (B, H, n): the logarithm of each row's sum of exponentials; an input if `again`. hidden (B, n): how
-    many of the first keys each row does not see; if it is empty, rows see all keys up to their position.
+    sums (B, H, n): the logarithm of each row's sum of exponentials; an input if `again`. hidden (B, n): the
+    number of first keys that a row does not see; if it is empty, rows see all keys up to their position.
     """
     batch, heads, n, m = s.shape
     row = np.empty(m + EVEN, np.float32)

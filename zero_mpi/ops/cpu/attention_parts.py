@@ -21,7 +21,7 @@ NONE = np.zeros((0, 0), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """Part of attention for one thread: rows of some sequences, some key heads and their query heads."""
+    """Part of attention for one thread: rows of some sequences, for some key heads and their query heads."""
 
     number: int  # index of this share
     before: int  # number of (sequence, query head) pairs in earlier shares
@@ -112,7 +112,7 @@ class Tile:
         return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
 
     def within(self, begins: Array | None) -> Tile:
-        """Return the tile without the first blocks of keys if no row sees them."""
+        """Return the tile without the first blocks of keys that no row sees."""
         if begins is None:
             return self
         first = int(begins[self.sequences, self.rows.start].min()) // LOW_BLOCK * LOW_BLOCK
@@ -120,7 +120,7 @@ class Tile:
         return replace(self, shape=shape, seen=slice(first, self.seen.stop))
 
     def hidden(self, begins: Array | None) -> Array:
-        """Return how many of the tile's first keys each row does not see; empty without `begins`."""
+        """Return the number of the tile's first keys that each row does not see; empty without `begins`."""
         return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
 
     def cut(self, buffer: Array, start: int = 0) -> Array:

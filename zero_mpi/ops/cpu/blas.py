@@ -1,6 +1,6 @@
 """Matrix products by BLAS into existing memory, called from Python and from inside kernels.
 
-The routine is the Fortran sgemm of the OpenBLAS that NumPy has loaded, or if NumPy uses another library, the
+The routine is the Fortran sgemm of a loaded OpenBLAS, NumPy's if possible, or if no OpenBLAS is loaded, the
 sgemm that SciPy exports to Cython. Unlike `numpy.matmul`, sgemm can add to its result (beta = 1), so a
 gradient goes directly into the flat buffer, and a kernel can call it without the interpreter. SciPy's library
 alone would also work, but it has its own threads and buffers, takes a quarter of a second to load, and in

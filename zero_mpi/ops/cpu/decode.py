@@ -132,7 +132,7 @@ def normalize(line: Array, sequences: int) -> None:
 
 @compiled
 def turn(line: Array, sequences: int, positions: Array) -> None:
-    """Rotate E elements of C heads of width D in place, in adjacent pairs if F. A: cosines, B: sines."""
+    """Rotate E of D elements in each of C heads in place, in adjacent pairs if F. A: cosines, B: sines."""
     half, heads, neighbours = line[E] // 2, line[C], line[F] != 0
     for n in range(sequences):
         cos = floats(line[A] + 4 * positions[n] * half, half)
@@ -190,7 +190,7 @@ def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
 def combine(line: Array, sequences: int, positions: Array) -> None:
     """Compute y (A,) from x and the array at address B, element by element.
 
-    For sums, C says what the array holds: a row per sequence (0), one row (1), or a row per position (2).
+    C says what the array holds: a row per sequence (0), one row (1), or a row per position (2).
     """
     size, operation = line[A], line[OPERATION]
     for n in range(sequences):

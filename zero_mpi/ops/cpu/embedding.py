@@ -97,7 +97,7 @@ def embedding(tokens: Array, w: Array) -> Array:
 
 @implements(reference.embedding_backward)
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
-    """Compute `reference.embedding_backward`; the rows of a token are added one by one, in order."""
+    """Compute `reference.embedding_backward`; a token's rows are added in order (bfloat16: in float32)."""
     if dy.dtype == BFLOAT16 and adds_into(dw):
         ids = checked(tokens, dw.shape[0])
         order = np.argsort(ids, kind="stable")

@@ -33,7 +33,7 @@ from zero_mpi.ops.threads import in_parts
 
 @kernel("f2 i b f2+ i2+ f2+")
 def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, w: Array) -> None:
-    """Write each row's softmax to p, its largest elements (any if NaN) to w, and their indices to chosen."""
+    """Write each row's softmax to p, its largest elements (any for NaN) to w, and their indices to chosen."""
     for t in range(logits.shape[0]):
         row, out = logits[t], p[t]
         most, total, kept = row_most(row), ZERO, ZERO

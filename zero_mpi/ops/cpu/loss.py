@@ -1,6 +1,6 @@
 """Cross-entropy on CPUs: logits become their gradient in place, row by row, while a row is in cache.
 
-`linear_cross_entropy` computes the head's product, the loss and both gradients for a chunk of rows at a time,
+`linear_cross_entropy` computes the head's product, the loss and the gradients for a chunk of rows at a time,
 so that only one chunk of logits exists, whatever the size of the vocabulary. For bfloat16 inputs, logits are
 float32; their gradient is rounded in place, and dw is rounded once per chunk.
 """

@@ -197,7 +197,7 @@ class OneDNN:
         return self.lent(lent, "memory_desc", x.ndim, dims, KINDS[x.dtype], strides, how=how)
 
     def attributes(self, lent: contextlib.ExitStack, added: Handle | None, adds: bool) -> Handle | None:
-        """Return the post-operations of a product, which add another matrix and the old values of c."""
+        """Return attributes that make a product add another matrix or the old c; None if it adds neither."""
         if added is None and not adds:
             return None
         attributes, operations = self.lent(lent, "primitive_attr"), self.lent(lent, "post_ops")
@@ -217,7 +217,7 @@ class OneDNN:
             self.own.products.clear()
             try:
                 for what, found, expected in self._trials():
-                    # Tolerance: half a unit in the last place of bfloat16, and another order of summation.
+                    # Tolerance: half a unit in the last place of bfloat16, and a different summation order.
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():

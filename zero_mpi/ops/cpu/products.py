@@ -67,7 +67,7 @@ def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
 
 
 def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
-    """Return the function of `product_of`, divided among all threads, or None."""
+    """Return the function of `product_of` with its work divided among all threads, or None."""
     product = product_of(*arrays)
     return None if product is None else shared(product)
 
@@ -86,7 +86,7 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
 
 
 def is_prepared(a: Array, b: Array) -> bool:
-    """Return whether oneDNN prepares and computes the product a b, unless a b is a small float32 product."""
+    """Return whether oneDNN prepares such products; True also for small float32 ones, left to BLAS."""
     library = onednn.load()[0]
     if a.dtype == BFLOAT16 or library is None:
         return library is not None
