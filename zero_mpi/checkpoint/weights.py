@@ -215,7 +215,7 @@ def tokens_of(source: Any) -> list[str]:
 class MergedWeights(WeightSource):
     """Weights of a base model. Matrices that an adapter changes include its update and are float32.
 
-    Raises UsageError if the adapter belongs to another base.
+    Raises UsageError if the adapter's factors do not fit the base.
     """
 
     def __init__(self, base: WeightSource, adapter: WeightSource) -> None:

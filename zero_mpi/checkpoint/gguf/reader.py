@@ -81,13 +81,13 @@ class GGUFFile(WeightSource):
 
     @property
     def surplus(self) -> int:
-        """Total bytes after the last tensors of all files. Some programs write such bytes."""
+        """Number of bytes after the last tensor, summed over all files. Some programs write such bytes."""
         alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # end of each part
         return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
 
     def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
-        """Fill out (n,) with the stored bytes [start, start + n) of a tensor. Raise errors as `read` does."""
+        """Fill out (n,) with stored bytes [start, start + n) of a tensor. Raise UsageError as `read` does."""
         info = self.spec(name)
         assert 0 <= start <= start + out.size <= info.nbytes, "expected a range inside the tensor"
         self.parts[info.part].bytes_at(info.offset + start, out)
