@@ -113,7 +113,7 @@ class Saver:
         self._finished: list[Saved] = []
 
     def save(self, progress: TrainingProgress) -> None:
-        """Save the current state. Raise JobError on all ranks if it or the last save has failed. Collective."""
+        """Save the state. Raise JobError on all ranks if this or the last save has failed. Collective."""
         self.wait()
         parts = parts_of(self.optimizer, self.description)
         if not self.background:

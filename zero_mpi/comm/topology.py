@@ -49,7 +49,7 @@ class Topology:
 
     @property
     def problem(self) -> str:
-        """Reason why lanes cannot keep the order of ranks, or an empty text."""
+        """Reason why the job cannot use lanes in rank order, or an empty text."""
         if self.nodes == 1:
             return "there is only one node"
         counts = sorted({len(ranks) for ranks in self.members})

@@ -1,7 +1,7 @@
 """Command `doctor`: its flags, the list of checks, the table and the JSON file.
 
-Rows are printed as soon as they are ready. So if a check hangs, the last printed row is that of the previous
-check. A watchdog then ends the job. All ranks have all rows, so they agree on the exit status.
+Rows are printed as soon as they are ready. So if a check hangs, the rows before it have been printed, and a
+watchdog ends the job. All ranks have all rows, so they agree on the exit status.
 """
 
 import argparse
