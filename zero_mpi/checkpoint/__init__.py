@@ -20,5 +20,5 @@ failed save at the same step.
 Publishing (`folders`): no file or folder gets its final name before all ranks agree that nothing failed.
 
 Reading: each rank reads its own slices and checks that their values are finite. Files are not memory-mapped,
-because a file that shrinks while it is mapped ends the process.
+because a file that shrinks while it is mapped kills the process.
 """

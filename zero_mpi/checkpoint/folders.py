@@ -60,7 +60,7 @@ def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False
     """Give a complete temporary folder its final name, point `latest` to it, and remove old checkpoints.
 
     A checkpoint of the same step is replaced. The newest `keep` checkpoints stay; 0 keeps all. Nothing is
-    removed before the new checkpoint and the link are on disk. If `is_best`, link `best` to it too.
+    removed before the new checkpoint and the link are on disk. If `is_best`, point `best` to it too.
     """
     final = step_folder(out, step)
     put(folder, final)

@@ -73,7 +73,7 @@ class Saved:
     folder: Path
     step: int
     digest: str  # digest of all tensors, equal at any number of ranks
-    id: str  # hash of all keys of all files, with their digests
+    id: str  # hash of the keys of all files, which include the digests
     seconds: float
 
 

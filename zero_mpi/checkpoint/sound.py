@@ -1,6 +1,6 @@
 """Checks that the files of a checkpoint are unchanged and belong together.
 
-Every file holds the id of the checkpoint, which is a hash of all keys of all files, and the digests of its
+Every file holds the id of the checkpoint, which is a hash of the keys of all files, and the digests of its
 tensors. optimizer.gguf also holds the digests of the other files. So a single changed bit is detected, and so
 is a mixture of files from two checkpoints.
 

@@ -119,7 +119,7 @@ def is_adapter_file(file: WeightSource) -> bool:
 
 
 def lora_of(file: WeightSource) -> LoRA:
-    """Return the rank, alpha and targets of an adapter. Raise UsageError if the file is no adapter."""
+    """Return the rank, alpha and targets of an adapter. Raise UsageError if the file is not an adapter."""
     keys = keys_of(file)
     ranks = {spec.shape[-2:][0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
     alpha = keys.number(ALPHA, 0)

@@ -143,7 +143,7 @@ def _read_part(path: str | os.PathLike[str]) -> _Part:
 
 
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
-    """Yield the later files of a split model, after checking each against the first; none if it is not split.
+    """Yield the later files of a split model, each checked against the first; none if the model is not split.
 
     If the number of parts is 0 or 1, the model is not split: llama.cpp's tools keep the `split.*` keys when
     they merge all parts into one file. A later part has its part number, but no keys of the model.

@@ -37,7 +37,7 @@ from zero_mpi.files.open import exists, read_file
 from zero_mpi.nn.adapters import FIRST, SECOND
 
 CONFIG = "config.json"
-MAX_CONFIG = 1 << 22  # maximum bytes of config.json, a hundred times the usual size
+MAX_CONFIG = 1 << 22  # maximum bytes of config.json, far above the usual size
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 TWICE = "tensor {}: expected once, found again under another name"
 

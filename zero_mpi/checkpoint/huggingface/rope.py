@@ -170,7 +170,7 @@ def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np
 
 
 def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
-    """Return the four numbers of Llama 3's scaling, as in the file; None for other kinds of scaling."""
+    """Return the four numbers of Llama 3's scaling, as in the file; None for another supported scaling."""
     if arch == "gpt2":
         return None
     rope, kind, family = rope_of(settings), rope_type(settings), ROTARY_CLASSES[arch]

@@ -54,7 +54,7 @@ def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[
 
 
 def jsons(said: bytes) -> list[str]:
-    """Return the lines that are JSON objects; libraries print other lines."""
+    """Return the lines that look like JSON objects; libraries may print other lines."""
     lines = said.decode(errors="replace").splitlines()
     return [line for line in lines if line.startswith("{") and line.endswith("}")]
 

@@ -8,7 +8,7 @@ but its rounding differs.) The last node sends a sum to its owner; if every node
 back along the lane.
 
 If the ranks of a node share memory, they write gradients into slots and announce them; each rank reads what
-its lane sums. A slot is free when all ranks of the node have read it. Without shared memory, ranks send them.
+its lane sums. A slot is free when all ranks of the node have read it. Without slots, ranks send gradients.
 """
 
 from __future__ import annotations

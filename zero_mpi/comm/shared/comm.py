@@ -8,8 +8,8 @@ them (`barrier_readers`).
 *Reductions.* A rank announces the position of its complete gradient. When all have done so, each owner
 adds its slice in rank order and announces the sum. A reduction is complete when all owners have done that.
 Then the buffers may be used again, and the sums may be read. The additions are those of the exact reduction
-over MPI, so sums are bit-identical. No rank works for another rank, and there is no thread: a rank adds when
-the runtime tests between layers, or when it waits.
+over MPI, so sums are bit-identical. No rank works for another rank, and no thread adds in the background: a
+rank adds when the runtime tests between layers, or when it waits.
 
 All ranks start these operations in the same order, so each operation has a number. Other messages use MPI.
 """

@@ -56,7 +56,7 @@ class NodesApart(NoSharedMemory):
 
 
 class Window:
-    """Window of `nbytes` bytes of shared memory. Collective; raises NoSharedMemory on all ranks.
+    """Window of `nbytes` bytes of shared memory. Collective; raises NoSharedMemory on all ranks if it fails.
 
     own: byte ranges whose pages this rank allocates.
     """
@@ -152,7 +152,7 @@ def populate(memory: Array, own: Iterable[Range]) -> str:
 class Counters:
     """Counters (POSTED, SUMMED, WRITTEN, ...) and a table of numbers for each rank.
 
-    Collective; raises NoSharedMemory on all ranks.
+    Collective; raises NoSharedMemory on all ranks if it fails.
     """
 
     def __init__(self, node: Any) -> None:
@@ -244,7 +244,7 @@ class NodeMemory:
     A window has the full arrays, which all ranks of the node see, and for each rank a block of slots, which
     this rank writes and other ranks read. `full`, `buffers`: arguments of the first call of `allot`, whose
     memory is allocated now, so that a job fails at its start if space is short. Collective; raises
-    NoSharedMemory on all ranks.
+    NoSharedMemory on all ranks if it fails.
     """
 
     def __init__(self, node: Any, full: Sequence[Partition], buffers: Sequence[int]) -> None:
@@ -269,7 +269,7 @@ class NodeMemory:
     def allot(self, full: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
         """Return arrays with the lengths of `full`, of which each rank has zeroed its part, and a pool.
 
-        Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks.
+        Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks if it fails.
         """
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == (tuple(full), tuple(buffers)):
