@@ -1,8 +1,8 @@
 """Checks of the library functions' arguments, made before the arguments are used.
 
-A mistake in a script should end at once with a line that says what was expected and what was found, on every
-rank, and not three calls later while waiting for a rank that has ended. Integers and NumPy scalars count as
-numbers; True does not. All errors are ValueError.
+A script with a mistake should end immediately on every rank, with a line that says what was expected and what
+was found. It should not hang three calls later because it waits for a rank that has ended. Integers and NumPy
+scalars count as numbers; True does not. All errors are ValueError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_mpi.files.foreign import shown
 
-REAL, WHOLE, FLOATING = "fiubV", "iu", "fV"  # kinds of dtypes; "V" has the low-precision types of ml_dtypes
+REAL, WHOLE, FLOATING = "fiubV", "iu", "fV"  # kinds of dtypes; "V" includes ml_dtypes' low-precision types
 UNCOUNTED = -1  # target that the loss ignores
 
 
@@ -62,7 +62,7 @@ def instance(what: str, value: Any, kind: Any, example: str) -> None:
 
 
 def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds: str = REAL) -> None:
-    """Raise ValueError unless `value` is an array with a dtype in `kinds`, and with `shape` if given."""
+    """Raise ValueError unless `value` is an array whose dtype's kind is in `kinds`, with `shape` if given."""
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise ValueError(f"{what}: expected an array, got {came(value)}")
     if value.dtype.kind not in kinds or value.dtype.name.startswith("void"):
@@ -73,7 +73,7 @@ def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds:
 
 
 def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> None:
-    """Raise ValueError, with the first missing and surplus names, unless `given` has the `wanted` names."""
+    """Raise ValueError, with the first missing and surplus names, if `given` differs from `wanted`."""
     missing = [name for name in wanted if name not in given]
     surplus = [name for name in given if name not in wanted]
     if missing or surplus:
@@ -81,6 +81,6 @@ def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> No
 
 
 def some(names: Collection[Any], most: int = 3) -> str:
-    """Return the first few names and the number of other names; or "none"."""
+    """Return the first few names and the number of the others; "none" if there are no names."""
     first = ", ".join(shown(name, 60) for name in list(names)[:most])
     return (first or "none") + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -6,7 +6,7 @@ If a run keeps a moving average, the folder of a step also has ema.gguf.
 
 A checkpoint is written into a temporary folder next to its target. Its files and the folder are fsynced, then
 a rename makes the checkpoint visible, and a second rename replaces `latest`. So the checkpoint that `latest`
-names is complete even if the process is killed at any moment. Only one rank calls this module's functions.
+names is complete even if the process is killed at any moment. Only rank 0 calls functions that change files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def partial_folder(final: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove as much of a folder as possible. Skip a pipe, on which `shutil.rmtree` would wait forever."""
+    """Remove as much of a folder as possible. Ignore other files: on a pipe, `shutil.rmtree` would hang."""
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -60,7 +60,7 @@ def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False
     """Give a complete temporary folder its final name, point `latest` to it, and remove old checkpoints.
 
     A checkpoint of the same step is replaced. The newest `keep` checkpoints stay; 0 keeps all. Nothing is
-    removed before the new checkpoint and the link are on disk. If `is_best`, link `best` to it too.
+    removed before the new checkpoint and the link are on disk. If `is_best`, point `best` to it too.
     """
     final = step_folder(out, step)
     put(folder, final)
@@ -82,7 +82,7 @@ def put(folder: Path, final: Path) -> None:
 
 
 def moved_aside(final: Path) -> Path:
-    """Return the name that the old checkpoint `final` has while a new checkpoint replaces it."""
+    """Return the path that the old checkpoint `final` has while it is replaced or removed."""
     return final.with_name(f".{final.name}.old")
 
 
@@ -160,7 +160,7 @@ def remove(folder: Path) -> None:
 
 
 def entries(out: Path) -> list[Path]:
-    """Return the entries of a run's folder; [] if the folder is missing or is being renamed."""
+    """Return the entries of a run's folder; [] if it is missing or is not a folder."""
     try:
         return list(out.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -168,10 +168,8 @@ def entries(out: Path) -> list[Path]:
 
 
 def clean(out: Path) -> None:
-    """Remove the files that interrupted saves or removals left in OUT.
-
-    A checkpoint that was moved aside, but never replaced, gets its name back.
-    """
+    """Remove what interrupted saves and removals left in OUT. A checkpoint that was moved aside gets its name
+    back if `latest` or `best` names it and no other checkpoint has replaced it."""
     for entry in entries(out):
         if not LEFT_BEHIND.fullmatch(entry.name):
             continue
@@ -186,7 +184,7 @@ def clean(out: Path) -> None:
 
 
 def steps(out: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the checkpoints in OUT, the oldest first."""
+    """Return (step, folder) of the checkpoints in OUT, in ascending order of steps."""
     found = [(match, entry) for entry in entries(out) if (match := STEP_FOLDER.fullmatch(entry.name))]
     return sorted(
         (int(match[1]), entry) for match, entry in found if not entry.is_symlink() and entry.is_dir()
@@ -194,10 +192,11 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 
 
 def candidates(out: Path) -> list[Path]:
-    """Return the checkpoints to resume from, in the order to try them: `latest`, then older ones.
+    """Return the checkpoints to resume from, in the order to try them: `latest`, then earlier steps.
 
     A later step that was written after `latest` comes first: its job ended before it could move the link.
-    Other later steps belong to an abandoned run. Without a valid link, the highest step comes first.
+    Other later steps are left out: they belong to an abandoned run. Without a link, all steps are returned,
+    the highest first. If the link does not name a checkpoint in OUT, it comes before all steps.
     """
     link, found = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
@@ -212,7 +211,7 @@ def candidates(out: Path) -> list[Path]:
 
 
 def written_at(folder: Path) -> int:
-    """Return the time in ns at which the last file of a checkpoint was written; 0 if it has no file."""
+    """Return the time in ns at which a checkpoint's last file, optimizer.gguf, was written; 0 if missing."""
     try:
         return (folder / OPTIMIZER).stat().st_mtime_ns
     except OSError:

@@ -24,10 +24,10 @@ ENDS = SUMS, COUNTS = ".in_sum2", ".counts"
 
 
 def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Floats]:
-    """Return the mean square of each column, (M, in), for those matrices of the model that the file has.
+    """Return the mean square of each input column, (M, in), for the model's matrices that the file has.
 
     shapes: name -> shape of the model's tensors. An expert that no token used gets ones. Raises FileError for
-    another kind of file, for wrong sizes, or for numbers that are not finite.
+    another kind of file, for wrong sizes, for numbers that are not finite, or if no matrix is found.
     """
     file = GGUFFile.open(path)
     if (said := GGUFKeys(file.metadata, str(file.path)).text("general.type")) != "imatrix":

@@ -1,8 +1,8 @@
 """Types of a model's tensors in a quantized file: one type for all matrices, or one of llama.cpp's mixes.
 
-Vectors, norms and position embeddings stay float32. In a file of one type, a matrix whose row length is not a
-multiple of the block becomes F16. If matrices have 4 or 5 bits, embedding and head get 8, because every token
-passes through them, and small models lose most accuracy there. `MIXES` is the table in src/llama-quant.cpp.
+Vectors, norms and position embeddings stay float32. A matrix whose row length is not a multiple of the block
+gets a type with shorter blocks, or F16. With q4_0 to q5_1 (unless `pure`), embedding and head get 8 bits, as
+every token passes through them, and small models lose most accuracy there. `MIXES` is from llama-quant.cpp.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def types_of(
 
 
 def fitting(kind: Kind, width: int) -> Kind:
-    """Return `kind`, or the first of its fallback types whose block length divides `width`."""
+    """Return `kind` if its block length divides `width`, otherwise its fallback type or F16."""
     for choice in (kind, FALLBACK.get(kind, Kind.F16)):
         if width % GGML_QUANT_SIZES[choice][0] == 0:
             return choice

@@ -2,9 +2,9 @@
 
 Slices are sent in chunks to the ranks that write (`Writers`). A rank that writes only its own slices does not
 copy them. While a thread writes one chunk, the next chunk is hashed and sent. So a writer has buffers for two
-chunks, each of at most half a unit. The headers hold the digests of all tensors. Since the length of a header
-does not depend on the digests, rank 0 writes the headers last. Then each host syncs the data that it wrote.
-If any rank fails, all ranks raise the error at the end.
+chunks, each of about half a unit at most. The headers hold the digests of all tensors. Since the length of a
+header does not depend on the digests, rank 0 can write the headers last. Then each host syncs the data that
+it wrote. If any rank fails, all ranks raise its error.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
 
 
 def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None) -> tuple[int, ...]:
-    """Return for each rank the rank that writes its slices. `nodes`: the node of each rank.
+    """Return the writer of each rank: the rank that writes its slices. `nodes`: the node of each rank.
 
-    `a_node`: maximum number of writers per node; None: the number that suits the file system. If hosts must
-    not write to a file at once, rank 0 writes for all; on an unknown file system, `a_node` overrides this.
+    `a_node`: maximum number of writers per node; None: the number that suits the file system. If only one
+    host may write to a file, rank 0 writes for all; on an unknown file system, `a_node` overrides this.
     """
     several = len(set(nodes)) > 1
     if several and not found.hosts and (found.known or a_node is None):
@@ -113,7 +113,7 @@ class JoinedSlices(Partition):
         return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
 
     def segments(self, chunk: Chunk) -> list[tuple[int, slice]]:
-        """Return, for each slice that overlaps a chunk, (start in the unit's buffer, range in the chunk)."""
+        """Return (start in the unit's buffer, range in the chunk) of each slice; the range may be empty."""
         found, at = list[tuple[int, slice]](), 0
         for number, part in enumerate(self.slices):
             inside = chunk.of_slice(self, number)
@@ -129,9 +129,9 @@ def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
     return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
 
 
-CHUNK_ELEMENTS = 1 << 21  # elements of a chunk: 8 MiB, which is efficient for a disk and needs little memory
+CHUNK_ELEMENTS = 1 << 21  # maximum elements of a chunk: 8 MiB of float32, which a disk writes efficiently
 BLANK = "0" * 64  # placeholder for a digest in a header
-READ_AT_ONCE = 1 << 22  # bytes that are read at once
+READ_AT_ONCE = 1 << 22  # maximum bytes of a read
 DISK_BYTES = 16 << 20  # number of bytes after which the system is asked to write them to disk
 MOST_BUFFERS = 1024  # maximum number of buffers in one system call
 PADDING = 64  # tensors with at most this many zero bytes between them are written in one call
@@ -309,7 +309,7 @@ class ChunkPipeline:
         return digests
 
     def _length(self, given: Contribution) -> int:
-        """Return the number of elements in a chunk: at most half a unit, and a multiple of a piece."""
+        """Return a chunk's length: half a unit, rounded up to full pieces, but at most CHUNK_ELEMENTS."""
         quantum = PIECE_BYTES // int(given.values.itemsize)
         return min(CHUNK_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
@@ -366,7 +366,7 @@ def agree(comm: Comm, outputs: Iterable[Output]) -> None:
 
 
 def agree_on(comm: Comm, problem: str | None) -> None:
-    """Raise JobError on all ranks, with the first rank's problem, if any rank has a problem. Collective."""
+    """If any rank has a problem, raise JobError on all ranks with the first such rank's. Collective."""
     for rank, text in enumerate(comm.allgather_object(problem)):
         if text:
             raise JobError(f"rank {rank}: {text}" if rank else text)

@@ -163,7 +163,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) -> None:
-    """Raise FileError unless each tensor begins where the previous one ends, and the last ends the file."""
+    """Raise FileError unless tensors follow each other without gap or overlap up to the end of the file."""
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:

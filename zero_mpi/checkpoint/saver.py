@@ -68,12 +68,12 @@ Parts = dict[str, list[Contribution]]  # role of a file -> contributions to it
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint. Its id and digest are only known on rank 0."""
+    """A complete checkpoint. Its id and digest are valid only on rank 0."""
 
     folder: Path
     step: int
     digest: str  # digest of all tensors, equal at any number of ranks
-    id: str  # hash of all keys of all files, with their digests
+    id: str  # hash of the keys of all files, which include the digests
     seconds: float
 
 
@@ -113,7 +113,7 @@ class Saver:
         self._finished: list[Saved] = []
 
     def save(self, progress: TrainingProgress) -> None:
-        """Save the current state. Raise JobError on all ranks if this or the last save failed. Collective."""
+        """Save the state. Raise JobError on all ranks if this or the last save has failed. Collective."""
         self.wait()
         parts = parts_of(self.optimizer, self.description)
         if not self.background:
@@ -202,7 +202,7 @@ def write_files(
 ) -> dict[str, Any]:
     """Write all files into `folder`: slices of all ranks, and the progress and description in `said`.
 
-    Collective. Returns the keys of the state on rank 0. Raises JobError on all ranks if a write fails.
+    Collective. Returns the state's keys (valid on rank 0). Raises JobError on all ranks if a write fails.
     """
     progress, description = said
     names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
@@ -248,9 +248,9 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     `optimizer.gguf` and, if the optimizer keeps an average, `ema.gguf` in float32. Gradients are not saved,
     so call `save` between steps. Returns the folder's path.
 
-    Raises on all ranks: ValueError for a module or optimizer of another class, or of different modules;
-    UsageError for a folder with other files, for names and shapes that GGUF does not accept (names of up to
-    33 bytes, up to 4 dimensions) and if ranks differ; JobError if a file cannot be written.
+    Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;
+    UsageError for a folder with other files, for names of more than 33 bytes or shapes of more than 4
+    dimensions, which GGUF does not accept, and if ranks differ; JobError if a file cannot be written.
     """
     description = Description(ARCHITECTURE, {}, {}, {})
     instance("save: module", module, ShardedModule, "a ShardedModule")
@@ -318,11 +318,11 @@ def check_place(final: Path) -> None:
 
 
 def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> int:
-    """Fill parameters, moments and step counts from files of `save`. Return the step count. Collective.
+    """Fill parameters, moments and step counts from files that `save` wrote. Return the step. Collective.
 
     Each rank reads its own slices, so the number of ranks and the strategy may differ from those of the save.
     A resumed run computes the same bits as an uninterrupted run. Learning rates and weight decay are those of
-    `optimizer`. Accumulated gradients are dropped. The count includes skipped steps of `ShardedAdamW.step`.
+    `optimizer`. Accumulated gradients are dropped. The step counts skipped steps of `ShardedAdamW.step` too.
 
     Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;
     UsageError, before anything is filled, if files are damaged, do not match, or have other names or shapes

@@ -1,13 +1,13 @@
 """Checks that the files of a checkpoint are unchanged and belong together.
 
-Every file holds the id of the checkpoint, which is a hash of all keys of all files, and the digests of its
+Every file holds the id of the checkpoint, which is a hash of the keys of all files, and the digests of its
 tensors. optimizer.gguf also holds the digests of the other files. So a single changed bit is detected, and so
 is a mixture of files from two checkpoints.
 
 A tensor's digest is the sha256 of the 128-bit XXH3 hashes of its pieces of 4096 bytes, in order. 4096 bytes
-are 1024 float32 elements, and slices end at multiples of 1024. So each rank hashes the pieces of its slice,
-and no rank needs the full tensor. XXH3 hashes at the speed of memory and detects errors of disks and memory.
-A sha256 of all bytes would be slower than a good disk. Deliberate changes are not detected.
+are 1024 float32 elements, and slices end at multiples of 1024 (except row shards). So each rank hashes the
+pieces of its slice, and no rank needs the full tensor. XXH3 hashes at the speed of memory and detects errors
+of disks and memory. A sha256 of all bytes would be slower than a good disk. Deliberate changes may pass.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ID, STATE_DIGEST = CHECKPOINT_ID, "training.state_digest"
 TENSOR_DIGESTS = "training.tensor_digests"
 MODEL, AVERAGE = "model", "ema"  # roles of all files except optimizer.gguf
 DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # keys of their digests
-READ_AT_ONCE = 1 << 22  # bytes that are digested at once
+READ_AT_ONCE = 1 << 22  # bytes of a chunk that is read and hashed
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def check_files(files: CheckpointFiles) -> None:
 
 
 def signature(*files: Mapping[str, Any]) -> str:
-    """Return a checkpoint's id: a hash of all keys of all files except the id, so it covers the digests."""
+    """Return a checkpoint's id: a hash of all files' keys, digests too, except id and architecture."""
     total = hashlib.sha256()
     for keys in files:
         for key in sorted(keys.keys() - {ID, ARCHITECTURE_KEY}):

@@ -221,7 +221,7 @@ class Contribution:
 
 
 def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
-    """Return views of the slices of parameters, or only of `trained` ones. Waits for pending gathers."""
+    """Return the float32 slices of all parameters, or only of `trained` ones. Waits for pending gathers."""
     units = optimizer.units if trained else optimizer.module.units
     for unit in units:
         unit.wait_gather()
@@ -268,7 +268,7 @@ def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part
 
 
 class Snapshot:
-    """Copies of contributions, with which training can continue during a save. Buffers are reused."""
+    """Copies of contributions, so that training can continue during a save. Buffers are reused."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str, str], Array] = {}

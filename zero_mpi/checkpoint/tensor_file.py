@@ -143,8 +143,8 @@ class Readable(ABC):
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
         """Return elements [start, stop) of the flattened tensor, float32 (stop - start,), in `out` if given.
 
-        Only the requested bytes are read, extended to full blocks. Raises UsageError for an unknown name, a
-        type that holds no weights or a changed file; ValueError for a range outside the tensor.
+        Only full blocks that hold these elements are read (full rows, if transposed). Raises UsageError for
+        an unknown name, a type that holds no weights or a changed file; ValueError for an invalid range.
         """
         spec = self.spec(name)
         stop = spec.size if stop is None else stop

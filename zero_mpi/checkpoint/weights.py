@@ -119,7 +119,7 @@ def is_adapter_file(file: WeightSource) -> bool:
 
 
 def lora_of(file: WeightSource) -> LoRA:
-    """Return the rank, alpha and targets of an adapter. Raise UsageError if the file is no adapter."""
+    """Return the rank, alpha and targets of an adapter. Raise UsageError if the file is not an adapter."""
     keys = keys_of(file)
     ranks = {spec.shape[-2:][0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
     alpha = keys.number(ALPHA, 0)
@@ -215,7 +215,7 @@ def tokens_of(source: Any) -> list[str]:
 class MergedWeights(WeightSource):
     """Weights of a base model. Matrices that an adapter changes include its update and are float32.
 
-    Raises UsageError if the adapter belongs to another base.
+    Raises UsageError if the adapter's factors do not fit the base.
     """
 
     def __init__(self, base: WeightSource, adapter: WeightSource) -> None:

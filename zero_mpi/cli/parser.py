@@ -44,7 +44,7 @@ def nearest(wrong: str, known: Iterable[str]) -> str:
 
 
 def version_lines() -> list[str]:
-    """Return the versions of the package and of the libraries that are already loaded."""
+    """Return the version of the package, and those of NumPy and MPI if they are already loaded."""
     lines, loaded = [f"zero_mpi {__version__}"], []
     if "numpy" in sys.modules:
         loaded.append(f"NumPy {sys.modules['numpy'].__version__}")

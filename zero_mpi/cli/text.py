@@ -25,7 +25,7 @@ def write(lines: Iterable[str]) -> None:
 
 
 def size(count: float) -> str:
-    """Return bytes with one decimal: 512 B, 1.0 KiB."""
+    """Return a number of bytes with its unit: 512 B, 1.0 KiB."""
     power = min(max(int(abs(count)).bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{count / 1024**power:.{min(power, 1)}f} {UNITS[power]}"
 

@@ -1,4 +1,4 @@
-"""Agreement among ranks on the objects that they are about to make, on errors, and on results of rank 0.
+"""Agreement among ranks on the objects that they are about to make and on errors; exchange of results.
 
 Each rank checks its arguments, which may raise an error, and describes them by a few facts. The ranks
 exchange their errors and a digest of the facts in one short message. An error on any rank is raised on all.
@@ -43,7 +43,7 @@ def agreed(comm: Comm, what: str, prepare: Callable[[], tuple[T, Facts]]) -> T:
 
 
 def run_on_all(comm: Comm, action: Callable[[], T]) -> T:
-    """Return action(). Raise the first UsageError or JobError of any rank on all ranks. Collective.
+    """Return action(). If it raises one of REFUSALS on any rank, raise the first on all ranks. Collective.
 
     `action` must not communicate.
     """
@@ -64,8 +64,8 @@ def alike(
 ) -> T:
     """Return the result of prepare(), which returns (result, facts). Raise `caught` errors on all ranks.
 
-    If facts differ, raise a UsageError on all ranks that names the first differing fact, the first rank with
-    another value, and its host. `what` and `remedy` become parts of the message. Collective.
+    If facts differ, raise on all ranks a UsageError that names the first differing fact, the first rank with
+    an unusual value, and its host. `what` and `remedy` become parts of the message. Collective.
     """
 
     def spelled(prepared: tuple[T, Facts] | None) -> dict[str, str]:

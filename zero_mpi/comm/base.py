@@ -1,8 +1,8 @@
 """The interface of a transport: owners of slices, and collectives with separate start and wait.
 
-Every collective returns a `Handle`. Between its start and `wait()` the caller may compute, but must not use
-the buffers. All ranks start the same collectives, and wait for them, in the same order. `label` names the
-data that is sent, for records and error messages.
+Collectives return a `Handle`, except those described as blocking. Between the start and `wait()` the
+caller may compute, but must not use the buffers. All ranks start the same collectives, and wait for them, in
+the same order. `label` names the data that is sent, for records and error messages.
 """
 
 # ruff: noqa: B027  (some methods that are not abstract do nothing)
@@ -38,7 +38,7 @@ class Handle:
         """Return when the collective is complete and its buffers may be used."""
 
     def test(self) -> bool:
-        """Advance the collective without blocking; return True when it is complete."""
+        """Advance the collective without blocking; return True if it is complete."""
         return True
 
 
@@ -167,7 +167,7 @@ class Comm(ABC):
         """Advance the transfers in progress; the runtime calls this between layers."""
 
     def sum_vector(self, values: Array) -> Array:
-        """Return the sum over ranks of float64 vectors, where each element is non-zero on at most one rank.
+        """Return the sum over ranks of float64 vectors; each element must be non-zero on at most one rank.
 
         So every addition is x + 0, which is exact, and the result does not depend on the order.
         """
@@ -186,7 +186,7 @@ class Comm(ABC):
         """Return a transport of the ranks that pass the same `group`, in rank order."""
 
     def nodes(self) -> list[int]:
-        """Return the number of each rank's node."""
+        """Return the node number of each rank."""
         return [0] * self.size
 
     def shard_group(self) -> Comm:
@@ -219,7 +219,7 @@ class Comm(ABC):
         """Return when all ranks have called `signal_written` as often as this rank; arrays may be read."""
 
     def barrier_readers(self) -> None:
-        """Return when all ranks that share arrays call this. Slices may then be written. Collective."""
+        """Return when all ranks that share arrays have called it; slices may then be written. Collective."""
 
 
 def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
@@ -233,9 +233,9 @@ def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
 def wait_until(ready: Callable[[], bool], crowded: bool) -> None:
     """Wait until `ready()` is true; another rank will soon make it so.
 
-    If ranks share a core (`crowded`), a waiting rank delays the other rank, so it sleeps at once. Yielding is
-    not enough, because the scheduler may give the core to the same rank. Otherwise a wait usually takes
-    microseconds, and only a long wait sleeps, so that other threads can run.
+    If ranks share a core (`crowded`), a waiting rank delays the other rank, so it sleeps immediately.
+    Yielding is not enough, because the scheduler may give the core to the same rank. Otherwise a wait usually
+    takes microseconds, and only a long wait sleeps, so that other threads can run.
     """
     spins, pause = 0 if crowded else SPINS, SHORTEST
     while not ready():

@@ -47,7 +47,7 @@ Record = deque[Started]  # the last collectives of a communicator
 
 
 class ThreadError(UsageError):
-    """Error: a second thread has started a collective of the same communicator."""
+    """Error: a second thread tried to start a collective of the same communicator."""
 
 
 class CollectiveRecords:
@@ -166,5 +166,5 @@ def spelled(about: Array | Partition | str) -> str:
     if isinstance(about, str):
         return about
     if isinstance(about, Partition):
-        return f"{about.length} cut for {about.parts} at multiples of {about.quantum}"
+        return f"{about.length} divided among {about.parts} at multiples of {about.quantum}"
     return f"{about.size} {about.dtype.name}"

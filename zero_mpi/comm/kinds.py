@@ -1,7 +1,7 @@
 """Facts about the transports: names, sizes of chunks, and the memory that they need.
 
 Every `Comm` has a kind (`comm.kind`). This is the only list of kinds: the values of `--transport`, the
-choices of a run and the numbers of a plan come from here. This module needs neither MPI nor a GPU.
+transport that a run uses and the sizes in a plan come from here. This module needs neither MPI nor a GPU.
 """
 
 from __future__ import annotations

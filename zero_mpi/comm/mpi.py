@@ -188,7 +188,7 @@ class MPIComm(Comm):
     def gather(
         self, part: Array | None, buffer: Array | None, chunk: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        assert chunk.stop - chunk.start <= self.most, "cut the buffer smaller"
+        assert chunk.stop - chunk.start <= self.most, "expected a chunk of at most `most` elements"
         send = None if part is None else [part, mpi_type(part)]
         receive = None if buffer is None else [buffer, chunk.counts, chunk.offsets, mpi_type(buffer)]
         self._finish(self._parameters.Igatherv(send, receive, root), "gather", label)

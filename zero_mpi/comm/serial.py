@@ -1,4 +1,4 @@
-"""Transport for one process, which runs the same code as many ranks; its collectives are copies."""
+"""Transport for one process, which runs the same code as several ranks. Its collectives only copy or add."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Topology of a job: which ranks are on each node.
 
-Traffic between nodes costs ten times as much as inside a node. Transports for several nodes therefore divide
-this traffic among lanes: the ranks with the same position on their nodes form a lane. Lanes need equally many
+Traffic between nodes costs about ten times as much as traffic inside a node. So transports for several nodes
+divide it among lanes: the ranks with the same position on their nodes form a lane. Lanes need equally many
 ranks on every node. For sums in rank order, the ranks of each node must also be consecutive.
 
 With ZERO_MPI_RANKS_PER_NODE=n in the environment, every n ranks count as a node, whatever the hardware. So
@@ -49,7 +49,7 @@ class Topology:
 
     @property
     def problem(self) -> str:
-        """Reason why lanes cannot keep the order of ranks, or an empty text."""
+        """Reason why the job cannot use lanes in rank order, or an empty text."""
         if self.nodes == 1:
             return "there is only one node"
         counts = sorted({len(ranks) for ranks in self.members})

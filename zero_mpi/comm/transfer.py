@@ -115,7 +115,7 @@ class ProgressEngine:
             self._thread.start()
 
     def add(self, handle: Handle) -> None:
-        """Advance `handle` until it is complete."""
+        """Add a transfer, which the engine advances until it is complete."""
         with self._changed:
             self._active.append(handle)
             self._changed.notify()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
-    """Return a method that reports and forwards a collective; `about`: arguments equal on all ranks."""
+    """Return a method that reports and forwards a collective; `about` returns facts equal on all ranks."""
 
     def method(self: CommWrapper, *given: Any, **named: Any) -> Any:
         self.on_collective(name, "", *about(*given, **named))

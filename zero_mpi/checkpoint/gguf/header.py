@@ -73,7 +73,7 @@ def pack_file(
 
 
 def alignment_of(metadata: Mapping[str, Any]) -> int:
-    """Return the alignment that the keys set. Raise GGUFError for an alignment that no loader accepts."""
+    """Return the alignment that the keys set, or the default. Raise GGUFError if it is invalid."""
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if not is_alignment(value):
         found = f"{type(value).__name__} {show(str(value))}"
@@ -99,7 +99,7 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
 
 
 def pack_key(key: str, value: Any) -> bytes:
-    """Return the bytes of a key in a file: name, type and value. A GGUFError names the key and a remedy."""
+    """Return the bytes of a key in a file: name, type and value. A GGUFError names the key."""
     name = _pack_name(key, MAX_KEY_BYTES, "key")
     if (number := _OF_SCALARS.get(type(value))) is not None:  # first, because a file may have 500,000 scalars
         return name + number + bytes(value.data)
@@ -113,7 +113,7 @@ def pack_key(key: str, value: Any) -> bytes:
 
 
 def _pack_value(value: Any) -> tuple[int, bytes]:
-    """Return the type and the bytes of a value that is not text.
+    """Return the type and the bytes of a value that is not a single string.
 
     The order of the tests matters: bool is a subclass of int, and np.float64 is a subclass of float.
     """

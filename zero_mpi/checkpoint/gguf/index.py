@@ -1,7 +1,7 @@
-"""The index of a GGUF file, which is its header, keys and tensor table, read strictly.
+"""Strict reader of the index of a GGUF file: its header, keys and tensor table.
 
 A GGUF file is untrusted input. The index is read once, from start to end. Counts and lengths are compared
-with the remaining bytes before memory is allocated or a loop begins. Sizes cannot overflow.
+with limits or the remaining bytes before memory is allocated or a loop begins. Sizes cannot overflow.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -42,19 +42,19 @@ SHORTER = "the file became shorter while it was read"
 
 
 class GGUFError(FileError):
-    """Error of an invalid GGUF file. It names the file, the byte, and what was expected and found."""
+    """Error: a GGUF file is invalid, or GGUF cannot hold a value. It says what was expected and found."""
 
 
 @dataclass(frozen=True)
 class TensorInfo(TensorSpec):
-    """Row of the tensor table: a tensor, the byte at which its data begins, and its part of a split model."""
+    """Row of the tensor table: a tensor, the byte at which its data begins, and the number of its file."""
 
     offset: int
     part: int = 0
 
 
 class Index:
-    """Reader of an index, from start to end. Errors name the byte `at` and the key or tensor being read.
+    """Reader of an index, from start to end. Errors name the byte and the key or tensor being read.
 
     Names are only escaped for error messages, which saves time if there are hundreds of thousands of keys.
     """
@@ -154,7 +154,7 @@ class Index:
         return shape
 
     def tensor(self, expected: int) -> TensorInfo:
-        """Read a row of the tensor table. Its offset, relative to the data, must be `expected`."""
+        """Read a row of the tensor table. Its offset from the start of the data must be `expected`."""
         name, shape, kind = self.named("tensor", MAX_NAME_BYTES), self.shape(), self.unsigned(4)
         if kind not in GGML_QUANT_SIZES:
             raise self.fault(f"expected a known tensor type, found {kind}", self.at - 4)
@@ -168,7 +168,7 @@ class Index:
 
 
 def unpack_strings(block: bytes, count: int, out: list[str]) -> int:
-    """Append up to `count` strings at the start of `block` to `out`. Return how many bytes they take.
+    """Append strings of `block` to `out` until it has `count`. Return how many bytes they take in `block`.
 
     Stops before a string that is not complete in the block or is not UTF-8.
     """

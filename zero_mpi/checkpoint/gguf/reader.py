@@ -81,13 +81,13 @@ class GGUFFile(WeightSource):
 
     @property
     def surplus(self) -> int:
-        """Total bytes after the last tensors of all files. Some programs write such bytes."""
+        """Number of bytes after the last tensor, summed over all files. Some programs write such bytes."""
         alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # end of each part
         return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
 
     def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
-        """Fill out (n,) with the stored bytes [start, start + n) of a tensor. Raise errors as `read` does."""
+        """Fill out (n,) with stored bytes [start, start + n) of a tensor. Raise UsageError as `read` does."""
         info = self.spec(name)
         assert 0 <= start <= start + out.size <= info.nbytes, "expected a range inside the tensor"
         self.parts[info.part].bytes_at(info.offset + start, out)
@@ -143,7 +143,7 @@ def _read_part(path: str | os.PathLike[str]) -> _Part:
 
 
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
-    """Yield the later files of a split model, after checking each against the first; none if it is not split.
+    """Yield the later files of a split model, each checked against the first; none if the model is not split.
 
     If the number of parts is 0 or 1, the model is not split: llama.cpp's tools keep the `split.*` keys when
     they merge all parts into one file. A later part has its part number, but no keys of the model.

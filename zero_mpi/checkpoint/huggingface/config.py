@@ -66,7 +66,7 @@ DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop
 
 
 def architecture(settings: Settings) -> str:
-    """Return GGUF's name of the architecture that a config.json describes."""
+    """Return the architecture that a config.json describes, as a key of `FAMILIES`."""
     types = {(arch in ROTARY_CLASSES and ROTARY_CLASSES[arch].model_type) or arch: arch for arch in FAMILIES}
     types |= {"mistral": "llama", "granitemoe": "granitemoe"}  # as in llama.cpp's converter
     found = settings.values.get("model_type")
@@ -124,7 +124,7 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
 
 
 def biases_of(arch: str, settings: Settings) -> set[str]:
-    """Return the projections of a block that have a bias; none for gpt2, where all biases are required."""
+    """Return a rotary block's projections with a bias; an empty set for gpt2, which needs all biases."""
     if arch == "gpt2":
         return set()
     kind = ROTARY_CLASSES[arch]

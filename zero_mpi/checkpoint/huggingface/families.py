@@ -104,7 +104,7 @@ _MOE = replace(_ROTARY, inner=_ROTARY.inner | {"mlp.gate": "ffn_gate_inp"})
 _MIXTRAL = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.gate": "ffn_gate_inp"})
 _GRANITEMOE = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.router.layer": "ffn_gate_inp"})
 GATE_UP, DOWN = ("ffn_gate_exps", "ffn_up_exps"), ("ffn_down_exps",)
-# Tensors that join several matrices, one after the other; a mixture has them once per expert
+# Tensors that join several matrices, one after the other; experts' tensors repeat this for each expert
 JOINT = {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}
 JOINT_GRANITE = {
     "block_sparse_moe.input_linear": GATE_UP,

@@ -1,7 +1,7 @@
 """A Hugging Face folder (config.json and safetensors) as a source of weights with GGUF's names.
 
 No file is converted in advance. `read` converts any range of elements to GGUF's order and only reads the
-bytes of this range. So each rank can read its shards of a model that is too large for one rank.
+bytes of this range (full rows of a transposed matrix). So a rank can read its shards of a very large model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zero_mpi.files.open import exists, read_file
 from zero_mpi.nn.adapters import FIRST, SECOND
 
 CONFIG = "config.json"
-MAX_CONFIG = 1 << 22  # maximum bytes of config.json, a hundred times the usual size
+MAX_CONFIG = 1 << 22  # maximum bytes of config.json, far above the usual size
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 TWICE = "tensor {}: expected once, found again under another name"
 
@@ -53,7 +53,7 @@ class HuggingFaceTensor(TensorSpec):
     order: Order = Order.SAME
     head: int = 0
     parts: tuple[tuple[str, int], ...] = ()
-    """(folder's tensor, first element) of each run of elements in this tensor. All runs are equally long."""
+    """(tensor in the folder, first element) of each run that forms this tensor. All runs are equally long."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class HuggingFaceFolder(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> HuggingFaceFolder:
-        """Read and check config.json and headers, but no data. Raise UsageError if any of them is invalid."""
+        """Read and check config.json, headers and a tied head. Raise UsageError if any of them is invalid."""
         folder = Path(os.path.realpath(path))
         config = read_config(folder / CONFIG)
         with prefixed(f"{folder / CONFIG}:"):
@@ -95,7 +95,7 @@ class HuggingFaceFolder(WeightSource):
 
     @property
     def dropout(self) -> str:
-        """Names of the settings for dropout that are not zero. We do not compute dropout."""
+        """Names and values of the dropout settings that are not zero. We do not compute dropout."""
         usual = DROPOUTS.get(architecture(Settings(self.config)), DROPOUTS_ROTARY)
         asked = {name: self.config.get(name, default) for name, default in usual.items()}
         return ", ".join(f"{name} {shown(value)}" for name, value in asked.items() if value)
@@ -134,7 +134,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def open_weights(folder: Path) -> SafetensorsModel:
-    """Open the safetensors files of a folder. Raise FileError, with a remedy, if there are none."""
+    """Open the safetensors files of a folder. Raise FileError if there are none."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = any(folder.glob("*.bin"))
         found = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
@@ -165,7 +165,7 @@ def stacked(of_expert: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
     """Return the matrices of all experts as one stacked tensor; a shared expert's matrix is not stacked."""
     count, first = len(of_expert), next(iter(of_expert.values()))
     if {*of_expert} != {*range(count)} or any(each.shape != first.shape for each in of_expert.values()):
-        raise FileError(f"tensor {show(first.name)}: expected equal shapes for experts 0 to {count - 1}")
+        raise FileError(f"tensor {show(first.name)}: expected experts 0 to {count - 1} with equal shapes")
     shape = first.shape if first.name.endswith("_shexp.weight") else (count, *first.shape)
     return replace(first, shape=shape, parts=tuple(of_expert[e].parts[0] for e in range(count)))
 
@@ -188,7 +188,7 @@ def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Meta
 
 
 def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied: bool) -> None:
-    """Drop a tied head if it equals the embedding. Raise FileError if it differs, or if a head is missing."""
+    """Drop a tied head if it equals the embedding. Raise FileError if not, or if an untied one is missing."""
     if not tied and HEAD not in tensors:
         raise FileError("lm_head.weight is missing, and tie_word_embeddings is not true")
     if tied and HEAD in tensors and EMBEDDING in tensors:
@@ -237,7 +237,7 @@ class PeftFolder(WeightSource):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], base: Metadata) -> PeftFolder:
-        """Read an adapter's headers. `base`: the base model's keys. Raise FileError for invalid headers."""
+        """Read an adapter's settings and header. `base`: keys of its base. Raise FileError if invalid."""
         folder, keys = Path(os.path.realpath(path)), GGUFKeys(base, "the base model")
         arch = keys.architecture or ""
         if arch not in FAMILIES:
@@ -258,12 +258,12 @@ class PeftFolder(WeightSource):
 
 
 def alpha_of(settings: Settings) -> float:
-    """Return alpha; the update is scaled by alpha / rank. Raise FileError for another kind of adapter."""
+    """Return alpha, so that alpha / rank scales the update. Raise FileError for another kind of adapter."""
     if settings.values.get("peft_type") != "LORA":
         raise settings.fault("peft_type", "LORA (only)")
     if settings.values.get("init_lora_weights") not in PLAIN_STARTS:
         raise settings.fault(
-            "init_lora_weights", "an initialization that keeps the base weights: convert the adapter in PEFT"
+            "init_lora_weights", "an initialization that keeps the base weights (convert the adapter in PEFT)"
         )
     for name, value in settings.values.items():
         if name not in READ | PASSED_OVER and value not in NOTHING:
@@ -302,6 +302,6 @@ def head_of(factor: TensorSpec, target: str, keys: GGUFKeys) -> int:
     if factor.shape[0] % (2 * heads):
         raise FileError(
             f"tensor {show(factor.name)}: expected rows of the {heads} heads of the base, found "
-            f"{factor.shape[0]}: use the model that it was trained on"
+            f"{factor.shape[0]}: use the model that the adapter was trained on"
         )
     return factor.shape[0] // heads

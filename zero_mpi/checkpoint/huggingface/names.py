@@ -23,7 +23,7 @@ Read = Callable[[int, int], Floats]
 
 
 def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the range [start, stop) of rows with `width` elements in parts, as (first row, end row, first
+    """Yield elements [start, stop) of a matrix of `width` columns in parts, as (first row, end row, first
     column, end column). There are at most three parts: the end of a row, full rows, the start of a row."""
     while start < stop:
         row, column = divmod(start, width)
@@ -117,7 +117,7 @@ def parts_from(
 ) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
     """Return (name, shape, GGUF names inside) of the folder's tensors that hold a GGUF tensor of experts.
 
-    A tensor that joins several GGUF tensors is returned for the first only. Return None for other tensors.
+    A tensor that joins several GGUF tensors is returned only for the first. Return None for other tensors.
     """
     prefix, _, stem = name.removesuffix(".weight").rpartition(".")
     layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]

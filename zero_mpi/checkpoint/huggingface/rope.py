@@ -75,7 +75,7 @@ def of_one_kind(arch: str, settings: Settings) -> Settings:
     """Return the settings with a single set of rotary settings, that of the layers with full attention.
 
     The rotary settings of layers with a window must be gemma3's (base 10000, no scaling).
-    Settings that Mistral leaves out get their defaults, which differ from llama's.
+    Settings that a Mistral model leaves out get Mistral's defaults, which differ from llama's.
     """
     if settings.values.get("model_type") == "mistral":
         return Settings({"num_key_value_heads": 8, "sliding_window": 4096} | dict(settings.values))
@@ -170,7 +170,7 @@ def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np
 
 
 def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
-    """Return the four numbers of Llama 3's scaling, as in the file; None for other kinds of scaling."""
+    """Return the four numbers of Llama 3's scaling, as in the file; None for another supported scaling."""
     if arch == "gpt2":
         return None
     rope, kind, family = rope_of(settings), rope_type(settings), ROTARY_CLASSES[arch]
@@ -187,7 +187,7 @@ def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
 
 
 def rope_factors(arch: str, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
-    """Return tensor name -> divisors of frequencies (D / 2,); {} if keys describe the scaling."""
+    """Return tensor name -> divisors of frequencies (D / 2,); {} if keys describe any scaling."""
     numbers = llama3_settings(arch, settings)
     if arch != "gpt2" and rope_type(settings) == LONGROPE:
         return longrope_factors(settings, turned_width(arch, settings) // 2)

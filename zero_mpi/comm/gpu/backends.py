@@ -1,7 +1,7 @@
 """The backends, which send chunks of device memory between ranks.
 
 *CUDA-aware MPI* reads and writes device memory itself. Exact mode needs only point-to-point messages, which
-every such library supports; in some libraries, nonblocking reductions of device memory end the process. MPI
+every such library supports; some libraries crash in nonblocking reductions of device memory. MPI
 has no streams: an exchange's buffers receive data only after the sums that read them are done, and the
 library's own reductions (`fast`) block.
 
@@ -46,10 +46,10 @@ from zero_mpi.errors import UsageError
 
 
 class Backend:
-    """Base class of backends, which send messages over a duplicate of the world communicator.
+    """Base class of backends. By default they send MPI messages over a duplicate of the world communicator.
 
     depth       maximum number of exchanges in progress; a buffer is reused `depth` exchanges later
-    in_order    whether all work is launched at once in the side stream, without MPI requests or the host
+    in_order    whether all work is launched immediately; then the side stream orders it, not the host
     kind        transport that uses this backend
     """
 
@@ -170,7 +170,7 @@ class StagedBackend(Backend):
 
     def _one(self, exchange: Exchange, tag: int, stage: PinnedBuffers) -> Running:
         yield passed(stage.free)
-        leaving = []  # (received chunk in pinned memory, target on the GPU)
+        leaving = []  # (chunk to send, in pinned memory; rank that receives it)
         buffers = cut(stage.down, [chunk for chunk, _ in exchange.sends])
         for (chunk, targets), pinned in zip(exchange.sends, buffers, strict=True):
             self.streams.fetch(pinned, chunk)
@@ -245,7 +245,7 @@ class NcclBackend(Backend):
         return self.most_summed if summed else 1 << 62  # counts are size_t
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        """Launch all exchanges at once; the stream keeps their order, which is the same on all ranks."""
+        """Launch all exchanges without waiting; the stream keeps their order, the same on all ranks."""
         for exchange in exchanges:
             next(tags)
             if exchange.sends or exchange.receives:

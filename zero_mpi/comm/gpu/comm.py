@@ -1,9 +1,9 @@
 """Collectives on device memory. This module decides which chunks go to which rank; backends send them.
 
 The exact reduction is the same as on the host (`comm.mpi`): every rank sends each owner its slice, and the
-owner adds the slices in rank order, in float32, chunk by chunk. Backends do not add, because not every
-library can reduce device memory, or bfloat16. Host data (vectors, objects, checkpoints, the corpus) uses the
-host's transport.
+owner adds the slices in rank order, in float32, chunk by chunk. Backends do not add in exact mode, because
+not every library can reduce device memory, or bfloat16. Host data (vectors, objects, checkpoints, the corpus)
+uses the host's transport.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DeviceAdoptingWrapper(CommWrapper):
 
 
 class DeviceComm(ProgressingWrapper):
-    """Transport of the ranks of `inner`, a host transport, that sends device memory through `backend`."""
+    """Transport of the ranks of a host transport `inner`. Device memory is sent through `backend`."""
 
     def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str) -> None:
         node = node_communicator(MPI.COMM_WORLD)
@@ -209,7 +209,7 @@ class DeviceComm(ProgressingWrapper):
             yield from self.backend.run(exchanges, tags)
 
     def _in_library(self, asked: ReduceScatter) -> Running:
-        """Reduce by the library's blocking call: one reduction at a time, in the same order on all ranks."""
+        """Reduce by a call of the library: one reduction at a time, in the same order on all ranks."""
         full, out, partition = asked.full, asked.out, asked.partition
         if not asked.accumulate:
             self.backend.sum_slices(full, out, partition)

@@ -1,7 +1,7 @@
 """Transfers of device memory: streams, and exchanges, which are chunks that are sent together.
 
 `comm` describes the chunks to send, and their targets, as `Exchange`s. A backend decides how to send them:
-directly from device memory, through pinned memory, or by NCCL. A backend runs each exchange as a separate
+directly from device memory, through pinned memory, or by NCCL. MPI backends run each exchange as a separate
 generator. `overlapped` runs these generators concurrently: while one copies, another sends by MPI.
 """
 
@@ -33,8 +33,8 @@ class GpuStreams:
     side stream (`join`), on the GPU and not on the host, so the host can launch further work.
 
     MPI and CUDA have a current device per thread, and any thread may advance a transfer. So each thread first
-    calls `adopt`. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]` and
-    `view(uint8)` of an array, and `__cuda_array_interface__` (or DLPack), by which mpi4py finds its memory.
+    calls `adopt`. Transports use only `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]`,
+    `reshape(-1)` and `view(uint8)` of an array, and its `__cuda_array_interface__` (or DLPack), for mpi4py.
     """
 
     def __init__(self, gpu: Cuda) -> None:
@@ -123,7 +123,7 @@ def passed(mark: Any) -> Callable[[], bool]:
 
 
 def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
-    """Return a function that returns whether requests are complete; a call may copy device memory."""
+    """Return a function that tests whether requests are complete; a call may copy device memory."""
 
     def are_complete() -> bool:
         adopt()

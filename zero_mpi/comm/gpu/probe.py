@@ -4,8 +4,8 @@ Some libraries claim support but crash on device memory, so only a real test is 
 test in a child process that is not part of this job.
 
 The child prints a line of JSON with the devices, then a line that says whether a message from device memory
-to device memory arrived. A library that cannot read device memory ends the process between the two lines. The
-test allocates memory through the driver, so it needs no package, and passes it to mpi4py as CuPy does.
+to device memory arrived. A library that cannot read device memory crashes between the two lines. The test
+allocates memory through the driver, so it needs no CUDA package, and passes it to mpi4py as CuPy does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 # CUDA_ERROR_DEVICE_UNAVAILABLE
-MEANING = {46: ": another process uses it, and its compute mode allows only one"}
+MEANING = {46: ": another process uses the GPU, whose compute mode allows only one process"}
 BYTES = 1 << 20  # bytes of the message: too many to travel together with its header
 # Variables of a launcher that make a process act as a rank. Users' settings are kept.
 JOB = re.compile(
@@ -54,7 +54,7 @@ def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[
 
 
 def jsons(said: bytes) -> list[str]:
-    """Return the lines that are JSON objects; libraries print other lines."""
+    """Return the lines that look like JSON objects; libraries may print other lines."""
     lines = said.decode(errors="replace").splitlines()
     return [line for line in lines if line.startswith("{") and line.endswith("}")]
 
@@ -72,7 +72,7 @@ def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class DriverError(RuntimeError):
-    """Error: a call of the driver failed."""
+    """Error: the driver's library cannot be loaded, or one of its calls failed."""
 
 
 class Driver:

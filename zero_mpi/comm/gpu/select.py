@@ -78,7 +78,7 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
     from zero_mpi.device.ordered_sum import kernels
 
     gpu = device.in_use()
-    assert isinstance(gpu, Cuda), "there is a GPU in use"
+    assert isinstance(gpu, Cuda), "expected a GPU in use"
     streams = GpuStreams(gpu)
     kernels()  # compile or load them now, not when other ranks wait for a sum
     if kind == kinds.GPU_MPI:
@@ -95,7 +95,7 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
 
 
 def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer]:
-    """Return the transport if data arrive unchanged in a test between the ranks of the job. Collective.
+    """Return the transport, or None if a test between the ranks changes data, and the answer. Collective.
 
     The test in `probe_says` used a single rank. A crash in this test ends the job, but wrong bytes do not.
     """
@@ -115,7 +115,7 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer whether device memory may be passed to MPI (`yes`), and the source of the answer (`why`)."""
+    """Answer to whether device memory may be passed to MPI (`yes`), and the source of the answer (`why`)."""
 
     yes: bool
     why: str

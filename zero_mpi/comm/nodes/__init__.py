@@ -5,7 +5,7 @@ gathers (`comm`) and sums (`sums`) between nodes, so each element crosses a link
 
 With `hybrid-shard` (`hybrid`) each node holds a full replica, sharded over its ranks. All-gathers, norms and
 shared parameters stay inside the node. Reductions sum over all ranks in rank order. Each sum is sent back
-along the lane, because every node has an owner for it. Only node 0 writes checkpoints. `no-shard` uses the
+along the lane, because every node has an owner for it. Checkpoints hold node 0's shards. `no-shard` uses the
 same owners and sums if ranks share memory. `shard-grad-op` gathers full parameters on every rank over MPI.
 
 Elements that a node sends to other nodes for a unit of L_u elements, of which the node owns o_n:

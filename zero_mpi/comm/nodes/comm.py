@@ -130,7 +130,7 @@ class NodesComm(ProgressingWrapper):
         yield [request]
         yield lambda: self._gathered == number
         counters.raise_to(GATHERED, number + 1)
-        self._gathered += 1  # last, because now another thread may run the next gather
+        self._gathered += 1  # last, because from now on another thread may run the next gather
         yield lambda: counters.all_reached(GATHERED, number + 1)
 
     def _reduce(self, asked: ReduceScatter) -> Handle:

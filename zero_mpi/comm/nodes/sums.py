@@ -1,4 +1,4 @@
-"""Sums over the ranks of several nodes, in rank order, which pass from node to node.
+"""Sums over the ranks of several nodes, in rank order. A sum passes from node to node.
 
 Ranks with the same position on their nodes form a lane, and each lane sums a part of a unit. On node 0, the
 lane's rank adds the gradients of its node's ranks and sends the sum to node 1, which adds the gradients of
@@ -7,8 +7,8 @@ Each element crosses a link once, however many ranks a node has. (Adding within 
 but its rounding differs.) The last node sends a sum to its owner; if every node has an owner, the sum is sent
 back along the lane.
 
-If the ranks of a node share memory, they write their gradients into slots and announce them; the ranks of
-lanes read them there. A slot is free when all ranks of the node have read it. Otherwise ranks send gradients.
+If the ranks of a node share memory, they write gradients into slots and announce them; each rank reads what
+its lane sums. A slot is free when all ranks of the node have read it. Without slots, ranks send gradients.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class NodeSums:
         """
         yield lambda: self._settled == total.number and len(total.done) == 2
         memory.counters.raise_to(SUMMED, total.number + 1)
-        self._settled += 1  # last, because now another thread may run the next reduction
+        self._settled += 1  # last, because from now on another thread may run the next reduction
         yield lambda: memory.counters.all_reached(SUMMED, total.number + 1)
 
     def _give(self, total: Sum) -> Running:

@@ -5,11 +5,11 @@ have written: each rank counts its writes (`signal_written`), and a reader waits
 reached the reader's (`wait_written`). Before slices are written again, all ranks must have finished reading
 them (`barrier_readers`).
 
-*Reductions.* A rank announces the address of its complete gradient. When all ranks have done so, each owner
+*Reductions.* A rank announces the position of its complete gradient. When all have done so, each owner
 adds its slice in rank order and announces the sum. A reduction is complete when all owners have done that.
 Then the buffers may be used again, and the sums may be read. The additions are those of the exact reduction
-over MPI, so sums are bit-identical. No rank works for another rank, and there is no thread: a rank adds when
-the runtime tests between layers, or when it waits.
+over MPI, so sums are bit-identical. No rank works for another rank, and no thread adds in the background: a
+rank adds when the runtime tests between layers, or when it waits.
 
 All ranks start these operations in the same order, so each operation has a number. Other messages use MPI.
 """
@@ -114,7 +114,7 @@ class SharingWrapper(ProgressingWrapper):
 class SharedComm(SharingWrapper):
     """The ranks of an MPI communicator, by default COMM_WORLD, which must all be on one node.
 
-    `full`, `buffers`: arguments of the first call of `memory`; its memory is reserved at once. Collective;
+    `full`, `buffers`: arguments of the first call of `memory`, for which memory is reserved now. Collective;
     raises NoSharedMemory on all ranks if the ranks are on several nodes or there is not enough memory.
     """
 

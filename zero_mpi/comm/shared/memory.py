@@ -1,11 +1,11 @@
 """The shared memory of a node's ranks: windows, progress counters, and pools of gradient buffers.
 
 *Windows.* An MPI shared window is created only if there is enough space. The libraries back a window with a
-file in /dev/shm that has the full length but no pages yet; if a page has no space, its first use, maybe hours
-later, kills the process by SIGBUS. So free space is checked first, and each rank allocates its own pages as
-soon as the window exists, which also puts them near its cores. A failure is raised on all ranks (with Open
-MPI alone, one rank fails and the others wait). The file has no name once the window exists, so no file
-remains after a crash.
+file in /dev/shm that has the full length but no pages yet; if there is no space for a page, its first use
+kills the process by SIGBUS, maybe hours later. So free space is checked first, and each rank allocates its
+own pages as soon as the window exists, which also puts them near its cores. A failure is raised on all ranks
+(with Open MPI alone, one rank fails and the others wait). The file has no name once the window exists, so no
+file remains after a crash.
 
 *Counters.* A counter only grows, is written by one rank, and has its own cache line. A writer writes the data
 that the counter announces, then a fence, then the counter. A reader uses the opposite order: counter,
@@ -49,14 +49,14 @@ class NoSharedMemory(UsageError):
 
 
 class NodesApart(NoSharedMemory):
-    """Error: the ranks are on several nodes."""
+    """Error: the transport does not suit the number of nodes or the ranks on them."""
 
 
 # ---------------------------------------------------------------------------------------------- windows
 
 
 class Window:
-    """Window of `nbytes` bytes of shared memory. Collective; raises NoSharedMemory on all ranks.
+    """Window of `nbytes` bytes of shared memory. Collective; raises NoSharedMemory on all ranks if it fails.
 
     own: byte ranges whose pages this rank allocates.
     """
@@ -73,7 +73,7 @@ class Window:
         shared: Any = self._window.Shared_query(0)[0]
         memory = np.frombuffer(shared, np.uint8)
         skip = -memory.ctypes.data % ALIGNMENT
-        problem = "" if node.allgather(skip) == [skip] * node.Get_size() else "ranks align it differently"
+        problem = "" if node.allgather(skip) == [skip] * node.Get_size() else "ranks align memory differently"
         problem = problem or populate(memory[skip:], own)
         self._kept: Array | None = memory[skip : skip + nbytes]
         self._root = weakref.ref(memory)  # every array made from the window keeps this object alive
@@ -85,7 +85,7 @@ class Window:
             raise
 
     def hand_over(self) -> Array:
-        """Return the memory as a flat byte array; the window lives as long as arrays made from it."""
+        """Return the memory as a flat byte array; arrays made from it keep the window in use."""
         assert self._kept is not None, "the memory of a window can be handed over only once"
         memory, self._kept = self._kept, None
         return memory
@@ -150,9 +150,9 @@ def populate(memory: Array, own: Iterable[Range]) -> str:
 
 
 class Counters:
-    """Counters (POSTED, SUMMED, WRITTEN, ...) and a table of small numbers for each rank.
+    """Counters (POSTED, SUMMED, WRITTEN, ...) and a table of numbers for each rank.
 
-    Collective; raises NoSharedMemory on all ranks.
+    Collective; raises NoSharedMemory on all ranks if it fails.
     """
 
     def __init__(self, node: Any) -> None:
@@ -242,9 +242,9 @@ class NodeMemory:
     """Memory of the ranks of `node`, an MPI communicator that is freed with it.
 
     A window has the full arrays, which all ranks of the node see, and for each rank a block of slots, which
-    this rank writes and other ranks read. `full`, `buffers`: arguments of the first call of `allot`, which
-    are allocated at once, so that a job fails at its start if space is short. Collective; raises
-    NoSharedMemory on all ranks.
+    this rank writes and other ranks read. `full`, `buffers`: arguments of the first call of `allot`, whose
+    memory is allocated now, so that a job fails at its start if space is short. Collective; raises
+    NoSharedMemory on all ranks if it fails.
     """
 
     def __init__(self, node: Any, full: Sequence[Partition], buffers: Sequence[int]) -> None:
@@ -269,7 +269,7 @@ class NodeMemory:
     def allot(self, full: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
         """Return arrays with the lengths of `full`, of which each rank has zeroed its part, and a pool.
 
-        Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks.
+        Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks if it fails.
         """
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == (tuple(full), tuple(buffers)):

@@ -1,7 +1,7 @@
 """Command `doctor`: its flags, the list of checks, the table and the JSON file.
 
-Rows are printed as soon as they are ready. So if a check hangs, the last printed row is that of the previous
-check. A watchdog then ends the job. All ranks have all rows, so they agree on the exit status.
+Rows are printed as soon as they are ready. So if a check hangs, the rows before it have been printed, and a
+watchdog ends the job. All ranks have all rows, so they agree on the exit status.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from zero_mpi.launch.world import World, run
 
 FIGURES = """\
 The --json file holds all rows and these values: ranks, nodes, ranks_per_node, memory_bytes_per_rank, \
-flops_per_second_per_rank (fp32, median of all ranks at once), bf16_flops_per_second_per_rank (0 if bf16 \
+flops_per_second_per_rank (fp32, median with all ranks busy), bf16_flops_per_second_per_rank (0 if bf16 \
 is not faster than fp32), and links.node and links.between (null if there is none) with \
 alpha_seconds and beta_seconds_per_byte: a message of n bytes takes alpha + beta * n, while all ranks send \
 (links.node) or the ranks of a node share its link (links.between)."""
@@ -64,7 +64,7 @@ def make_parser() -> Parser:
     add("--out", default=default, metavar="DIR", help=f"run folder to check (default: {default})")
     add("--bits", choices=portable.CHOICES, help="kernels of the job (default: native)")
     add("--json", metavar="FILE", help="write results to FILE, for zero-mpi plan --doctor")
-    add("--quick", action="store_true", help="fewer repeats; takes a few seconds")
+    add("--quick", action="store_true", help="fewer repetitions; takes a few seconds")
     seconds = "seconds without progress after which the job is ended (default: 120; 0: never)"
     add("--timeout", type=float, default=120.0, metavar="X", help=seconds)
     return parser
