@@ -226,7 +226,7 @@ class PairWindows(PackedWindows):
         targets = counted_within(stream.counted, begins + 1, sizes)
         whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # a part of each answer remains
         kept = np.repeat(whole, 2) & (sizes > 0)
-        cut, empty = (of_pairs > limit[:, None]).any(axis=1), ~whole
+        cut, empty = of_pairs > limit[:, None], of_pairs[~whole] > 0
         self.pieces = Packable(begins[kept], sizes[kept], targets[kept], int(cut.sum()), int(empty.sum()))
         numbers = np.flatnonzero(kept)
         pairs, place = np.unique(numbers // 2, return_inverse=True)

@@ -116,7 +116,8 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
         check_length(file, count * dtype.itemsize)
         if max(sequences, documents) > count + BLOCK:
             raise ValueError(
-                f"expected at most about {count} sequences in its index, one per id, found {sequences}"
+                f"expected at most about {count} sequences and documents in its index, one per id, "
+                f"found {sequences} and {documents}"
             )
         index.seek(MEGATRON_HEAD)
         sizes = np.frombuffer(exactly(index, 4 * sequences), "<i4")
