@@ -159,7 +159,7 @@ def results_of(signature: Signature, given: Mapping[str, Any]) -> list[tuple[tup
 
 
 def bind(axes: Sequence[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> bool:
-    """Set the lengths of axes from a shape; return False if an axis already has another length."""
+    """Set the lengths of axes from a shape; return False if the shape does not fit the axes."""
     many = axes[0] == "..."
     lead = len(shape) - len(axes) + many
     lengths = (shape[:lead], *shape[lead:]) if many else shape

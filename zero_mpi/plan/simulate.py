@@ -1,8 +1,8 @@
 """Simulated step without memory or ranks: runs the runtime's module and layers and records events.
 
 `ShardedModule` runs unchanged. The transport only records starts and waits, and the device makes arrays that
-have shapes but no data. The script of a step lists a rank's events in order: computing, starts, waits. A
-script is the same for any number of ranks, so many cases share it.
+have shapes but no data. The script of a step lists a rank's events in order: computing, starts, waits. More
+than two nodes, or than two ranks on a node, do not change a script, so many cases share it.
 """
 
 from __future__ import annotations

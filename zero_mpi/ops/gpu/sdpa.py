@@ -1,4 +1,4 @@
-"""Attention by cuDNN: one graph for each set of shapes and strides, built at first use and kept.
+"""Attention by cuDNN: one graph for each set of shapes and strides, built at first use and cached.
 
 q, k and v are read in place, even if heads are columns of a wider array, and gradients are written to their
 destination; strides describe both. cuDNN supports bfloat16 and float16, as many keys as queries, and heads of
@@ -36,7 +36,7 @@ TURNED = Q, K, V, O, DY, DQ, DK, DV  # order of the arrays in `backward`
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
 TYPES = {BF16: "BFLOAT16", F16: "HALF"}
-ALIGNMENT = 16  # bytes; addresses and the strides of heads, positions and sequences are multiples
+ALIGNMENT = 16  # bytes; addresses and the strides of heads, positions and sequences are multiples of it
 OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
 OLDEST_CUDNN = 90000  # first version whose attention has all features that this module uses
@@ -93,7 +93,7 @@ class Graph:
         self._graph, self._owner, self._turns = graph, owner, turns
         self._workspace = max(1, int(graph.get_workspace_size()))
         if self._workspace > most:
-            raise RuntimeError(f"it needs {self._workspace >> 20} MiB, the limit is {int(most) >> 20} MiB")
+            raise RuntimeError(f"it needs {self._workspace >> 20} MiB of at most {int(most) >> 20} MiB")
 
     def __call__(self, addresses: dict[int, int]) -> None:
         buffer = pool_of(self._owner.where).take((self._workspace,), np.uint8)
