@@ -139,7 +139,7 @@ class ShardedModule:
     # ---------------------------------------------------------------------------------- a micro-batch
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
-        """Return the model's output for x; x and output are None on a rank without micro-batch in this round.
+        """Return the model's output for x; both are None on a rank without a micro-batch in this round.
 
         x may be `nn.Packed`: rows of several documents. The values for backward are kept if `training`.
         """

@@ -1,7 +1,7 @@
 """Progress display of a run: a bar on a terminal, otherwise a log line every few steps.
 
 Both show, in 80 columns: step, loss, speed, share of peak FLOP/s, largest memory of a rank, time left.
-A launcher puts a pipe between ranks and terminal, so the stderr of parent processes is checked too.
+A launcher puts a pipe between the ranks and the terminal, so the stderr of parent processes is checked too.
 """
 
 import math

@@ -130,11 +130,11 @@ class ProofPrefix:
     at: int = -1  # the last step
     tip: tuple[int, Any] = (-1, None)  # step and id of the last checkpoint
     run: Mapping[str, Any] | None = None
-    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves behind dropped lines
+    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves after dropped lines
 
 
 def kept_up_to(path: Path, step: int) -> ProofPrefix:
-    """Return the valid lines up to a step; none if the run starts at its first step. Raise FileError."""
+    """Return the valid chain up to a step; empty for step 0. Raise FileError if the file cannot be read."""
     kept, over = ProofPrefix(), False
     if step == 0 or not exists(path):
         return kept
@@ -155,7 +155,7 @@ def kept_up_to(path: Path, step: int) -> ProofPrefix:
 
 
 class Proof:
-    """Writer of the file, on rank 0. Raises OSError. head: digest of all results so far."""
+    """Writer of the file, on rank 0. Raises OSError if a write fails. head: digest of all results so far."""
 
     def __init__(self, path: Path, beginning: JobStart) -> None:
         kept = kept_up_to(path, beginning.step)
