@@ -22,7 +22,7 @@ LOW_TILE = 256 << 10  # scores that bfloat16 attention computes in one call: the
 # Kernels of the GPU.
 PACK = 16  # bytes that a thread loads at once
 THREADS = 256  # threads of a block, by default
-COLUMN_ROWS, COLUMN_LINES = 32, 128  # rows per partial sum of a sum over rows; maximum number of partial sums
+COLUMN_ROWS, COLUMN_LINES = 32, 128  # sums over rows: minimum rows per partial sum; maximum number of them
 RUN = 32  # sorted positions that a thread handles in an embedding's gradient, as in embedding.cu
 HELD = 4  # packs of a norm's sums that a thread holds, as in norm.cu
 NORM_LINES = 512  # maximum number of partial sums of a norm's gradient

@@ -1,7 +1,7 @@
 """Formulas for the bytes that ranks send to each other in a step, within and between nodes.
 
 A rank gathers a unit as often as the schedule does (`gathers_of`), and sends its gradients to the owners once
-per round, or once per step in an all-reduce. In exact reductions, ranks without a micro-batch send nothing.
+per round, or once per step in an all-reduce. In exact reductions, ranks without a micro-batch send none.
 Ranks also send two short float64 vectors: the losses of the micro-batches and the sums of the gradient's
 squares. Traffic between nodes has its own formulas (`comm.nodes`).
 
@@ -129,7 +129,7 @@ class Traffic:
 
     @property
     def sent(self) -> Array:
-        """Bytes sent by each rank: `sent_bytes` of metrics.jsonl on rank 0."""
+        """Bytes sent by each rank. Rank 0's number is `sent_bytes` in metrics.jsonl."""
         return self.inside + self.between + self.vectors
 
     @property

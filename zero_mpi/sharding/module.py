@@ -44,7 +44,7 @@ Read = Callable[[str, int, int], Array]  # (name, start, stop) -> this range of 
 
 
 class ShardedUnit:
-    """A rank's part of a unit. Methods that send data do nothing for a unit that is not sharded.
+    """A rank's part of a unit. Gathers and releases do nothing if every rank keeps the full parameters.
 
     `memory`: float32 memory that all ranks share, for the parameters, or for the summed gradient if every
     rank updates all parameters; or None.

@@ -70,7 +70,7 @@ class Display:
 
 
 def short(count: float) -> str:
-    """Return a number as text for messages, with three digits."""
+    """Return a number as text for messages, with up to three digits."""
     for unit in ("", "k", "M"):
         if not count >= 999.5:
             return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"

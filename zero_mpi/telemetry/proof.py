@@ -4,7 +4,7 @@
     {"step": 1, "record": {...}, "chain": HEX}   the reproducible fields of a record of metrics.jsonl
     {"step": 1, "saved": {...}, "chain": HEX}    the id of a checkpoint, which is a digest of its content
 
-HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or record line is the
+HEX is the sha256 of the chain's head and the line without its HEX. The HEX of a run or record line is the
 next head of the chain, so the last head is a digest of all results. A checkpoint's line depends on the head
 before it and does not change the head. Bit-identical runs have the same head, which does not depend on ranks,
 strategy, transport, folder, time or checkpoints. In version 0.1.0, a checkpoint's line (key "checkpoint", not

@@ -1,8 +1,8 @@
 """Operations for `cupy.ndarray`, in float32, bfloat16 and float16, by our kernels, cuBLASLt and cuDNN.
 
-As in `ops.low_precision`, computation is in float32, and each result is rounded once; statistics and losses
-are float32 or wider. By default two runs are bit-identical. Results are in the GPU's recycled memory. The
-stream orders all calls, and no operation waits for the GPU. Importing the package needs CuPy but no GPU.
+As in `ops.low_precision`, computation is in float32, and each result is rounded once, with exceptions in
+`linear`; statistics and losses are float32 or wider. By default two runs are bit-identical. Results are in
+the GPU's recycled memory. The stream orders all calls. Importing the package needs CuPy but no GPU.
 
 cuBLASLt computes matrix products (`gemm`), and adds bias, shortcut and the earlier gradient inside the
 product. cuDNN computes bf16 and fp16 attention in the cases that `sdpa` describes; all other attention

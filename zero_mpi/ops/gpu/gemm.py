@@ -360,8 +360,8 @@ def multiply(
 ) -> LtGemm | None:
     """Compute d = scale a b + c + bias, with the bias added to each row. c may be d itself, or None.
 
-    `ta` and `tb`: use a and b transposed. a and b have one type, and c and d one type; sums are float32 and
-    rounded once. Return the plan, or None if d is empty. Raise ValueError if the shapes do not fit.
+    `ta` and `tb`: use a and b transposed. a and b have one type, and c and d one type; sums are float32.
+    Return the plan, or None if d is empty. Raise ValueError if the shapes do not fit.
     """
     if not d[1] * d[2] * d[5]:
         return None

@@ -72,7 +72,7 @@ def way() -> str:
     """Return the choice of ZERO_MPI_GPU_ATTENTION; raise UsageError if it is invalid."""
     chosen = os.environ.get("ZERO_MPI_GPU_ATTENTION", "auto")
     if chosen not in WAYS:
-        raise UsageError(f"ZERO_MPI_GPU_ATTENTION is one of {', '.join(WAYS)}, not {chosen!r}")
+        raise UsageError(f"ZERO_MPI_GPU_ATTENTION: expected one of {', '.join(WAYS)}, got {chosen!r}")
     return chosen
 
 
