@@ -268,7 +268,7 @@ def bytes_of(states: States) -> int:
 
 
 def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
-    """Return the value of the last pattern that matches a name."""
+    """Return the value of the last pattern that matches a name, or `otherwise`."""
     found = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
     return found[-1] if found else otherwise
 

@@ -160,7 +160,7 @@ class MachineFile(NamedTuple):
 
 
 def read_machine(path: Path) -> MachineFile:
-    """Return the machine that a file describes; raise UsageError naming the file and the key."""
+    """Return the contents of a machine file; raise UsageError naming the file and the invalid key."""
     place = f"--machine {shown(path)}"
     found = read_tables("--machine", path)
     refuse_unknown(place, found, (*TABLES, "network"))

@@ -26,7 +26,7 @@ RESTARTED, GAVE_UP = "restarted", "gave-up"  # written by `supervise`, between t
 class Events(logging.Handler):
     """Writer of the events of one rank. `at` sets the current step; `reason` is why the run was stopped.
 
-    The writer is also a log handler: from `begin` to `end` each logged warning becomes an event.
+    The writer is also a log handler: from `begin` to `end` each warning of rank 0 becomes an event.
     """
 
     def __init__(self, out: Path, rank: int, lost: Callable[[], str] = str) -> None:

@@ -93,7 +93,7 @@ class Graph:
         self._graph, self._owner, self._turns = graph, owner, turns
         self._workspace = max(1, int(graph.get_workspace_size()))
         if self._workspace > most:
-            raise RuntimeError(f"it needs {self._workspace >> 20} MiB of at most {int(most) >> 20} MiB")
+            raise RuntimeError(f"its workspace of {self._workspace >> 20} MiB exceeds {int(most) >> 20} MiB")
 
     def __call__(self, addresses: dict[int, int]) -> None:
         buffer = pool_of(self._owner.where).take((self._workspace,), np.uint8)
@@ -105,7 +105,7 @@ class Graph:
 class Sdpa:
     """cuDNN on the compute stream of a GPU: its handle and graphs.
 
-    Raises ImportError or one of FAULTS if cuDNN is missing or too old, or its frontend is incompatible.
+    Raises ImportError or one of FAULTS if cuDNN is missing or incompatible, or the GPU is too old.
     """
 
     def __init__(self, where: Any) -> None:
