@@ -51,7 +51,7 @@ def library(user: str) -> Any:
 
 @cache
 def reader(kind: str) -> Any:
-    """Return the library's function that dequantizes a type; None without a library or such a function."""
+    """Return the library's function that dequantizes a type, or None if library or function is missing."""
     try:
         found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower().replace('_k', '_K')}", None)
     except UsageError:
@@ -62,7 +62,7 @@ def reader(kind: str) -> Any:
 
 
 def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
-    """Unpack full blocks into out (n,). Return False without a library that supports the type.
+    """Unpack full blocks into out (n,). Return False if `reader` has no function for the type.
 
     Float32 elements are bit-identical to those of the package gguf; other types are rounded from float32.
     """

@@ -65,7 +65,7 @@ def attention_tile(q: Array, k: Array, v: Array, keep: bool) -> tuple[int, int, 
 
 
 def early_keys(length: int, total: int) -> int:
-    """Return the number of keys that a long sequence's early rows (half of the work) see; else return 0."""
+    """Return the number of keys that a long sequence's early rows (half the work) see; 0 if it is short."""
     return total - length + int(length * 0.5**0.5) // BLOCK * BLOCK if length >= LONG else 0
 
 

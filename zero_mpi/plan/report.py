@@ -89,7 +89,7 @@ def base(case: Case) -> str:
 
 
 def kinds_of(case: Case) -> str:
-    """Return the device, dtypes and offload as text; leave out the CPU, float32 and no offload."""
+    """Return the device, dtypes and offload as text; the defaults (CPU, float32, none) are left out."""
     about = [f"; {case.device}, one GPU per rank"] * case.on_gpu
     if case.precision.is_low:
         about.append(f"; {case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")

@@ -172,7 +172,7 @@ def cut_stacks(
 ) -> Iterator[tuple[int, Stack, list[tuple[slice, list[Unit]]]]]:
     """Yield (stage, its stack, units of each part) for each stage whose stack is split over several units.
 
-    A stack is split only if one stage uses it, and not the last, which runs forward and backward together.
+    A stack is split only if a single stage uses it, but not the last, which runs forward and backward as one.
     """
     if config.strategy.buckets or config.by_rows:
         return
