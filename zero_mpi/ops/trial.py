@@ -2,8 +2,8 @@
 
 Comparing names is not enough: OpenBLAS has one name for Zen 5 and Intel's AVX-512 cores, compiled code
 depends on the processor, and products depend on the number of threads. So each operation runs, by the same
-code as in training, on numbers made by integer arithmetic, and the results are hashed. Products have
-shapes for which libraries have special kernels: forward and both backwards, odd edges, a single row, sums
+code as in training, on numbers made by integer arithmetic, and the results are hashed. Products have, in
+forward and both backwards, the shapes for which libraries have special kernels: odd edges, a single row, sums
 longer than a block, and sizes that are divided among threads. Nothing depends on the rank, the job or the
 model. Unpacking quantized blocks is not tried: it adds nothing up, and the format defines its results.
 """

@@ -25,7 +25,7 @@ from zero_mpi.sharding.rounds import Rounds
 from zero_mpi.sharding.strategy import Strategy, strategy_named
 from zero_mpi.sharding.unit import Unit
 
-SAME = (  # settings of `train` that a case has with the same name
+SAME = (  # settings of `train` that a case has under the same name
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
     "offload", "optimizer", "qat", "ema", "preference",
 )  # fmt: skip
@@ -223,7 +223,7 @@ def layout_of(case: Case) -> Layout:
 
 
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
-    """Return the case of a configuration. Raise UsageError if it is impossible."""
+    """Return the case of a configuration. Raise UsageError if the configuration is impossible."""
     wanted, on_gpu = config.transport, config.device == "cuda"
     kinds.check_flag(wanted, on_gpu)
     if wanted == kinds.SHARED.flag and ranks == nodes > 1:

@@ -1,7 +1,7 @@
 """Attention by cuDNN: one graph for each set of shapes and strides, built at first use and cached.
 
-q, k and v are read in place, even if heads are columns of a wider array, and gradients are written to their
-destination; strides describe both. cuDNN supports bfloat16 and float16, as many keys as queries, and heads of
+q, k and v are read in place, even if heads are columns of a wider array, and gradients are written in place;
+strides describe both. cuDNN supports bfloat16 and float16, as many keys as queries, and heads of
 up to 128 columns (256 on Hopper); our kernels in `attention` compute all other cases. The package
 nvidia-cudnn-frontend provides the graphs, cuDNN the kernels.
 
