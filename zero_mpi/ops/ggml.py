@@ -1,4 +1,4 @@
-"""Quantization and dequantization by the library ggml, called through ctypes, for every quantized type.
+"""Quantization and dequantization by the library ggml, called through ctypes, for the types it supports.
 
 The extra `ggml` installs the library; ZERO_MPI_GGML may name another libggml-base.so.
 """
@@ -51,7 +51,7 @@ def library(user: str) -> Any:
 
 @cache
 def reader(kind: str) -> Any:
-    """Return the library's function that reads blocks of a type, or None if no library has it."""
+    """Return the library's function that dequantizes a type, or None if library or function is missing."""
     try:
         found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower().replace('_k', '_K')}", None)
     except UsageError:
@@ -62,7 +62,7 @@ def reader(kind: str) -> Any:
 
 
 def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
-    """Unpack full blocks into out (n,). Return False if no library supports the type.
+    """Unpack full blocks into out (n,). Return False if `reader` has no function for the type.
 
     Float32 elements are bit-identical to those of the package gguf; other types are rounded from float32.
     """
@@ -90,7 +90,7 @@ def quantize(
     block, nbytes = GGML_QUANT_SIZES[kind]
     expected = width // block * nbytes
     if width % block or ggml.ggml_row_size(int(kind), width) != expected:  # the library would abort
-        raise ValueError(f"rows of {width}: expected a multiple of the {block} elements of {kind.name}")
+        raise ValueError(f"rows of {width} elements: expected a multiple of {block} for {kind.name}")
     if importance is None and ggml.ggml_quantize_requires_imatrix(int(kind)):
         raise ValueError(f"{kind.name}: expected an importance matrix")
     importance = None if importance is None else np.ascontiguousarray(importance, np.float32)

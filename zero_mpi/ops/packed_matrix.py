@@ -56,8 +56,8 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedStack:
-    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8. Indexing unpacks one matrix,
-    rounds it to the type `kept` and returns it in the type `dtype`."""
+    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8. An integer index unpacks one
+    matrix, rounds it to the type `kept` and returns it in the type `dtype`."""
 
     raw: Array
     kind: str
@@ -78,5 +78,5 @@ class PackedStack:
 
 
 def packs(kind: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor of this type and shape can be a `PackedMatrix`: its rows are full blocks."""
+    """Return whether a tensor can be a `PackedMatrix`: its kind is in `PACKED`, its rows are full blocks."""
     return kind in PACKED and len(shape) == 2 and shape[1] % BLOCK_KINDS[kind].elements == 0

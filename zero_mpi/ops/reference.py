@@ -2,7 +2,7 @@
 
 Axes: N rows (tokens), B sequences, T positions, C model width, O output width, H query heads, K key/value
 heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* to the array passed for
-them. An input is written only if the docstring says "in place". Results have the type of the inputs.
+them. No other input is written unless its docstring says so. Results have the inputs' type, losses float64.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ SINGLE = np.dtype(np.float32)
 REAL = (SINGLE, np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float64))
 WHOLE = tuple(map(np.dtype, ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")))
 EXAMPLES = {"float": 0.3, "int": 5, "bool": False}  # example values by the annotation of a parameter
-SEEN = 256  # combinations of shapes and types that are remembered for each operation
+SEEN = 256  # maximum number of combinations of shapes and types cached per operation
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def results_of(signature: Signature, given: Mapping[str, Any]) -> list[tuple[tup
 
 
 def bind(axes: Sequence[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> bool:
-    """Set the lengths of axes from a shape; return False if an axis already has another length."""
+    """Set the lengths of axes from a shape; return False if the shape does not fit the axes."""
     many = axes[0] == "..."
     lead = len(shape) - len(axes) + many
     lengths = (shape[:lead], *shape[lead:]) if many else shape

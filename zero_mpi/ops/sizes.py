@@ -22,14 +22,14 @@ LOW_TILE = 256 << 10  # scores that bfloat16 attention computes in one call: the
 # Kernels of the GPU.
 PACK = 16  # bytes that a thread loads at once
 THREADS = 256  # threads of a block, by default
-COLUMN_ROWS, COLUMN_LINES = 32, 128  # rows per partial sum of a sum over rows; maximum number of partial sums
+COLUMN_ROWS, COLUMN_LINES = 32, 128  # sums over rows: minimum rows per partial sum; maximum number of them
 RUN = 32  # sorted positions that a thread handles in an embedding's gradient, as in embedding.cu
 HELD = 4  # packs of a norm's sums that a thread holds, as in norm.cu
 NORM_LINES = 512  # maximum number of partial sums of a norm's gradient
 
 # Attention, heads and products on the GPU.
 SCORES = 256 << 20  # maximum bytes of float32 scores at a time, unless one query per head already needs more
-EVEN = 16  # a block has a multiple of this many queries, unless there are fewer queries
+EVEN = 16  # the maximum number of queries in a block is a multiple of this, or smaller than this
 SLOPES = 4 << 30  # maximum bytes of cuDNN's backward buffers that grow with the square of T
 LOGITS_BYTES = 2 << 30  # maximum bytes of logits per chunk; each chunk reads a head's weights once
 LARGE_GPU = 40e9  # bytes of memory; smaller GPUs use SLOPES / 4 and LOGITS_BYTES / 8
@@ -65,21 +65,21 @@ def attention_tile(q: Array, k: Array, v: Array, keep: bool) -> tuple[int, int, 
 
 
 def early_keys(length: int, total: int) -> int:
-    """Return the number of keys that the early rows, half of the work, of a long sequence see; else 0."""
+    """Return the number of keys that a long sequence's early rows (half the work) see; 0 if it is short."""
     return total - length + int(length * 0.5**0.5) // BLOCK * BLOCK if length >= LONG else 0
 
 
 def unseen_weights(begins: Array, block: int = BLOCK) -> int:
-    """Return how many weights of one head in all sequences have a key that no row of their block sees.
+    """Return the number of attention weights per head, summed over the sequences, that blocks of rows skip.
 
-    begins (B, T): the first key that each row sees.
+    begins (B, T): the first key that each row sees. A block skips the keys that none of its rows sees.
     """
     length = begins.shape[1]
     return sum(min(block, length - r) * int(begins[:, r].sum()) for r in range(0, length, block))
 
 
 def tile_heads(batch: int, heads: int, length: int, total: int) -> tuple[int, int]:
-    """Return how many (sequences, key heads) bfloat16 attention computes at once; `heads`: key heads."""
+    """Return how many (sequences, key heads) bfloat16 attention computes per call; `heads`: all key heads."""
     most = max(1, LOW_TILE // (min(length, LOW_BLOCK) * total))
     return min(batch, max(1, most // heads)), min(most, heads)
 
@@ -104,12 +104,12 @@ def norm_lanes(width: int, pack: int, held: int) -> int:
 
 
 def norm_blocks(rows: int, lanes: int) -> int:
-    """Return the number of blocks of a norm; in backward, up to NORM_LINES blocks write partial sums."""
+    """Return the number of blocks of a norm's forward; backward has at most NORM_LINES lines of sums."""
     return -(-rows // (THREADS // lanes))
 
 
 def embedding_runs(tokens: int) -> int:
-    """Return the number of runs of sorted positions, which have partial sums for their first and last row."""
+    """Return the number of runs of sorted positions; each has partial sums for its first and last token."""
     return -(-tokens // RUN)
 
 

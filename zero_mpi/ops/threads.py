@@ -2,7 +2,7 @@
 
 A kernel or a product runs on one thread and releases the interpreter's lock, so Python's own threads are
 enough. Matmul libraries are limited to one thread: more threads would spin on the cores that our threads
-need. Parts are equal runs of rows, one for each thread; the calling thread computes the last part. Results
+need. Parts are equal ranges of rows, one for each thread; the calling thread computes the last part. Results
 that depend on one row are bit-identical for any number of threads. Sums over rows are added part by part, in
 the order of the rows.
 """
@@ -62,12 +62,12 @@ def start(work: Callable[..., T], *given: Any) -> Future[T]:
 
 
 def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
-    """Return slices that divide an array's rows into equal multiples of `even`; one slice if it is small."""
+    """Return slices that divide an array's rows about equally, at multiples of `even`; one if it is small."""
     return equal_parts(shape[0], min(_threads, prod(shape) // LEAST), even)
 
 
 def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
-    """Return `parts` slices that divide `rows` into equal multiples of `even`; fewer if rows are too few."""
+    """Return `parts` slices that divide `rows` almost equally, at multiples of `even`; fewer for few rows."""
     parts = min(parts, rows // even)
     if parts < 2:
         return [slice(0, rows)]

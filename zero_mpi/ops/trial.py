@@ -1,9 +1,9 @@
 """A short trial that shows whether two machines give bit-identical results for all operations.
 
 Comparing names is not enough: OpenBLAS has one name for Zen 5 and Intel's AVX-512 cores, compiled code
-depends on the processor, and products depend on the number of threads. So each operation runs once, by the
-same code as in training, on numbers made by integer arithmetic, and the results are hashed. Products have
-shapes for which libraries have special kernels: forward and both backwards, odd edges, a single row, sums
+depends on the processor, and products depend on the number of threads. So each operation runs, by the same
+code as in training, on numbers made by integer arithmetic, and the results are hashed. Products have, in
+forward and both backwards, the shapes for which libraries have special kernels: odd edges, a single row, sums
 longer than a block, and sizes that are divided among threads. Nothing depends on the rank, the job or the
 model. Unpacking quantized blocks is not tried: it adds nothing up, and the format defines its results.
 """
@@ -32,7 +32,7 @@ PRODUCTS = (
 )  # fmt: skip
 # (sequences, positions, heads, key/value heads, width of a head). Only the first shape keeps its weights.
 ATTENTIONS = ((2, 70, 4, 2, 32), (1, 1100, 1, 1, 24))
-STREAM = 1 << 18  # slightly more numbers than the largest array has
+STREAM = 1 << 18  # more numbers than the largest array needs, even for the largest seed
 ROWS, WIDTH = 67, 193  # sizes for operations on rows: not multiples of a vector or an unrolled loop
 VOCABULARY = 301
 SIZES = {"...": (ROWS,), "1": 1, "B": 2, "C": WIDTH, "D": 22, "E": 11, "H": 3, "O": WIDTH, "T": 9}
@@ -64,7 +64,7 @@ def numbers(*shape: int, seed: int, times: float = 1, kind: Any = np.float32) ->
 
 
 def whole(count: int, *shape: int) -> Array:
-    """Return an array of integers below `count`; each integer occurs several times."""
+    """Return an array of integers below `count`, in scattered order."""
     values = np.arange(math.prod(shape), dtype=np.int64) * 7919 % count
     return device.in_use().from_host(values.reshape(shape))
 
@@ -155,7 +155,7 @@ def results(kind: Any) -> Iterator[Array]:
 
 
 def digest(kind: Any = np.float32) -> str:
-    """Return a short hash of the bits of all results. It takes tens of milliseconds."""
+    """Return a short hash of the bits of all results. The trial takes tens of milliseconds."""
     found = hashlib.sha256()
     where = device.in_use()
     for result in results(kind):

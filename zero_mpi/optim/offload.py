@@ -78,7 +78,7 @@ class Offload:
         self._turn = 0
 
     def states(self, sizes: Iterable[tuple[int, int, Sequence[str]]]) -> list[HostState]:
-        """Return a state for each (elements, quantum, names); allocate buffers for the longest chunk."""
+        """Return a HostState for each (elements, quantum, names); allocate buffers for the longest chunk."""
         made = [HostState(self.where, *size) for size in sizes]
         longest = max((min(states.size, states.chunk) for states in made), default=0)
         arrays = max((len(states) for states in made), default=0) + self.masters

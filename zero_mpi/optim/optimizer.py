@@ -48,7 +48,7 @@ class ShardedOptimizer:
     """Optimizer of a ShardedModule; `zero_mpi.compat.optimizer.ShardedOptimizer` describes its arguments.
 
     `steps` counts updates; `skipped` counts steps without an update because the norm was not finite. The
-    constructor is collective; it raises UsageError if arguments differ by rank, or for `offload` without GPU.
+    constructor is collective; it raises UsageError if arguments differ by rank, or if `offload` needs a GPU.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ShardedOptimizer:
         return device.in_use().from_host(np.array(decays[here], np.float64)), segments
 
     def averages(self) -> Mapping[str, Array]:
-        """Return the moving averages by unit (not copies); before any update they are the parameters."""
+        """Return the moving averages by unit (not copies); before any update they equal the parameters."""
         for unit in () if self.steps or self.ema is None else self.units:
             device.in_use().copy(self.average[unit.name], unit.updated[0])
         return self.average
@@ -268,7 +268,7 @@ def bytes_of(states: States) -> int:
 
 
 def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
-    """Return the value of the last pattern that matches a name."""
+    """Return the value of the last pattern that matches a name, or `otherwise`."""
     found = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
     return found[-1] if found else otherwise
 

@@ -25,7 +25,7 @@ from zero_mpi.sharding.rounds import Rounds
 from zero_mpi.sharding.strategy import Strategy, strategy_named
 from zero_mpi.sharding.unit import Unit
 
-SAME = (  # settings of `train` that a case has with the same name
+SAME = (  # settings of `train` that a case has under the same name
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
     "offload", "optimizer", "qat", "ema", "preference",
 )  # fmt: skip
@@ -48,8 +48,8 @@ class Case:
     """Run to plan. Sizes are named like flags of `zero_mpi.train`. Ranks fill one node after the other.
 
     The plan is for rank 0, which owns the longest shard of each unit and has a micro-batch in every round.
-    All targets count in the loss. For a preference loss, each window is assumed to have a pair of equally
-    long answers; if prompts are learned, the first half of each answer is its prompt.
+    All targets count in the loss. For a preference loss, each window is assumed to hold two equally long
+    sequences; if prompts are learned, the first half of each sequence is its prompt.
 
     transport_wanted    value of --transport, or the actual transport of a run
     packed              windows hold several documents
@@ -166,7 +166,7 @@ class Case:
 
     @property
     def measured(self) -> tuple[bool, ...]:
-        """True or False for each pass that only computes log-probabilities: whether it uses the adapters."""
+        """One flag per pass that only computes log-probabilities: True if the pass uses the adapters."""
         if self.preference is None or not self.preference.has_reference:
             return ()
         unpaired = self.preference.is_unpaired  # an unpaired loss also scores answers to other prompts
@@ -203,7 +203,7 @@ class Case:
 
     @property
     def trained(self) -> list[tuple[Unit, int]]:
-        """The pairs of `slices` that have a trained unit."""
+        """The pairs of `slices` whose unit is trained."""
         return [(unit, own) for unit, own in self.slices if unit.trainable]
 
     @cached_property
@@ -223,7 +223,7 @@ def layout_of(case: Case) -> Layout:
 
 
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
-    """Return the case of a configuration. Raise UsageError if it is impossible."""
+    """Return the case of a configuration. Raise UsageError if the configuration is impossible."""
     wanted, on_gpu = config.transport, config.device == "cuda"
     kinds.check_flag(wanted, on_gpu)
     if wanted == kinds.SHARED.flag and ranks == nodes > 1:

@@ -1,7 +1,7 @@
 """Operations on fake arrays; they count the memory and the work of the real operations but compute nothing.
 
-Each operation allocates the same blocks, in the same order, as `ops.cpu` or `ops.gpu` from the pool of
-recycled memory; `workspaces` has the differences between them. An operation that is not defined here
+From the pool of recycled memory, each operation allocates the same blocks as `ops.cpu` or `ops.gpu`, in the
+same order; `workspaces` has the differences between the two. An operation that is not defined here
 allocates only the results in its signature. (Float32 copies on the host, for float16 or without a bfloat16
 matmul library, are not counted.)
 """
@@ -32,7 +32,7 @@ from zero_mpi.ops.packed_matrix import PackedStack
 from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.sizes import head_weights, unseen_weights
 
-NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space without memory; not in `mmap` yet
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space without memory; not in `mmap` of Python 3.11
 LEAST_ARENA = 1 << 30  # minimum bytes of address space for fake arrays
 
 
@@ -262,7 +262,7 @@ def _(dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float) -> tuple
 
 
 def count_attention(q: Array, k: Array, widths: int, passes: int, begins: Array | None) -> None:
-    """Count the work of attention. Blocks above the diagonal or before a window are not computed."""
+    """Count the work of attention, without blocks above the diagonal and, on a CPU, without unseen keys."""
     memory, (batch, length, heads, _) = q.memory, q.shape
     size = batch * head_weights(length, k.shape[1])
     if begins is not None and memory.skips_unseen:

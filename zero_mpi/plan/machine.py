@@ -124,7 +124,7 @@ TABLES: dict[str, dict[str, type]] = {  # table -> key -> type of its number, al
     ),
 }
 LEVEL: dict[str, type] = {"name": str, "nodes": int, **LINK}
-SAID: dict[type, str] = {int: "a whole number above 0", float: "a number above 0", str: "a text"}
+SAID: dict[type, str] = {int: "a whole number above 0", float: "a number above 0", str: "a string"}
 
 
 def read_doctor(path: Path) -> dict[str, float]:
@@ -160,7 +160,7 @@ class MachineFile(NamedTuple):
 
 
 def read_machine(path: Path) -> MachineFile:
-    """Return the machine that a file describes; raise UsageError naming the file and the key."""
+    """Return the contents of a machine file; raise UsageError naming the file and the invalid key."""
     place = f"--machine {shown(path)}"
     found = read_tables("--machine", path)
     refuse_unknown(place, found, (*TABLES, "network"))
@@ -187,7 +187,7 @@ def read_levels(place: str, found: Any) -> list[Level]:
     for number, table in enumerate(found, 1):
         where, last = f"{place}: [[network]] {number}", number == len(found)
         if last and isinstance(table, dict) and "nodes" in table:
-            raise UsageError(f"{where}: nodes: not for the last level, which joins all nodes; leave it out")
+            raise UsageError(f"{where}: nodes: leave it out of the last level, which joins all nodes")
         level = checked(where, table, {key: LEVEL[key] for key in LEVEL if key != "nodes" or not last})
         nodes, inside = level.get("nodes"), levels[-1].nodes if levels else 0
         if nodes is not None and inside is not None and nodes <= inside:

@@ -1,8 +1,8 @@
 """Memory of the largest rank, by purpose. The runtime's own layout code computes all sizes.
 
 Rank 0 needs the most memory: it owns the longest slice of every unit. The bytes are on its device; the host
-memory of a rank with a GPU is listed separately. A process also needs memory for interpreter and libraries
-(some 100 MB; a CUDA context and the kernels of libraries), the tokens of the corpus, and the MPI library.
+memory of a rank with a GPU is listed separately. A process also needs memory for the interpreter, libraries
+(some 100 MB; on a GPU, a CUDA context and kernels), the tokens of the corpus, and the MPI library.
 """
 
 import mmap
@@ -202,7 +202,7 @@ class Resident:
 
 
 def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:
-    """Return the bytes of a node; `text`: bytes of all tokens; `sample`: True if rank 0 shows a sample."""
+    """Return a node's bytes by purpose; `text`: bytes of all tokens; `sample`: True if rank 0 shows one."""
     ranks = case.per_node
     return Resident(
         programs=programs(ranks),
@@ -273,7 +273,7 @@ class NodeInfo:
 
 
 def nodes_of(world: World) -> list[NodeInfo]:
-    """Return the memory of all nodes, on all ranks. Collective."""
+    """Return a NodeInfo for each node, on all ranks. Collective."""
     host = None
     if world.node.rank == 0:
         sizes = [int(pages) * mmap.PAGESIZE for pages in Path("/proc/self/statm").read_text().split()]

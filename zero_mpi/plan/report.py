@@ -1,4 +1,4 @@
-"""Text of plans and sweeps, with a column for each strategy."""
+"""Text of plans, with a column for each strategy, and of sweeps, with a line for each number of ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -89,7 +89,7 @@ def base(case: Case) -> str:
 
 
 def kinds_of(case: Case) -> str:
-    """Return device and dtypes, unless they are the CPU and float32."""
+    """Return the device, dtypes and offload as text; the defaults (CPU, float32, none) are left out."""
     about = [f"; {case.device}, one GPU per rank"] * case.on_gpu
     if case.precision.is_low:
         about.append(f"; {case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
@@ -128,7 +128,7 @@ def counted(count: int) -> str:
 def sweep_lines(case: Case, points: Sequence[Point]) -> Iterator[str]:
     """Yield the lines of a sweep over numbers of ranks for one strategy."""
     yield f"{case.strategy_name}: {case.rounds.micro_batches} micro-batches per step at any number of ranks"
-    yield row("ranks (nodes)", ["memory a rank", "step", "waits", "tokens/s", "efficiency"])
+    yield row("ranks (nodes)", ["memory per rank", "step", "waits", "tokens/s", "efficiency"])
     for point in points:
         figures = [size(point.memory), seconds(point.seconds), seconds(point.exposed)]
         figures += [f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.0%}"]

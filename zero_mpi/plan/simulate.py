@@ -1,8 +1,8 @@
 """Simulated step without memory or ranks: runs the runtime's module and layers and records events.
 
 `ShardedModule` runs unchanged. The transport only records starts and waits, and the device makes arrays that
-have shapes but no data. The script of a step lists a rank's events in order: computing, starts, waits. A
-script is the same for any number of ranks, so many cases share it.
+have shapes but no data. The script of a step lists a rank's events in order: computing, starts, waits. More
+than two nodes, or than two ranks on a node, do not change a script, so many cases share it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepEvent(NamedTuple):
 class Simulation:
     """Result of a simulation: the events of each step, and the bytes in memory pools at the end.
 
-    `recycled`: as in `arrays.recycled_stats`, logits included. `small`: arrays too small for that pool.
+    `recycled`: as in `arrays.Recycler.nbytes`, logits included. `small`: arrays too small for that pool.
     """
 
     steps: tuple[tuple[StepEvent, ...], ...]
@@ -145,7 +145,7 @@ class Simulator:
             self.module = ShardedModule(stages, comm, case.layout_config)
 
     def step(self) -> tuple[StepEvent, ...]:
-        """Make a step as `train` does: passes without backward, rounds of micro-batches, optimizer step."""
+        """Run a step as `train` does: passes without backward, rounds of micro-batches, optimizer step."""
         module, script, rounds = self.module, self.script, len(self.case.rounds)
         with without_memory(self.memory):
             for adapted in self.case.measured:

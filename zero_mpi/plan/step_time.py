@@ -6,7 +6,7 @@ time. The waiting time is exposed communication. Inside one node a transfer is a
 so no transfer is hidden there, unless GPUs compute. All ranks are assumed to be as fast as rank 0.
 
 Collectives follow the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective
-Communication Operations in MPICH", 2005. Sums that pass from node to node are a pipeline: a unit crosses
+Communication Operations in MPICH", 2005. Sums that pass from node to node are pipelined: a unit crosses
 every link once, or twice if every node needs the sum.
 """
 
@@ -168,7 +168,7 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
 
 
 def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1) -> float:
-    """Return the seconds to pass parts around a ring until each member has all parts; short ones use a tree.
+    """Return the seconds to pass parts around a ring until each member has all; short data use a tree.
 
     The longest part has `part` bytes. In a ring it crosses all links; in a tree a member gets at most `whole`
     bytes. Several `rings` divide the bytes over the same links, and their messages overlap.

@@ -1,7 +1,7 @@
 """Formulas for the bytes that ranks send to each other in a step, within and between nodes.
 
 A rank gathers a unit as often as the schedule does (`gathers_of`), and sends its gradients to the owners once
-per round. In a round with fewer micro-batches than ranks, a rank without a micro-batch sends no gradients.
+per round, or once per step in an all-reduce. In exact reductions, ranks without a micro-batch send none.
 Ranks also send two short float64 vectors: the losses of the micro-batches and the sums of the gradient's
 squares. Traffic between nodes has its own formulas (`comm.nodes`).
 
@@ -49,7 +49,7 @@ class Route:
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
-        """Return the elements that each rank sends in a reduction; `first` means the step's first one."""
+        """Return the elements that each rank sends in a reduction; `first`: True in a step's first round."""
         own = self.owned(partition)
         on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
         gives = (self.rank < contributors) | self.all_give
@@ -106,7 +106,7 @@ class ByNode(Route):
 
 
 def routes_of(case: Case) -> tuple[Route, Route]:
-    """Return the routes of gathers and of reductions; over NODES, full parameters use direct messages."""
+    """Return the routes of gathers and reductions; over NODES, replicated parameters use direct messages."""
     if case.hybrid:
         by_node = ByNode(case.ranks, case.per_node, case.shares_full)
         return by_node, by_node
@@ -129,7 +129,7 @@ class Traffic:
 
     @property
     def sent(self) -> Array:
-        """Bytes sent by each rank: `sent_bytes` of metrics.jsonl on rank 0."""
+        """Bytes sent by each rank. Rank 0's number is `sent_bytes` in metrics.jsonl."""
         return self.inside + self.between + self.vectors
 
     @property

@@ -75,7 +75,7 @@ class Compiled(FakeMemory):
 
 
 class OnGPU(Compiled):
-    """Counter of a GPU's memory. cuDNN computes bf16 and fp16 attention unless ZERO_MPI_GPU_ATTENTION=own."""
+    """Counter of a GPU's memory. cuDNN or our kernels compute attention (`by_cudnn`)."""
 
     workspace = sizes.WORKSPACE
     skips_unseen = False
@@ -140,10 +140,10 @@ class OnGPU(Compiled):
 
 
 def low_tile(q: Array, k: Array) -> int:
-    """Return the elements of scores that a CPU computes at a time in bfloat16; 0 in float32."""
+    """Return the number of scores that a CPU computes at a time in bfloat16; 0 in float32."""
     return sizes.low_tile(q.shape[0], k.shape[2], q.shape[1], k.shape[1]) if q.itemsize == 2 else 0
 
 
 def by_cudnn(q: Array, begins: Array | None) -> bool:
-    """Return True if cuDNN computes attention: in low precision, without packed documents or a window."""
+    """Return True if cuDNN computes attention: in low precision, without `begins`, if not switched off."""
     return q.itemsize == 2 and begins is None and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"

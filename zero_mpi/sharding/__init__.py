@@ -7,7 +7,7 @@ ranks. Scripts use these classes through `zero_mpi.compat`, which checks argumen
 
 Units. A unit holds the parameters of one scope (`token_embd`, `blk.3`, `output`) in one flat buffer. Under
 `no-shard` a unit is a bucket of limited size, filled in reverse order. Frozen parameters of a scope form
-another unit without gradient. A tied head has the embedding's scope, so it is in the same unit.
+another unit without gradients. A tied head has the embedding's scope, so it is in the same unit.
 
 Exactness. docs/exact.md lists what could change results, and what prevents it. The owner of a slice adds
 the ranks' gradients in rank order (`device.ordered_sum`), and the norm adds squares in one order (`norm`). In

@@ -21,7 +21,7 @@ from zero_mpi.nn.loss import CrossEntropy, rows_that_count
 from zero_mpi.sharding.actions import Actions
 from zero_mpi.telemetry import spans
 
-WARM_UP = 2  # micro-batches before the first recording, which create plans, kernels and buffers
+WARM_UP = 2  # micro-batches of a kind before its recording; they create plans, kernels and buffers
 MOST, SEEN = 8, 64  # maximum number of recorded graphs, and of kinds of micro-batches that are counted
 
 Work = Callable[..., Any]  # runs a micro-batch (x, its loss, actions) and returns the loss

@@ -49,7 +49,7 @@ class LayoutConfig:
     strategy    FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD
     prefetch    how many stages ahead parameters are gathered (FULL_SHARD, HYBRID_SHARD)
     bucket_mb   size in MiB of units that are cut by bytes: all units under NO_SHARD, otherwise expert stacks
-    frozen      name patterns ("blk.0.*") of parameters without gradient, moments and reduction
+    frozen      name patterns ("blk.0.*") of parameters without gradients, moments or reductions
     by_rows     one unit per parameter, cut between rows (dimension 0), unless the strategy is NO_SHARD
     precision   FP32, BF16 or FP16: the type of gathered parameters, activations and reduced gradients
     stored      name -> BlockKind of frozen parameters in a file's quantized blocks, on CPUs only; they are
@@ -172,7 +172,7 @@ def cut_stacks(
 ) -> Iterator[tuple[int, Stack, list[tuple[slice, list[Unit]]]]]:
     """Yield (stage, its stack, units of each part) for each stage whose stack is split over several units.
 
-    A stack is not split if several stages use it, or the last stage, whose forward and backward are one.
+    A stack is split only if a single stage uses it, but not the last, which runs forward and backward as one.
     """
     if config.strategy.buckets or config.by_rows:
         return

@@ -44,7 +44,7 @@ Read = Callable[[str, int, int], Array]  # (name, start, stop) -> this range of 
 
 
 class ShardedUnit:
-    """A rank's part of a unit. Methods that send data do nothing for a unit that is not sharded.
+    """A rank's part of a unit. Gathers and releases do nothing if every rank keeps the full parameters.
 
     `memory`: float32 memory that all ranks share, for the parameters, or for the summed gradient if every
     rank updates all parameters; or None.
@@ -139,7 +139,7 @@ class ShardedModule:
     # ---------------------------------------------------------------------------------- a micro-batch
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
-        """Return the model's output for x; x and output are None on a rank without micro-batch in this round.
+        """Return the model's output for x; both are None on a rank without a micro-batch in this round.
 
         x may be `nn.Packed`: rows of several documents. The values for backward are kept if `training`.
         """

@@ -22,7 +22,7 @@ from zero_mpi.sharding.unit import Unit
 
 
 def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
-    """Return (4, N): for each run, its start and end in the model, its index on the rank, and its rank.
+    """Return (4, N): for each run, its start and end in the model, its start on the rank, and its rank.
 
     A run is a contiguous range of the model's values in a unit that one rank holds. names: the model's
     parameters in order. A rank has the values of its trained units, one unit after the other.

@@ -43,7 +43,7 @@ def joined(views: list[Views]) -> Views:
 
 @dataclass(frozen=True)
 class Context:
-    """Objects that the units of a module share: transports, and pools of float32 buffers.
+    """Objects that the units of a module share: transport, settings, and pools of float32 buffers.
 
     unpacked   pool of arrays for parameters that are unpacked from gathered bytes
     masters    function that allocates the float32 parameters of low-precision runs; None: on the device
@@ -80,7 +80,7 @@ class Parameters:
         self.part = self.partition.part(context.comm.rank)
         self.master_part = self.part if context.strategy.shards_moments else slice(0, unit.length)
         self._label = f"parameters {unit.name}"
-        self._memory = full  # permanent array that contains `full`, if any
+        self._memory = full  # array that contains `full`, permanent or borrowed from a pool
         self._views: dict[int, Views] = {}
         self._transfer: Handle | None = None
         self._make_arrays()

@@ -3,7 +3,7 @@
 Rank i mod P computes micro-batch i in round i div P, and gradients are added in rank order after each round.
 Every element is thus summed over the micro-batches in order, for any number of ranks.
 
-The losses of all ranks are added in one vector. A rank fills the positions of its own micro-batches and
+The losses of all ranks are all-reduced in one vector. A rank fills the positions of its own micro-batches and
 leaves zeros elsewhere, so neither the vector nor its sum depends on the number of ranks.
 """
 

@@ -22,7 +22,7 @@ QUANTUM = 1024  # elements
 # Kinds of units. All parameters of a unit have the same kind; stored parameters are frozen.
 TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
 BYTES = 4  # bytes of an element
-WORDS = 16  # words in a cache line of 64 bytes; stored tensors and slices start at multiples
+WORDS = 16  # words in a cache line of 64 bytes; stored tensors and slices start at multiples of it
 
 Stored = Mapping[str, BlockKind]
 
@@ -261,7 +261,7 @@ def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: St
 def part_units(
     scope: str, stacked: Mapping[str, Param], kind_of: Callable[[str], str], stored: Stored, most: int
 ) -> list[tuple[slice, list[Unit]]]:
-    """Return parts of stacked parameters and their units, one per kind; [] if a single part suffices.
+    """Return parts of stacked parameters and their units, one per kind; [] if no parameter is split.
 
     A part has as many entries of the first dimension as fit in `most` bytes, at least 1. Parameters whose
     parts would begin inside a chunk of the norm are not split.

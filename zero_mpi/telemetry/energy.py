@@ -24,7 +24,7 @@ class Counter:
     last: int = 0
 
     def used(self) -> float:
-        """Return the joules used since the last call; raise OSError or ValueError for a bad file."""
+        """Return the joules used since the last call; raise an UNREADABLE error for a bad file."""
         now = int(self.path.read_text().split()[0])
         since, self.last = now - self.last, now
         return (since + self.most if since < 0 else since) * self.joules
@@ -52,6 +52,6 @@ class Energy:
             self._counters = []
 
     def take(self) -> float | None:
-        """Return the joules since the last call or the start; None if this user cannot read any counter."""
+        """Return the joules since the last call or the start; None if there are no readable counters."""
         joules, self._joules = self._joules, 0.0
         return joules if self._counters else None

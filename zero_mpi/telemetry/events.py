@@ -26,7 +26,7 @@ RESTARTED, GAVE_UP = "restarted", "gave-up"  # written by `supervise`, between t
 class Events(logging.Handler):
     """Writer of the events of one rank. `at` sets the current step; `reason` is why the run was stopped.
 
-    The writer is also a log handler: from `begin` to `end` each logged warning becomes an event.
+    The writer is also a log handler: from `begin` to `end` each warning of rank 0 becomes an event.
     """
 
     def __init__(self, out: Path, rank: int, lost: Callable[[], str] = str) -> None:
@@ -36,11 +36,11 @@ class Events(logging.Handler):
         self.reason = ""
 
     def begin(self, step: int, before: Mapping[str, Any], **about: Any) -> None:
-        """Write how the previous job ended, according to its status.json, then the start of this job."""
+        """Write that the previous job was lost, if its status.json shows this, and that this job starts."""
         self._step = step
         if before.get("state") == "running":
             ranks, host, at = (shown(before.get(key, "unknown")) for key in ("ranks", "host", "updated"))
-            reason = f"{ranks} rank(s), rank 0 on {host}, last seen at {at}: killed, or a host was lost"
+            reason = f"{ranks} rank(s), rank 0 on {host}, last seen at {at}: it was killed, or lost a host"
             self.note(LOST, reason=reason, step=before.get("step", 0))
         self.note(STARTED, **about)
         self._begun = True
@@ -79,7 +79,7 @@ class Events(logging.Handler):
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line in one write, after ending a line that a crash cut off. Raise OSError.
+    """Append a line in one write, after ending a line that a crash cut off. Raise OSError if it fails.
 
     `open_in_place` refuses pipes, because a pipe without a reader would block after some lines.
     """

@@ -74,7 +74,7 @@ def remove() -> None:
 
 
 def installed() -> list[Lines]:
-    """Return the handler of a command, if there is one."""
+    """Return a list with the handler of a command; empty if there is none."""
     return [handler for handler in logger.handlers if isinstance(handler, Lines)]
 
 

@@ -2,7 +2,7 @@
 
 The writer also writes the hash chain over records and checkpoints (`telemetry.proof`). Floats have full
 precision, so two exact runs write the same losses. A record is written in full or not at all. After a failure
-no more records are written; `problem` has the reason, and all ranks then end.
+no more records are written; `problem` has the reason, and then all ranks end.
 """
 
 import json

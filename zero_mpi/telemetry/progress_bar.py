@@ -1,7 +1,7 @@
 """Progress display of a run: a bar on a terminal, otherwise a log line every few steps.
 
 Both show, in 80 columns: step, loss, speed, share of peak FLOP/s, largest memory of a rank, time left.
-A launcher puts a pipe between ranks and terminal, so the stderr of parent processes is checked too.
+A launcher puts a pipe between the ranks and the terminal, so the stderr of parent processes is checked too.
 """
 
 import math
@@ -70,7 +70,7 @@ class Display:
 
 
 def short(count: float) -> str:
-    """Return a number as text for messages, with three digits."""
+    """Return a number as text for messages, with up to three digits."""
     for unit in ("", "k", "M"):
         if not count >= 999.5:
             return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"

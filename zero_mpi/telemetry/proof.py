@@ -4,7 +4,7 @@
     {"step": 1, "record": {...}, "chain": HEX}   the reproducible fields of a record of metrics.jsonl
     {"step": 1, "saved": {...}, "chain": HEX}    the id of a checkpoint, which is a digest of its content
 
-HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or record line is the
+HEX is the sha256 of the chain's head and the line without its HEX. The HEX of a run or record line is the
 next head of the chain, so the last head is a digest of all results. A checkpoint's line depends on the head
 before it and does not change the head. Bit-identical runs have the same head, which does not depend on ranks,
 strategy, transport, folder, time or checkpoints. In version 0.1.0, a checkpoint's line (key "checkpoint", not
@@ -130,11 +130,11 @@ class ProofPrefix:
     at: int = -1  # the last step
     tip: tuple[int, Any] = (-1, None)  # step and id of the last checkpoint
     run: Mapping[str, Any] | None = None
-    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves behind dropped lines
+    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves after dropped lines
 
 
 def kept_up_to(path: Path, step: int) -> ProofPrefix:
-    """Return the valid lines up to a step; none if the run starts at its first step. Raise FileError."""
+    """Return the valid chain up to a step; empty for step 0. Raise FileError if the file cannot be read."""
     kept, over = ProofPrefix(), False
     if step == 0 or not exists(path):
         return kept
@@ -155,7 +155,7 @@ def kept_up_to(path: Path, step: int) -> ProofPrefix:
 
 
 class Proof:
-    """Writer of the file, on rank 0. Raises OSError. head: digest of all results so far."""
+    """Writer of the file, on rank 0. Raises OSError if a write fails. head: digest of all results so far."""
 
     def __init__(self, path: Path, beginning: JobStart) -> None:
         kept = kept_up_to(path, beginning.step)

@@ -1,7 +1,7 @@
 """Spans: named intervals of a rank's work, recorded for a timeline.
 
 `active` is the recorder; it is None if nothing is recorded, and instrumented code checks only that. A span is
-a tuple in a list that only grows; names and times are computed from stamps after the last step. Computing is
+a tuple in a list that only grows; the timeline is computed from it after the last step. Computing is
 stamped by the clock of the device (`device.stopwatch`), since the host only launches work on a GPU; waits and
 transfers are stamped by the host's clock. `train.timeline` starts recorders on all ranks.
 """

@@ -1,9 +1,9 @@
 """`OUT/status.json`: state of a run (running, done, stopped or failed), for scripts and people.
 
-A launcher's exit status is unreliable: some return 0 although a host was lost. So rank 0 writes "done" after
-all ranks have reached the end. During a run a thread renews the file every few seconds, so an old file means
-that the job was killed. The rank that ends a job after a failure writes the reason. A rename replaces the
-file, so a reader never sees an incomplete file, and no step waits for it.
+A launcher's exit status is unreliable: some launchers return 0 although a host was lost. So rank 0 writes
+"done" after all ranks have reached the end. During a run a thread renews the file every few seconds, so an
+old file means that the job was killed. The rank that ends a job after a failure writes the reason. A rename
+replaces the file, so a reader never sees an incomplete file, and no step waits for it.
 """
 
 import contextlib
@@ -108,9 +108,9 @@ class Status:
 
 
 def overwrite(path: Path, text: bytes) -> None:
-    """Overwrite a file in place in one write, which works even on a full disk. Raise OSError.
+    """Overwrite a file in place in one write, which works even on a full disk. Raise OSError if it fails.
 
-    The file is not truncated first, so it keeps the old text if the write fails. Blanks may pad the new text.
+    If either text exceeds DISK_BLOCK, or the write fails, the old text stays. Blanks may pad the new text.
     """
     handle = open_in_place(path, os.O_WRONLY)
     try:

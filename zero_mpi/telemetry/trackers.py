@@ -23,8 +23,8 @@ from zero_mpi.telemetry import log
 
 MOST_RANKS = 16  # maximum number of ranks with separate tags; for more ranks, only the largest value is sent
 CLOSE_SECONDS = 60.0  # maximum seconds that the end of a run waits for pending records
-EVERY_SECONDS = 1.0  # seconds between writes of Prometheus' file and between requests of MLflow
-LONGEST = 500  # maximum number of characters of a parameter's value at MLflow
+EVERY_SECONDS = 1.0  # seconds between writes of Prometheus' file and between requests to MLflow
+LONGEST = 500  # maximum number of characters of a parameter's value in MLflow
 PREFIX = "zero_mpi_"
 RANK = re.compile(r"(?P<name>.+)/rank_(?P<rank>\d+)")
 
@@ -154,7 +154,7 @@ class Prometheus:
     """`--prometheus FOLDER`: writer of the newest record to a file for node_exporter's textfile collector.
 
     A rename replaces the file, at most once per second, so a scrape never reads an incomplete file. The file
-    name and the label `run` contain the run folder.
+    name and the label `run` identify the run folder.
     """
 
     def __init__(self, job: TrackedJob, wish: str) -> None:
@@ -204,7 +204,7 @@ class WandB:
 
     def __init__(self, job: TrackedJob, wish: str) -> None:
         wandb = self.check(wish)
-        # W&B need not capture terminal output and system metrics, because records have these numbers.
+        # W&B need not capture terminal output or system metrics, because the records have all numbers.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(
             project=wish,
@@ -273,7 +273,7 @@ class MLflow:
             self._failure = error
 
     def close(self) -> None:
-        """End the run at MLflow after all numbers are sent."""
+        """End the run in MLflow after all numbers are sent."""
         self._hand_over()
         self._queue.put([])
         self._sender.join()

@@ -1,12 +1,12 @@
 """Operations for `cupy.ndarray`, in float32, bfloat16 and float16, by our kernels, cuBLASLt and cuDNN.
 
-As in `ops.low_precision`, computation is in float32, and each result is rounded once; statistics and losses
-are float32 or wider. By default two runs are bit-identical. Results are in the GPU's recycled memory. The
-stream orders all calls, and no operation of this package waits for the GPU. Its import needs CuPy but no GPU.
+As in `ops.low_precision`, computation is in float32, and each result is rounded once, with exceptions in
+`linear`; statistics and losses are float32 or wider. By default two runs are bit-identical. Results are in
+the GPU's recycled memory. The stream orders all calls. Importing the package needs CuPy but no GPU.
 
 cuBLASLt computes matrix products (`gemm`), and adds bias, shortcut and the earlier gradient inside the
-product. cuDNN computes bf16 and fp16 attention if its memory stays within a bound (`sdpa`); all other
-attention uses products and softmax kernels (`attention`). Other operations are CUDA C++ in `kernels/`,
+product. cuDNN computes bf16 and fp16 attention in the cases that `sdpa` describes; all other attention
+uses products and softmax kernels (`attention`). Other operations are CUDA C++ in `kernels/`,
 compiled by CuPy's NVRTC; `launch` has the table of kernels. No kernel uses atomics. Sums over rows use
 partial sums whose number depends only on the shape. Gradients of embeddings use a stable sort by token.
 
@@ -17,9 +17,9 @@ from zero_mpi.ops.gpu import attention, elementwise, embedding, flat, gemm, laun
 
 
 def about() -> str:
-    """Return the libraries of products and attention, for messages and records; results depend on them.
+    """Return a description of the product and attention libraries, on which results depend.
 
-    Raise UsageError if a library is missing or a setting cannot be met.
+    Raise UsageError if a required library is missing or a setting is invalid or cannot be met.
     """
     return f"{gemm.about()}; {attention.about()}"
 

@@ -2,11 +2,11 @@
 
 Our own attention gathers the R query heads that share a key/value head as rows (t, r) of one matrix, so that
 grouped heads need no special code. The queries are processed in blocks whose scores fit in SCORES bytes.
-Forward keeps only the logarithm of each row's sum of weights, and backward computes each block again, so
+Forward keeps only the logarithm of each row's sum of exponentials, and backward computes each block again, so
 memory grows with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
 
-ZERO_MPI_GPU_ATTENTION is auto, own (our kernels), cudnn (an error if cuDNN cannot be used) or any-order
-(cuDNN adds gradients in any order, and two runs may differ).
+ZERO_MPI_GPU_ATTENTION is auto, own (our kernels), cudnn (an error if cuDNN is missing or has no plan) or
+any-order (cuDNN adds gradients in any order, so two runs may differ).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def refused(what: str) -> None:
 
 
 def slower(kind: Any) -> str:
-    """Return why cuDNN does not compute attention in low precision; empty if it does or is switched off."""
+    """Return a warning if low-precision attention should use cuDNN but cannot; otherwise an empty string."""
     why_not = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
     return why_not and f"attention is several times slower here, without cuDNN: {why_not}"
 

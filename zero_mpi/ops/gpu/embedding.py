@@ -1,7 +1,7 @@
 """Embeddings on a GPU: forward copies rows; backward sums gradients in the order of the tokens' positions.
 
-Backward first sorts the positions by token. Then one thread sums a few columns of all rows of a token, so no
-two threads add to the same number.
+Backward sorts the positions by token and cuts them into runs. A thread sums a few columns of a run. If a
+token is in several runs, a second kernel adds their sums. No two threads add to the same number.
 """
 
 from __future__ import annotations

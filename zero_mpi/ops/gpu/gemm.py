@@ -1,4 +1,4 @@
-"""Matrix products by cuBLASLt. The first product of each set of shapes and types makes a plan, which is kept.
+"""Matrix products by cuBLASLt. The first product of each set of shapes and types makes and caches a plan.
 
 Our arrays are row-major and cuBLASLt is column-major, so cuBLASLt computes the transposed product: our second
 factor is its A, our first factor its B, and our rows are its columns. A plan holds the descriptors and the
@@ -90,7 +90,7 @@ def matrix(x: Array) -> Matrix:
     """Return x (..., C) as (N, C). Raise ValueError unless rows are contiguous with one stride."""
     step = row_step(x.shape, x.strides, x.itemsize)
     if not step:
-        raise ValueError(f"expected contiguous rows with one stride, not {x.shape} by {x.strides} bytes")
+        raise ValueError(f"expected evenly spaced contiguous rows, got {x.shape} with strides {x.strides}")
     return Matrix(x.data.ptr, math.prod(x.shape[:-1]), x.shape[-1], step, kind_of(x.dtype))
 
 
@@ -266,7 +266,7 @@ class Products:
         splits = self.tunes or os.environ.get("ZERO_MPI_GPU_SPLIT_K", "1") != "0"
         self.reductions = FLOAT32_PARTS if splits else WHOLE
         hopper = int(where.cupy.cuda.Device(where.number).compute_capability) >= 90
-        self.buffer = where.empty(WORKSPACE if hopper else 8 << 20, np.uint8)  # the best kernels need all
+        self.buffer = where.empty(WORKSPACE if hopper else 8 << 20, np.uint8)  # the best kernels need it all
         self.workspace, self.workspace_bytes = self.buffer.data.ptr, self.buffer.nbytes
         self.plans: dict[Any, LtGemm] = {}
         self.known: dict[Any, LtGemm] = {}  # plans for aligned arrays, by shapes and strides
@@ -291,7 +291,7 @@ _products: Products | None = None
 
 
 def products() -> Products:
-    """Return the products of the GPU in use."""
+    """Return the `Products` object of the GPU in use."""
     global _products
     if _products is None or _products.where is not device.in_use():
         _products = Products(device.in_use())
@@ -317,7 +317,7 @@ def product(
 ) -> None:
     """Compute `multiply` for arrays (..., C) as matrices (N, C); arrays with uneven rows are copied first.
 
-    The shapes and strides of the arrays select the plan. A kept plan runs at once if all arrays are aligned.
+    Shapes and strides of arrays select the plan. A cached plan runs immediately if all arrays are aligned.
     """
     pa, pb, pd = a.data.ptr, b.data.ptr, d.data.ptr
     pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or c.strides)
@@ -360,8 +360,8 @@ def multiply(
 ) -> LtGemm | None:
     """Compute d = scale a b + c + bias, with the bias added to each row. c may be d itself, or None.
 
-    `ta` and `tb`: use a and b transposed. a and b have one type, and c and d one type; sums are float32 and
-    rounded once. Return the plan, or None if d is empty. Raise ValueError if the shapes do not fit.
+    `ta` and `tb`: use a and b transposed. a and b have one type, and c and d one type; sums are float32.
+    Return the plan, or None if d is empty. Raise ValueError if the shapes do not fit.
     """
     if not d[1] * d[2] * d[5]:
         return None

@@ -30,7 +30,7 @@ F64 = np.dtype(np.float64)
 TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # suffixes of kernel names
 f4 = np.float32
 ARRAY = cupy.ndarray
-PLANS = 4096  # maximum number of product plans and checked shapes in memory; a model has some dozens
+PLANS = 4096  # maximum number of product plans and checked shapes in memory; a model needs a few dozen
 
 
 class Kernel:

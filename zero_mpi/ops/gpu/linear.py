@@ -1,4 +1,4 @@
-"""The linear layer on a GPU: forward and each gradient are one product, which writes to existing memory.
+"""The linear layer on a GPU: forward and the gradients of x and w are one product each.
 
 The product also adds the bias and other terms (`plus`, `into`, the earlier gradient). cuBLASLt rounds the
 product to 16 bits before it adds it to a result in place, and in some kernels before it adds a bias. A

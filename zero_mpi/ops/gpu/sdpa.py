@@ -1,7 +1,7 @@
-"""Attention by cuDNN: one graph for each set of shapes and strides, built at first use and kept.
+"""Attention by cuDNN: one graph for each set of shapes and strides, built at first use and cached.
 
-q, k and v are read in place, even if heads are columns of a wider array, and gradients are written to their
-destination; strides describe both. cuDNN supports bfloat16 and float16, as many keys as queries, and heads of
+q, k and v are read in place, even if heads are columns of a wider array, and gradients are written in place;
+strides describe both. cuDNN supports bfloat16 and float16, as many keys as queries, and heads of
 up to 128 columns (256 on Hopper); our kernels in `attention` compute all other cases. The package
 nvidia-cudnn-frontend provides the graphs, cuDNN the kernels.
 
@@ -36,7 +36,7 @@ TURNED = Q, K, V, O, DY, DQ, DK, DV  # order of the arrays in `backward`
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
 TYPES = {BF16: "BFLOAT16", F16: "HALF"}
-ALIGNMENT = 16  # bytes; addresses and the strides of heads, positions and sequences are multiples
+ALIGNMENT = 16  # bytes; addresses and the strides of heads, positions and sequences are multiples of it
 OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
 OLDEST_CUDNN = 90000  # first version whose attention has all features that this module uses
@@ -72,7 +72,7 @@ def way() -> str:
     """Return the choice of ZERO_MPI_GPU_ATTENTION; raise UsageError if it is invalid."""
     chosen = os.environ.get("ZERO_MPI_GPU_ATTENTION", "auto")
     if chosen not in WAYS:
-        raise UsageError(f"ZERO_MPI_GPU_ATTENTION is one of {', '.join(WAYS)}, not {chosen!r}")
+        raise UsageError(f"ZERO_MPI_GPU_ATTENTION: expected one of {', '.join(WAYS)}, got {chosen!r}")
     return chosen
 
 
@@ -93,7 +93,7 @@ class Graph:
         self._graph, self._owner, self._turns = graph, owner, turns
         self._workspace = max(1, int(graph.get_workspace_size()))
         if self._workspace > most:
-            raise RuntimeError(f"it needs {self._workspace >> 20} MiB, the limit is {int(most) >> 20} MiB")
+            raise RuntimeError(f"its workspace of {self._workspace >> 20} MiB exceeds {int(most) >> 20} MiB")
 
     def __call__(self, addresses: dict[int, int]) -> None:
         buffer = pool_of(self._owner.where).take((self._workspace,), np.uint8)
@@ -105,7 +105,7 @@ class Graph:
 class Sdpa:
     """cuDNN on the compute stream of a GPU: its handle and graphs.
 
-    Raises ImportError or one of FAULTS if cuDNN is missing or too old, or its frontend is incompatible.
+    Raises ImportError or one of FAULTS if cuDNN is missing or incompatible, or the GPU is too old.
     """
 
     def __init__(self, where: Any) -> None:
