@@ -55,7 +55,7 @@ def variant(world: World, options: Namespace) -> Run:
 
 
 def measure(bench: Run, options: Namespace, folder: Path) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds of steps without a timeline, seconds with it, and spans per step."""
+    """Return seconds of steps without a timeline, seconds with it, and spans and transfers per step."""
     without: list[float] = []
     watched: list[float] = []
     counts: list[float] = []

@@ -41,7 +41,7 @@ MOST = 160  # maximum number of characters of an answer
 
 
 def pairs() -> list[dict[str, str]]:
-    """Return for each question a chosen and a rejected answer, sorted by question."""
+    """Return a chosen and a rejected answer for each question, sorted by question."""
     known = [(question, text) for question, text in conversations().items() if len(text) <= MOST]
     found = []
     for number, (question, text) in enumerate(known):

