@@ -109,7 +109,7 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
 
 
 def measure(comm: Comm, operation: Operation, budget: float) -> float:
-    """Repeat an operation for about `budget` seconds. Return the slowest rank's median microseconds."""
+    """Time an operation for about `budget` seconds. Return the slowest rank's median in microseconds."""
     seconds: list[float] = []
     repeats = FEWEST
     while len(seconds) < repeats:

@@ -3,9 +3,9 @@
     python benchmarks/evaluate.py MODEL.gguf --torch-python PYTHON
 
 Both programs take turns and compute the losses of the same number of windows of random tokens: ours is the
-command `zero-mpi evaluate` on a rank per core, transformers is one process on all cores. Ours runs on few and
-on many windows; its rate is the difference in tokens divided by that in time, so the startup time does not
-count. `ratio` is the ratio of medians, above 1 if ours is faster.
+command `zero-mpi evaluate` with one rank per core; transformers is one process on all cores. Ours runs on few
+and on many windows; its rate is the difference in tokens divided by that in time, so the startup time does
+not count. `ratio` is the ratio of medians, above 1 if ours is faster.
 """
 
 import argparse

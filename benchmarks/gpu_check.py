@@ -296,7 +296,7 @@ class Racer:
 
 
 def race(check: Check, section: Section, workload: str) -> list[Racer]:
-    """Time our steps and torch's, which take turns. All programs stay loaded, so the GPU's state is equal."""
+    """Time our steps and torch's, which take turns. All stay loaded, so the GPU's state is the same."""
     mode, _ = TARGETS[workload]
     flags, env = ["--workload", workload], check.ready.env
     step = check.script("gpu_train.py", "steps", *flags)
@@ -403,7 +403,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=about, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder of the report ($OUT)")
-    parser.add_argument("--venv", type=Path, help="folder for a virtual environment with all that is missing")
+    parser.add_argument("--venv", type=Path, help="folder for a virtual environment with missing packages")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install, instead of a package index")
     parser.add_argument("--torch-python", help="interpreter that has torch, for the comparison")
     parser.add_argument("--mpi-root", type=Path, help="a CUDA-aware Open MPI: its folder, or an archive")

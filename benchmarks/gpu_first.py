@@ -5,7 +5,7 @@
 The most informative experiments come first: the machine, its packages and the startup time; whether CuPy
 behaves as zero_mpi needs; whether results are right; the host time of a call; the speed of operations
 (TFLOP/s, or GB/s of the bytes that must be moved; on random data, because zeros are faster); whole steps of
-GPT-2 124M, with one setting changed at a time. After --seconds, no experiment begins.
+GPT-2 124M, with one setting changed at a time. No experiment begins after --seconds.
 """
 
 import argparse

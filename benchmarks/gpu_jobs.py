@@ -193,7 +193,7 @@ class Section:
         self.verdicts.append(Verdict(what, wanted, found, ok))
 
     def not_run(self, why: str) -> None:
-        """Add a result which says that this part was not run."""
+        """Add a result that says that this part was not run."""
         self.judge(self.about, "to be seen", f"not run: {why}", None)
 
 

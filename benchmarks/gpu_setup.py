@@ -45,7 +45,7 @@ class Ready:
 
 
 def quietly(command: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> Any:
-    """Run a command without input. Return its status and output."""
+    """Run a command without input. Return the completed process, with its output."""
     held = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     return subprocess.run(command, env=env, **held, **more)
 

@@ -114,7 +114,7 @@ class Runs:
         self.notes: list[str] = []
 
     def measure(self, name: str) -> dict[str, Any]:
-        """Make one training run. Return its line of results. Collective."""
+        """Train once. Return the line of results. Collective."""
         workload_name, _, precision = name.partition(":")
         if workload_name not in ALL or precision not in PRECISIONS:
             raise UsageError(f"--run {name}: expected {RUNS}")

@@ -114,7 +114,7 @@ def rates(comm: object, per_host: int, large: int = LARGE, repeats: int = REPEAT
 
 
 def exchange(comm: object, nbytes: int, apart: int, repeats: int = REPEATS) -> float:
-    """Return the seconds in which all ranks swap `nbytes` with the rank `apart` from them (best of several).
+    """Return the seconds that all ranks need to swap `nbytes` with the rank `apart` away (best of several).
 
     The slowest rank's time counts, because the ranks of a host share its link and any of them may be first.
     """

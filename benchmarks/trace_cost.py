@@ -5,7 +5,7 @@
 Steps with and without a timeline take turns in short blocks. `with/without` is the ratio of the medians of
 the slowest rank's steps. Collective work for a timeline (clocks, writing) happens between steps and is not
 part of them. The last line has the number of spans and transfers per step, the time to record one span, and
-their product as a share of a step. On a GPU it leaves out the cost of the events that serve as time stamps.
+their product as a share of a step. On a GPU, it leaves out the cost of events that serve as time stamps.
 """
 
 import statistics

@@ -220,7 +220,7 @@ def test_a_wide_product_is_not_rounded():
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("used", [1, 3, 5])
 def test_the_largest_of_a_softmax_are_chosen_and_rows_sorted_by_expert(used, normalized, kind):
-    """Equal logits are chosen by lowest index; one expert gets no row if not all are used, one most rows."""
+    """Ties go to the lowest index. One expert gets no row (if not all are used); another gets most rows."""
     logits = numbers(7, 5).astype(kind)
     logits[:, 2], logits[:, 4], logits[3] = 9, -9, 0.5
     with unchanged(logits):

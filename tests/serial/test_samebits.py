@@ -1,6 +1,6 @@
 """A trial of the operations finds ranks and resumes that compute different bits; messages say what differs.
 
-Library variables simulate other processors: OPENBLAS_CORETYPE selects the kernels of products.
+Environment variables simulate other processors: OPENBLAS_CORETYPE selects the kernels of matmuls.
 """
 
 import json
