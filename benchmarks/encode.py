@@ -1,4 +1,4 @@
-"""Times each kind of tokenizer that a GGUF file can have, compared with the package `tokenizers`.
+"""Times each kind of tokenizer that zero_mpi reads from GGUF keys, compared with the package `tokenizers`.
 
     taskset -c 0 python benchmarks/encode.py
     python benchmarks/encode.py --lines

@@ -141,7 +141,7 @@ def one_line(text: str) -> str:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Ask questions, train with FLAGS, which the command line may override, and ask again.
 
-    A signal before the end of training ends all with status 75. After a later signal, no answers are printed.
+    A signal before the end of training gives status 75. After a later signal, no answers are printed.
     """
     signals.enter(PREPARING)
     model = world.run_on_all(find_model)

@@ -49,7 +49,7 @@ def tuned(tmp_path_factory) -> Path:
 
 
 def test_every_key_is_carried_over(tuned, source):
-    """The checkpoint keeps all keys except the type of the weights."""
+    """The checkpoint keeps all keys and values, except the value of general.file_type."""
     written = GGUFFile.open(tuned / "model.gguf").metadata
     own = {key for key in written if key.startswith("training.")}
     assert own
