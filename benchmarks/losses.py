@@ -4,8 +4,8 @@
     python benchmarks/losses.py --init MODEL.gguf --steps 40 -- --context 128 --batch-size 4
 
 The two jobs of zero_mpi.train differ only in --precision. Without --data after the --, the text is the
-default text, or Python's library if the vocabulary is not 256. A comparison prints the largest difference
-between the two losses of a step, and both final validation losses.
+default text, but a workload with another vocabulary than 256 reads Python's library. A comparison prints the
+largest difference between the two losses of a step, and both final validation losses.
 """
 
 import argparse
