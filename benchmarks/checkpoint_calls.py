@@ -2,10 +2,10 @@
 
     mpirun -n 8 python benchmarks/checkpoint_calls.py --mb 64 --ranks-per-node 4 --system lustre
 
-On a parallel file system, calls, locks and writers cost more than bytes. They can be counted without such a
-system: `--system` makes zero_mpi treat the folder as one, and `--ranks-per-node` makes it treat groups of
-ranks as nodes. The first save warms up, and the second is counted. `writes`: calls that write to files, and
-their MB; `kernel`: all writes of the process that the system counted, including writes to sockets.
+On a parallel file system, calls, locks and writers cost more than bytes. Calls can be counted without such a
+system: `--system` makes zero_mpi treat the folder as part of one, and `--ranks-per-node` makes it treat
+groups of ranks as nodes. The first save warms up, and the second is counted. `MB`: data written to files;
+`kernel`: all writes of the process that the system counted, including writes to sockets.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def table(lines: Sequence[Line]) -> list[str]:
     sums = "".join(f"{sum(line[2][name] for line in lines):10}" for name in COLUMNS)
     nbytes, writes = sum(line[3] for line in lines), sum(line[2]["pwritev"] for line in lines)
     rows.append(f"{'all':>10}{sums}{nbytes / MB:9.2f}{sum(line[4] for line in lines):8}")
-    return [*rows, f"{nbytes / MB / writes:.2f} MB a write"]
+    return [*rows, f"{nbytes / MB / writes:.2f} MB per write"]
 
 
 def pretend(system: str, folder: Path) -> None:

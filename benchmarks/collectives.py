@@ -53,7 +53,7 @@ def sizes(options: argparse.Namespace) -> Iterator[int]:
 
 
 def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation]:
-    """Return name -> operation for the blocking collectives of the MPI library."""
+    """Return name -> operation for the blocking collectives of the MPI library, and for a copy in memory."""
     from mpi4py import MPI
 
     whole, other = (np.ones(partition.length, np.float32) for _ in range(2))
@@ -83,7 +83,7 @@ def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operatio
 
 
 def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
-    """Return name -> operation for our transport over shared memory; {} if the memory is too small."""
+    """Return name -> operation for our transport over shared memory; {} if there is too little of it."""
     from zero_mpi.comm.shared.memory import NoSharedMemory
 
     if comm is None:
@@ -109,7 +109,7 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
 
 
 def measure(comm: Comm, operation: Operation, budget: float) -> float:
-    """Repeat an operation on all ranks for `budget` seconds. Return the median in microseconds."""
+    """Time an operation for about `budget` seconds. Return the slowest rank's median in microseconds."""
     seconds: list[float] = []
     repeats = FEWEST
     while len(seconds) < repeats:

@@ -74,7 +74,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def main() -> None:
-    """Time both programs, which take turns. Print a line for each program, and the ratio."""
+    """Time both programs, which take turns. Print a line for each run, and the ratio."""
     options = make_parser().parse_args(sys.argv[1:])
     source = open_weights(options.model)
     tokenizer = tokenizer_of(source, read_model(source))

@@ -1,12 +1,12 @@
-"""Times each kind of tokenizer that a GGUF file can have, compared with the package `tokenizers`.
+"""Times each kind of tokenizer that zero_mpi reads from GGUF keys, compared with the package `tokenizers`.
 
     taskset -c 0 python benchmarks/encode.py
     python benchmarks/encode.py --lines
 
-The text is the source code of Python's library. `tokenizers` learns the vocabularies from the beginning of
-this text. Both programs take turns to encode it, with files or single lines as documents, on the cores that
-the process may use. `ratio` is the ratio of medians, above 1 if ours is faster. For the package,
-SentencePiece tokenizers are converted as usual. Equal numbers of ids show that both did the same work.
+The text is the source code of Python's standard library. `tokenizers` learns the vocabularies from the
+beginning of this text. Both programs take turns to encode it, with files or single lines as documents, on the
+cores that the process may use. `ratio` is the ratio of medians, above 1 if ours is faster. For the package,
+normalizers imitate how SentencePiece treats spaces. Equal numbers of ids show that both did the same work.
 """
 
 import json
@@ -36,7 +36,7 @@ def make_parser() -> Parser:
         description="Time the encoding of text as token ids.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--megabytes", type=int, default=4, help="of text")
+    parser.add_argument("--megabytes", type=int, default=4, help="length of the text in MiB")
     parser.add_argument("--vocabulary", type=int, default=8000, help="size of the learned vocabularies")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, in which each tokenizer runs once")
     parser.add_argument("--lines", action="store_true", help="encode each line, not each file, as a document")
@@ -44,7 +44,7 @@ def make_parser() -> Parser:
 
 
 def files(size: int) -> list[str]:
-    """Return the texts of files in Python's library, up to `size` bytes in total."""
+    """Return the texts of files in Python's standard library, just over `size` characters in total."""
     found, total = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         text = path.read_text(errors="replace")
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     beginning = "".join(documents)[: 1 << 20].splitlines(keepends=True)
     if options.lines:
         documents = [line for text in documents for line in text.splitlines(keepends=True)]
-    print(f"{sum(map(len, documents)) / 1e6:.1f} million letters in {len(documents)} documents")
+    print(f"{sum(map(len, documents)) / 1e6:.1f} million characters in {len(documents)} documents")
     for name, make in KINDS.items():
         print(compared(name, *make(beginning, options.vocabulary), documents, options.rounds), flush=True)
 

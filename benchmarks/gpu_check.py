@@ -2,9 +2,9 @@
 
     python3 benchmarks/gpu_check.py --out REPORT --venv /tmp/zero_mpi --torch-python python3
 
-Each part runs its programs with a time limit, so a part that fails does not stop the parts after it. The
-report (`report.md`, `report.json`) is written again after each part; `programs.log` has all output. Exit
-status: 0 if all checks pass, 1 if one fails or was not run, 2 if there is no GPU. `--pretend` needs no GPU.
+Each part runs its programs with a time limit, so a failed part does not stop the rest. The report
+(`report.md`, `report.json`) is rewritten after each part; `programs.log` has all output. Exit status: 0 if
+all checks pass, 1 if one fails or was not run, 2 if it cannot start (no GPU). `--pretend` needs no GPU.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def first(check: Check, section: Section) -> None:
     section.tables["The rest"] = rest
     failed = [name for name, line in found.items() if "error" in line]
     section.judge("experiments", "none fails", ", ".join(failed) or "none failed", bool(found) and not failed)
-    wishes = (("streams", "the stream of computing", "stays the current one"),)
+    wishes = (("streams", "the compute stream", "stays the current one"),)
     wishes += (("lent arrays", "memory of activations", "is free again after the last view"),)
     for name, what, wish in wishes:
         seen = {key: value for key, value in found.get(name, {}).items() if isinstance(value, bool)}
@@ -134,7 +134,7 @@ def first(check: Check, section: Section) -> None:
 
 
 def tests(check: Check, section: Section) -> None:
-    """Run tests/gpu with the installed CuPy, in one process and on several ranks."""
+    """Run tests/gpu with the installed CuPy, in one process and on two ranks."""
     started = launcher(check.ready)
     for ranks, limit in TESTS_SECONDS.items():
         command = [check.ready.python, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--color=no"]
@@ -210,7 +210,7 @@ Lines = dict[str, dict[str, Any]]  # name of a run -> the JSON object that it pr
 
 
 def ranks(check: Check, section: Section) -> None:
-    """Check that 1, 2 and 4 ranks on one GPU are bit-identical, by staged transfers and a CUDA-aware MPI."""
+    """Check that 1, 2 and 4 ranks on one GPU compute equal bits, by staged transfers and a CUDA-aware MPI."""
     alone = sharded(check, section, [], None)
     if not alone:
         section.judge("one rank", "to train", "it does not", False)
@@ -296,7 +296,7 @@ class Racer:
 
 
 def race(check: Check, section: Section, workload: str) -> list[Racer]:
-    """Time our steps and torch's, which take turns. All programs stay loaded, so the GPU's state is equal."""
+    """Time our steps and torch's, which take turns. All stay loaded, so the GPU's state is the same."""
     mode, _ = TARGETS[workload]
     flags, env = ["--workload", workload], check.ready.env
     step = check.script("gpu_train.py", "steps", *flags)
@@ -323,7 +323,7 @@ def race(check: Check, section: Section, workload: str) -> list[Racer]:
 
 
 def speed(check: Check, section: Section, workload: str) -> None:
-    """Judge tokens per second, share of the peak, and memory, compared with torch."""
+    """Judge our tokens per second, and compare them and our memory with torch's."""
     _, wanted = TARGETS[workload]
     racers = race(check, section, workload)
     title = f"{workload}: {TURNS} turns of {STEPS} steps each"
@@ -372,7 +372,7 @@ def llama(check: Check, section: Section) -> None:
 
 
 def overhead(check: Check, section: Section) -> None:
-    """Judge in which fraction of a step of 32k tokens the GPU runs no kernel. Write a timeline."""
+    """Judge the fraction of a step of 32k tokens in which the GPU runs no kernel. Write a timeline."""
     path = check.out / "timeline.json"
     program = Job(check.script("gpu_train.py", "steps", "--trace", str(path)), check.ready.env, ROOT)
     start = program.answer(check.left(90))
@@ -403,7 +403,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=about, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder of the report ($OUT)")
-    parser.add_argument("--venv", type=Path, help="folder for a virtual environment with all that is missing")
+    parser.add_argument("--venv", type=Path, help="folder for a virtual environment with missing packages")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install, instead of a package index")
     parser.add_argument("--torch-python", help="interpreter that has torch, for the comparison")
     parser.add_argument("--mpi-root", type=Path, help="a CUDA-aware Open MPI: its folder, or an archive")

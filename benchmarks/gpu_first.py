@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_first.py --seconds 120
 
-The most informative experiments come first: the machine, its packages and the time of a start; whether CuPy
+The most informative experiments come first: the machine, its packages and the startup time; whether CuPy
 behaves as zero_mpi needs; whether results are right; the host time of a call; the speed of operations
 (TFLOP/s, or GB/s of the bytes that must be moved; on random data, because zeros are faster); whole steps of
-GPT-2 124M, with one setting changed at a time. After --seconds, no experiment begins.
+GPT-2 124M, with one setting changed at a time. No experiment begins after --seconds.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def off(got: Any, want: Any) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return facts on device and packages, the seconds that a start takes, and any problem of a matmul."""
+    """Return facts about the device and the packages, startup times, and any problem with a matmul."""
     took = {}
     for name in ("cupy", "nvmath.bindings.cublasLt", "cudnn"):
         begun = time.perf_counter()
@@ -281,7 +281,7 @@ def products(tried: Experiments) -> Iterator[Timed]:
 
 
 def attention(tried: Experiments) -> Iterator[Timed]:
-    """Yield causal attention and its gradient as operations to time, without work above the diagonal."""
+    """Yield causal attention and its gradient to time. Work above the diagonal is not counted."""
     for name, shape in ATTENTION.items():
         batch, length, heads, kv, width = tried.smaller(*shape)
         q, dy = (drawn(BF16, batch, length, heads, width) for _ in range(2))
@@ -294,7 +294,7 @@ def attention(tried: Experiments) -> Iterator[Timed]:
 
 
 def passes(tried: Experiments) -> Iterator[Timed]:
-    """Yield operations to time whose speed the memory bandwidth limits."""
+    """Yield operations to time whose speed is limited by memory bandwidth."""
     for name, shape in PASSES.items():
         rows, width = tried.smaller(*shape)
         x, dy, w = drawn(BF16, rows, width), drawn(BF16, rows, width), drawn(BF16, width)
@@ -336,7 +336,7 @@ def rates(tried: Experiments, group: Callable[[Experiments], Iterator[Timed]]) -
 
 
 def measured(stepper: Stepper, batch: int, **changed: Any) -> dict[str, Any]:
-    """Return milliseconds per step and tokens per second. `changed`: attributes to set before timing."""
+    """Return milliseconds per step and tokens per second. `changed`: attributes of `sizes` to set."""
     stepper.take(stepper.workload, batch)
     with mock.patch.multiple(sizes, **changed) if changed else contextlib.nullcontext():
         stepper.warm_up()

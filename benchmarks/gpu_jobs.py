@@ -1,7 +1,7 @@
 """Runs programs with a time limit, and writes a report on their results.
 
-Each program leads a process session. At its limit, the program is killed with all processes of the session;
-what it printed before still counts. The report is written after every part, as JSON and as Markdown.
+Each program leads a process group. At its limit, the program is killed with all processes of the group; what
+it printed before still counts. The report is written after every part, as JSON and as Markdown.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Section:
         self.verdicts.append(Verdict(what, wanted, found, ok))
 
     def not_run(self, why: str) -> None:
-        """Add a result which says that this part was not run."""
+        """Add a result that says that this part was not run."""
         self.judge(self.about, "to be seen", f"not run: {why}", None)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PRETEND = ROOT / "tests" / "pretend"
 MORE = ("pytest>=8.3", "pytest-mpi>=0.6", "hypothesis>=6.112", "mpich>=4.3", "numba>=0.61")
-# Packages that are needed in addition to the extras, with dependencies, so that messages list all wheels.
+# Packages needed in addition to the extras, and their dependencies, so that messages list all wheels.
 GPU = ("nvmath-python>=0.9", "nvidia-cudnn-frontend>=1.18", "cuda-pathfinder>=1.3.4", "cuda-core>=0.5")
 INSTALL_SECONDS = 240
 TOO_SLOW = f"not done in {INSTALL_SECONDS} s"
@@ -45,7 +45,7 @@ class Ready:
 
 
 def quietly(command: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> Any:
-    """Run a command without input. Return its status and output."""
+    """Run a command without input. Return the completed process, with its output."""
     held = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     return subprocess.run(command, env=env, **held, **more)
 
@@ -94,7 +94,7 @@ def make_venv(folder: Path) -> str:
 
 
 def versions(python: str, wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return the installed packages of an interpreter: name -> version."""
+    """Return which wanted packages an interpreter has: name -> version."""
     code = (
         "import importlib.metadata as m, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -120,7 +120,8 @@ def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[st
     """Install missing packages. Return notes. Raises NotReady if CuPy or NumPy cannot be installed.
 
     A package with a wrong version is installed again; if this fails, the present version is used. pip first
-    installs all packages together with their dependencies; if this fails, it installs each package alone.
+    installs all packages with their dependencies, then the missing ones without dependencies, and then, if
+    there are wheels, each missing one alone.
     """
     notes: list[str] = []
     absent = lacking(python, wanted, env)
@@ -137,7 +138,7 @@ def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[st
     absent = lacking(python, wanted, env)
     if absent:
         had = versions(python, absent, env)
-        names = [f"{name} ({had[name]} is)" if name in had else name for name in map(name_of, absent)]
+        names = [f"{name} ({had[name]} found)" if name in had else name for name in map(name_of, absent)]
         notes.append(f"not installed: {', '.join(names)}. {what_to_bring(absent)}")
         if needed(name for name in map(name_of, absent) if name not in had):
             raise NotReady(notes[-1])
@@ -190,7 +191,7 @@ def last_line(said: str) -> str:
 
 
 def library_folders(python: str) -> list[str]:
-    """Return the library folders of NVIDIA's packages, for this Python and for `python`."""
+    """Return the library folders of NVIDIA's packages that `python` sees."""
     done = quietly([python, "-c", "import sys; print('\\n'.join(sys.path))"])
     roots = [Path(path) / "nvidia" for path in done.stdout.splitlines() if path]
     found = [folder for root in roots if root.is_dir() for folder in sorted(root.glob("*/lib"))]

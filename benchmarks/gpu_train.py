@@ -1,10 +1,10 @@
-"""Trains on a GPU: prints losses and a digest of the parameters, or times steps.
+"""Trains on a GPU, or for losses also on a CPU: prints losses and a digest of the parameters, or times steps.
 
     mpirun -n 2 python benchmarks/gpu_train.py losses --run W3:fp32 W1:bf16 --device cuda --micro-batches 4
     echo 20 | python benchmarks/gpu_train.py steps --workload gpt2-124m --precision bf16
 
-`losses` prints a line of JSON for each run when it ends. Micro-batches do not depend on the number of ranks,
-so in exact mode the line does not either. Losses can be compared between devices and precisions.
+`losses` prints a line of JSON after each run. Micro-batches do not depend on the number of ranks, so in exact
+mode losses, norms and digest do not either. Losses can be compared between devices and precisions.
 
 `steps` answers each number N on stdin with a line of JSON, the milliseconds of N steps. At the end of stdin
 it prints the memory in use. So two programs can take turns on a GPU without a restart (`gpu_torch.py` works
@@ -114,7 +114,7 @@ class Runs:
         self.notes: list[str] = []
 
     def measure(self, name: str) -> dict[str, Any]:
-        """Make one training run. Return its line of results. Collective."""
+        """Train once. Return the line of results. Collective."""
         workload_name, _, precision = name.partition(":")
         if workload_name not in ALL or precision not in PRECISIONS:
             raise UsageError(f"--run {name}: expected {RUNS}")
@@ -195,7 +195,7 @@ class Stepper:
 
 
 def milliseconds(work: Callable[[], Any], count: int) -> list[float]:
-    """Call `work()` `count` times. Return the milliseconds that the GPU needed for each call."""
+    """Call `work()` `count` times. Return the milliseconds between the GPU events around each call."""
     cuda, stream = device.in_use().cupy.cuda, device.in_use().stream
     events = [cuda.Event() for _ in range(count + 1)]
     events[0].record(stream)
@@ -223,7 +223,7 @@ def say(**found: Any) -> None:
 
 
 def traced(path: str, count: int, step: Callable[[], None]) -> dict[str, float]:
-    """Write a timeline of `count` steps. Return the fraction of time without a kernel or copy."""
+    """Write a timeline of one step and `count` more. Return `idle_share` of those `count` steps."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -240,7 +240,7 @@ def traced(path: str, count: int, step: Callable[[], None]) -> dict[str, float]:
 
 
 def idle_share(events: list[dict[str, Any]], seconds: float) -> dict[str, float]:
-    """Return for the last `seconds` of a timeline the busy time, number of kernels, and idle fraction.
+    """Return the busy time, number of kernels and copies, and idle share of the last `seconds` of a timeline.
 
     Intervals of different streams are united before their lengths are added.
     """

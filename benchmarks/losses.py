@@ -3,8 +3,9 @@
     python benchmarks/losses.py --workload W3 W1 --steps 200 --ranks 2
     python benchmarks/losses.py --init MODEL.gguf --steps 40 -- --context 128 --batch-size 4
 
-The two jobs of zero_mpi.train differ only in --precision. They use the default text, unless --data follows
-the --. A comparison prints the largest difference of two losses of a step, and both final validation losses.
+The two jobs of zero_mpi.train differ only in --precision. Without --data after the --, the text is the
+default text, but a workload with another vocabulary than 256 reads Python's library. A comparison prints the
+largest difference between the two losses of a step, and both final validation losses.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def train(flags: Sequence[str], ranks: int, out: Path) -> list[dict[str, float]]
 
 
 def compare(name: str, flags: Sequence[str], ranks: int, folder: str) -> None:
-    """Train in both precisions, and print how far the losses are apart."""
+    """Train in both precisions, and print how far apart the losses are."""
     outs = [(kind, Path(folder, f"{name}-{kind}")) for kind in PRECISIONS]
     runs = [train([*flags, "--precision", kind], ranks, out) for kind, out in outs]
     wide, low = ([line for line in run if "loss" in line] for run in runs)

@@ -32,7 +32,7 @@ def tokens(step: int, rank: int) -> np.ndarray:
 
 
 def ours(dense: bool, precision: str) -> tuple[int, int, Callable[[int], object]]:
-    """Return rank, number of ranks, and a function that makes a step of zero_mpi."""
+    """Return rank, number of ranks, and a function that runs one training step with zero_mpi."""
     from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, connect, ops
     from zero_mpi.models import ARCHITECTURES
     from zero_mpi.nn import CrossEntropy
@@ -59,7 +59,7 @@ def ours(dense: bool, precision: str) -> tuple[int, int, Callable[[int], object]
 
 
 def theirs(precision: str) -> tuple[int, int, Callable[[int], object]]:
-    """Return rank, number of ranks, and a function that makes a step of transformers."""
+    """Return rank, number of ranks, and a function that runs one training step with transformers."""
     import torch
     from torch import distributed
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

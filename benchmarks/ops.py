@@ -2,10 +2,10 @@
 
     python benchmarks/ops.py --repeats 30
 
-The limit of a matrix product is the speed of a large sgemm. The limit of any other operation is the time in
-which NumPy adds two arrays with the same number of bytes. Limits and operations are measured in turns, on one
-thread, and every timed call follows a call that is not timed. The ratio compares medians. The share of the
-limit compares minimum times, because other work on the machine affects them less.
+The limit of a matrix product is the speed of a large sgemm. The limit of any other operation is the time that
+an addition by NumPy needs to move the same number of bytes. Limits and operations are measured in turns, on
+one thread, and every timed call follows a call that is not timed. The ratio compares medians. The share of
+the limit compares minimum times, because other work on the machine affects them less.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def flat(size: int) -> list[Row]:
 
 
 def all_rows() -> list[Row]:
-    """Return rows for a byte-level llama of width 384 at 8 x 256 tokens, and for the head of GPT-2."""
+    """Return rows for a byte-level llama of width 384 at 8 x 256 tokens, long attention, and GPT-2's head."""
     return [
         *products(2048, 384, 1024),
         *norms(2048, 384),
@@ -181,7 +181,7 @@ class Limits:
         self.c = np.empty_like(self.a)
 
     def time(self, item: Row) -> float:
-        """Measure the limits. Return the minimum number of seconds that the row's work can take."""
+        """Measure the limit of a row. Return the minimum number of seconds that the row's work can take."""
         if item.flops:
             return seconds(partial(np.matmul, self.a, self.b, out=self.c)) * item.flops / (2.0 * SQUARE**3)
         x, y, z = np.zeros((3, max(1, int(item.nbytes) // 12)), np.float32)
@@ -217,7 +217,7 @@ def print_table(rows: list[Row], repeats: int) -> None:
 def main() -> None:
     """Time all operations and print the table."""
     parser = argparse.ArgumentParser(description="Time operations, their references and their limits.")
-    parser.add_argument("--repeats", type=int, default=20, help="number of times that each operation runs")
+    parser.add_argument("--repeats", type=int, default=20, help="number of timed runs of each operation")
     parser.add_argument("--only", default="", help="time only operations whose name contains this")
     arguments = parser.parse_args()
     ops.prepare(print)

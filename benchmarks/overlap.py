@@ -38,7 +38,7 @@ def make_parser() -> Parser:
 
 
 def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Yield for each rate the result of a job on two hosts."""
+    """Yield the result of a job on two hosts for each rate."""
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
     from hosts import hosts, why_no_hosts  # module of the tests
     from jobs import COMPILED

@@ -11,7 +11,8 @@ With --asleep, a block does not compute but sleeps, as a processor does while a 
 how much transfer time a schedule can hide when transfers do not compete with computation for the cores.
 
 Prints one JSON object with medians over steps, in milliseconds of the slowest rank: `hidden` = (computation +
-transfers - step) / min(computation, transfers); `wait` in a step; `sent` is in MB per rank and step.
+transfers - step) / min(computation, transfers); `wait` is the waiting time in a step; `sent` is the most MB
+that a rank sends in a step.
 """
 
 import argparse
@@ -36,13 +37,13 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.nn.layer import Gradients, Layer, Param, Stage, Weights
 from zero_mpi.train.resolve import set_threads
 
-# There are few tokens per rank, so that a link of 1 Gbit takes about as long as the matmuls.
+# There are few tokens per rank, so that transfers over a link of 1 Gbit/s take about as long as the matmuls.
 LLAMA = replace(WORKLOADS["W1"], layers=12, batch=3)
 WAYS = ("step", "at once", "computation", "transfers")
 
 
 class StagedComm(MPIComm):
-    """Communicator whose transfers are normal, awaited at once, or left out."""
+    """Communicator whose transfers are normal, awaited immediately, or left out."""
 
     at_once = left_out = False
 
@@ -68,7 +69,7 @@ class StagedComm(MPIComm):
                 full, out, partition, contributors=contributors, accumulate=accumulate, label=label
             )
             return self._staged(handle)
-        assert not accumulate, "a step has one round, so no earlier sum"
+        assert not accumulate, "a step has one round, so there is no earlier sum"
         out[...] = full[partition.part(self.rank)]
         return DONE
 
@@ -82,7 +83,7 @@ class StagedComm(MPIComm):
 
 
 class Asleep(Layer):
-    """Layer with the parameters and shapes of a block, which only sleeps: twice as long in backward."""
+    """Layer that has the parameters and shapes of a block but only sleeps: twice as long in backward."""
 
     def __init__(self, block: Layer, seconds: float) -> None:
         self._block, self._seconds = block, seconds
@@ -122,7 +123,7 @@ class Bench:
         self.accumulator = GradAccum(self.module, self.comm.size)
 
     def step(self, number: int) -> None:
-        """Make a complete training step."""
+        """Run a complete training step."""
         x, targets = micro_batch(self.workload, self.comm.rank, number % BATCHES)
         tokens = self.comm.size * self.workload.tokens
         self.accumulator.accumulate(x, CrossEntropy(targets, 1.0 / tokens))

@@ -111,7 +111,7 @@ def print_table(workload: str, found: dict[str, list[dict[str, float]]], options
 def main(arguments: Sequence[str]) -> None:
     """Measure each workload and print its table."""
     options = make_parser().parse_args(arguments)
-    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # both limit the CPU features that BLAS uses
+    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # both override what OpenBLAS detects
         os.environ.pop(name, None)
     print(processor())
     for workload in options.workload:

@@ -4,9 +4,10 @@
 
 Run as root: it makes hosts in namespaces (tests/cluster/hosts.py) whose links have the given rate. Before
 each line, a job on the same ranks measures the time of messages inside a host and between hosts, and the
-average speed of matmuls on all ranks at once. From these numbers alone, the plan predicts the step. The table
-shows the prediction and the median of the timed steps. `waits` is the time that a rank waits for other ranks,
-which is the communication that is not hidden. The result is useless if the machine has other load.
+average speed of matmuls on all ranks at once. From these numbers and an assumed memory speed, the plan
+predicts the step. The table shows the prediction and the median of the timed steps. `waits` is the longest
+time that a rank waits for others: the communication that is not hidden. The result is useless if the machine
+has other load.
 """
 
 import argparse
@@ -113,7 +114,7 @@ def rates(comm: object, per_host: int, large: int = LARGE, repeats: int = REPEAT
 
 
 def exchange(comm: object, nbytes: int, apart: int, repeats: int = REPEATS) -> float:
-    """Return the seconds in which all ranks swap `nbytes` with the rank `apart` from them (best of several).
+    """Return the seconds that all ranks need to swap `nbytes` with the rank `apart` away (best of several).
 
     The slowest rank's time counts, because the ranks of a host share its link and any of them may be first.
     """
@@ -129,7 +130,7 @@ def exchange(comm: object, nbytes: int, apart: int, repeats: int = REPEATS) -> f
 
 
 def products_per_second(comm: object) -> float:
-    """Return the operations per second of a rank's matmuls while all ranks do the same, as doctor does."""
+    """Return the mean operations per second of a rank's matmuls, as in doctor, while all ranks compute."""
     comm.Barrier()
     return float(np.mean(comm.allgather(rate(PRODUCTS, square_product(np.float32)))))
 

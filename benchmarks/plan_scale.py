@@ -4,9 +4,9 @@
 
 Run as root: it makes the hosts as namespaces of this machine (tools/cluster/hosts_up.sh). All ranks share the
 machine's cores, so the links are slow enough to dominate. For each number of hosts and strategy, a job
-measures messages, matmuls, sums of arrays and a plain write, as plan_check.py does, while all ranks do the
-same. From these numbers alone, the plan predicts every line. Then the job times steps and, with full-shard,
-gathers of all units, one after the other, and a save by rank 0.
+measures messages and matmuls, as plan_check.py does, and sums of arrays, on all ranks at the same time. From
+these numbers alone, the plan predicts every line. Then the job times steps and, with full-shard, gathers of
+all units, one after the other.
 """
 
 import argparse
@@ -55,9 +55,7 @@ def make_parser() -> Parser:
     parser.add_argument("--hosts", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--each", type=int, default=8, help="ranks per host")
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument(
-        "--steps", type=int, default=2, help="number of timed steps, and of saves, for each strategy"
-    )
+    parser.add_argument("--steps", type=int, default=2, help="number of timed steps for each strategy")
     return parser
 
 
@@ -70,7 +68,7 @@ def line_of(strategy: str, each: int) -> Line:
 
 
 def job(world: World, arguments: Sequence[str]) -> int:
-    """Measure on all ranks. Print the results of rank 0 as JSON."""
+    """Measure on all ranks. Rank 0 prints the results as JSON."""
     options = make_parser().parse_args(arguments)
     set_threads(Config())
     ranks = world.mpi.COMM_WORLD
@@ -89,7 +87,7 @@ def job(world: World, arguments: Sequence[str]) -> int:
 
 
 def step_options(strategy: str, options: argparse.Namespace) -> argparse.Namespace:
-    """Return the flags of step.py for a strategy."""
+    """Return the parsed flags of step.py for a strategy."""
     flags = plan_check.step_flags(line_of(strategy, options.each), options.steps)
     return step.make_parser().parse_args(flags)
 
@@ -105,7 +103,7 @@ def passes_per_second() -> float:
 
 
 def gathers(variant: step.Run) -> float:
-    """Return the seconds in which each unit is gathered once, one after the other."""
+    """Return the seconds that it takes to gather each unit once, one after the other."""
     seconds = []
     for _ in range(GATHERINGS):
         variant.comm.barrier()

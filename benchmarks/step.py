@@ -4,9 +4,9 @@
 
 The variants take turns, round by round. The table shows medians of the slowest rank's steps. The peak is the
 speed of matmuls of 1024 x 1024 matrices on all ranks at once, measured in the same run. GEMM share: the time
-of the step's matmuls with weights at that peak, divided by the time of the step. Wait: time of the rank that
-waits longest. Memory is measured per process, so run one variant alone to measure it: peak RSS of the largest
-rank, PSS of all ranks (shared memory counts once), and the largest activations of a rank.
+that the step's matmuls with weights would take at that peak, divided by the time of the step. Wait: waiting
+time of the rank that waits longest. Memory is measured per process, so run one variant alone for it: peak RSS
+of the largest rank, PSS of all ranks (shared memory counts once), and the largest activations of a rank.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Run:
     sent: int = 0  # bytes that this rank sent in the last step
 
     def timed_step(self, number: int) -> None:
-        """Make one step on all ranks at once, and record its costs."""
+        """Run one step on all ranks at the same time, and record its costs."""
         self.comm.barrier()
         meter = self.comm.meter
         waited, sent, begun = meter.wait_seconds, meter.sent_bytes, time.perf_counter()
@@ -94,7 +94,7 @@ class Run:
         self.sent = meter.sent_bytes - sent
 
     def step(self, number: int) -> float:
-        """Make one step. Return the loss."""
+        """Run one step. Return the loss."""
         comm, workload = self.comm, self.workload
         tokens, targets = micro_batch(workload, comm.rank, number % BATCHES)
         self.accumulator.accumulate(tokens, CrossEntropy(targets, 1.0 / (comm.size * workload.tokens)))
@@ -143,7 +143,7 @@ def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
 
 
 def gemm_rate(comm: Comm, repeats: int = 7) -> float:
-    """Return the operations per second of a rank's sgemm while all ranks do the same; the best of several."""
+    """Return the slowest rank's best operations per second in an sgemm while all ranks compute."""
     a, b, c = (np.ones((GEMM, GEMM), np.float32) for _ in range(3))
     best = 0.0
     for _ in range(repeats):

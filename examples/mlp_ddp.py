@@ -2,8 +2,8 @@
 
     mpirun -n 3 python examples/mlp_ddp.py
 
-Every rank computes its share of the rows in a batch. The squared error is divided by the rows of the full
-batch, so gradients are summed over ranks and need no division.
+Every rank computes its share of the rows in a batch. The squared error is divided by the number of rows in
+the full batch, so gradients are summed over ranks and need no division.
 """
 
 from collections.abc import Sequence

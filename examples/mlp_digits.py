@@ -56,7 +56,7 @@ def stages() -> list[Stage]:
 
 
 def micro_batch(data: tuple[Array, Array], step: int, index: int | None) -> tuple[Array | None, Any]:
-    """Return the images and the criterion of a micro-batch; None if index is None."""
+    """Return the images and the criterion of a micro-batch; (None, None) if index is None."""
     if index is None:
         return None, None
     images, shown = data
@@ -81,7 +81,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
             print(f"step {step + 1} loss {loss!r}")
     read = module.forward(test[0], training=False).argmax(axis=-1)  # collective: all ranks compute all images
     if comm.rank == 0:
-        print(f"accuracy {(read == test[1]).mean():.4f} of {HELD_OUT} images held out")
+        print(f"accuracy {(read == test[1]).mean():.4f} on {HELD_OUT} held-out images")
     return 0
 
 

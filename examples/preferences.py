@@ -4,8 +4,8 @@
 
 The pairs are questions such as "What does str.split do?". The chosen answer is the first paragraph of the
 documentation; the rejected answer describes another name or is half of the chosen one. A tenth of the pairs
-is held out. Accuracy and margin on these pairs, printed before and after training, say how often and by how
-much the model prefers the chosen answer more than the initial model does. Only adapters are trained. Flags of
+is held out. Accuracy and margin on these pairs, before and after training, say how often and by how much the
+model prefers the chosen answer more than the initial model does. Only adapters are trained. Flags of
 `zero_mpi.train` may follow the command above. It takes two minutes on two cores.
 """
 
@@ -41,7 +41,7 @@ MOST = 160  # maximum number of characters of an answer
 
 
 def pairs() -> list[dict[str, str]]:
-    """Return for each question a chosen and a rejected answer, sorted by question."""
+    """Return a chosen and a rejected answer for each question, sorted by question."""
     known = [(question, text) for question, text in conversations().items() if len(text) <= MOST]
     found = []
     for number, (question, text) in enumerate(known):

@@ -2,8 +2,8 @@
 
     mpirun -n 3 python examples/sharded_linear.py
 
-Of ten rows, three ranks own 4, 3 and 3. Forward gathers the rows, multiplies and drops them at once; backward
-gathers them again. Weights, gradients and moments of a row stay on the rank that owns it.
+Three ranks own 4, 3 and 3 of the ten rows. Forward gathers the rows, multiplies, and drops them immediately;
+backward gathers them again. Weights, gradients and moments of a row stay on the rank that owns it.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Checks of the rules of every timeline, and a handmade timeline."""
+"""Checks of the rules of every timeline, and functions that build a timeline by hand."""
 
 import json
 from collections import defaultdict

@@ -59,7 +59,7 @@ def run_step(module, accumulator, config, step, micro_batches):
 
 
 def train(comm, config, strategy=FULL_SHARD, *, steps=3, micro_batches=5, update=None, **options):
-    """Return losses and norms of a short run, and the sha256 of its final parameters. `update`: for AdamW."""
+    """Return losses and norms of a short run, and its final parameters' sha256. `update`: AdamW's options."""
     module = make(comm, config, strategy, **options)
     optimizer = ShardedAdamW(module, lr=1e-2, **update or {})
     accumulator = GradAccum(module, micro_batches)

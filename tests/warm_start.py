@@ -1,11 +1,11 @@
 """Server that forks ranks from a process with the package loaded, instead of starting new processes.
 
-Starting Python and loading NumPy, the package and the compiled operations takes a rank longer than most tests
-run. So a test process has a server for each backend, which loads all modules once and forks a rank for each
+For a rank, starting Python and loading NumPy, the package and the compiled operations takes longer than most
+tests. So a test process has a server for each backend, which loads all modules once and forks a rank for each
 client. The launcher starts the client, which imports almost nothing. It sends its files, environment, folder
-and cores, forwards every signal, and ends with the rank's status; if it is killed, the rank is killed too.
-Code before `main()` thus runs once for many ranks, so tests of the start itself, and tests that set
-variables, start ranks as users do: `run_job(..., warm=False)`.
+and cores, forwards signals, and ends with the rank's status; if it is killed, the rank is killed too. Code
+before `main()` thus runs once for many ranks, so tests of the start itself, and tests that set variables,
+start ranks as users do: `run_job(..., warm=False)`.
 """
 
 import _signal as signal

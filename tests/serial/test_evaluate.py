@@ -65,7 +65,7 @@ def evaluate(folder: Path, *flags: str, ranks: int = 1) -> tuple[str, dict[str, 
 
 
 def surprises(model: TextModel, ids: list[int]) -> np.ndarray:
-    """Return -log(probability) of each id but the first, (n - 1,) in nats."""
+    """Return -log(probability) in nats of each id but the first, as (n - 1,)."""
     return -log_probabilities(model, ids[:-1])[np.arange(len(ids) - 1), ids[1:]]
 
 
@@ -193,7 +193,7 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
         assert figures["choices"]["answer_bytes"][number] == sizes.tolist()
         right["log_likelihood"] += int(np.argmax(nats)) == line["right"]
         right["per_byte"] += int(np.argmax(nats / sizes)) == line["right"]
-        right["per_token"] = right["per_byte"]  # a token is a byte
+        right["per_token"] = right["per_byte"]  # each token is one byte
     assert found["right"] == right
     assert 0 < right["log_likelihood"] < right["per_byte"] < len(QUESTIONS), "the three counts must differ"
     assert f"{right['per_byte']} ({100 * right['per_byte'] / 3:.2f} %)" in printed
@@ -282,7 +282,7 @@ def test_a_fault_is_one_line_of_two_ranks_and_status_2(faulty):
 
 
 def test_divergence_is_that_of_the_logits_on_any_ranks(folder):
-    """The figures match llama.cpp's perplexity --kl-divergence, whose reference is the model of --against."""
+    """The figures are those of llama.cpp's perplexity --kl-divergence; --against is the reference."""
     flags = ("new.gguf", "--against", "old.gguf", "--data", "text", "--kl", "--windows", "3")
     printed, figures = evaluate(folder, *flags)
     assert evaluate(folder, *flags, ranks=2) == (printed, figures)

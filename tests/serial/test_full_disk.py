@@ -1,7 +1,7 @@
 """A full or read-only disk ends the job with one line, and the previous checkpoint loads.
 
-The tests mount small file systems. Ranks continue training during a background save, so all of
-them report the error at a later step.
+The tests mount small file systems. Ranks continue training during a background save, so the job ends at a
+later step.
 """
 
 import json
@@ -137,7 +137,7 @@ def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_p
 # writable.
 READ_ONLY = """
 if done == 3:
-    self.saving.saver.wait()  # for the checkpoint of step 2, where it is saved in the background
+    self.saving.saver.wait()  # for the checkpoint of step 2, if it is saved in the background
     if rank == 0:
         out = str(self.session.out)
         subprocess.run(["mount", "--bind", out, out], check=True)
@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags, 
     assert pages == 0 or json.loads(left["status.json"])["state"] == "failed"
 
 
-# Runs a command that cannot close a written file; a network file system may fail only then.
+# Runs a command that cannot close a written file; a network file system may report errors only on close.
 FAILING = """
 import builtins, errno, fcntl, io, os, runpy, sys
 
@@ -227,7 +227,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 TRAINED = ["zero_mpi.train", "--out", "out", "--steps", "3", "--data", "text-0-0.txt"]
 # Files that are open while a run goes on. Other files are synced before they are closed: test_crash.py and
-# test_export.py test that such a failure is reported.
+# test_export.py test that a failed sync is reported.
 CLOSED = {"metrics.jsonl": 1, "proof.jsonl": 1, ".lock": 0, "events.jsonl": 0, ".status.json.0": 0}
 
 

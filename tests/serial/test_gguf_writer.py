@@ -1,4 +1,4 @@
-"""Written files equal files of the package gguf, and keys keep their types."""
+"""Written files equal those of the package gguf, and keys keep their types."""
 
 from typing import Any
 

@@ -117,7 +117,7 @@ def compiled(source: str, architecture: str) -> Compiled:
 
 @lru_cache
 def all_compiled(architecture: str) -> dict[str, Compiled]:
-    """Return every source's kernels; several are compiled at once."""
+    """Return the compiled kernels of every source; sources are compiled in parallel."""
     nvrtc(), told()
     names = [*sources(), SUMS]
     with ThreadPoolExecutor() as pool:

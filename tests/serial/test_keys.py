@@ -61,7 +61,7 @@ def write(path: Path, changes: dict[str, bytes]) -> Path:
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, kinds in WRONG.items() for kind in kinds])
 def test_a_value_of_another_type_is_refused_by_name_or_shown(key, kind, name, tmp_path, monkeypatch, capfd):
-    """`inspect` shows files with wrong keys; all other commands refuse them."""
+    """`inspect` shows files in which some of these keys are wrong; all other commands refuse them."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "x.gguf", {key: ODD[kind]})
     action, more = COMMANDS[name]

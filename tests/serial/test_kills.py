@@ -18,7 +18,7 @@ pytestmark = needs_mpiexec
 
 @pytest.mark.timeout_seconds(400)
 def test_random_kills_of_ranks_launcher_and_job_lose_nothing(tmp_path, quick):
-    """If mounting is allowed, the jobs have a private /dev/shm, whose segments must not increase."""
+    """If mounting is allowed, the jobs have a private /dev/shm, whose number of segments must not grow."""
     driver = Path(__file__).parent.parent / "random_kills.py"
     job = [sys.executable, driver, "--count", "5" if quick else "30", "--seed", "20", "--out", tmp_path]
     job += ["--data", *write_text(tmp_path)]

@@ -1,4 +1,4 @@
-"""The first bytes determine the kind of a file; each binary kind has a name and a remedy."""
+"""The first bytes determine the kind of a file; every kind but plain text has a name and a remedy."""
 
 import gzip
 import io

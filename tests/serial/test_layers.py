@@ -188,7 +188,7 @@ def weights(layer: nn.Layer, rng: np.random.Generator, dtype: Any) -> dict[str, 
 
 
 def linear_loss(y: Any, rng: np.random.Generator) -> Loss:
-    """Return a loss that multiplies y by a fixed random array of its shape, so that dy is that array."""
+    """Return a loss that is the dot product of y and a fixed random array, so that dy is that array."""
     dy = each(lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype), y)
     return lambda y: (dot(dy, y), dy)
 

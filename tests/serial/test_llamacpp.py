@@ -171,7 +171,7 @@ def test_greedy_text_is_llama_cpps(readable):
     ids=str,
 )
 def test_what_is_kept_and_how_it_is_weighted_is_llama_cpps(readable, how):
-    """Compare llama.cpp's probabilities after all samplers, in its order, at a temperature other than 1.
+    """Compare the probabilities after all samplers, in llama.cpp's order, at a temperature other than 1.
 
     No limit separates equally likely tokens, because llama.cpp's choice among them is undocumented.
     """

@@ -59,7 +59,7 @@ def test_a_library_is_silent_and_can_be_listened_to(capsys, caplog, monkeypatch)
 
 
 def test_lines_are_out_at_once_and_in_one_write(monkeypatch):
-    """Lines appear at once, although Python buffers output to a pipe."""
+    """Lines appear immediately, although Python buffers output to a pipe."""
     calls = []
 
     class Pipe:

@@ -131,7 +131,7 @@ def test_another_base_is_refused_at_a_resume(alone, base, text, tmp_path):
 
 @pytest.mark.parametrize("targets", [["blk.1.ffn_down.weight"], ["blk.0.attn_q.weight", "blk.1.*"]])
 def test_blocks_need_not_have_the_same_adapters(targets, base, text, tmp_path):
-    """Patterns may name some blocks only, like PEFT's layers_to_transform."""
+    """Patterns may name only some blocks, like PEFT's layers_to_transform."""
     flags = ["--init", str(base), "--lora", "2", "--context", "16", "--lora-targets", *targets]
     train(2, tmp_path / "run", *DATA, *text, *flags, "--steps", "1")
     saved = GGUFFile.open(tmp_path / "run" / "latest" / "adapter.gguf").tensors

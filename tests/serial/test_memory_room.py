@@ -32,7 +32,7 @@ def with_shm(size, ranks, *command):
 
 @needs_mpiexec
 def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
-    """Without a check, MPICH would die of SIGSEGV with 14 ranks if /dev/shm has 64 MiB, Docker's default."""
+    """Without a check, MPICH would die of SIGSEGV with 14 ranks if /dev/shm had 64 MiB, Docker's default."""
     if reason := why_no_mount():
         pytest.skip(f"no private /dev/shm: {reason}")
     if launcher_kind() != "mpich":

@@ -40,7 +40,7 @@ def test_epochs_of_each_source_have_each_window_once():
 
 
 def test_many_windows_are_dealt_out_once_each():
-    windows = (1 << 20) + 17  # too many windows to shuffle them by sorting
+    windows = (1 << 20) + 17  # too many windows to shuffle by sorting
     samples = np.arange(3 << 12)
     found = window_of(samples, windows, 1)
     assert np.unique(found).size == samples.size

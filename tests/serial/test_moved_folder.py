@@ -1,7 +1,7 @@
 """A run whose folder is moved, removed or replaced ends with status 1 and makes no other folder.
 
-The folder moves at random moments: during the start, steps, a save and a background save, 40 times in all, 3
-times with --quick. `pytest -s` prints how long the jobs took to end.
+The folder moves at random moments: during the start, steps, a save and a background save, 40 times in all (3
+times with --quick). `pytest -s` prints how long the jobs took to end.
 """
 
 import os

@@ -22,7 +22,7 @@ from zero_mpi.ops.flat_reference import ADAMW_BLOCK
 from zero_mpi.ops.registry import OPERATIONS
 
 STEP = 1e-5  # step of the difference quotients
-# Names of operations that have a test; first the operations whose gradients only test_layers.py tests.
+# Names of operations that have a test; first the backward operations that only test_layers.py tests.
 SHOWN = {"linear_backward_x", "linear_backward_w", "linear_backward_b", "route_backward"}
 SHOWN |= {"rms_norm_backward", "layer_norm_backward", "gelu_backward", "swiglu_backward"}
 SHOWN |= {"geglu_backward", "weighted_swiglu_backward"}
@@ -220,7 +220,7 @@ def test_a_wide_product_is_not_rounded():
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("used", [1, 3, 5])
 def test_the_largest_of_a_softmax_are_chosen_and_rows_sorted_by_expert(used, normalized, kind):
-    """Of equal logits the lowest indices are chosen; one expert gets no row and one gets all rows."""
+    """Ties go to the lowest index. One expert gets no row (if not all are used); another gets most rows."""
     logits = numbers(7, 5).astype(kind)
     logits[:, 2], logits[:, 4], logits[3] = 9, -9, 0.5
     with unchanged(logits):

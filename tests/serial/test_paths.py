@@ -62,7 +62,7 @@ WRITE = {
 }
 
 
-REPLACED = {"report --out: locked"}  # a rename replaces a page without write permission
+REPLACED = {"report --out: locked"}  # a rename can replace a page that has no write permission
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, simulate
 from zero_mpi.plan.step_time import Player
 from zero_mpi.sharding.strategy import strategy_named
 
-needs_numba = pytest.mark.skipif(backend() == "numpy", reason="the plan is of the compiled operations")
+needs_numba = pytest.mark.skipif(backend() == "numpy", reason="the plan models the compiled operations")
 
 WIDTHS = {"vocab_size": 500, "context_length": 192, "embedding_length": 64, "feed_forward_length": 160}
 WIDTHS |= {"head_count": 4, "head_count_kv": 2, "key_length": 16, "value_length": 16}
@@ -248,6 +248,6 @@ def test_the_table_of_the_page_is_planned():
     assert len(rows) == len(commands) == 4
     columns = ("", "--lora 16", "--lora 16 --base q8_0", "--lora 16 --base q4_0")
     for number, (row, sizes) in enumerate(zip(rows, commands, strict=True)):
-        for column in range(4) if number == 0 else (0, 3):  # large models take seconds a column
+        for column in range(4) if number == 0 else (0, 3):  # large models take seconds per column
             (case,) = read([*sizes.split(), *columns[column].split()]).cases
             assert size(plan_memory(case).total) == row.split(" | ")[column]

@@ -134,7 +134,7 @@ def is_constant(node):
 
 
 def of_libraries(path):
-    """Yield calls in a file whose last bit depends on a library, and powers that are not constant."""
+    """Yield uses of functions whose last bit depends on a library, and powers with varying exponents."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in OF_LIBRARIES:
             if isinstance(node.value, ast.Name) and node.value.id in ("np", "math", "xp", "generator"):

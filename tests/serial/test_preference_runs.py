@@ -48,7 +48,7 @@ def test_ranks_and_a_resume_change_no_bit_and_it_is_verified(loss, ranks, folder
     assert run_job(ranks, first, timeout=50, env=COMPILED, cwd=folder)[0] == REQUEUE
     assert (out / "reference.bin").exists() == (loss == "ipo")
     if loss == "ipo":
-        (out / "reference.bin").write_bytes(b"damaged")  # verify recomputes this file from the first weights
+        (out / "reference.bin").write_bytes(b"damaged")  # verify recomputes it from the initial weights
     train_compiled(ranks - 1, out, *flags, "--strategy", "shard-grad-op")
     for file in sorted((alone / "latest").iterdir()):
         assert (out / "latest" / file.name).read_bytes() == file.read_bytes(), file.name

@@ -75,7 +75,7 @@ def test_lines_hold_what_is_bits_and_each_stands_for_those_before(path):
 def test_a_resume_leaves_the_file_of_a_run_never_stopped(path, tmp_path):
     """A kill may leave records after the checkpoint, half a line, or no line for the checkpoint.
 
-    A checkpoint's line that was written late is moved, also if the run continues in another folder.
+    A checkpoint's line that was written late is moved, even if the run continues in another folder.
     """
     whole = path.read_bytes()
     rows = whole.splitlines(keepends=True)

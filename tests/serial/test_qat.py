@@ -105,7 +105,7 @@ def test_bits_are_the_same_on_any_ranks_and_after_a_resume(
 @needs_mpiexec
 @pytest.mark.parametrize(("name", "ranks"), [("q4_0", 3), ("q4_k", 1)])
 def test_adapters_are_trained_for_the_merged_file(runs: Path, tmp_path: Path, name: str, ranks: int) -> None:
-    """The merged file has exactly the run's last loss; the base is in blocks of 8 bits."""
+    """The merged file has exactly the run's last loss; the base is quantized to q8_0."""
     text, base, file = write_text(runs), tmp_path / "base.gguf", tmp_path / "x.gguf"
     assert command(World(0, 1), [str(runs / "q8_0/latest"), str(base), "--type", "q8_0"]) == 0
     flags = ["--context", "16", "--batch-size", "3", "--micro-batch", "1", "--warmup", "1"]

@@ -117,7 +117,7 @@ def test_a_signal_in_the_last_step_is_a_finished_run(flags, tmp_path):
 
 
 def test_the_time_limit_stops_in_time_to_save(flags, tmp_path):
-    """The limit counts from the start of the process: a busy machine makes fewer steps, at least one."""
+    """The limit counts from the start of the process: a busy machine completes fewer steps, at least one."""
     command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, "--steps", "1000000"]
     status, printed, errors = run_job(2, [*command, "--max-time", "6s"], timeout=40)
     assert (status, errors) == (REQUEUE, ""), printed

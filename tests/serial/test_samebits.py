@@ -1,6 +1,6 @@
-"""The trial of operations detects ranks and resumes with different bits and names the difference.
+"""A trial of the operations finds ranks and resumes that compute different bits; messages say what differs.
 
-Library variables simulate other processors: OPENBLAS_CORETYPE selects the kernels of products.
+Environment variables simulate other processors: OPENBLAS_CORETYPE selects the kernels of matmuls.
 """
 
 import json
@@ -28,7 +28,7 @@ from zero_mpi.train import description as same_bits
 
 MACHINE = {"threads": 1, "operations": "numpy", "BLAS": "K 1"}
 MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
-EXACT = {"dequantize"}  # parts of the trial that are bit-identical on all processors: integers times scales
+EXACT = {"dequantize"}  # operations with equal bits on all processors: products of integers and scales
 NAMES = sorted(OPERATIONS.keys() - EXACT)
 KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # kernels for an older processor than any that runs the tests
 several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="BLAS uses only one thread here")
@@ -48,7 +48,7 @@ def test_the_trial_repeats_and_leaves_no_memory():
 
 
 def nudged(name, operation):
-    """Return an operation whose first result differs by one bit."""
+    """Return an operation whose result differs in one element by one unit in the last place."""
 
     def nudge(*given, **named):
         found = operation(*given, **named)

@@ -1,4 +1,4 @@
-"""`zero-mpi samples` prints a small file for terminals, pipes and programs."""
+"""`zero-mpi samples` prints the conversations of a small file as text and as JSON."""
 
 import json
 

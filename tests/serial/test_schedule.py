@@ -144,7 +144,7 @@ def test_no_more_reductions_are_in_flight_than_the_limit(model):
 @settings(deadline=None, max_examples=300)
 @given(models())
 def test_training_is_forward_and_backward(model):
-    """The last stage computes once, and waits once for its units, in both directions together."""
+    """In training, the last stage computes once, not in both directions, and waits once for its units."""
     made = schedule_of(*model)
     apart = [*made.forward, *made.backward]
     for kind in (Gather, Release, Reduce, WaitReduce):

@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers from GGUF keys restore every text, also in chunks, and refuse faulty keys."""
+"""SentencePiece tokenizers from GGUF keys restore texts, give equal ids in chunks, and refuse faulty keys."""
 
 import os
 import pickle

@@ -124,7 +124,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, edits: dict[int, Edit
     ids=["merged", "one part"],
 )
 def test_a_whole_model_may_carry_the_keys(tmp_path: Path, keys: Edit) -> None:
-    """A split count of 0, which llama.cpp's merge program writes, is one file."""
+    """A split count of 1, or of 0, which llama.cpp's merge program writes, means one file."""
     path = write_tensors(tmp_path / "any name.gguf", "llama", keys, {"t0": values()["t0"]})
     file = GGUFFile.open(path)
     assert set(file.metadata) == {"general.architecture"}

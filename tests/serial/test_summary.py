@@ -45,7 +45,7 @@ CHANGES += [{"precision_name": "bf16"}, {"device": "cuda"}]
 
 @pytest.mark.parametrize("changed", [{}, *CHANGES], ids=str)
 def test_how_it_is_done_changes_no_work(changed):
-    """The FLOPs of a step do not depend on recomputation."""
+    """The FLOPs of a step do not depend on recomputation, ranks, strategy, micro-batch or precision."""
     assert step_flop(dataclasses.replace(CASE, **changed)) == by_hand()
 
 
@@ -88,7 +88,7 @@ def test_the_peak_is_the_sum_over_ranks_in_matrices_that_are_large_enough(reache
     "kind", [kind for kind in transports.TRANSPORTS if kind.on_gpu], ids=lambda k: k.name
 )
 def test_a_run_on_gpus_plans_what_the_plan_of_its_flags_does(kind, reduction, monkeypatch):
-    """The plan for NCCL has no pinned memory."""
+    """Only the plan for staged transfers has pinned memory."""
     config = Config(transport=kind.flag, reduction=reduction, context=T, batch_size=5)
     module = SimpleNamespace(group=SimpleNamespace(size=4))
     session = SimpleNamespace(config=config, model=MODEL, module=module, nodes=0)

@@ -336,7 +336,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_signs_of_life_are_what_the_run_writes(tmp_path):
-    """A renewed lock is a sign of life too; a run without a folder gives none."""
+    """A renewed lock is a sign of life too; without a run folder or a limit, no run counts as silent."""
     now = time.monotonic()
     found = attempt.Attempt(RunFolder(tmp_path), StopRequest(), 900.0)
     assert found._silence(now + 800) == ""

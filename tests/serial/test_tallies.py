@@ -1,4 +1,4 @@
-"""Tests of layers' auxiliary losses and buffers: gradients, their part in the objective, and files."""
+"""Tests of layers' auxiliary losses and buffers: gradients, their part in the objective, and updates."""
 
 import numpy as np
 import pressed
@@ -42,7 +42,7 @@ def test_backward_is_the_slope_of_loss_and_auxiliary_losses(recompute):
 
 
 def wide(stages, p, xs):
-    """Return summed gradients and auxiliary losses in float64, with micro-batches weighted by 1 / COUNT."""
+    """Return gradients in float64, summed over micro-batches, and the means of the auxiliary losses."""
     model = Chain(*(stage.layer for stage in stages))
     g, found = {name: np.zeros(value.shape) for name, value in p.items()}, np.zeros(2)
     for x in xs:

@@ -174,7 +174,7 @@ def test_samples_and_chat_take_the_flags(folder, capfdbinary):
 
 @needs_mpiexec
 def test_a_run_keeps_the_day_of_its_beginning(folder, monkeypatch):
-    """A resume without the flags trains on the same text; another date or variable is refused."""
+    """A resume without --template-date trains on the same text; another date or variable is refused."""
     flags = [*FLAGS, "--save-every", "1", "--template-var", "v=1"]
     train(2, folder / "out", *flags, "--template-date", "2025-02-03")
     settings = tomllib.loads((folder / "out" / "config.toml").read_text())

@@ -20,7 +20,7 @@ SUMS = {"products": range(4, 42, 6)}  # all other results with fewer than two ax
 
 @pytest.fixture
 def of_threads(monkeypatch):
-    """Return a function that sets the number of threads; they share small operations too."""
+    """Return a function that sets the number of threads, which then share even small operations."""
     monkeypatch.setattr(threads, "LEAST", 64)
     monkeypatch.setattr(threads, "LEAST_PRODUCT", 64)
     yield threads.use
@@ -41,8 +41,8 @@ def results_by_place():
 def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
     """If products stay on one thread, only sums over rows differ in bits from a run on one thread.
 
-    Several threads may use BLAS for parts of a product that one thread computes by oneDNN: the sums have
-    different orders, and the rounding depends on the terms even if they cancel.
+    Several threads may use BLAS for parts of a product that one thread computes by oneDNN: the summation
+    order differs, and the rounding depends on the terms even if they cancel.
     """
     monkeypatch.setattr(threads, "LEAST_PRODUCT", least)
     ops.prepare(kind=BFLOAT16)

@@ -111,7 +111,7 @@ def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
     """20 GB of ids add less than 1 % of their size to the ranks' memory, and a start reads little of the ids.
 
     Shared pages count fully for each rank, because their split depends on other processes; MPI libraries grow
-    theirs when ranks wait, so the number of windows is compared in anonymous memory.
+    their shared pages when ranks wait, so anonymous memory shows the effect of the number of windows.
     """
     (tmp_path / "watched.py").write_text(WATCHED)
     held, private, read = {}, {}, {}

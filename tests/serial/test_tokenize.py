@@ -1,4 +1,4 @@
-"""Token files have the ids and documents that training reads from the text, also after errors and stops."""
+"""Token files have the ids and documents that training reads from the text, even after errors and stops."""
 
 import errno
 import gzip
@@ -353,7 +353,7 @@ def stopped(long, monkeypatch, parts):
 
 
 def test_a_job_that_was_stopped_goes_on_with_what_is_missing(long, whole, tmp_path, monkeypatch, capsys):
-    """Parts that do not match their record, and temporary files of a killed job, are written again."""
+    """Parts that do not match their record are written again; leftovers of a killed job are replaced."""
     count, out = sum(name.endswith(".bin") for name in whole), tmp_path / "out"
     assert stopped(long, monkeypatch, 4) == 75
     assert f"4 of {count} parts" in capsys.readouterr().out

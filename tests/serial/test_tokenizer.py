@@ -1,4 +1,4 @@
-"""The byte tokenizer: ids are bytes, and llama.cpp reads its GGUF keys exactly."""
+"""The byte tokenizer: ids are bytes, and its GGUF keys have exact values."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The table of a timeline adds up and names the slow rank; flags select the steps."""
+"""The table of a timeline adds up to the steps; flags select the steps, and a trace changes no bit."""
 
 import gzip
 import json

@@ -53,7 +53,7 @@ def test_the_numbers_of_a_record_are_found_by_what_they_are():
 
 
 def masked(data):
-    """Return the checksum of TensorBoard's format: a CRC-32C, rotated and shifted by a constant."""
+    """Return the checksum of TensorBoard's format: a CRC-32C, rotated, plus a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -70,7 +70,7 @@ def events(path):
 
 
 def curves(folder):
-    """Return tag -> {step: value} as TensorBoard reads a folder: a start mark drops later steps."""
+    """Return tag -> {step: value} as TensorBoard does: a start mark drops its step and later ones."""
     found = {}
     for path in sorted((folder / "tensorboard").iterdir()):
         for event in events(path):

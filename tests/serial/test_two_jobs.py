@@ -110,7 +110,7 @@ def test_after_a_kill_the_next_job_starts_at_once(first, job, tmp_path):
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_job_whose_folder_goes_in_a_long_step_does_not_wait_for_its_end(is_replaced, first, tmp_path):
-    """The job ends although rank 0 is in a step, which would last until the end of the test."""
+    """The job ends although rank 0 is in a step that would last until the end of the test."""
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     if is_replaced:
         (tmp_path / "out").mkdir()

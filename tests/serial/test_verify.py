@@ -63,7 +63,7 @@ def run(whole: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
-    """Verify in this process without recomputing steps; return the exit status and the lines."""
+    """Verify in this process, where no step is to be recomputed; return the exit status and the lines."""
 
     def run_it(*arguments: object) -> tuple[int, list[str]]:
         capfd.readouterr()
@@ -241,7 +241,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_yes_for_runs_of_other_kinds(kind, text, tmp_path):
-    """--keep 1 leaves the last checkpoint, so one segment leads to it from the first weights."""
+    """--keep 1 leaves only the last checkpoint, so one segment leads to it from the initial weights."""
     train(2, tmp_path / "out", *SMALL, *OFTEN, *OTHERS[kind], "--data", *text)
     assert len(assert_yes(tmp_path / "out")) == (1 if kind == "keep" else 3)
 
@@ -343,12 +343,12 @@ P, M = "proof.jsonl", "metrics.jsonl"
 
 
 def lines(name: str, order: Callable[[list[bytes]], list[bytes]]) -> Callable[[Path], object]:
-    """Damage a run by changing the lines of a file."""
+    """Return a function that damages a run by changing the lines of a file."""
     return lambda run: rows_of(run / name, order)
 
 
 def bit(name: str) -> Callable[[Path], object]:
-    """Flip one bit of a file."""
+    """Return a function that flips one bit of a file."""
     return lambda run: flip(run / name, 900)
 
 
@@ -358,7 +358,7 @@ def both_seeds(run: Path) -> None:
 
 
 def third(**values: object) -> Callable[[Path], object]:
-    """Damage the record of step 3."""
+    """Return a function that damages the record of step 3."""
     return lambda run: change(run / M, 2, **values)
 
 
