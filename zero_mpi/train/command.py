@@ -122,7 +122,7 @@ def check_disk(config: Config, model: ModelConfig) -> list[str]:
     if free < each:
         raise UsageError(f"{found}: free some space, or use another disk")
     count = max(1, (config.keep or 1) + 1 - len(folders.steps(out)))
-    few = f"{found}; --keep {config.keep} needs space for {count} of them"
+    few = f"{found}; --keep {config.keep} needs space for at least {count}"
     return [Caution(few)] if free < count * each else []
 
 
