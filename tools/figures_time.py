@@ -44,7 +44,7 @@ TOP = 150
 
 @dataclass(frozen=True)
 class Span:
-    """Columns [start, stop) in which a unit is gathered, present, or used by a stage."""
+    """Columns [start, stop) in which a unit is being gathered, present, used by a stage, or being reduced."""
 
     unit: int
     start: float
@@ -114,7 +114,7 @@ def draw_story(
 ) -> str:
     """Draw a schedule, with a row per unit and a column per stage or turn.
 
-    `after`: name of a gather that follows all sums, or ""; `later`: it may extend into the next step.
+    `after`: label of a gather that follows all sums, or ""; `later`: it may extend into the next step.
     """
     got = story(layout, names)
     picture = Picture(WIDTH, title, about)
@@ -158,7 +158,7 @@ def legend(picture: Picture, gathers: bool, after: str) -> None:
 
 
 def heads(picture: Picture, columns: list[str], ahead: int, bottom: float) -> None:
-    """Draw the names of stages above the columns, and lines between columns; `ahead`: columns of forward."""
+    """Draw the names of stages above the columns, and lines between columns; `ahead`: forward's columns."""
     end = len(columns) - 1
     for start, stop, name in ((0, ahead, "forward"), (ahead, end, "backward")):
         picture.text(LEFT + CELL * (start + stop) / 2, TOP - 30, name, "ink bold mid")
