@@ -115,7 +115,7 @@ def near(picture: Picture, unit: Unit, top: float) -> None:
     picture.text(
         MARGIN,
         top + 130,
-        f"Slices end on multiples of {unit.quantum:,} elements, parameters begin at them.",
+        f"Slices end, and parameters begin, at multiples of {unit.quantum:,} elements.",
         "dim",
     )
 

@@ -203,7 +203,7 @@ def full_shard() -> str:
 def full_shard_late() -> str:
     """Draw full-shard without prefetch."""
     layout, names = stage_case("full-shard", prefetch=0)
-    about = "Without prefetch each gather is awaited: memory for one unit less, no overlap."
+    about = "Without prefetch each gather is awaited: no overlap, but memory for one unit less."
     return draw_story("The same with --prefetch 0", about, layout, names, gathers=True)
 
 
@@ -218,7 +218,7 @@ def shard_grad_op() -> str:
 def no_shard() -> str:
     """Draw no-shard: buckets of gradients, and a gather of their sums."""
     layout, names = stage_case("no-shard", bucket_mb=2.0)
-    about = "Units are buckets (here --bucket-mb 2), filled from the end of the model, like gradients."
+    about = "Units are buckets (here --bucket-mb 2), filled from the end of the model, as backward runs."
     after = "exact mode: the sums are gathered"
     return draw_story("A step under no-shard", about, layout, names, after=after)
 
