@@ -1,6 +1,6 @@
-"""Sizes of the training workloads that all benchmarks use, for our models and for models of other libraries.
+"""Sizes of training workloads that several benchmarks share, for our models and those of other libraries.
 
-CPUs use float32. AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) follows clipping to norm 1.
+The gradient is clipped to norm 1 before AdamW (rate 3e-4, betas 0.9 and 0.95, eps 1e-8, decay 0.1) runs.
 Tokens are random; each rank cycles through BATCHES micro-batches. The batch is per rank (weak scaling).
 """
 
@@ -27,7 +27,7 @@ class Workload:
     context: int
     batch: int
     kv_heads: int | None = None  # None: as many as query heads
-    tied: bool | None = None  # None: as usual for the architecture
+    tied: bool | None = None  # None: the architecture's default
 
     @property
     def tokens(self) -> int:
@@ -36,9 +36,10 @@ class Workload:
 
     @property
     def matrix_elements(self) -> int:
-        """Number of weights by which each token is multiplied."""
+        """Number of matrix elements that multiply each token."""
         feed_forward = (3 if self.arch == "llama" else 2) * self.width * self.ffn
-        return self.layers * (4 * self.width**2 + feed_forward) + self.vocabulary * self.width
+        attention = 2 * self.width**2 * (1 + (self.kv_heads or self.heads) / self.heads)
+        return self.layers * (int(attention) + feed_forward) + self.vocabulary * self.width
 
     @property
     def gemm_flop(self) -> int:
@@ -46,9 +47,9 @@ class Workload:
         return 6 * self.matrix_elements * self.tokens
 
     def flop_of_a_token(self, parameters: int) -> float:
-        """Return the FLOP of training on one token: 6 per parameter, plus attention without the mask.
+        """Return the FLOP of training on one token: 6 per parameter, plus attention to all positions.
 
-        Shares of the peak use this count of Chowdhery et al., "PaLM", 2022, appendix B.
+        Shares of the peak use this count, from Chowdhery et al., "PaLM", 2022, appendix B.
         """
         return 6.0 * parameters + 12.0 * self.layers * self.width * self.context
 

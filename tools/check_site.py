@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Follow every link of the site that `make docs` built, and look for requests to other hosts.
+"""Check every link inside the site that `make docs` built, and look for requests to other hosts.
 
     python tools/check_site.py [FOLDER]
 
-Prints each fault, and counts. Exits with status 1 if there is a fault. A link may lead to any host, but the
-folder must have all scripts, styles, pictures and fonts that its pages load.
+Prints faults and counts. Exits with status 1 if there is a fault. A link may lead to any host, but the folder
+must have all scripts, styles, pictures and fonts that its pages load, and the API reference all public names.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read(path: Path) -> Page:
 
 
 def is_outside(link: str) -> bool:
-    """Return whether a link leads to another host."""
+    """Return whether a link leads out of the site: it begins with a scheme or a host."""
     return re.match(r"(\w+:)?//|\w+:", link) is not None
 
 
@@ -73,7 +73,7 @@ def faults_of(path: Path) -> Iterator[str]:
 
 
 def faults(site: Path) -> Iterator[str]:
-    """Yield the faults of all pages of the site."""
+    """Yield the faults of all pages and style sheets, and public names that the API reference lacks."""
     for path in sorted(site.rglob("*.html")):
         yield from (f"{path.relative_to(site)} {fault}" for fault in faults_of(path.resolve()))
     for path in sorted(site.rglob("*.css")):

@@ -3,10 +3,10 @@
 
     python tools/figures.py [FOLDER]
 
-No picture is drawn by hand: units, slices, schedules, rounds and bytes come from the layout, the schedule and
-the planner of the package, for the model that `zero_mpi.train` trains without flags. The files go to
-docs/images; a test draws them again and compares. figures_time.py draws the pictures of schedules and sums,
-figures_packages.py the picture of imports.
+Units, slices, schedules, rounds and bytes are not drawn by hand: they come from the layout, the schedule and
+the planner of the package, mostly for the model that `zero_mpi.train` trains without flags. The files go to
+docs/images by default; a test draws them again and compares. figures_time.py draws the pictures of schedules
+and sums, figures_packages.py the picture of imports.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def near(picture: Picture, unit: Unit, top: float) -> None:
     picture.text(
         MARGIN,
         top + 130,
-        f"Slices end on multiples of {unit.quantum:,} elements, parameters begin at them.",
+        f"Slices end, and parameters begin, at multiples of {unit.quantum:,} elements.",
         "dim",
     )
 

@@ -1,7 +1,7 @@
 """Draws the picture of the packages in ARCHITECTURE.md. Each package is above the packages that it imports.
 
 The positions of the boxes are set here. Each arrow is checked with the functions of structure.py: drawing
-fails if an arrow has no import, or if an import leads upwards.
+fails if an arrow has no import, or if an import between boxes does not lead to a lower row.
 """
 
 from __future__ import annotations

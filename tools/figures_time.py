@@ -44,7 +44,7 @@ TOP = 150
 
 @dataclass(frozen=True)
 class Span:
-    """Columns [start, stop) in which a unit is gathered, present, or used by a stage."""
+    """Columns [start, stop) in which a unit is being gathered, present, used by a stage, or being reduced."""
 
     unit: int
     start: float
@@ -114,7 +114,7 @@ def draw_story(
 ) -> str:
     """Draw a schedule, with a row per unit and a column per stage or turn.
 
-    `after`: name of a gather that follows all sums, or ""; `later`: it may extend into the next step.
+    `after`: label of a gather that follows all sums, or ""; `later`: it may extend into the next step.
     """
     got = story(layout, names)
     picture = Picture(WIDTH, title, about)
@@ -131,7 +131,7 @@ def draw_story(
     for span in got.coming:
         arrow(picture, span, "coming")
     for span in got.sums:
-        arrow(picture, span, "sum", low=True)
+        arrow(picture, span, "sum")
     if after:
         for row in range(len(units)):
             arrow(picture, Span(row, end + 0.5, end + (1.35 if later else 0.98)), "coming")
@@ -158,7 +158,7 @@ def legend(picture: Picture, gathers: bool, after: str) -> None:
 
 
 def heads(picture: Picture, columns: list[str], ahead: int, bottom: float) -> None:
-    """Draw the names of stages above the columns, and lines between columns; `ahead`: columns of forward."""
+    """Draw the names of stages above the columns, and lines between columns; `ahead`: forward's columns."""
     end = len(columns) - 1
     for start, stop, name in ((0, ahead, "forward"), (ahead, end, "backward")):
         picture.text(LEFT + CELL * (start + stop) / 2, TOP - 30, name, "ink bold mid")
@@ -177,7 +177,7 @@ def place(picture: Picture, span: Span, kind: str) -> None:
     picture.box(x + pad, y + pad, CELL * (span.stop - span.start) - 2 * pad, HIGH - 2 * pad, kind, r=3)
 
 
-def arrow(picture: Picture, span: Span, kind: str, low: bool = False) -> None:
+def arrow(picture: Picture, span: Span, kind: str) -> None:
     """Draw a transfer as an arrow from its start to the point at which it must be complete."""
     y = TOP + HIGH * (span.unit + 0.5)
     start, stop = LEFT + CELL * span.start, LEFT + CELL * span.stop
@@ -203,7 +203,7 @@ def full_shard() -> str:
 def full_shard_late() -> str:
     """Draw full-shard without prefetch."""
     layout, names = stage_case("full-shard", prefetch=0)
-    about = "Without prefetch each gather is awaited: memory for one unit less, no overlap."
+    about = "Without prefetch each gather is awaited: no overlap, but memory for one unit less."
     return draw_story("The same with --prefetch 0", about, layout, names, gathers=True)
 
 
@@ -218,7 +218,7 @@ def shard_grad_op() -> str:
 def no_shard() -> str:
     """Draw no-shard: buckets of gradients, and a gather of their sums."""
     layout, names = stage_case("no-shard", bucket_mb=2.0)
-    about = "Units are buckets (here --bucket-mb 2), filled from the end of the model, like gradients."
+    about = "Units are buckets (here --bucket-mb 2), filled from the end of the model, as backward runs."
     after = "exact mode: the sums are gathered"
     return draw_story("A step under no-shard", about, layout, names, after=after)
 

@@ -1,4 +1,4 @@
-"""Makes the pages of the API reference for mkdocstrings: the public names of each package, from `__all__`.
+"""Makes the pages of the API reference for mkdocstrings: one page for the public names of each package.
 
 Our docstrings list things in columns, as "name   what it is". `listed` makes a Markdown list of them. No
 module is imported: the names are read from the source code.

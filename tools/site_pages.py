@@ -2,8 +2,8 @@
 
 README is the first page, and other pages at the root of the project are on the site too. Links between pages
 are written for the repository, and are changed here to lead to the same place on the site. A file of the
-project that a page links is copied to the site. Only `File.generated` of mkdocs is used, so that tests run
-without mkdocs.
+project to which a page links is copied to the site. Only `File.generated` of mkdocs is used, so that tests
+run without mkdocs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pages() -> dict[str, str]:
 
 
 def places() -> dict[str, str]:
-    """Return path in the project -> path on the site, for pages, pictures, and files that a page links."""
+    """Return path in the project -> path on the site, for pages, pictures, and files that a page links to."""
     found = pages()
     found |= {f"docs/images/{path.name}": f"images/{path.name}" for path in (ROOT / "docs/images").iterdir()}
     for page in pages():
@@ -64,7 +64,7 @@ def title(page: str) -> str:
 
 
 def with_links_of_the_site(page: str, text: str, places: dict[str, str]) -> str:
-    """Return the text of a page with links for the site. Links named after files get titles of pages."""
+    """Return the text of a page with links for the site. Titles replace file names as link texts."""
     here = Path(places[page]).parent
 
     def called(name: re.Match[str]) -> str:
@@ -100,7 +100,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the text of a page, which mkdocs converts to HTML next. mkdocs calls this.
 
-    A page without headings has no list of headings, so that its tables can be wider.
+    A page without headings of level 2 gets no table of contents, so its tables can be wider.
     """
     if "\n## " not in markdown and not page.file.src_uri.startswith("reference/"):
         page.meta["hide"] = ["toc"]
@@ -110,12 +110,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Return the HTML of a page, without backslashes before bars in tables. mkdocs calls this."""
+    """Return HTML without backslashes before bars in tables, with short names marked. mkdocs calls this."""
     html = re.sub(r"<(t[dh])[ >].*?</\1>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
     return NAME.sub('<code class="name">', html)
 
 
 def on_post_build(config: Any) -> None:
-    """Remove files that need the address of a host, which is not known. mkdocs calls this at the end."""
+    """Remove files that need the address of the site, which is not known. mkdocs calls this at the end."""
     for name in ("404.html", "sitemap.xml", "sitemap.xml.gz"):
         (Path(config.site_dir) / name).unlink(missing_ok=True)

@@ -6,8 +6,8 @@
 The tree is an ordered list of layers, which are packages or single files (`ORDER`). A layer imports only
 layers before it, and its files have no circular imports. Imports inside functions count, and so does the full
 name of a module in a string, because such a string starts or loads the module. Imports under `if
-TYPE_CHECKING:` do not count. Tests, tools and examples import only names that exist. Prints each violation as
-`path:line: text`. Exits with status 1 if there is a violation.
+TYPE_CHECKING:` do not count. Other folders import from the package only names that exist. Prints each
+violation as `path:line: text`. Exits with status 1 if there is a violation.
 """
 
 import ast
@@ -51,7 +51,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
 }
 
 MAX_FUNCTION, MAX_FILE = 40, 500
-SHORT = 3  # maximum number of lines of a function that needs no docstring
+SHORT = 3  # maximum number of lines in the body of a function that needs no docstring
 # Files and functions that are too long, with their lines. These numbers may only fall.
 DEBT = {
     "zero_mpi/ops/cpu/attention.py:backward": 44,
@@ -102,7 +102,7 @@ def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the full dotted name of each import in a file."""
+    """Yield line and full dotted name of each import in a file, and of each module named in a string."""
     for node in running_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -150,7 +150,7 @@ def why_not(module: str, target: str) -> str | None:
 
 
 def check_imports(tree: ast.AST, path: Path, package: Path) -> Iterator[Violation]:
-    """Yield imports against the order, imports of guarded libraries, and layers that are not in the order."""
+    """Yield the imports of a file that are not allowed, and its layer if that is not in the order."""
     module = module_name(path, package)
     if not module:
         return
@@ -222,7 +222,7 @@ def check_size(line: int, what: str, place: str, length: int, limit: float) -> I
 def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation]:
     """Yield a message for a missing docstring: of the module and, if `public_names`, of public objects.
 
-    A function of at most three lines needs none.
+    A function whose body has at most three lines needs none.
     """
     if tree.body and ast.get_docstring(tree) is None:
         yield 1, "the module has no docstring"

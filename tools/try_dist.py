@@ -6,7 +6,7 @@
 It uses the Python that runs it (3.11 or newer), and packages from the index that pip uses. The wheel is
 installed with MPICH, `zero-mpi --version` prints the version, four ranks train for 20 steps on a small text,
 and the run reports that it is done. The source archive has the files that a packager needs, and builds the
-same wheel. Prints a line for each test. Exits with status 1, and the program's output, at the first failure.
+same wheel. Prints a line for each test. At the first failure it prints the cause and exits with status 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def the_one(folder: Path, pattern: str) -> Path:
 
 
 def run(command: str, folder: Path, programs: Path, limit: float = 300) -> str:
-    """Return the output of a command, whose program is searched in `programs` first. Exit if it fails."""
+    """Return a command's output. Its program is looked up in `programs` first. Exit if the command fails."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
     kept["PATH"] = f"{programs}:{kept['PATH']}"
     done = subprocess.run(
