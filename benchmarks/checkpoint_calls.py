@@ -105,7 +105,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
         lines = counted(comm, saver)
         if comm.rank == 0:
             tensors, about = len(optimizer.module.params), saver.writers.about
-            print(f"2 files of {3 * tensors} tensors, {len({line[1] for line in lines})} nodes: {about}")
+            nodes = len({line[1] for line in lines})
+            print(f"2 files with {3 * tensors} tensors in total, {nodes} nodes: {about}")
             print("\n".join(table(lines)))
     finally:
         if comm.rank == 0:

@@ -126,7 +126,7 @@ THINKING = HERMES.replace(
 
 
 def test_a_call_counts_where_the_prompt_is_written_otherwise(tmp_path):
-    """The template drops `<think>` from earlier turns, so comparing two rendered texts finds the call."""
+    """The prompt for an answer ends with `<think>`, which turns lack; comparing two texts finds the call."""
     assert THINKING != HERMES
     line = written(tmp_path, {"messages": talk(TEXT)})
     (found,) = reader(THINKING).read([("c", line)])

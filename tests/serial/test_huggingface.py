@@ -144,7 +144,7 @@ def test_llama_3_factors_are_those_of_transformers(tmp_path):
 TWO_ROPES = {"full_attention": {}, "sliding_attention": {"rope_theta": 500.0}}
 REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", {"model_type": "mamba"}, "model_type: expected one of llama, .*found 'mamba'"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act: expected silu or swish .*found 'gelu'"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act: expected silu or swish.*found 'gelu'"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: .*found 'dynamic'"),
     ("llama", {"rope_scaling": hf_models.YARN | {"attention_factor": 2}}, "attention_factor: .*1.13863"),
     ("llama", {"rope_scaling": hf_models.YARN | {"truncate": False}}, "truncate: expected True"),

@@ -162,7 +162,7 @@ def fitting(kind: Kind, width: int) -> Kind:
 def mixed(
     metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], wanted: str, weighted: bool
 ) -> dict[str, Kind]:
-    """Return the type that a mix gives to each matrix, even if its blocks do not divide the rows."""
+    """Return the type that a mix gives to each matrix; except for the head, blocks may not divide rows."""
     keys, mix = GGUFKeys(metadata), MIXES[wanted]
     arch = keys.text("general.architecture") or ""
 

@@ -207,7 +207,7 @@ def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelCon
     if model is not None and tokenizer.vocab_size != model.vocab_size:
         raise UsageError(
             f"--tokenizer {shown(config.tokenizer or FROM_INIT)} has {tokenizer.vocab_size} tokens, but the "
-            f"model of {shown(config.init)} has {model.vocab_size}: use --tokenizer from-init, or token files"
+            f"model of {shown(config.init)} has {model.vocab_size}: use --tokenizer from-init or other --data"
         )
     return tokenizer
 

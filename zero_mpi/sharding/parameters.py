@@ -28,7 +28,7 @@ from zero_mpi.sharding.unit import BlockUnit, Unit
 
 NONE, MOMENTS, STATE = CHOICES = ("none", "moments", "state")  # values of --offload
 Views = dict[str, Array]
-ReadBytes = Callable[[str, int, Array], object]  # (name, start, out): fill out (bytes,) from byte `start` on
+ReadBytes = Callable[[str, int, Array], object]  # (name, start, out): reads bytes into `out`
 
 
 class State(Enum):

@@ -51,7 +51,7 @@ class Settings:
         """Raise FileError for the first setting that has a value we do not support."""
         for name, values in allowed.items():
             if self.values.get(name) not in values:
-                raise self.fault(name, f"{' or '.join(str(value) for value in values[1:]) or 'none'} (only)")
+                raise self.fault(name, " or ".join(map(str, values[1:])) or "none")
 
 
 class Order(Enum):

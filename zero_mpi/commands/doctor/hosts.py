@@ -179,7 +179,7 @@ def binding(found: list[NodePlacement]) -> Row:
             for cores, which in bound.items()
             if len(which) > len(cores) and not node.is_crowded
         ]
-    value = f"{', '.join(few(shared))} while other cores are free" if shared else "no rank shares a core"
+    value = f"{', '.join(few(shared))} while other cores are free" if shared else "no avoidable sharing"
     return assessed("binding", value, not shared, BIND)
 
 

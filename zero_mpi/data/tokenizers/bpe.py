@@ -121,7 +121,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
     def _window(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        """Return columns of tokens: id * 2, plus 1 if a word ends here; first character; end (exclusive)."""
+        """Return three arrays: id * 2 (+ 1 if the token ends a word), first and end character of tokens."""
         found = self._encoder.encode(texts[0], add_special_tokens=False)
         ends = np.diff(found.word_ids, append=-1) != 0
         return [np.array(found.ids, np.uint32) << 1 | ends, *np.array(found.offsets, np.uint32).T]
