@@ -59,8 +59,8 @@ def sources_of(given: Sequence[str]) -> list[DataSource]:
     for path, share in shares.items():
         if not 0 < share >= LEAST_SHARE * total or not total < np.inf:
             raise UsageError(
-                f"--data {shown(path)}={share:g}: expected a share of at least {LEAST_SHARE:g} of the "
-                f"sum of all shares, {total:g}"
+                f"--data {shown(path)}={share:g}: expected a share of at least {LEAST_SHARE:g} of all "
+                f"shares, whose sum is {total:g}"
             )
     names = [Path(path).name or path for path in shares]
     before = [names[:place].count(name) for place, name in enumerate(names)]  # a repeated NAME becomes NAME-2

@@ -163,7 +163,7 @@ def crowding(found: list[NodePlacement]) -> Row:
     if not crowded:
         return Row(title, "no host has more ranks than cores")
     each = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
-    remedy = f"fine for a test; for speed, limit the ranks per host to {min(node.usable for node in crowded)}"
+    remedy = f"fine for a test; for speed start at most {min(node.usable for node in crowded)} per host"
     return Row(title, ", ".join(few(each)), NOTE, remedy)
 
 
@@ -179,7 +179,7 @@ def binding(found: list[NodePlacement]) -> Row:
             for cores, which in bound.items()
             if len(which) > len(cores) and not node.is_crowded
         ]
-    value = f"{', '.join(few(shared))} while other cores are free" if shared else "no avoidable sharing"
+    value = f"{', '.join(few(shared))} while other cores are free" if shared else "no rank shares a core"
     return assessed("binding", value, not shared, BIND)
 
 
