@@ -1,4 +1,4 @@
-"""Measures how much a quantized type raises the loss of a fine-tuned model, with and without --qat.
+"""Measures how much a quantized type raises the loss after fine-tuning, with and without --qat.
 
     python benchmarks/qat.py MODEL.gguf
 
@@ -18,7 +18,9 @@ from pydoc_data.topics import topics
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    about = "Measure how much a type raises the loss of a fine-tuned model, and how much --qat lowers it."
+    about = (
+        "Measure how much a quantized type raises the loss after fine-tuning, and how much --qat lowers it."
+    )
     parser = argparse.ArgumentParser(prog="python benchmarks/qat.py", description=about)
     parser.add_argument("model", type=Path, help="GGUF file to fine-tune")
     parser.add_argument("--type", default="q4_0", help="type of the exported files (default: q4_0)")

@@ -54,7 +54,7 @@ def linked(page: str) -> list[str]:
 
 
 def target(page: str, link: str) -> str:
-    """Return the path in the project to which a link of a page leads."""
+    """Return the path in the project that a page's link points to."""
     return os.path.normpath(Path(page).parent / link)
 
 

@@ -1,6 +1,6 @@
 """Draws small SVG pictures of rectangles, lines, arrows and text, in colours for light and dark pages.
 
-A picture has its own background. A style sheet inside the file makes it dark if the reader's system is dark.
+A picture has its own background. A style sheet inside the file makes it dark if the system is in dark mode.
 Coordinates are rounded to tenths of a pixel, so the same numbers give the same bytes everywhere.
 """
 

@@ -79,7 +79,7 @@ OPENMPI_KILLED = rf"process rank {VICTIM} with PID <process> on"
 LONGER = 2 * SAVE_EVERY
 DISK = r"cannot write \S+: No space left on device"
 GONE, STANDS = r"Connection to h2 closed", r"no progress for \d+\.\d s: "
-CUT_OFF = rf"{STANDS}|Remote host:\s+h2\b"  # ssh reports the loss at about the same time
+CUT_OFF = rf"{STANDS}|Remote host:\s+h2\b"  # ssh reports the lost connection at about the same time
 
 ROWS = [
     Fault("exception on one rank", "mpich", "mpi", (1,), RAISED + ENDED, "failed", OF_VICTIM + RAISED),

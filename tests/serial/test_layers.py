@@ -21,7 +21,7 @@ from zero_mpi.nn.compose import Wrapper
 from zero_mpi.nn.layer import AddsInBackward, AddsInForward, Composite
 from zero_mpi.nn.linear import observing
 
-STEP = 1e-5  # step of the difference quotient; its error is 1e-16 / STEP by rounding plus STEP^4 by curvature
+STEP = 1e-5  # difference quotient; its error is 1e-16 / STEP from rounding plus STEP^4 from truncation
 TOLERANCE = 1e-7
 
 Make = Callable[[np.random.Generator, Any], Any]  # (generator, float type) -> an input

@@ -245,7 +245,7 @@ class RotaryModel(ModelConfig):
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
             raise UsageError(
-                f"the GGUF keys give {query} heads for {kv} key/value heads; expected a multiple of {kv}"
+                f"the GGUF keys give {query} heads over {kv} key/value heads, expected a multiple of {kv}"
             )
         key_width = keys.size("attention.key_length", width // query)
         turned = keys.size("rope.dimension_count", key_width)

@@ -50,7 +50,7 @@ def check_targets(targets: Any, logits: Any = None) -> None:
         array("cross_entropy: targets for these logits", targets, tuple(logits.shape[:-1]))
         if not is_cupy(targets) and not UNCOUNTED <= targets.min() <= targets.max() < logits.shape[-1]:
             raise ValueError(
-                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1} (indices of the logits), "
+                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1}, indices of the logits, "
                 f"or -1 to ignore a position; got {targets.min()} to {targets.max()}"
             )
 

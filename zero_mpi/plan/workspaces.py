@@ -145,5 +145,5 @@ def low_tile(q: Array, k: Array) -> int:
 
 
 def by_cudnn(q: Array, begins: Array | None) -> bool:
-    """Return True if cuDNN computes attention: in low precision, without `begins`, if not switched off."""
+    """Return True if cuDNN computes attention: in low precision, without `begins`, unless switched off."""
     return q.itemsize == 2 and begins is None and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"

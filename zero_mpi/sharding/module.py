@@ -244,7 +244,7 @@ class ShardedModule:
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
 
-        It is bit-identical for any rank count, units and strategy (`norm`). Tied parameters count once.
+        Its bits do not depend on ranks, units or strategy (see `norm`). Tied parameters count once.
         """
         squares = []
         for unit in self.units:
