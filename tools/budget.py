@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9327, "package": 49750, "tests": 41458}
+TOTAL = {"engine": 9327, "package": 49750, "tests": 41459}
 ROOMS = {
     "checkpoint": 4313,
     "cli": 251,

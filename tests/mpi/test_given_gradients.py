@@ -55,8 +55,9 @@ def accumulated(comm, strategy, own=False, frozen=(), **options):
 @pytest.mark.parametrize("options", [{}, {"by_rows": True}, {"frozen": ["blk.0.attn_q.weight"]}])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_added_gradients_have_the_bits_of_a_backward(exact, strategy, options):
+    # A strategy that does not shard ignores by_rows: its norm is summed by chunks, not by rows.
     cut = {k: v for k, v in options.items() if k != "by_rows" or strategy.shards_moments}
-    expected = accumulated(SerialComm(), FULL_SHARD, **cut)  # without sharding, the norm is summed by chunks
+    expected = accumulated(SerialComm(), FULL_SHARD, **cut)
     assert accumulated(exact, strategy, own=True, **options) == expected
 
 

@@ -3,8 +3,8 @@
 The longest matching row applies. A command without a row runs as documented, with a small model. `Run`: run
 by test_docs.py in the order of the page, in one folder per page; `add` has flags that make it small (they
 come last, so they win), `says` is the expected output; 8 and 4 ranks become 2. `Make`: run the output of
-`make -n`. `ByTest`: a test runs it, maybe with smaller sizes. `Suite`: `.ci/run` runs it. `Nobody`: it is not
-run, for this reason.
+`make -n`. `ByTest`: a test runs it, maybe with smaller sizes. `Suite`: `.ci/run` runs it. `Nobody`: no test
+runs it; `why` says so.
 """
 
 from __future__ import annotations
