@@ -229,7 +229,7 @@ def check_kind_of_data(config: Config) -> None:
     chats = kinds_of_data(config)
     nothing = "--data has no conversations (.jsonl files)"
     why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), nothing)
-    why["control_tokens"] = "the template of conversations writes special tokens: leave the flag out"
+    why["control_tokens"] = "--data has conversations, whose template writes the tokens: leave the flag out"
     for name, reason in why.items():
         idle = all(chats) if name == "control_tokens" else not any(chats)
         value = getattr(config, name)
