@@ -127,16 +127,16 @@ def named(out: Path, link: str) -> str:
     return os.readlink(out / link) if (out / link).is_symlink() else ""
 
 
-def point(out: Path, which: str, name: str) -> None:
+def point(out: Path, link: str, name: str) -> None:
     """Replace the symbolic link OUT/latest or OUT/best atomically. `name`: the new target."""
-    link = out / f".{which}.partial"
-    link.unlink(missing_ok=True)
+    partial = out / f".{link}.partial"
+    partial.unlink(missing_ok=True)
     try:
-        link.symlink_to(name)
+        partial.symlink_to(name)
     except OSError as error:
-        error.filename = str(link)  # the system's error names the link's target instead
+        error.filename = str(partial)  # the system's error names the link's target instead
         raise
-    link.replace(out / which)
+    partial.replace(out / link)
     sync_folder(out)
 
 
@@ -145,8 +145,8 @@ def remove_old(out: Path, step: int, keep: int) -> None:
 
     Checkpoints of later steps stay. They belong to a run that was restarted, or resumed from an earlier step.
     """
-    so_far = [folder for number, folder in steps(out) if number <= step]
-    for folder in so_far[:-keep] if keep else []:
+    folders = [folder for number, folder in steps(out) if number <= step]
+    for folder in folders[:-keep] if keep else []:
         if folder.name != named(out, BEST):
             remove(folder)
 
@@ -174,8 +174,8 @@ def clean(out: Path) -> None:
         if not LEFT_BEHIND.fullmatch(entry.name):
             continue
         final = entry.with_name(entry.name[1:].removesuffix(".old"))
-        wanted = final.name in (named(out, LATEST), named(out, BEST))
-        if entry.name.endswith(".old") and wanted and not final.exists():
+        linked = final.name in (named(out, LATEST), named(out, BEST))
+        if entry.name.endswith(".old") and linked and not final.exists():
             entry.rename(final)
         elif entry.is_symlink():
             entry.unlink()
@@ -185,9 +185,9 @@ def clean(out: Path) -> None:
 
 def steps(out: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of the checkpoints in OUT, in ascending order of steps."""
-    found = [(match, entry) for entry in entries(out) if (match := STEP_FOLDER.fullmatch(entry.name))]
+    matches = [(match, entry) for entry in entries(out) if (match := STEP_FOLDER.fullmatch(entry.name))]
     return sorted(
-        (int(match[1]), entry) for match, entry in found if not entry.is_symlink() and entry.is_dir()
+        (int(match[1]), entry) for match, entry in matches if not entry.is_symlink() and entry.is_dir()
     )
 
 
@@ -198,16 +198,16 @@ def candidates(out: Path) -> list[Path]:
     Other later steps are left out: they belong to an abandoned run. Without a link, all steps are returned,
     the highest first. If the link does not name a checkpoint in OUT, it comes before all steps.
     """
-    link, found = out / LATEST, steps(out)[::-1]
+    link, checkpoints = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
-        return [folder for _, folder in found]
+        return [folder for _, folder in checkpoints]
     target = Path(os.path.realpath(link))  # Path.resolve raises an error for a circle of links
     match = STEP_FOLDER.fullmatch(target.name)
     if target.parent != Path(os.path.realpath(out)) or not match:
-        return [link, *(folder for _, folder in found)]
-    latest, written = int(match[1]), written_at(target)
-    later = [folder for step, folder in found if step > latest and written < written_at(folder)]
-    return [*later, out / target.name, *(folder for step, folder in found if step < latest)]
+        return [link, *(folder for _, folder in checkpoints)]
+    latest, time = int(match[1]), written_at(target)
+    later = [folder for step, folder in checkpoints if step > latest and time < written_at(folder)]
+    return [*later, out / target.name, *(folder for step, folder in checkpoints if step < latest)]
 
 
 def written_at(folder: Path) -> int:

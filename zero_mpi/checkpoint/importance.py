@@ -30,10 +30,10 @@ def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int
     another kind of file, for wrong sizes, for numbers that are not finite, or if no matrix is found.
     """
     file = GGUFFile.open(path)
-    if (said := GGUFKeys(file.metadata, str(file.path)).text("general.type")) != "imatrix":
-        kind = show(said or "a model")
-        raise FileError(f"{path}: expected an importance matrix in GGUF, found {kind}")
-    found: dict[str, Floats] = {}
+    if (kind := GGUFKeys(file.metadata, str(file.path)).text("general.type")) != "imatrix":
+        label = show(kind or "a model")
+        raise FileError(f"{path}: expected an importance matrix in GGUF, found {label}")
+    means: dict[str, Floats] = {}
     names = [name.removesuffix(SUMS) for name in file.tensors if name.endswith(SUMS)]
     for name in filter(shapes.__contains__, names):
         shape, spec = shapes[name], file.tensors[name + SUMS]
@@ -45,17 +45,17 @@ def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int
         if len(counts) != matrices or not np.isfinite(sums).all() or not np.isfinite(counts).all():
             raise FileError(f"{file.path}: {name}: expected finite sums and {matrices} counts")
         with np.errstate(all="ignore"):
-            found[name] = np.where(counts > 0, sums / counts, np.float32(1))
-    if not found:
+            means[name] = np.where(counts > 0, sums / counts, np.float32(1))
+    if not means:
         raise FileError(f"{path}: expected importance values of this model's matrices, found none")
-    return found
+    return means
 
 
 def write_importance(
     path: Path, totals: Mapping[str, tuple[Floats, Floats]], texts: list[str], chunks: int, context: int
 ) -> None:
     """Write the sums (M, in) and counts (M, 1) of each matrix over `chunks` windows of `context` tokens."""
-    tensors = {name + end: x for name, both in totals.items() for end, x in zip(ENDS, both, strict=True)}
+    tensors = {name + end: x for name, pair in totals.items() for end, x in zip(ENDS, pair, strict=True)}
     keys = {"general.type": "imatrix", "imatrix.datasets": texts, "imatrix.chunk_count": np.uint32(chunks)}
     keys["imatrix.chunk_size"] = np.uint32(context)
     header, offsets, total = pack_file("imatrix", keys, [(name, x.shape) for name, x in tensors.items()])

@@ -84,7 +84,7 @@ class Mix(NamedTuple):
 def parsed(number: str, base: str, *parts: str) -> Mix:
     """Return the Mix for the words of a row of the table."""
     rules = {}
-    for part, _, choices in (each.partition("=") for each in parts):
+    for part, _, choices in (word.partition("=") for word in parts):
         pairs = (choice.partition(":") for choice in choices.split(","))
         rules[part] = [(Kind[kind], condition) for kind, _, condition in pairs]
     return Mix(int(number), Kind[base], rules)
@@ -107,7 +107,7 @@ def conditions(i: int, n: int, sharing: int, experts: int, weighted: bool) -> se
     met = {"shared": sharing >= 4, "shared4": sharing >= 4 or experts >= 4, "first2": i < 2, "first4": i < 4}
     met |= {"sixteenth": i < n // 16, "eighth": eighth, "middle": not eighth and i < 7 * n // 8}
     met |= {"": True, "plain": eighth and not weighted, "more": more, "more8": more and experts == 8}
-    return {name for name, holds in met.items() if holds}
+    return {name for name, flag in met.items() if flag}
 
 
 def known_type(name: str) -> str:
@@ -115,9 +115,9 @@ def known_type(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def file_type(wanted: str) -> int:
-    """Return the value of the key general.file_type for the type `wanted`."""
-    return FILE_TYPES[wanted] if wanted in FILE_TYPES else MIXES[wanted].number
+def file_type(name: str) -> int:
+    """Return the value of the key general.file_type for the type `name`."""
+    return FILE_TYPES[name] if name in FILE_TYPES else MIXES[name].number
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -131,24 +131,24 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 def types_of(
     keys: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    wanted: str,
+    target: str,
     pure: bool = False,
     weighted: bool = False,
     fine_ends: bool = False,
 ) -> dict[str, Kind]:
-    """Return the type of each tensor in a file that is quantized to `wanted`, a type or a mix.
+    """Return the type of each tensor in a file that is quantized to `target`, a type or a mix.
 
     keys: the model's GGUF keys; pure: whether all matrices get one type; weighted: whether there is an
     importance matrix; fine_ends: whether embedding and head get at least 8 bits
     """
-    mix = None if pure else MIXES.get(wanted)
+    mix = None if pure else MIXES.get(target)
     matrices = {name: shape for name, shape in shapes.items() if is_matrix(name, shape)}
-    base = MIXES[wanted].base if wanted in MIXES else Kind[wanted.upper()]
-    found = dict.fromkeys(matrices, base) if mix is None else mixed(keys, matrices, wanted, weighted)
+    base = MIXES[target].base if target in MIXES else Kind[target.upper()]
+    types = dict.fromkeys(matrices, base) if mix is None else mixed(keys, matrices, target, weighted)
     for name in ENDS if (base in COARSE and not pure) or (fine_ends and base not in PLAIN) else ():
-        if name in found:
-            found[name] = Kind.Q8_0
-    return {name: fitting(found.get(name, Kind.F32), shape[-1]) for name, shape in shapes.items()}
+        if name in types:
+            types[name] = Kind.Q8_0
+    return {name: fitting(types.get(name, Kind.F32), shape[-1]) for name, shape in shapes.items()}
 
 
 def fitting(kind: Kind, width: int) -> Kind:
@@ -160,10 +160,10 @@ def fitting(kind: Kind, width: int) -> Kind:
 
 
 def mixed(
-    metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], wanted: str, weighted: bool
+    metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], target: str, weighted: bool
 ) -> dict[str, Kind]:
     """Return the type that a mix gives to each matrix; except for the head, blocks may not divide rows."""
-    keys, mix = GGUFKeys(metadata), MIXES[wanted]
+    keys, mix = GGUFKeys(metadata), MIXES[target]
     arch = keys.text("general.architecture") or ""
 
     def size(name: str, default: int) -> int:
@@ -173,9 +173,9 @@ def mixed(
     sharing, blocks = heads // size("attention.head_count_kv", heads), size("block_count", 1)
     parts = {name: part_of(name, matrices) for name in matrices}
     values = sorted(block_of(name) for name, part in parts.items() if part == "v")
-    found = {}
+    types = {}
     for name, part in parts.items():
-        block, rules, lowest = block_of(name), mix.rules.get(part, []), wanted.startswith(("iq1", "iq2"))
+        block, rules, lowest = block_of(name), mix.rules.get(part, []), target.startswith(("iq1", "iq2"))
         place = (values.index(block), len(values)) if part == "v" else (block, blocks)
         met = conditions(*place, sharing, experts, weighted)
         kind = next((kind for kind, condition in rules if condition in met), mix.base)
@@ -187,12 +187,12 @@ def mixed(
         elif experts == 8 and part in ("v", "k") and not (lowest and part == "v"):
             kind = Kind.Q4_K if lowest else Kind.Q8_0
         elif experts == 8 and part == "o":
-            finer = lowest or (wanted.startswith(EIGHT_O) and wanted != "q2_k_s")
+            finer = lowest or (target.startswith(EIGHT_O) and target != "q2_k_s")
             kind = Kind.Q5_K if finer else mix.base
         elif part == "v" and (arch, blocks) == ("llama", 80) and sharing > 1 and not lowest:
             kind = Kind.Q5_K if kind in (Kind.Q3_K, Kind.Q4_K) else kind
-        found[name] = kind
-    return found
+        types[name] = kind
+    return types
 
 
 def part_of(name: str, names: Mapping[str, Any]) -> str:
@@ -206,10 +206,10 @@ def part_of(name: str, names: Mapping[str, Any]) -> str:
 
 def block_of(name: str) -> int:
     """Return the number of the transformer block to which a tensor belongs; 0 if it is in no block."""
-    found = re.match(r"blk\.(\d+)\.", name)
-    return int(found[1]) if found else 0
+    match = re.match(r"blk\.(\d+)\.", name)
+    return int(match[1]) if match else 0
 
 
-def needs_weights(name: str, kind: Kind, wanted: str) -> bool:
+def needs_weights(name: str, kind: Kind, target: str) -> bool:
     """Return whether llama.cpp needs an importance matrix to quantize this tensor of a mix."""
-    return name not in ENDS and (kind in WEIGHTED or (wanted == "q2_k_s" and kind == Kind.Q2_K))
+    return name not in ENDS and (kind in WEIGHTED or (target == "q2_k_s" and kind == Kind.Q2_K))

@@ -59,8 +59,8 @@ class Writers:
     @property
     def syncs(self) -> bool:
         """True if this rank is the first writer of its node, which syncs files."""
-        here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
-        return self.writes and self.comm.rank == min(here)
+        writers = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
+        return self.writes and self.comm.rank == min(writers)
 
     def close(self) -> None:
         """Close the group's transport. Collective."""
@@ -73,28 +73,28 @@ def rank_0_of(comm: Comm) -> Writers:
     return Writers(comm, comm, (0,) * comm.size, (0,) * comm.size)
 
 
-def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
-    """Return the writers that suit the file system of `folder`, or `a_node` writers per node. Collective."""
+def writers_for(comm: Comm, folder: Path, per_node: int | None = None) -> Writers:
+    """Return the writers that suit `folder`'s file system, or `per_node` writers per node. Collective."""
     nodes = tuple(comm.nodes())
-    found: FileSystem = comm.broadcast_object(file_system(folder) if comm.rank == 0 else None)
-    writer_of = assigned(nodes, found, a_node)
+    system: FileSystem = comm.broadcast_object(file_system(folder) if comm.rank == 0 else None)
+    writer_of = assigned(nodes, system, per_node)
     count = len(set(writer_of))
     group = comm if count == 1 else SerialComm() if count == comm.size else comm.split(writer_of[comm.rank])
-    return Writers(comm, group, nodes, writer_of, f"{count} of {comm.size} ranks write, on {found.kind}")
+    return Writers(comm, group, nodes, writer_of, f"{count} of {comm.size} ranks write, on {system.kind}")
 
 
-def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None) -> tuple[int, ...]:
+def assigned(nodes: Sequence[int], system: FileSystem, per_node: int | None = None) -> tuple[int, ...]:
     """Return the writer of each rank: the rank that writes its slices. `nodes`: the node of each rank.
 
-    `a_node`: maximum number of writers per node; None: the number that suits the file system. If only one
-    host may write to a file, rank 0 writes for all; on an unknown file system, `a_node` overrides this.
+    `per_node`: maximum number of writers per node; None: the number that suits the file system. If only one
+    host may write to a file, rank 0 writes for all; on an unknown file system, `per_node` overrides this.
     """
     several = len(set(nodes)) > 1
-    if several and not found.hosts and (found.known or a_node is None):
+    if several and not system.hosts and (system.known or per_node is None):
         return (0,) * len(nodes)
     writer_of = list(range(len(nodes)))
     for ranks in members_of(nodes).values():
-        groups = Partition(len(ranks), min(a_node or found.writers or len(ranks), len(ranks)))
+        groups = Partition(len(ranks), min(per_node or system.writers or len(ranks), len(ranks)))
         for number in range(groups.parts):
             for rank in ranks[groups.part(number)]:
                 writer_of[rank] = ranks[groups.bounds[number]]
@@ -114,13 +114,13 @@ class JoinedSlices(Partition):
 
     def segments(self, chunk: Chunk) -> list[tuple[int, slice]]:
         """Return (start in the unit's buffer, range in the chunk) of each slice; the range may be empty."""
-        found, at = list[tuple[int, slice]](), 0
+        segments, at = list[tuple[int, slice]](), 0
         for number, part in enumerate(self.slices):
-            inside = chunk.of_slice(self, number)
-            size = inside.stop - inside.start
-            found.append((part.start + inside.start, slice(at, at + size)))
+            overlap = chunk.of_slice(self, number)
+            size = overlap.stop - overlap.start
+            segments.append((part.start + overlap.start, slice(at, at + size)))
             at += size
-        return found
+        return segments
 
 
 def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
@@ -174,15 +174,15 @@ class OutputFile:
 
     def write_at(self, offset: int, *data: Array | bytes) -> None:
         """Write all items of `data` (C-contiguous) in order, beginning at byte `offset`. Thread-safe."""
-        left, first = deque(memoryview(part).cast("B") for part in data), offset
+        views, first = deque(memoryview(part).cast("B") for part in data), offset
         with naming(self.path):
-            while left:
-                written = os.pwritev(self._handle, list(islice(left, MOST_BUFFERS)), offset)
-                offset += written
-                while left and written >= len(left[0]):
-                    written -= len(left.popleft())
-                if written:
-                    left[0] = left[0][written:]
+            while views:
+                count = os.pwritev(self._handle, list(islice(views, MOST_BUFFERS)), offset)
+                offset += count
+                while views and count >= len(views[0]):
+                    count -= len(views.popleft())
+                if count:
+                    views[0] = views[0][count:]
         self._since += offset - first
         if self._since >= DISK_BYTES:
             # We tell the system that it need not cache these bytes any more. So it writes them to disk now,
@@ -288,36 +288,36 @@ class ChunkPipeline:
         self._written: Future[None] | None = None
         self._buffers = [empty(0), empty(0)]
 
-    def send(self, given: Contribution) -> list[tuple[str, bytes]]:
+    def send(self, source: Contribution) -> list[tuple[str, bytes]]:
         """Write the slices of all ranks to the file. Return the digests of this rank's pieces."""
         digests: list[tuple[str, bytes]] = []
-        group, share = self.writers.group, share_of(given.partition, self.writers.ranks)
-        begins = given.partition.bounds[self.writers.comm.rank]
-        for chunk in share.cut(self._length(given)):
-            inside = chunk.of_slice(share, group.rank)
-            values, start = given.on_host(inside), begins + inside.start
-            if given.by_pieces:
-                digests += given.digests(start, values)
+        group, share = self.writers.group, share_of(source.partition, self.writers.ranks)
+        first = source.partition.bounds[self.writers.comm.rank]
+        for chunk in share.cut(self._length(source)):
+            overlap = chunk.of_slice(share, group.rank)
+            values, start = source.on_host(overlap), first + overlap.start
+            if source.by_pieces:
+                digests += source.digests(start, values)
             if group.size == 1:
-                self._write(given.runs(start, values))
+                self._write(source.runs(start, values))
                 continue
-            buffer = self._buffer(given)[: chunk.stop - chunk.start] if self.writers.writes else None
-            group.gather(values, buffer, chunk, label=f"checkpoint {given.prefix}{given.unit.name}")
+            buffer = self._buffer(source)[: chunk.stop - chunk.start] if self.writers.writes else None
+            group.gather(values, buffer, chunk, label=f"checkpoint {source.prefix}{source.unit.name}")
             if buffer is not None:
                 places = share.segments(chunk)
-                self._write(run for place, part in places for run in given.runs(place, buffer[part]))
+                self._write(run for place, part in places for run in source.runs(place, buffer[part]))
         return digests
 
-    def _length(self, given: Contribution) -> int:
+    def _length(self, source: Contribution) -> int:
         """Return a chunk's length: half a unit, rounded up to full pieces, but at most CHUNK_ELEMENTS."""
-        quantum = PIECE_BYTES // int(given.values.itemsize)
-        return min(CHUNK_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
+        quantum = PIECE_BYTES // int(source.values.itemsize)
+        return min(CHUNK_ELEMENTS, -(-source.unit.length // 2 // quantum) * quantum) or quantum
 
-    def _buffer(self, given: Contribution) -> Array:
+    def _buffer(self, source: Contribution) -> Array:
         """Return the chunk buffer that the write in progress does not use."""
         self._buffers.reverse()
-        if self._buffers[0].size < self._length(given) or self._buffers[0].dtype != given.values.dtype:
-            self._buffers[0] = empty(self._length(given), given.values.dtype)
+        if self._buffers[0].size < self._length(source) or self._buffers[0].dtype != source.values.dtype:
+            self._buffers[0] = empty(self._length(source), source.values.dtype)
         return self._buffers[0]
 
     def _write(self, runs: Iterable[Run]) -> None:
@@ -374,23 +374,23 @@ def agree_on(comm: Comm, problem: str | None) -> None:
 
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
     """Write all tensors of a file. Return their digests on rank 0. Collective."""
-    chunks, digests, odd = ChunkPipeline(output, thread), dict[str, str](), list[str]()
+    chunks, digests, rest = ChunkPipeline(output, thread), dict[str, str](), list[str]()
     parts = defaultdict[str, list[bytes]](list)  # digests of each tensor's pieces, ordered by unit and rank
-    for given in output.content.contributions:
-        tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
-        found = output.comm.gather_object(chunks.send(given))
-        if given.by_pieces:
-            for name, part in (entry for rank in found or [] for entry in rank):
+    for contribution in output.content.contributions:
+        tick(f"writing {contribution.prefix}{contribution.unit.name} to {output.content.path.name}")
+        pieces = output.comm.gather_object(chunks.send(contribution))
+        if contribution.by_pieces:
+            for name, part in (entry for rank in pieces or [] for entry in rank):
                 parts[name].append(part)
         else:
-            odd += [given.prefix + name for name in given.unit.params]
+            rest += [contribution.prefix + name for name in contribution.unit.params]
     chunks.finish()
-    digests |= {name: digest_of_pieces(found) for name, found in parts.items()}
+    digests |= {name: digest_of_pieces(pieces) for name, pieces in parts.items()}
     for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
-    assert not odd or not any(output.writers.writer_of), "expected rank 0 as the only writer for row shards"
-    if odd and output.comm.rank == 0:  # rank 0 reads the file, because row shards end inside pieces
+    assert not rest or not any(output.writers.writer_of), "expected rank 0 as the only writer for row shards"
+    if rest and output.comm.rank == 0:  # rank 0 reads the file, because row shards end inside pieces
         table, read = checked_table(output.content.tensors), output.read_digest
-        output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in odd))
+        output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in rest))
     return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}

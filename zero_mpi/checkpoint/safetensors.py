@@ -60,25 +60,25 @@ class SafetensorsModel(Readable):
     def open(cls, path: str | os.PathLike[str]) -> SafetensorsModel:
         """Read and check the header of a file, but no data. Raise UsageError if the header is invalid."""
         with open_file(path, "a safetensors file") as file:
-            stored = StoredFile(Path(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size)
-            first = bytes(stored.take(file, 0, min(8, stored.nbytes)))
-            length, most = int.from_bytes(first, "little"), min(MAX_HEADER, stored.nbytes - 8)
+            part = StoredFile(Path(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size)
+            first = bytes(part.take(file, 0, min(8, part.nbytes)))
+            length, most = int.from_bytes(first, "little"), min(MAX_HEADER, part.nbytes - 8)
             if len(first) < 8 or not 2 <= length <= most:
-                found = f"{length}" if len(first) == 8 else f"a file of {len(first)} bytes"
+                text = f"{length}" if len(first) == 8 else f"a file of {len(first)} bytes"
                 expected = f"expected a safetensors file with a header of 2 to {max(most, 2)} bytes"
-                raise FileError(f"{stored.path}: {expected}, found {found}")
-            raw = bytes(stored.take(file, 8, length))
+                raise FileError(f"{part.path}: {expected}, found {text}")
+            raw = bytes(part.take(file, 8, length))
         if raw[:1] != b"{":
-            raise FileError(f"{stored.path}: expected a header that starts with {{, found {raw[:1]!r}")
-        header = json_object(stored.path, raw)
-        about = header.pop(METADATA, {})
-        if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
-            found = show(str(about))
-            raise FileError(f"{stored.path}: {METADATA}: expected names and texts, found {found}")
+            raise FileError(f"{part.path}: expected a header that starts with {{, found {raw[:1]!r}")
+        header = json_object(part.path, raw)
+        fields = header.pop(METADATA, {})
+        if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
+            text = show(str(fields))
+            raise FileError(f"{part.path}: {METADATA}: expected names and texts, found {text}")
         start = 8 + length
-        entries = {name: _entry(stored.path, name, about, start) for name, about in header.items()}
-        _check_layout(stored, entries, start)
-        return cls((stored,), entries)
+        entries = {name: _entry(part.path, name, fields, start) for name, fields in header.items()}
+        _check_layout(part, entries, start)
+        return cls((part,), entries)
 
     @classmethod
     def open_folder(cls, folder: str | os.PathLike[str]) -> SafetensorsModel:
@@ -86,17 +86,17 @@ class SafetensorsModel(Readable):
         folder = Path(folder)
         if (folder / SINGLE).exists() or not (folder / INDEX).exists():
             return cls.open(folder / SINGLE)
-        where = _weight_map(folder / INDEX)
-        expected: dict[str, set[str]] = {name: set() for name in sorted(set(where.values()))}
-        for tensor, name in where.items():
+        files = _weight_map(folder / INDEX)
+        expected: dict[str, set[str]] = {name: set() for name in sorted(set(files.values()))}
+        for tensor, name in files.items():
             expected[name].add(tensor)
         models = [cls.open(folder / name) for name in expected]
         entries: dict[str, Entry] = {}
         for number, (name, model) in enumerate(zip(expected, models, strict=True)):
-            has = set(model.tensors)
-            for what, names in (("lacks", expected[name] - has), ("has", has - expected[name])):
+            actual = set(model.tensors)
+            for verb, names in (("lacks", expected[name] - actual), ("has", actual - expected[name])):
                 if names:
-                    raise FileError(f"{folder / name}: {what} {show(min(names))}, which contradicts {INDEX}")
+                    raise FileError(f"{folder / name}: {verb} {show(min(names))}, which contradicts {INDEX}")
             entries |= {key: replace(entry, part=number) for key, entry in model.tensors.items()}
         return cls(tuple(model.parts[0] for model in models), entries)
 
@@ -111,8 +111,8 @@ class SafetensorsModel(Readable):
         """
         entry = self.tensors[name]
         if entry.dtype not in WEIGHTS:
-            found = f"expected F32, F16 or BF16, found {entry.dtype}"
-            raise FileError(f"{self.parts[entry.part].path}: tensor {show(name)}: {found}: convert it first")
+            fault = f"expected F32, F16 or BF16, found {entry.dtype}"
+            raise FileError(f"{self.parts[entry.part].path}: tensor {show(name)}: {fault}: convert it first")
         return TensorSpec(name, entry.shape, WEIGHTS[entry.dtype])
 
     def raw_chunks(self, name: str, size: int) -> Iterator[memoryview]:
@@ -132,17 +132,17 @@ def json_object(path: Path, raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
+def _entry(path: Path, name: str, fields: Any, start: int) -> Entry:
     """Return an entry of the header. Raise FileError if its values are invalid or do not fit together."""
 
-    def fault(what: str) -> FileError:
-        return FileError(f"{path}: tensor {show(name)}: {what}")
+    def fault(problem: str) -> FileError:
+        return FileError(f"{path}: tensor {show(name)}: {problem}")
 
-    if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise fault("expected dtype, shape and data_offsets")
     if any("\ud800" <= letter <= "\udfff" for letter in name):  # JSON text may contain lone surrogates
         raise fault("expected a name that UTF-8 can hold")
-    dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise fault(f"expected a known dtype, found {show(str(dtype))}")
     if not _are_counts(shape):
@@ -151,8 +151,8 @@ def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
         raise fault(f"expected two data_offsets, found {show(str(offsets))}")
     bits = prod(shape) * BITS[dtype]
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
-        found = f"found {offsets[1] - offsets[0]}"
-        raise fault(f"expected {bits / 8:g} bytes for {dtype} {show(str(shape))}, {found}")
+        actual = f"found {offsets[1] - offsets[0]}"
+        raise fault(f"expected {bits / 8:g} bytes for {dtype} {show(str(shape))}, {actual}")
     return Entry(name, dtype, tuple(shape), start + offsets[0], bits // 8)
 
 
@@ -167,8 +167,8 @@ def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) ->
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:
-            what = f"expected its data at byte {end}, found {entry.offset}"
-            raise FileError(f"{file.path}: tensor {show(entry.name)}: {what}: a gap or an overlap")
+            problem = f"expected its data at byte {end}, found {entry.offset}"
+            raise FileError(f"{file.path}: tensor {show(entry.name)}: {problem}: a gap or an overlap")
         end += entry.nbytes
     if end != file.nbytes:
         raise FileError(f"{file.path}: expected a file of {end} bytes, found {file.nbytes}")
@@ -176,13 +176,13 @@ def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) ->
 
 def _weight_map(path: Path) -> dict[str, str]:
     """Return tensor -> name of its file, read from an index. The files must be in the index's folder."""
-    where = json_object(path, read_file(path, MAX_HEADER, "an index")).get("weight_map")
-    if not isinstance(where, dict) or not where:
+    files = json_object(path, read_file(path, MAX_HEADER, "an index")).get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise FileError(f"{path}: expected a weight_map from tensors to files")
-    for name in where.values():
+    for name in files.values():
         if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(".safetensors"):
             raise FileError(f"{path}: weight_map: expected NAME.safetensors, found {show(str(name))}")
-    return where
+    return files
 
 
 def pack_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:

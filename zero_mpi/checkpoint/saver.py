@@ -99,7 +99,7 @@ class Saver:
         parallel: bool = False,
         writers_per_node: int | None = None,
         background: bool = False,
-        tick: Callable[[str], None] = lambda what: None,
+        tick: Callable[[str], None] = lambda work: None,
     ) -> None:
         self.out, self.optimizer, self.description, self.keep = out, optimizer, description, keep
         self.background, self.tick = background, tick
@@ -149,9 +149,9 @@ class Saver:
 
     def finished(self) -> list[Saved]:
         """Return the checkpoints that have become complete since the last call."""
-        done = self._finished[:]
-        del self._finished[: len(done)]
-        return done
+        checkpoints = self._finished[:]
+        del self._finished[: len(checkpoints)]
+        return checkpoints
 
     def _write_behind(self, progress: TrainingProgress, parts: Parts) -> None:
         try:
@@ -162,16 +162,16 @@ class Saver:
             self._error = error
 
     def _write(self, progress: TrainingProgress, parts: Parts) -> Saved:
-        begun, root = time.monotonic(), self.comm.rank == 0
+        start, root = time.monotonic(), self.comm.rank == 0
         final = folders.step_folder(self.out, progress.step)
         folder = folders.partial_folder(final)
         try:
             on_root(self.comm, partial(folders.begin, final), self.prepare)
-            about = progress, self.description
-            said = write_files(self.writers, folder, self.optimizer, parts, about, tick=self.tick)
+            facts = progress, self.description
+            keys = write_files(self.writers, folder, self.optimizer, parts, facts, tick=self.tick)
             self.tick(f"publishing step {progress.step}")
-            made = self.out, progress.step, folder, self.keep, progress.best.is_of(progress.step)
-            on_root(self.comm, partial(folders.publish, *made), self.prepare)
+            arguments = self.out, progress.step, folder, self.keep, progress.best.is_of(progress.step)
+            on_root(self.comm, partial(folders.publish, *arguments), self.prepare)
         except JobError as error:
             if root:
                 folders.remove_tree(folder)
@@ -179,9 +179,9 @@ class Saver:
             rest = f"{link} is {link.readlink()}" if link.is_symlink() else rest
             text = f"saving the checkpoint of step {progress.step} failed: {error}; {rest}"
             raise JobError(text) from error
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         self.longest = max(self.longest, seconds)
-        return Saved(final, progress.step, said[STATE_DIGEST], said[ID], seconds)
+        return Saved(final, progress.step, keys[STATE_DIGEST], keys[ID], seconds)
 
 
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
@@ -196,31 +196,31 @@ def write_files(
     folder: Path,
     optimizer: ShardedOptimizer,
     parts: Parts,
-    said: tuple[TrainingProgress, Description],
+    facts: tuple[TrainingProgress, Description],
     *,
-    tick: Callable[[str], None] = lambda what: None,
+    tick: Callable[[str], None] = lambda work: None,
 ) -> dict[str, Any]:
-    """Write all files into `folder`: slices of all ranks, and the progress and description in `said`.
+    """Write all files into `folder`: slices of all ranks, and the progress and description in `facts`.
 
     Collective. Returns the state's keys (valid on rank 0). Raises JobError on all ranks if a write fails.
     """
-    progress, description = said
+    progress, description = facts
     names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
-    about = description.architecture, model_tensors(optimizer, description)
+    model = description.architecture, model_tensors(optimizer, description)
     contents = [
-        Content(folder / names[role], *about, part, description.constants)
+        Content(folder / names[role], *model, part, description.constants)
         if role in names
         else Content(folder / folders.OPTIMIZER, ARCHITECTURE, state_tensors(optimizer), part)
         for role, part in parts.items()
     ]
-    stamped: dict[str, dict[str, Any]] = {}
+    stamps: dict[str, dict[str, Any]] = {}
 
-    def keys(*found: Digests) -> list[dict[str, Any]]:
-        stamped.update(stamp(progress, description, dict(zip(parts, found, strict=True)), optimizer.type))
-        return list(stamped.values())
+    def keys(*digests: Digests) -> list[dict[str, Any]]:
+        stamps.update(stamp(progress, description, dict(zip(parts, digests, strict=True)), optimizer.type))
+        return list(stamps.values())
 
     write_together(writers, contents, keys, tick=tick)
-    return stamped[STATE]
+    return stamps[STATE]
 
 
 def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str | None] = str) -> None:
@@ -254,27 +254,27 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     """
     description = Description(ARCHITECTURE, {}, {}, {})
     instance("save: module", module, ShardedModule, "a ShardedModule")
-    found: str = agreed(module.comm, "save", partial(resolve, folder, module, optimizer, description))
+    path: str = agreed(module.comm, "save", partial(resolve, folder, module, optimizer, description))
     comm = module.comm.background()
-    final = Path(comm.broadcast_object(found))
-    aside, partly = folders.moved_aside(final), folders.partial_folder(final)
+    final = Path(comm.broadcast_object(path))
+    old, staging = folders.moved_aside(final), folders.partial_folder(final)
 
     def publish() -> None:
-        folders.put(partly, final)
-        folders.remove_tree(partly)
-        folders.remove_tree(aside)
+        folders.put(staging, final)
+        folders.remove_tree(staging)
+        folders.remove_tree(old)
 
     steps, skipped, scale = optimizer.steps, optimizer.skipped, module.loss_scale
-    scaled: dict[str, Any] = {"scale_exponent": scale.recorded, "scale_steps": scale.good_steps}
-    progress = TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **scaled)
-    parts, about = parts_of(optimizer, description), (progress, description)
+    counts: dict[str, Any] = {"scale_exponent": scale.recorded, "scale_steps": scale.good_steps}
+    progress = TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **counts)
+    parts, facts = parts_of(optimizer, description), (progress, description)
     try:
         on_root(comm, partial(begin, final))
-        write_files(rank_0_of(comm), partly, optimizer, parts, about)
+        write_files(rank_0_of(comm), staging, optimizer, parts, facts)
         on_root(comm, publish)
     except JobError as error:
         if comm.rank == 0:
-            folders.remove_tree(partly)
+            folders.remove_tree(staging)
         raise JobError(f"save: {error}; {final} is unchanged") from error
     finally:
         comm.close()
@@ -283,9 +283,9 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
 def begin(final: Path) -> None:
     """Make the temporary folder of `save`. If an earlier call moved the checkpoint aside, move it back."""
-    aside = folders.moved_aside(final)
-    if aside.exists() and not final.exists():
-        aside.rename(final)
+    old = folders.moved_aside(final)
+    if old.exists() and not final.exists():
+        old.rename(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     folders.begin(final)
 
@@ -350,15 +350,15 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     return progress.step
 
 
-def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None:
+def check(name: str, folder: Any, module: ShardedModule, optimizer: Any) -> None:
     """Raise ValueError for arguments that are not valid, UsageError for an average in FP64."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-        raise ValueError(f"{what}: folder: expected the name of a folder, got {came(folder)}")
+        raise ValueError(f"{name}: folder: expected the name of a folder, got {came(folder)}")
     example = "a ShardedAdamW, whose moments are saved too (parameters only: state_dict, load_state_dict)"
-    instance(f"{what}: optimizer", optimizer, ShardedOptimizer, example)
+    instance(f"{name}: optimizer", optimizer, ShardedOptimizer, example)
     if optimizer.module is not module:
-        raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
+        raise ValueError(f"{name}: expected the optimizer of this module, got one of another module")
     if module.precision is FP64 and optimizer.ema is not None:
-        raise UsageError(f"{what}: ema: files hold averages in float32: use an optimizer without ema in FP64")
+        raise UsageError(f"{name}: ema: files hold averages in float32: use an optimizer without ema in FP64")
     if any(isinstance(unit.unit, BlockUnit) for unit in module.units):
-        raise ValueError(f"{what}: expected float parameters, got quantized ones (stored)")
+        raise ValueError(f"{name}: expected float parameters, got quantized ones (stored)")

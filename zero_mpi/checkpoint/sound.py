@@ -81,8 +81,8 @@ class CheckpointFiles:
     @property
     def weights(self) -> dict[str, WeightSource]:
         """Role -> file, for the files whose digests are in optimizer.gguf."""
-        found = {MODEL: self.model}
-        return found if self.average is None else {**found, AVERAGE: self.average}
+        files = {MODEL: self.model}
+        return files if self.average is None else {**files, AVERAGE: self.average}
 
 
 def open_checkpoint(folder: Path) -> CheckpointFiles:
@@ -104,13 +104,13 @@ def check_files(files: CheckpointFiles) -> None:
         raise UsageError(
             f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {version}"
         )
-    own = keys_of(state).text(ID)
+    state_id = keys_of(state).text(ID)
     for file in files.weights.values():
-        found = keys_of(file).text(ID)
-        if found is None or found != own:
+        file_id = keys_of(file).text(ID)
+        if file_id is None or file_id != state_id:
             raise UsageError(
                 f"{state.path.parent}: {file.path.name} and {folders.OPTIMIZER} belong to different "
-                f"checkpoints (ids {show(str(found))} and {show(str(own))})"
+                f"checkpoints (ids {show(str(file_id))} and {show(str(state_id))})"
             )
     if signature(*(file.metadata for file in (*files.weights.values(), state))) != state.metadata[ID]:
         names = ", ".join(file.path.name for file in files.weights.values())
@@ -137,8 +137,8 @@ def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
     """Return one digest of all tensors: a hash of the lines "digest name". Names of averages get a prefix."""
     by_name = {
         f"{role}.{name}" if role == AVERAGE else name: digest
-        for role, found in digests.items()
-        for name, digest in found.items()
+        for role, entries in digests.items()
+        for name, digest in entries.items()
     }
     lines = "".join(f"{digest} {name}\n" for name, digest in sorted(by_name.items()))
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -147,10 +147,10 @@ def stamp(
         "training.iteration_count": np.uint64(progress.step),
         "training.token_count": np.uint64(progress.tokens),
     }
-    own = {**description.model, "general.file_type": np.uint32(0), **shared}
-    files = {role: {**own, TENSOR_DIGESTS: as_lines(found)} for role, found in digests.items()}
-    scaled = {} if progress.scale_exponent is None else SCALE_COUNTS
-    counts = {key: np.uint64(getattr(progress, name)) for key, name in {**COUNTS, **scaled}.items()}
+    model = {**description.model, "general.file_type": np.uint32(0), **shared}
+    files = {role: {**model, TENSOR_DIGESTS: as_lines(entries)} for role, entries in digests.items()}
+    scale_counts = {} if progress.scale_exponent is None else SCALE_COUNTS
+    counts = {key: np.uint64(getattr(progress, name)) for key, name in {**COUNTS, **scale_counts}.items()}
     texts = {
         f"training.{name}": json.dumps(dict(getattr(description, name)), sort_keys=True)
         for name in ("settings", "machine", "plan")
@@ -165,22 +165,22 @@ def stamp(
 
 def model_tensors(optimizer: ShardedOptimizer, description: Description) -> list[tuple[str, tuple[int, ...]]]:
     """Return (name, shape) of each tensor in the weights file, in order."""
-    module, all_of = optimizer.module, not description.is_adapter
-    kept = [(name, p.shape) for name, p in module.params.items() if all_of or module.is_trainable(name)]
-    return kept + [(name, array.shape) for name, array in description.constants.items()]
+    module, full = optimizer.module, not description.is_adapter
+    params = [(name, p.shape) for name, p in module.params.items() if full or module.is_trainable(name)]
+    return params + [(name, array.shape) for name, array in description.constants.items()]
 
 
 def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...], GGMLQuantizationType]]:
     """Return (name, shape, type) of each tensor in optimizer.gguf, in order."""
-    params, having = optimizer.module.params, dict[str, set[str]]()
+    params, holders = optimizer.module.params, dict[str, set[str]]()
     wide = optimizer.module.precision is FP64
     kind = GGMLQuantizationType.F64 if wide else GGMLQuantizationType.F32
     for state, _, names in optimizer.kept_states():
-        having.setdefault(state, set()).update(names)
+        holders.setdefault(state, set()).update(names)
     masters = [(f"{MASTER}{name}", param.shape, kind) for name, param in params.items() if wide]
     return masters + [
         (f"optimizer.{state}.{name}", param.shape, kind)
-        for state, names in having.items()
+        for state, names in holders.items()
         for name, param in params.items()
         if name in names
     ]
@@ -199,9 +199,9 @@ class Contribution:
     values: Array
     names: frozenset[str] | None = None  # parameters that have this value; None: all
 
-    def on_host(self, inside: slice) -> Array:
+    def on_host(self, part: slice) -> Array:
         """Return a range of this rank's slice in host memory, as a view, or as a copy from the GPU."""
-        return device.in_use().to_host(self.values[inside])
+        return device.in_use().to_host(self.values[part])
 
     def runs(self, start: int, values: Array) -> Iterator[Run]:
         """Split `values`, the unit's buffer from `start` on, into runs. A run is part of one tensor."""
@@ -225,14 +225,14 @@ def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Co
     units = optimizer.units if trained else optimizer.module.units
     for unit in units:
         unit.wait_gather()
-    found = masters(optimizer.module.comm, "", units)
-    return [replace(given, values=given.values.astype(FLOAT32, copy=False)) for given in found]
+    parts = masters(optimizer.module.comm, "", units)
+    return [replace(part, values=part.values.astype(FLOAT32, copy=False)) for part in parts]
 
 
 def masters(comm: Comm, prefix: str, units: Iterable[ShardedUnit]) -> list[Contribution]:
     """Return views of the slices of the parameters that the optimizer updates (float32 or float64)."""
-    held = [(unit, unit.parameters.master, unit.parameters.master_part) for unit in units]
-    return [contribution(comm, prefix, *each) for each in held]
+    triples = [(unit, unit.parameters.master, unit.parameters.master_part) for unit in units]
+    return [contribution(comm, prefix, *triple) for triple in triples]
 
 
 def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
@@ -242,13 +242,13 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
     for unit in frozen:
         unit.wait_gather()
     units = [(unit, values[unit.name], unit.updated[2]) for unit in optimizer.units]
-    return masters(comm, "", frozen) + [contribution(comm, "", *each) for each in units]
+    return masters(comm, "", frozen) + [contribution(comm, "", *triple) for triple in units]
 
 
 def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
     """Return views of the slices of float64 masters, if there are any, followed by each optimizer state."""
-    wide = optimizer.module.units if optimizer.module.precision is FP64 else []
-    return masters(optimizer.module.comm, MASTER, wide) + [
+    units = optimizer.module.units if optimizer.module.precision is FP64 else []
+    return masters(optimizer.module.comm, MASTER, units) + [
         replace(contribution(optimizer.module.comm, f"optimizer.{state}.", unit, values, part), names=names)
         for state, unit, names in optimizer.kept_states()
         for values, part in [(optimizer.states[unit.name][state], optimizer.state_part(unit))]
@@ -262,9 +262,9 @@ def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part
     """
     ends = unit.partition.bounds[1:]
     first = unit.part.start - part.start
-    own = values[first : first + unit.part.stop - unit.part.start]
+    shard = values[first : first + unit.part.stop - unit.part.start]
     partition = replace(unit.partition, parts=comm.size, ends=ends + ends[-1:] * (comm.size - len(ends)))
-    return Contribution(prefix, unit.unit, partition, own if comm.rank < len(ends) else own[:0])
+    return Contribution(prefix, unit.unit, partition, shard if comm.rank < len(ends) else shard[:0])
 
 
 class Snapshot:
@@ -276,14 +276,14 @@ class Snapshot:
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
         """Return copies of the contributions to a file. Their values are valid once `complete` is done."""
-        given = list(contributions)
-        copies = [replace(each, values=self._buffer(role, each)) for each in given]
-        pairs = [(copy.values, each.values) for copy, each in zip(copies, given, strict=True)]
+        sources = list(contributions)
+        copies = [replace(source, values=self._buffer(role, source)) for source in sources]
+        pairs = [(copy.values, source.values) for copy, source in zip(copies, sources, strict=True)]
         self.complete = device.in_use().fetch(pairs)
         return copies
 
-    def _buffer(self, role: str, given: Contribution) -> Array:
-        key, values = (role, given.prefix, given.unit.name), given.values
+    def _buffer(self, role: str, contribution: Contribution) -> Array:
+        key, values = (role, contribution.prefix, contribution.unit.name), contribution.values
         if key not in self._buffers:
             self._buffers[key] = device.in_use().pinned(values.nbytes).view(values.dtype)
         return self._buffers[key]
@@ -294,9 +294,9 @@ class Snapshot:
 
 def read_progress(state: GGUFFile) -> TrainingProgress:
     """Return the progress of the run. Raise UsageError if the file lacks a count."""
-    known = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
-    counts = {name: keys_of(state).integer(key) for key, name in known.items()}
-    for key, name in known.items():
+    fields = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
+    counts = {name: keys_of(state).integer(key) for key, name in fields.items()}
+    for key, name in fields.items():
         if counts[name] is None:
             raise UsageError(f"{state.path}: the key {key} is missing or not a count")
     return TrainingProgress(**counts, best=read_best(keys_of(state)))  # type: ignore[arg-type]
@@ -320,8 +320,8 @@ def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
     if, the optimizer keeps them."""
     state, average = files.state, files.average
     if (average is None) != (optimizer.ema is None):
-        found = "no moving average, expected one" if average is None else "a moving average, expected none"
-        raise UsageError(f"{state.path.parent}: found {found}: use the ema setting of the saved run")
+        problem = "no moving average, expected one" if average is None else "a moving average, expected none"
+        raise UsageError(f"{state.path.parent}: found {problem}: use the ema setting of the saved run")
     expected = state_tensors(optimizer)
     expect_tensors(state, {name: shape for name, shape, _ in expected}, {kind for *_, kind in expected})
     if average is not None:
@@ -343,10 +343,10 @@ def expect_tensors(
             f"{some(surplus)}; create the module as it was saved"
         )
     for name, shape in shapes.items():
-        found = file.tensors[name]
-        if found.shape != shape or found.type not in (kinds or [found.type]):
-            what = f"found {found.shape} of type {found.type.name}"
-            raise UsageError(f"{file.path}: {name}: expected shape {shape}, {what}")
+        spec = file.tensors[name]
+        if spec.shape != shape or spec.type not in (kinds or [spec.type]):
+            actual = f"found {spec.shape} of type {spec.type.name}"
+            raise UsageError(f"{file.path}: {name}: expected shape {shape}, {actual}")
 
 
 Read = Callable[[str, int, int], Array]
@@ -381,18 +381,18 @@ def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingP
     check_tensors(files, optimizer)
     model, state = files.model, files.state
     module, names = optimizer.module, model.tensors if model.path.name == folders.ADAPTER else None
-    stored = finite(partial(read_state, state), state.path)
+    read = finite(partial(read_state, state), state.path)
     if module.precision is FP64:
-        module.load_slices(lambda name, *at: stored(MASTER + name, *at))
+        module.load_slices(lambda name, *at: read(MASTER + name, *at))
     else:
         module.load_slices(finite(model.read, model.path), names)
-    for kept, unit, having in optimizer.kept_states():
-        target, part = optimizer.states[unit.name][kept], optimizer.state_part(unit)
-        fill(unit, target, part, lambda name, *at, kept=kept: stored(f"optimizer.{kept}.{name}", *at), having)
+    for key, unit, holders in optimizer.kept_states():
+        target, part = optimizer.states[unit.name][key], optimizer.state_part(unit)
+        fill(unit, target, part, lambda name, *at, key=key: read(f"optimizer.{key}.{name}", *at), holders)
     for unit in optimizer.units:
         if optimizer.ema is not None and files.average is not None:
-            read = finite(files.average.read, files.average.path)
-            fill(unit, optimizer.average[unit.name], unit.updated[2], read)
+            read_average = finite(files.average.read, files.average.path)
+            fill(unit, optimizer.average[unit.name], unit.updated[2], read_average)
     progress, scale = read_progress(state), module.loss_scale
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
     if scale.dynamic and progress.scale_exponent is not None:

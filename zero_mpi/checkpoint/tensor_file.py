@@ -73,9 +73,9 @@ class StoredFile:
             self.expect(self.nbytes, os.fstat(file.fileno()).st_size)
             yield file
 
-    def expect(self, expected: int, found: int) -> None:
-        if found != expected:
-            raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
+    def expect(self, expected: int, actual: int) -> None:
+        if actual != expected:
+            raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {actual}")
 
     def fill(self, file: FileIO, offset: int, out: memoryview) -> None:
         with refusing("", self.path, "cannot be read"):
@@ -104,16 +104,16 @@ class StoredFile:
         block, width = GGML_QUANT_SIZES[spec.type]
         with self.opened() as file:
             for at in range(0, out.size, CHUNK):
-                here = out[at : at + CHUNK]
+                target = out[at : at + CHUNK]
                 # A block is read in full, even if only part of it is requested.
-                first, last = (start + at) // block, -(-(start + at + here.size) // block)
+                first, last = (start + at) // block, -(-(start + at + target.size) // block)
                 raw = self.take(file, offset + first * width, (last - first) * width)
                 try:
                     values = decode(raw, spec.type)
                 except NotImplementedError:
-                    known = f"expected F32, F16, BF16 or a quantized type, found {spec.type.name}"
-                    raise FileError(f"{self.path}: tensor {show(spec.name)}: {known}") from None
-                here[:] = values[start + at - first * block :][: here.size]
+                    problem = f"expected F32, F16, BF16 or a quantized type, found {spec.type.name}"
+                    raise FileError(f"{self.path}: tensor {show(spec.name)}: {problem}") from None
+                target[:] = values[start + at - first * block :][: target.size]
 
 
 def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.floating]:

@@ -55,15 +55,15 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
         return GGUFFile.open(folder / MODEL)
     if exists(folder / CONFIG):
         return HuggingFaceFolder.open(folder)
-    held = next((name for name in (ADAPTER, PEFT_CONFIG) if exists(folder / name)), None)
-    if held is not None:
+    file = next((name for name in (ADAPTER, PEFT_CONFIG) if exists(folder / name)), None)
+    if file is not None:
         raise FileError(
-            f"{folder}: contains {held}, not a model. Use the model that it was trained on, and this folder "
+            f"{folder}: contains {file}, not a model. Use the model that it was trained on, and this folder "
             "with --lora (generate), --merge (export) or --lora-init (train); export --base MODEL converts "
             "only the adapter"
         )
-    run = f"; it is a run folder: use {folder / LATEST}" if exists(folder / LATEST) else ""
-    raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")
+    hint = f"; it is a run folder: use {folder / LATEST}" if exists(folder / LATEST) else ""
+    raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{hint}")
 
 
 TOKENS_ADDED = "adapter.lora.added_tokens"  # key for the tokens that --add-tokens added
@@ -81,22 +81,22 @@ def open_adapter(
     """Open the adapter at a path. Raise UsageError unless its rank, alpha and targets are those of the model,
     and its added tokens are `tokens`."""
     file = adapter_source(path, {ARCHITECTURE: model.arch, **model.metadata()})
-    found, lora = lora_of(file), model.lora
-    alpha = np.float32(found.alpha)  # float32 as in the file, so that it prints like the flag
-    if lora is None or found.rank != lora.rank or alpha != np.float32(lora.alpha):
+    adapter, lora = lora_of(file), model.lora
+    alpha = np.float32(adapter.alpha)  # float32 as in the file, so that it prints like the flag
+    if lora is None or adapter.rank != lora.rank or alpha != np.float32(lora.alpha):
         raise UsageError(
-            f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; use --lora {found.rank} "
+            f"--lora-init {path}: has rank {adapter.rank} and alpha {alpha!s}; use --lora {adapter.rank} "
             f"--lora-alpha {alpha!s}"
         )
     if (keys_of(file).texts(TOKENS_ADDED) or []) != list(tokens):
         raise UsageError(f"--lora-init {path}: was trained with other --add-tokens: use the same file")
-    ends = (FIRST, SECOND, ADDED)
-    wanted = {name: param.shape for name, param in model.params().items() if name.endswith(ends)}
-    for name in wanted.keys() | file.tensors.keys():
+    suffixes = (FIRST, SECOND, ADDED)
+    shapes = {name: param.shape for name, param in model.params().items() if name.endswith(suffixes)}
+    for name in shapes.keys() | file.tensors.keys():
         shape = file.tensors[name].shape if name in file.tensors else None
-        if shape != wanted.get(name):
+        if shape != shapes.get(name):
             raise UsageError(
-                f"--lora-init {path}: {name} has shape {shape}, expected {wanted.get(name)}: it was trained "
+                f"--lora-init {path}: {name} has shape {shape}, expected {shapes.get(name)}: it was trained "
                 "with other --lora-targets or on another model"
             )
     return file
@@ -150,11 +150,11 @@ class GrownWeights(WeightSource):
     def __init__(self, base: Any, tokens: Sequence[str], trained: Any = None) -> None:
         self.base, self.tokens, self.path, self._trained = base, list(tokens), base.path, trained
         self._means: dict[str, Floats] = {}
-        keys, old = base.metadata, base.tensors[EMBEDDING].shape[0]
+        keys, vocabulary = base.metadata, base.tensors[EMBEDDING].shape[0]
         if isinstance(base, HuggingFaceFolder) and TOKENIZER not in keys:
-            keys = {**keys, **tokenizer_from_json(base.path / "tokenizer.json", old).metadata()}
+            keys = {**keys, **tokenizer_from_json(base.path / "tokenizer.json", vocabulary).metadata()}
         self.metadata, self.first = with_tokens(keys, tokens, str(base.path))
-        self.rows = max(old, self.first + len(tokens)) - self.first
+        self.rows = max(vocabulary, self.first + len(tokens)) - self.first
         self.tensors: dict[str, Any] = dict(base.tensors)
         for name in {EMBEDDING, HEAD} & base.tensors.keys():
             spec = base.tensors[name]
@@ -164,9 +164,9 @@ class GrownWeights(WeightSource):
                 raise UsageError(f"{base.path}: expected the model to which {self.rows} rows were added")
 
     def spec(self, name: str) -> TensorSpec:
-        whole = name.removesuffix(ADDED)
-        spec: TensorSpec = self.tensors[whole]
-        return spec if whole == name else replace(spec, name=name, shape=(self.rows, spec.shape[1]))
+        stem = name.removesuffix(ADDED)
+        spec: TensorSpec = self.tensors[stem]
+        return spec if stem == name else replace(spec, name=name, shape=(self.rows, spec.shape[1]))
 
     def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
         name = spec.name.removesuffix(ADDED)
@@ -175,10 +175,10 @@ class GrownWeights(WeightSource):
             return
         border = self.first * spec.shape[1]
         start += border if spec.name != name else 0
-        cut = min(out.size, max(0, border - start))
-        self.base.read(name, start, start + cut, out[:cut])
-        if cut < out.size:
-            out[cut:] = self._later(name, start + cut - border, start + out.size - border)
+        count = min(out.size, max(0, border - start))
+        self.base.read(name, start, start + count, out[:count])
+        if count < out.size:
+            out[count:] = self._later(name, start + count - border, start + out.size - border)
 
     def _later(self, name: str, start: int, stop: int) -> Floats:
         """Return elements [start, stop) of the rows from `first` on: new rows, followed by unused rows."""
@@ -239,10 +239,10 @@ class MergedWeights(WeightSource):
         shapes = [tensors[name + end].shape if name + end in tensors else None for end in (FIRST, SECOND)]
         *stack, rows, width = (0, 0) if spec is None else spec.shape
         if spec is None or shapes != [(*stack, rank, width), (*stack, rows, rank)]:
-            found = "none" if spec is None else spec.shape
+            shape = "none" if spec is None else spec.shape
             raise UsageError(
                 f"{self._adapter.path}: has factors of {name} of shapes {shapes[0]} and {shapes[1]}, but "
-                f"{self._base.path} has {found}: use the model that it was trained on"
+                f"{self._base.path} has {shape}: use the model that it was trained on"
             )
         return TensorSpec(name, spec.shape, GGMLQuantizationType.F32)
 
@@ -251,9 +251,9 @@ class MergedWeights(WeightSource):
         self._base.read(self._stored.get(name, name), start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
             with np.errstate(all="ignore"):  # the check below finds values that are not finite
-                added = self._product(name, start, stop)
-                out += added
-            if not np.isfinite(added).all():
+                update = self._product(name, start, stop)
+                out += update
+            if not np.isfinite(update).all():
                 raise UsageError(f"{self._adapter.path}: its update of {name} is not finite")
 
     def _product(self, name: str, start: int, stop: int) -> Floats:
@@ -264,12 +264,12 @@ class MergedWeights(WeightSource):
         (height, width), rank = self.tensors[name].shape[-2:], self._adapter.tensors[name + FIRST].shape[-2]
         first, last = start // width, -(-stop // width)
         b = self._adapter.read(name + SECOND, first * rank, last * rank).reshape(-1, rank)
-        used = range(first // height, -(-last // height))
-        a = self._adapter.read(name + FIRST, used.start * rank * width, used.stop * rank * width)
-        ends = [slice(max(0, e * height - first), (e + 1) * height - first) for e in used]
+        matrices = range(first // height, -(-last // height))
+        a = self._adapter.read(name + FIRST, matrices.start * rank * width, matrices.stop * rank * width)
+        parts = [slice(max(0, e * height - first), (e + 1) * height - first) for e in matrices]
         multiply = np.matmul if self._rounds is None else product
         stack = a.reshape(-1, rank, width)
-        products = [multiply(b[part], each) for part, each in zip(ends, stack, strict=True)]
+        products = [multiply(b[part], matrix) for part, matrix in zip(parts, stack, strict=True)]
         rows = self._scale * np.concatenate(products)
         return rows.reshape(-1)[start - first * width : stop - first * width]
 

@@ -35,29 +35,29 @@ REMOVED = {  # flags that 0.1.0 had, and their replacements
 }
 
 
-def nearest(wrong: str, known: Iterable[str]) -> str:
+def nearest(wrong: str, candidates: Iterable[str]) -> str:
     """Return the end of an error message: "; did you mean X?", or "" if no known name is similar."""
-    names = list(known)
-    longer = sorted((name for name in names if wrong and name.startswith(wrong)), key=len)
-    near = longer[:1] or difflib.get_close_matches(wrong, names, 1, NEAR)
-    return f"; did you mean {near[0]}?" if near else ""
+    names = list(candidates)
+    completions = sorted((name for name in names if wrong and name.startswith(wrong)), key=len)
+    matches = completions[:1] or difflib.get_close_matches(wrong, names, 1, NEAR)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def version_lines() -> list[str]:
     """Return the version of the package, and those of NumPy and MPI if they are already loaded."""
-    lines, loaded = [f"zero_mpi {__version__}"], []
+    lines, versions = [f"zero_mpi {__version__}"], []
     if "numpy" in sys.modules:
-        loaded.append(f"NumPy {sys.modules['numpy'].__version__}")
+        versions.append(f"NumPy {sys.modules['numpy'].__version__}")
     if "mpi4py.MPI" in sys.modules:
-        about = sys.modules["mpi4py.MPI"].Get_library_version()
-        loaded.append(" ".join(about.replace("Version:", "").partition("\n")[0].partition(",")[0].split()))
-    return [*lines, *([", ".join(loaded)] if loaded else [])]
+        mpi = sys.modules["mpi4py.MPI"].Get_library_version()
+        versions.append(" ".join(mpi.replace("Version:", "").partition("\n")[0].partition(",")[0].split()))
+    return [*lines, *([", ".join(versions)] if versions else [])]
 
 
 def with_choices(text: str, choices: Sequence[str]) -> str:
     """Return the help text of a flag, with its choices appended unless the text names all of them."""
-    named = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
-    return text if named else f"{text} [{', '.join(choices)}]"
+    complete = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
+    return text if complete else f"{text} [{', '.join(choices)}]"
 
 
 def refuse_empty(name: str, value: Any) -> None:
@@ -84,8 +84,8 @@ class Help(argparse.HelpFormatter):
         if not text or action.nargs == 0:
             return text
         text = with_choices(text, [str(choice) for choice in action.choices or ()])
-        nothing = action.default is None or action.default is argparse.SUPPRESS
-        return text if nothing or "(default" in text else f"{text} (default: %(default)s)"
+        no_default = action.default is None or action.default is argparse.SUPPRESS
+        return text if no_default or "(default" in text else f"{text} (default: %(default)s)"
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
         """Return a formatter that shows a value's type instead of its choices, which the help text names."""
@@ -101,9 +101,9 @@ class Help(argparse.HelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         """Return all names of a flag if they fit in the column, else the first name."""
-        whole = super()._format_action_invocation(action)
-        if len(action.option_strings) < 2 or len(whole) <= COLUMN - 4:
-            return whole
+        text = super()._format_action_invocation(action)
+        if len(action.option_strings) < 2 or len(text) <= COLUMN - 4:
+            return text
         first = copy.copy(action)
         first.option_strings = action.option_strings[:1]
         return super()._format_action_invocation(first)
@@ -134,21 +134,21 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
-        given = list(sys.argv[1:] if args is None else args)
-        for name in map(flag_of, given[: given.index("--")] if "--" in given else given):
+        words = list(sys.argv[1:] if args is None else args)
+        for name in map(flag_of, words[: words.index("--")] if "--" in words else words):
             if name and name not in self._option_string_actions:
                 if name in REMOVED:
                     raise UsageError(f"{name} was removed: {REMOVED[name]}")
-                known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-                raise UsageError(f"unknown flag {shown(name)}{nearest(name, known) or '; see --help'}")
-        found, surplus = self.parse_known_args(given)
+                flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+                raise UsageError(f"unknown flag {shown(name)}{nearest(name, flags) or '; see --help'}")
+        namespace, surplus = self.parse_known_args(words)
         for action in self._actions:
             if not action.option_strings or action.metavar in PLACES:
                 name = (action.option_strings or [str(action.metavar or action.dest)])[0]
-                refuse_empty(name, getattr(found, action.dest, None))
+                refuse_empty(name, getattr(namespace, action.dest, None))
         if surplus:
             raise UsageError(f"unexpected {show(surplus[0])}: it does not belong to a flag; see --help")
-        return found
+        return namespace
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

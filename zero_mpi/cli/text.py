@@ -54,8 +54,8 @@ def plural(count: int, name: str) -> str:
 
 def few(names: Sequence[str]) -> list[str]:
     """Return the first FEW names, followed by the number of further names."""
-    more = len(names) - FEW
-    return [*names] if more <= 0 else [*names[:FEW], f"{more} more"]
+    surplus = len(names) - FEW
+    return [*names] if surplus <= 0 else [*names[:FEW], f"{surplus} more"]
 
 
 def ranges(numbers: Sequence[int]) -> str:

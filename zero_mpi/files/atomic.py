@@ -55,21 +55,21 @@ def write_output(path: Path, content: str, suffix: str = "partial") -> None:
         write_whole(path, content, suffix)
 
 
-def write_json(what: str, path: Path | str, found: object) -> None:
-    """Write a command's results as JSON; raises FileError that names `what` (a flag)."""
-    with refusing(what, path, "cannot be written"):
-        write_output(Path(path), json.dumps(found, indent=2, allow_nan=False) + "\n")
+def write_json(flag: str, path: Path | str, results: object) -> None:
+    """Write a command's results as JSON; raises FileError that names the flag."""
+    with refusing(flag, path, "cannot be written"):
+        write_output(Path(path), json.dumps(results, indent=2, allow_nan=False) + "\n")
 
 
 def is_device(path: Path) -> bool:
     """Return whether a path is a device or pipe, or a system folder's link to one, such as /dev/stdout."""
     try:
-        linked, found = os.lstat(path), os.stat(path)
+        link, target = os.lstat(path), os.stat(path)
     except OSError:
         return False
-    systems = os.path.abspath(path).startswith(("/dev/", "/proc/"))
-    return not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) and (
-        systems or not stat.S_ISLNK(linked.st_mode)
+    is_system = os.path.abspath(path).startswith(("/dev/", "/proc/"))
+    return not (stat.S_ISREG(target.st_mode) or stat.S_ISDIR(target.st_mode)) and (
+        is_system or not stat.S_ISLNK(link.st_mode)
     )
 
 
@@ -94,17 +94,17 @@ def write_to_disk(path: Path, content: bytes) -> None:
 
 def write_all(handle: int, content: bytes) -> None:
     """Write all of `content`, because a single call may write only a part, for example on a full disk."""
-    left = memoryview(content)
-    while left:
-        left = left[os.write(handle, left) :]
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
 
 
 def append_whole(file: FileIO, line: bytes) -> None:
     """Append a line completely or not at all. Raises OSError with the file's name."""
-    before = file.seek(0, os.SEEK_END)
+    end = file.seek(0, os.SEEK_END)
     with naming(file.name):
         try:
             write_all(file.fileno(), line)
         except OSError:
-            file.truncate(before)
+            file.truncate(end)
             raise

@@ -57,7 +57,7 @@ def file_system(path: Path) -> FileSystem:
         fields, _, rest = line.partition(" - ")
         if len(fields.split()) < 5 or not rest.split():
             continue
-        point = Path(OCTAL.sub(lambda found: chr(int(found[1], 8)), fields.split()[4]))
+        point = Path(OCTAL.sub(lambda match: chr(int(match[1], 8)), fields.split()[4]))
         if len(point.parts) >= best and point in (place, *place.parents):  # the last mount hides earlier ones
             best, kind = len(point.parts), rest.split()[0]
     return replace(KINDS.get(kind, UNKNOWN), kind=kind)

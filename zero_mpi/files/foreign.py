@@ -68,4 +68,4 @@ def one_line(text: str) -> str:
 
     This is the safety net for all output; a text with foreign parts should already show them with `shown`.
     """
-    return shown(LONG_WORD.sub(lambda found: shown(found[0]), text), LONGEST_LINE)
+    return shown(LONG_WORD.sub(lambda match: shown(match[0]), text), LONGEST_LINE)

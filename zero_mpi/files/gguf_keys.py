@@ -32,9 +32,9 @@ class GGUFKeys:
         self.metadata, self.place = metadata, place
 
     def fault(self, key: str, expected: str) -> FileError:
-        found = described(self.metadata.get(key))
-        where = f"{self.place}: " if self.place else ""
-        return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
+        actual = described(self.metadata.get(key))
+        prefix = f"{self.place}: " if self.place else ""
+        return FileError(f"{prefix}the GGUF key {shown(key)}: expected {expected}, found {actual}")
 
     def checked(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
         """Return the value of a key, None if it is absent; raise FileError if `fits` rejects it."""
@@ -54,8 +54,8 @@ class GGUFKeys:
     def integer(self, key: str, least: int = 0, most: int = MAX_INTEGER, expected: str = "") -> int | None:
         """Return the integer at a key, of any integer type, from `least` to `most`."""
         limits = f"of at least {least}" if most in (MAX_INTEGER, MOST_SIZE) else f"from {least} to {most}"
-        what = expected or f"a whole number {limits}"
-        value = self.checked(key, what, lambda value: is_whole(value) and least <= value <= most)
+        description = expected or f"a whole number {limits}"
+        value = self.checked(key, description, lambda value: is_whole(value) and least <= value <= most)
         return None if value is None else int(value)
 
     def number(self, key: str, least: float = -math.inf) -> float | None:

@@ -53,28 +53,28 @@ def reason(error: Exception) -> str:
 
 
 @contextmanager
-def refusing(what: str, path: str | os.PathLike[str], problem: str = "") -> Iterator[None]:
-    """Turn an OSError of the `with` block into a FileError with `what` (a flag), path, problem and reason."""
+def refusing(flag: str, path: str | os.PathLike[str], problem: str = "") -> Iterator[None]:
+    """Turn an OSError of the `with` block into a FileError with the flag, path, problem and reason."""
     try:
         yield
     except OSError as error:
-        about = f"{problem}: " if problem else ""
-        raise FileError(f"{what} {shown(path)}: {about}{reason(error)}".lstrip()) from error
+        prefix = f"{problem}: " if problem else ""
+        raise FileError(f"{flag} {shown(path)}: {prefix}{reason(error)}".lstrip()) from error
 
 
-def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot be written") -> None:
-    """Raise FileError, naming `what` (a flag), if it is certain that no file can be written at a path."""
-    folder, why = os.path.dirname(path) or ".", ""
+def check_target(flag: str, path: str | os.PathLike[str], problem: str = "cannot be written") -> None:
+    """Raise FileError, naming the flag, if it is certain that no file can be written at a path."""
+    folder, cause = os.path.dirname(path) or ".", ""
     if is_folder(path):
-        why = "it is a folder, expected a file name"
+        cause = "it is a folder, expected a file name"
     elif exists(path):  # a file or a device such as /dev/stdout; its folder does not matter
-        why = "" if os.access(path, os.W_OK) else "Permission denied"
+        cause = "" if os.access(path, os.W_OK) else "Permission denied"
     elif not is_folder(folder):
-        why = f"{'Not a directory' if exists(folder) else 'No such file or directory'}: {shown(folder)}"
+        cause = f"{'Not a directory' if exists(folder) else 'No such file or directory'}: {shown(folder)}"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        why = f"Permission denied: {shown(folder)}"
-    if why:
-        raise FileError(f"{what} {shown(path)}: {problem}: {why}")
+        cause = f"Permission denied: {shown(folder)}"
+    if cause:
+        raise FileError(f"{flag} {shown(path)}: {problem}: {cause}")
 
 
 def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
@@ -84,8 +84,8 @@ def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
     would not help, because the file could be replaced in between.
     """
     try:
-        real = os.path.realpath(path)  # the file that a link points to now
-        file = open(real, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 (returned)
+        target = os.path.realpath(path)  # the file that a link points to now
+        file = open(target, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 (returned)
     except IsADirectoryError:
         raise FileError(f"{shown(path)}: expected {expected}, found a folder: use the file in it") from None
     except FileNotFoundError:
@@ -115,26 +115,26 @@ def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> i
         if error.errno == errno.ELOOP:
             error.strerror = "expected a file, found a link: remove the link"
         raise
-    found = os.fstat(handle)
-    is_file = stat.S_ISREG(found.st_mode)
-    if is_file and found.st_nlink <= links:
-        if flags & os.O_TRUNC and found.st_size:
+    status = os.fstat(handle)
+    is_file = stat.S_ISREG(status.st_mode)
+    if is_file and status.st_nlink <= links:
+        if flags & os.O_TRUNC and status.st_size:
             os.ftruncate(handle, 0)
         return handle
     os.close(handle)
-    what = f"{found.st_nlink} hard links to it: put a copy there" if is_file else "a device, folder or pipe"
-    raise OSError(errno.EMLINK, f"expected a file with one name, found {what}", os.fspath(path))
+    kind = f"{status.st_nlink} hard links to it: put a copy there" if is_file else "a device, folder or pipe"
+    raise OSError(errno.EMLINK, f"expected a file with one name, found {kind}", os.fspath(path))
 
 
 def fill(handle: int, view: memoryview, at: int) -> int:
     """Fill `view` from offset `at` of a file. Return the number of bytes read, fewer only at its end."""
-    done = 0
-    while done < len(view):
-        got = os.preadv(handle, [view[done:]], at + done)
-        if not got:
+    count = 0
+    while count < len(view):
+        nbytes = os.preadv(handle, [view[count:]], at + count)
+        if not nbytes:
             break
-        done += got
-    return done
+        count += nbytes
+    return count
 
 
 def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str = "a file") -> bytes:
@@ -142,34 +142,34 @@ def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str
     with open_file(path, expected) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
-        parts, left = list[bytes](), most + 1
+        parts, remaining = list[bytes](), most + 1
         with refusing("", path, "cannot be read"):
-            while left and (part := file.read(min(left, READ_AT_ONCE))):
+            while remaining and (part := file.read(min(remaining, READ_AT_ONCE))):
                 parts.append(part)
-                left -= len(part)
-    if not left:
+                remaining -= len(part)
+    if not remaining:
         raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
     return b"".join(parts)
 
 
 def read_lines(
-    path: str | os.PathLike[str], holding: bytes, expected: str = "a file of lines"
+    path: str | os.PathLike[str], needle: bytes, expected: str = "a file of lines"
 ) -> Iterator[bytes]:
-    """Yield the lines of a regular file that contain `holding`, without line ends, in bounded memory.
+    """Yield the lines of a regular file that contain `needle`, without line ends, in bounded memory.
 
     Lines longer than MOST_LINE bytes are skipped, because a crash may leave a run of zeros. Raise FileError
-    if too many bytes are skipped or the file cannot be read. Lines without `holding` are skipped fast.
+    if too many bytes are skipped or the file cannot be read. Lines without `needle` are skipped fast.
     """
     with open_file(path, expected) as file, refusing("", path, "cannot be read"):
         try:
-            yield from _lines(file, holding)
+            yield from _lines(file, needle)
         except ValueError:
             raise FileError(
                 f"{shown(path)}: expected {expected} of at most {MOST_LINE} bytes each, found longer ones"
             ) from None
 
 
-def _lines(file: BinaryIO, holding: bytes) -> Iterator[bytes]:
+def _lines(file: BinaryIO, needle: bytes) -> Iterator[bytes]:
     rest, skipped = b"", 0
     skips = False  # true inside a line that is too long
     while block := file.read(READ_AT_ONCE):
@@ -178,7 +178,7 @@ def _lines(file: BinaryIO, holding: bytes) -> Iterator[bytes]:
         rest, begin = data[end:], 0
         if skips and end:
             skips, begin = False, data.index(b"\n") + 1
-        while begin < end and (at := data.find(holding, begin, end)) >= 0:  # cut out only matching lines
+        while begin < end and (at := data.find(needle, begin, end)) >= 0:  # cut out only matching lines
             begin, stop = max(begin, data.rfind(b"\n", begin, at) + 1), data.index(b"\n", at)
             if stop - begin < MOST_LINE:
                 yield data[begin:stop]
@@ -187,5 +187,5 @@ def _lines(file: BinaryIO, holding: bytes) -> Iterator[bytes]:
             skips, skipped, rest = True, skipped + len(rest), b""
             if skipped > MOST_SKIPPED:
                 raise ValueError(skipped)
-    if holding in rest:
+    if needle in rest:
         yield rest

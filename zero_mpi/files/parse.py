@@ -87,11 +87,11 @@ def _signs(raw: bytes | str) -> tuple[int, int]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"expected {show(twice)} once, found it twice")
-    return found
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"expected {show(duplicate)} once, found it twice")
+    return members
 
 
 def parse_toml(raw: bytes) -> dict[str, Any]:

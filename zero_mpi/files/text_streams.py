@@ -145,11 +145,11 @@ def length_of(path: Path, beat: Callable[[], object]) -> int:
 
 def line_number(path: Path, place: int) -> int:
     """Return the number, from 1, of the line that begins at an offset; reads all lines before it."""
-    found = 1
+    number = 1
     with TextStream(path) as stream:
         while data := stream.read(min(BLOCK, place - stream.at)):
-            found += data.count(b"\n")
-    return found
+            number += data.count(b"\n")
+    return number
 
 
 BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write first
@@ -176,13 +176,13 @@ def each_line(
         try:
             if len(raw) > MOST:
                 raise ValueError(f"expected at most {MOST} bytes, found more")
-            found = read(number, _value(text))
+            entry = read(number, _value(text))
         except ValueError as error:
             if bad is None:
                 raise FileError(f"{flag} {shown(path)}, line {number}: {error}") from None
             bad(number, error)
         else:
-            yield found
+            yield entry
 
 
 def _flagged(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[bytes]:
@@ -195,8 +195,8 @@ def _value(text: bytes) -> Any:
     try:
         return parse_json(text.rstrip(b"\r\n"), unique=True)
     except ValueError as error:
-        where, count = PLACE.subn(r" at \1", str(error))
-        raise ValueError(f"no JSON: {where}" if count else where) from None
+        message, count = PLACE.subn(r" at \1", str(error))
+        raise ValueError(f"no JSON: {message}" if count else message) from None
 
 
 def is_text(value: Any) -> bool:

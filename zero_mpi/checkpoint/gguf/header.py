@@ -51,10 +51,10 @@ def pack_file(
 
     Raises GGUFError for a key, value, name, shape or type that GGUF or llama.cpp does not allow.
     """
-    given = metadata.get(ARCHITECTURE_KEY, architecture)
-    if not architecture or not isinstance(given, str) or given != architecture:
-        found = f"{show(str(given))} and architecture {show(architecture)}"
-        raise GGUFError(f"key {ARCHITECTURE_KEY}: expected one non-empty name, found {found}")
+    arch = metadata.get(ARCHITECTURE_KEY, architecture)
+    if not architecture or not isinstance(arch, str) or arch != architecture:
+        names = f"{show(str(arch))} and architecture {show(architecture)}"
+        raise GGUFError(f"key {ARCHITECTURE_KEY}: expected one non-empty name, found {names}")
     keys = {ARCHITECTURE_KEY: architecture, **metadata}
     alignment = alignment_of(keys)
     offsets, end, lines = {}, 0, []
@@ -68,16 +68,16 @@ def pack_file(
     parts += [pack_key(key, value) for key, value in keys.items()]
     head = b"".join(parts + lines)
     start = padded(len(head), alignment)
-    placed = {name: start + offset for name, offset in offsets.items()}
-    return head.ljust(start, b"\0"), placed, start + end
+    positions = {name: start + offset for name, offset in offsets.items()}
+    return head.ljust(start, b"\0"), positions, start + end
 
 
 def alignment_of(metadata: Mapping[str, Any]) -> int:
     """Return the alignment that the keys set, or the default. Raise GGUFError if it is invalid."""
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if not is_alignment(value):
-        found = f"{type(value).__name__} {show(str(value))}"
-        raise GGUFError(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {found}")
+        actual = f"{type(value).__name__} {show(str(value))}"
+        raise GGUFError(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {actual}")
     return int(value)
 
 
@@ -92,8 +92,8 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
         spec = TensorSpec(name, tuple(map(int, shape)), *(kind or [GGMLQuantizationType.F32]))
         block, _ = GGML_QUANT_SIZES[spec.type]
         if spec.shape[-1] % block:
-            found = f"expected rows of a multiple of {block} elements for {spec.type.name}, got {shape}"
-            raise GGUFError(f"tensor {show(name)}: {found}")
+            problem = f"expected rows of a multiple of {block} elements for {spec.type.name}, got {shape}"
+            raise GGUFError(f"tensor {show(name)}: {problem}")
         table[name] = spec
     return table
 
@@ -120,10 +120,10 @@ def _pack_value(value: Any) -> tuple[int, bytes]:
     if isinstance(value, bool):
         return GGUFValueType.BOOL, bytes([value])
     if isinstance(value, list):
-        wrong = next((i for i, item in enumerate(value) if not isinstance(item, str)), None)
-        if wrong is not None:
-            found = f"{type(value[wrong]).__name__} at index {wrong}"
-            raise GGUFError(f"expected a list of str, found {found}: numbers go into a 1-D NumPy array")
+        index = next((i for i, item in enumerate(value) if not isinstance(item, str)), None)
+        if index is not None:
+            actual = f"{type(value[index]).__name__} at index {index}"
+            raise GGUFError(f"expected a list of str, found {actual}: numbers go into a 1-D NumPy array")
         head = _unsigned(GGUFValueType.STRING, 4) + _unsigned(len(value), 8)
         return GGUFValueType.ARRAY, head + b"".join(map(_pack_string, value))
     if isinstance(value, np.ndarray):
@@ -148,10 +148,10 @@ def _widened(value: Any) -> np.generic:
     raise GGUFError(f"expected str, bool, number, 1-D array or list of str, found {type(value).__name__}")
 
 
-def _pack_name(name: str, most: int, what: str) -> bytes:
+def _pack_name(name: str, most: int, kind: str) -> bytes:
     packed = _pack_string(name)
     if not 1 <= len(packed) - 8 <= most:
-        raise GGUFError(f"{what} {show(name)}: expected a name of 1 to {most} bytes, found {len(packed) - 8}")
+        raise GGUFError(f"{kind} {show(name)}: expected a name of 1 to {most} bytes, found {len(packed) - 8}")
     return packed
 
 

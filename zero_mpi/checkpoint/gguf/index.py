@@ -65,15 +65,15 @@ class Index:
         self.kind = self.name = ""  # "key" or "tensor", and its name once it has been read
         self.items = 0  # number of items in all arrays read so far
 
-    def fault(self, what: str, at: int | None = None) -> GGUFError:
+    def fault(self, problem: str, at: int | None = None) -> GGUFError:
         subject = f"{self.kind} {show(self.name)}: " if self.kind else ""
-        return GGUFError(f"{self.path}: at byte {self.at if at is None else at}: {subject}{what}")
+        return GGUFError(f"{self.path}: at byte {self.at if at is None else at}: {subject}{problem}")
 
     def need(self, count: int) -> None:
-        left = self.end - self.at
-        if count > left:
+        remaining = self.end - self.at
+        if count > remaining:
             rest = "" if self.end == self.size else f" of the {self.end} that an index may have"
-            raise self.fault(f"expected {count} bytes, but only {left} are left{rest}")
+            raise self.fault(f"expected {count} bytes, but only {remaining} are left{rest}")
 
     def take(self, count: int) -> bytes:
         self.need(count)
@@ -102,8 +102,8 @@ class Index:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            at, found = self.at - len(raw) + error.start, raw[error.start]
-            raise self.fault(f"expected UTF-8, found byte {found:#04x}", at) from None
+            at, byte = self.at - len(raw) + error.start, raw[error.start]
+            raise self.fault(f"expected UTF-8, found byte {byte:#04x}", at) from None
 
     def strings(self, count: int) -> list[str]:
         """Read `count` strings in blocks, because 300,000 calls of `string` would take a second."""
@@ -195,8 +195,8 @@ def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
             raise index.fault("expected once, found twice")
         metadata[key] = index.value()
         if key == ALIGNMENT_KEY and not is_alignment(metadata[key]):
-            found = f"{type(metadata[key]).__name__} {show(str(metadata[key]))}"
-            raise index.fault(f"expected UINT32, a power of two in 8..2^20, found {found}")
+            actual = f"{type(metadata[key]).__name__} {show(str(metadata[key]))}"
+            raise index.fault(f"expected UINT32, a power of two in 8..2^20, found {actual}")
     alignment, offset = int(metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)), 0
     tensors: dict[str, TensorInfo] = {}
     for _ in range(n_tensors):
@@ -226,21 +226,21 @@ def _read_header(index: Index) -> tuple[int, int]:
 
 
 def _placed(
-    index: Index, tensors: dict[str, TensorInfo], alignment: int, whole: bool
+    index: Index, tensors: dict[str, TensorInfo], alignment: int, strict: bool
 ) -> dict[str, TensorInfo]:
     """Return the table of tensors, with their positions in the file.
 
-    `whole`: whether to refuse bytes after the last tensor, which no digest of a checkpoint covers.
+    `strict`: whether to refuse bytes after the last tensor, which no digest of a checkpoint covers.
     """
     start, end = padded(index.at, alignment), index.at
     for name, info in tensors.items():
-        tensors[name] = placed = replace(info, offset=start + info.offset)
-        end, index.name = placed.offset + info.nbytes, name
+        tensors[name] = row = replace(info, offset=start + info.offset)
+        end, index.name = row.offset + info.nbytes, name
         if end > index.size:
-            found = f"expected data up to byte {end}, found the end of the file at byte {index.size}"
-            raise index.fault(found, placed.offset)
+            problem = f"expected data up to byte {end}, found the end of the file at byte {index.size}"
+            raise index.fault(problem, row.offset)
     surplus = index.size - padded(end, alignment)
-    if surplus > 0 and whole:
+    if surplus > 0 and strict:
         raise index.fault(f"expected the end of the file, found {surplus} more bytes", index.size - surplus)
     return tensors
 

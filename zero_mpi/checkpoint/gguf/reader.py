@@ -65,15 +65,15 @@ class GGUFFile(WeightSource):
         for number, part in enumerate(parts):
             for name, info in part.tensors.items():
                 if name in tensors:
-                    twice = f"expected once, found in part {tensors[name].part + 1} too"
-                    raise part.fault(f"tensor {show(name)}: {twice}")
+                    problem = f"expected once, found in part {tensors[name].part + 1} too"
+                    raise part.fault(f"tensor {show(name)}: {problem}")
                 tensors[name] = replace(info, part=number)
         for part in parts if len(parts) > 1 else ():
             if part is first or TOTAL in part.metadata:
                 part.expect(TOTAL, np.int32, len(tensors), "the tensors in all parts")
-        own = {key: value for key, value in first.metadata.items() if not key.startswith(SPLIT)}
+        metadata = {key: value for key, value in first.metadata.items() if not key.startswith(SPLIT)}
         split = {key: value for key, value in first.metadata.items() if key.startswith(SPLIT)}
-        return cls(first.file.path, tuple(part.file for part in parts), own, tensors, split)
+        return cls(first.file.path, tuple(part.file for part in parts), metadata, tensors, split)
 
     @property
     def nbytes(self) -> int:
@@ -114,8 +114,8 @@ class _Part:
     metadata: Metadata
     tensors: dict[str, TensorInfo]
 
-    def fault(self, what: str) -> GGUFError:
-        return GGUFError(f"{self.file.path}: {what}")
+    def fault(self, problem: str) -> GGUFError:
+        return GGUFError(f"{self.file.path}: {problem}")
 
     def split_number(self, key: str, kind: type[np.integer[Any]], default: int | None = None) -> int:
         """Return the value of a `split.*` key. Its type must be exactly the type that llama.cpp requires."""
@@ -123,23 +123,23 @@ class _Part:
         if value is None and default is not None:
             return default
         if not isinstance(value, kind) or value < 0:
-            found = "nothing" if value is None else show(f"{type(value).__name__} {value}")
-            raise self.fault(f"key {key}: expected {kind.__name__.upper()} of 0 or more, found {found}")
+            actual = "nothing" if value is None else show(f"{type(value).__name__} {value}")
+            raise self.fault(f"key {key}: expected {kind.__name__.upper()} of 0 or more, found {actual}")
         return int(value)
 
-    def expect(self, key: str, kind: type[np.integer[Any]], expected: int, what: str) -> None:
-        if (found := self.split_number(key, kind)) != expected:
-            raise self.fault(f"key {key}: expected {expected}, {what}, found {found}")
+    def expect(self, key: str, kind: type[np.integer[Any]], expected: int, meaning: str) -> None:
+        if (number := self.split_number(key, kind)) != expected:
+            raise self.fault(f"key {key}: expected {expected}, {meaning}, found {number}")
 
 
 def _read_part(path: str | os.PathLike[str]) -> _Part:
     if os.path.isdir(path) and os.path.isfile(model := os.path.join(path, "model.gguf")):
         raise GGUFError(f"{path}: expected a GGUF file, found a folder: use the file in it, {model}")
-    with open_file(path, "a GGUF file") as raw, io.BufferedReader(raw, 1 << 16) as file:
-        stored = StoredFile(Path(os.fsdecode(raw.name)), os.fstat(raw.fileno()).st_size)
-        if stored.nbytes == 0:
-            raise GGUFError(f"{stored.path}: expected a GGUF file, found an empty one")
-        return _Part(stored, *read_index(Index(file, stored.path, stored.nbytes)))
+    with open_file(path, "a GGUF file") as raw, io.BufferedReader(raw, 1 << 16) as reader:
+        file = StoredFile(Path(os.fsdecode(raw.name)), os.fstat(raw.fileno()).st_size)
+        if file.nbytes == 0:
+            raise GGUFError(f"{file.path}: expected a GGUF file, found an empty one")
+        return _Part(file, *read_index(Index(reader, file.path, file.nbytes)))
 
 
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
@@ -151,14 +151,14 @@ def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
     count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
     if count <= 1 and place == 0:
         return
-    named = PART_NAME.fullmatch(os.path.abspath(path)) or PART_NAME.fullmatch(str(first.file.path))
-    if named is None or int(named[2]) != place + 1 or int(named[3]) != count:
+    match = PART_NAME.fullmatch(os.path.abspath(path)) or PART_NAME.fullmatch(str(first.file.path))
+    if match is None or int(match[2]) != place + 1 or int(match[3]) != count:
         ending = f"-{place + 1:05d}-of-{count:05d}.gguf"
         raise first.fault(f"part {place + 1} of {count} of a model: expected a name that ends in {ending}")
-    paths = [f"{named[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    paths = [f"{match[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
     if place != 0:
         raise first.fault(f"this is part {place + 1} of {count} of a model: use the first part, {paths[0]}")
-    own = GGUFKeys(first.metadata, str(first.file.path)).architecture
+    arch = GGUFKeys(first.metadata, str(first.file.path)).architecture
     for number, name in enumerate(paths[1:], 1):
         part = _read_part(name)
         for key, expected in ((PLACE, number), (COUNT, count)):
@@ -166,6 +166,6 @@ def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
         surplus = next((key for key in part.metadata if not key.startswith((SPLIT, "general."))), None)
         if surplus is not None:
             raise part.fault(f"key {show(surplus)}: expected only split.* and general.* keys in a later part")
-        if GGUFKeys(part.metadata, str(part.file.path)).architecture not in (None, own):
-            raise part.fault(f"expected architecture {show(own or '')}, as in the first part, found another")
+        if GGUFKeys(part.metadata, str(part.file.path)).architecture not in (None, arch):
+            raise part.fault(f"expected architecture {show(arch or '')}, as in the first part, found another")
         yield part

@@ -69,25 +69,25 @@ def architecture(settings: Settings) -> str:
     """Return the architecture that a config.json describes, as a key of `FAMILIES`."""
     types = {(arch in ROTARY_CLASSES and ROTARY_CLASSES[arch].model_type) or arch: arch for arch in FAMILIES}
     types |= {"mistral": "llama", "granitemoe": "granitemoe"}  # as in llama.cpp's converter
-    found = settings.values.get("model_type")
-    if not isinstance(found, str) or found not in types:
+    model_type = settings.values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in types:
         raise settings.fault("model_type", f"one of {', '.join(types)}")
-    return types[found]
+    return types[model_type]
 
 
 def keys_of(arch: str, settings: Settings) -> Metadata:
     """Return the GGUF keys for a config.json, and a zero_mpi key for Llama 3 scaling, if the file sets it."""
     if arch == "gpt2":
         settings.only(ONLY_GPT2)
-        own: Metadata = {key: np.uint32(settings.size(name)) for key, name in GPT2_SIZES.items()}
-        own["feed_forward_length"] = np.uint32(settings.size("n_inner", 4 * settings.size("n_embd")))
-        own["attention.layer_norm_epsilon"] = np.float32(settings.number("layer_norm_epsilon", 1e-5))
+        keys: Metadata = {key: np.uint32(settings.size(name)) for key, name in GPT2_SIZES.items()}
+        keys["feed_forward_length"] = np.uint32(settings.size("n_inner", 4 * settings.size("n_embd")))
+        keys["attention.layer_norm_epsilon"] = np.float32(settings.number("layer_norm_epsilon", 1e-5))
     else:
-        own = rotary_keys(arch, settings)
+        keys = rotary_keys(arch, settings)
     scaling = llama3_settings(arch, settings)
-    kept = {} if scaling is None else {ROPE_SCALING: json.dumps(scaling)}
-    named = GGUF_NAMES.get(arch, arch)
-    return {"general.architecture": named} | {f"{named}.{name}": value for name, value in own.items()} | kept
+    rope = {} if scaling is None else {ROPE_SCALING: json.dumps(scaling)}
+    gguf = GGUF_NAMES.get(arch, arch)
+    return {"general.architecture": gguf} | {f"{gguf}.{name}": value for name, value in keys.items()} | rope
 
 
 def rotary_keys(arch: str, settings: Settings) -> Metadata:
@@ -95,9 +95,9 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
     kind = ROTARY_CLASSES[arch]
     name, values = kind.activation
     settings.only({**ONLY_ROTARY, **kind.only, name: (None, *values)})
-    turned = settings.values.get("no_rope_layers")
-    every_fourth = isinstance(turned, list) and turned == [int(i % 4 != 3) for i in range(len(turned))]
-    if turned is not None and not every_fourth:
+    layers = settings.values.get("no_rope_layers")
+    every_fourth = isinstance(layers, list) and layers == [int(i % 4 != 3) for i in range(len(layers))]
+    if layers is not None and not every_fourth:
         raise settings.fault("no_rope_layers", "1, 1, 1, 0, repeated")
     keys: Metadata = {key: np.uint32(settings.size(name)) for key, name in SIZES.items()}
     heads = settings.size("num_attention_heads")
@@ -107,9 +107,9 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
     numbers = kind.numbers.items()
     keys |= {key: np.float32(settings.number(name, default)) for key, (name, default) in numbers}
     for key, name in kind.sizes.items():
-        there = name if name in settings.values else SPELLINGS.get(name, name)
-        if settings.values.get(there) or key not in OPTIONAL:
-            keys[key] = np.uint32(settings.size(there))
+        setting = name if name in settings.values else SPELLINGS.get(name, name)
+        if settings.values.get(setting) or key not in OPTIONAL:
+            keys[key] = np.uint32(settings.size(setting))
     return keys | {
         "attention.head_count_kv": np.uint32(settings.size("num_key_value_heads", heads)),
         "attention.layer_norm_rms_epsilon": np.float32(settings.number("rms_norm_eps", kind.epsilon)),
@@ -128,8 +128,8 @@ def biases_of(arch: str, settings: Settings) -> set[str]:
     if arch == "gpt2":
         return set()
     kind = ROTARY_CLASSES[arch]
-    asked = (projections for name, projections in kind.biases.items() if settings.flag(name, False))
-    return set(kind.biased).union(*asked)
+    biases = (projections for name, projections in kind.biases.items() if settings.flag(name, False))
+    return set(kind.biased).union(*biases)
 
 
 def all_full(kinds: Any, layers: int) -> bool:
@@ -153,8 +153,8 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
     if all_full(types, layers) or settings.values.get("sliding_window", 4096) is None:
         return {"attention.sliding_window": np.uint32(0)}
     count = len(types) if isinstance(types, list) else 0
-    usual = [SLIDING if number % kind.period else FULL for number in range(1, count + 1)]
-    if types is not None and (count != layers or types != usual):
+    default = [SLIDING if number % kind.period else FULL for number in range(1, count + 1)]
+    if types is not None and (count != layers or types != default):
         raise settings.fault("layer_types", f"{FULL} in every {kind.period}th layer, {SLIDING} in all others")
     return {"attention.sliding_window": np.uint32(settings.size("sliding_window", 4096))}
 

@@ -21,8 +21,8 @@ class Settings:
         self.values = values
 
     def fault(self, name: str, expected: str) -> FileError:
-        found = quoted(self.values[name]) if name in self.values else "nothing"
-        return FileError(f"{name}: expected {expected}, found {found}")
+        actual = quoted(self.values[name]) if name in self.values else "nothing"
+        return FileError(f"{name}: expected {expected}, found {actual}")
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a finite number above 0, or `default` if the setting is missing or null."""

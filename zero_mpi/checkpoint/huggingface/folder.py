@@ -80,8 +80,8 @@ class HuggingFaceFolder(WeightSource):
             arch = architecture(Settings(config))
             settings = of_one_kind(arch, Settings(config))
             metadata = keys_of(arch, settings)
-            biases, usual = biases_of(arch, settings), arch == "gpt2" or ROTARY_CLASSES[arch].tied
-            tied = settings.flag("tie_word_embeddings", usual)
+            biases, default = biases_of(arch, settings), arch == "gpt2" or ROTARY_CLASSES[arch].tied
+            tied = settings.flag("tie_word_embeddings", default)
             width = 0 if arch == "gpt2" else head_width(arch, settings)
         weights = open_weights(folder)
         with prefixed(f"{folder}:"):
@@ -90,15 +90,15 @@ class HuggingFaceFolder(WeightSource):
             if arch != "gpt2":
                 _check_biases(tensors, biases)
             constants = rope_factors(arch, settings)  # after `_tensors`, which checks the width
-        named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
-        return cls(folder, metadata, tensors | named, config, weights, constants)
+        specs = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
+        return cls(folder, metadata, tensors | specs, config, weights, constants)
 
     @property
     def dropout(self) -> str:
         """Names and values of the dropout settings that are not zero. We do not compute dropout."""
-        usual = DROPOUTS.get(architecture(Settings(self.config)), DROPOUTS_ROTARY)
-        asked = {name: self.config.get(name, default) for name, default in usual.items()}
-        return ", ".join(f"{name} {shown(value)}" for name, value in asked.items() if value)
+        defaults = DROPOUTS.get(architecture(Settings(self.config)), DROPOUTS_ROTARY)
+        rates = {name: self.config.get(name, default) for name, default in defaults.items()}
+        return ", ".join(f"{name} {shown(value)}" for name, value in rates.items() if value)
 
     def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
         if isinstance(spec, HuggingFaceTensor):
@@ -137,14 +137,14 @@ def open_weights(folder: Path) -> SafetensorsModel:
     """Open the safetensors files of a folder. Raise FileError if there are none."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = any(folder.glob("*.bin"))
-        found = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
-        raise FileError(f"{folder}: expected {SINGLE} or {INDEX} next to {CONFIG}, found {found}")
+        actual = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
+        raise FileError(f"{folder}: expected {SINGLE} or {INDEX} next to {CONFIG}, found {actual}")
     return SafetensorsModel.open_folder(folder)
 
 
 def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadata) -> dict[str, TensorSpec]:
     """Return the folder's tensors under their GGUF names, in the order in which the model uses them."""
-    found: dict[str, TensorSpec] = {}
+    tensors: dict[str, TensorSpec] = {}
     stacks: dict[str, dict[int, HuggingFaceTensor]] = {}
     for source, entry in weights.tensors.items():
         parts = list(parts_of(arch, source, entry.shape))
@@ -153,38 +153,38 @@ def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadat
             if stacks.setdefault(name, {}).setdefault(expert, part) is not part:
                 raise FileError(TWICE.format(show(source)))
         plain = None if parts else to_gguf(arch, source)
-        if plain is not None and plain in found:
+        if plain is not None and plain in tensors:
             raise FileError(TWICE.format(show(source)))
         if plain is not None:
-            found[plain] = _tensor(arch, plain, weights.spec(source), width, metadata)
-    found |= {name: stacked(of_expert) for name, of_expert in stacks.items()}
-    return dict(sorted(found.items(), key=lambda item: place_of(arch, item[0])))
+            tensors[plain] = _tensor(arch, plain, weights.spec(source), width, metadata)
+    tensors |= {name: stacked(experts) for name, experts in stacks.items()}
+    return dict(sorted(tensors.items(), key=lambda item: place_of(arch, item[0])))
 
 
-def stacked(of_expert: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
+def stacked(experts: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
     """Return the matrices of all experts as one stacked tensor; a shared expert's matrix is not stacked."""
-    count, first = len(of_expert), next(iter(of_expert.values()))
-    if {*of_expert} != {*range(count)} or any(each.shape != first.shape for each in of_expert.values()):
+    count, first = len(experts), next(iter(experts.values()))
+    if {*experts} != {*range(count)} or any(part.shape != first.shape for part in experts.values()):
         raise FileError(f"tensor {show(first.name)}: expected experts 0 to {count - 1} with equal shapes")
     shape = first.shape if first.name.endswith("_shexp.weight") else (count, *first.shape)
-    return replace(first, shape=shape, parts=tuple(of_expert[e].parts[0] for e in range(count)))
+    return replace(first, shape=shape, parts=tuple(experts[e].parts[0] for e in range(count)))
 
 
-def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Metadata) -> HuggingFaceTensor:
+def _tensor(arch: str, name: str, spec: TensorSpec, width: int, metadata: Metadata) -> HuggingFaceTensor:
     """Return one tensor. Raise FileError if its shape does not fit the order in which it is read."""
-    order, shape = order_of(arch, name), stored.shape
+    order, shape = order_of(arch, name), spec.shape
     if not shape or 0 in shape:
-        raise FileError(f"tensor {show(stored.name)}: expected at least one element, found shape {shape}")
+        raise FileError(f"tensor {show(spec.name)}: expected at least one element, found shape {shape}")
     if order == Order.TRANSPOSED:
         if len(shape) != 2:
-            raise FileError(f"tensor {show(stored.name)}: expected a matrix, found shape {shape}")
+            raise FileError(f"tensor {show(spec.name)}: expected a matrix, found shape {shape}")
         shape = shape[::-1]
     if order == Order.HALVES:
         key = "head_count" if ".attn_q." in name else "head_count_kv"
         rows = width * int(metadata[f"{GGUF_NAMES.get(arch, arch)}.attention.{key}"])
         if shape[0] != rows:
-            raise FileError(f"tensor {show(stored.name)}: expected {rows} rows by {CONFIG}, found {shape[0]}")
-    return HuggingFaceTensor(name, shape, stored.type, stored.name, order, width)
+            raise FileError(f"tensor {show(spec.name)}: expected {rows} rows by {CONFIG}, found {shape[0]}")
+    return HuggingFaceTensor(name, shape, spec.type, spec.name, order, width)
 
 
 def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied: bool) -> None:
@@ -276,15 +276,15 @@ def _factor(
     weights: SafetensorsModel, source: str, arch: str, keys: GGUFKeys
 ) -> tuple[str, HuggingFaceTensor]:
     """Return a factor's name in GGUF and the factor. Raise FileError for any other tensor."""
-    stored = weights.spec(source)
-    ours, theirs = next(((o, t) for o, t in ENDS.items() if source.endswith(t)), ("", ""))
-    stem = source.removeprefix(PREFIX).removesuffix(theirs)
-    target = to_gguf(arch, f"{stem}.weight") if ours and source.startswith(PREFIX) else None
-    if target is None or len(stored.shape) != 2 or 0 in stored.shape:
-        found = f"tensor {show(source)} of shape {stored.shape}"
-        raise FileError(f"expected {PREFIX}LAYER{ENDS[FIRST]} and {ENDS[SECOND]}, found {found}")
-    order, head = order_and_head(stored, target, ours, keys)
-    return target + ours, HuggingFaceTensor(target + ours, stored.shape, stored.type, source, order, head)
+    spec = weights.spec(source)
+    end, suffix = next(((e, s) for e, s in ENDS.items() if source.endswith(s)), ("", ""))
+    stem = source.removeprefix(PREFIX).removesuffix(suffix)
+    target = to_gguf(arch, f"{stem}.weight") if end and source.startswith(PREFIX) else None
+    if target is None or len(spec.shape) != 2 or 0 in spec.shape:
+        actual = f"tensor {show(source)} of shape {spec.shape}"
+        raise FileError(f"expected {PREFIX}LAYER{ENDS[FIRST]} and {ENDS[SECOND]}, found {actual}")
+    order, head = order_and_head(spec, target, end, keys)
+    return target + end, HuggingFaceTensor(target + end, spec.shape, spec.type, source, order, head)
 
 
 def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) -> tuple[Order, int]:

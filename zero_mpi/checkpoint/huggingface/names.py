@@ -27,12 +27,12 @@ def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, 
     column, end column). There are at most three parts: the end of a row, full rows, the start of a row."""
     while start < stop:
         row, column = divmod(start, width)
-        whole = (stop - start) // width if column == 0 else 0
-        if whole:
-            yield row, row + whole, 0, width
+        rows = (stop - start) // width if column == 0 else 0
+        if rows:
+            yield row, row + rows, 0, width
         else:
             yield row, row + 1, column, min(width, column + stop - start)
-        start += whole * width or min(width - column, stop - start)
+        start += rows * width or min(width - column, stop - start)
 
 
 def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> None:
@@ -47,8 +47,8 @@ def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> N
             for half in (0, 1):  # the folder has GGUF's even rows of a head first, then the odd rows
                 row, end = max(a, first), min(b, first + head)
                 row += (row + half) % 2
-                stored = row - row % head + row % 2 * (head // 2) + row % head // 2
-                _read_rows(read, stored * width + c, block[row - a : end - a : 2], width)
+                source = row - row % head + row % 2 * (head // 2) + row % head // 2
+                _read_rows(read, source * width + c, block[row - a : end - a : 2], width)
         at += block.size
 
 
@@ -101,15 +101,15 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str
     if block is None or arch not in MIXTURES:
         return
     module, single, joint = MIXTURES[arch]
-    one = re.fullmatch(rf"{module}\.experts\.(0|[1-9][0-9]{{,5}})\.(\w+)", block[2])
-    if one and one[2] in single and len(shape) == 2:
-        yield f"blk.{block[1]}.{single[one[2]]}.weight", int(one[1]), 0, shape
+    match = re.fullmatch(rf"{module}\.experts\.(0|[1-9][0-9]{{,5}})\.(\w+)", block[2])
+    if match and match[2] in single and len(shape) == 2:
+        yield f"blk.{block[1]}.{single[match[2]]}.weight", int(match[1]), 0, shape
     elif block[2] in joint and len(shape) == 2 + ("shared" not in block[2]):
-        ours = joint[block[2]]
-        rows, width = shape[-2] // len(ours), shape[-1]
-        for place in range(len(ours) * math.prod(shape[:-2])):
-            expert, part = divmod(place, len(ours))
-            yield f"blk.{block[1]}.{ours[part]}.weight", expert, place * rows * width, (rows, width)
+        stems = joint[block[2]]
+        rows, width = shape[-2] // len(stems), shape[-1]
+        for place in range(len(stems) * math.prod(shape[:-2])):
+            expert, part = divmod(place, len(stems))
+            yield f"blk.{block[1]}.{stems[part]}.weight", expert, place * rows * width, (rows, width)
 
 
 def parts_from(
@@ -121,12 +121,12 @@ def parts_from(
     """
     prefix, _, stem = name.removesuffix(".weight").rpartition(".")
     layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]
-    for theirs, ours in joint.items():
-        if not single and stem in ours:
-            joined = (*shape[:-2], shape[-2] * len(ours), shape[-1])
-            whole = (f"{layer}.{theirs}.weight", joined, [f"{prefix}.{each}.weight" for each in ours])
-            return [whole] if stem == ours[0] else []
-    last = next((theirs for theirs, ours in single.items() if ours == stem), None)
+    for hf, gguf in joint.items():
+        if not single and stem in gguf:
+            joined = (*shape[:-2], shape[-2] * len(gguf), shape[-1])
+            entry = (f"{layer}.{hf}.weight", joined, [f"{prefix}.{part}.weight" for part in gguf])
+            return [entry] if stem == gguf[0] else []
+    last = next((hf for hf, gguf in single.items() if gguf == stem), None)
     if last is None:
         return None
     return [(f"{layer}.{module}.experts.{e}.{last}.weight", shape[1:], [name]) for e in range(shape[0])]
@@ -139,10 +139,10 @@ def to_gguf(arch: str, name: str) -> str | None:
         return None
     stem, _, kind = name.removeprefix(family.prefix).rpartition(".")
     block = re.fullmatch(rf"{family.blocks}\.(0|[1-9][0-9]{{,5}})\.(.+)", stem)
-    found = family.inner.get(block[2]) if block else family.outer.get(stem)
-    if found is None or kind not in ("weight", "bias"):
+    gguf = family.inner.get(block[2]) if block else family.outer.get(stem)
+    if gguf is None or kind not in ("weight", "bias"):
         raise FileError(f"tensor {show(name)} is not one of the tensors of a {arch} model")
-    return f"blk.{block[1]}.{found}.{kind}" if block else f"{found}.{kind}"
+    return f"blk.{block[1]}.{gguf}.{kind}" if block else f"{gguf}.{kind}"
 
 
 def from_gguf(arch: str, name: str) -> str:
@@ -151,12 +151,12 @@ def from_gguf(arch: str, name: str) -> str:
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
     table = family.inner if block else family.outer
-    theirs = next((theirs for theirs, ours in table.items() if ours == (block[2] if block else stem)), None)
-    if theirs is None:
+    hf = next((hf for hf, gguf in table.items() if gguf == (block[2] if block else stem)), None)
+    if hf is None:
         raise FileError(f"tensor {show(name)} has no counterpart in a Hugging Face {arch} model")
     if block:
-        return f"{family.prefix}{family.blocks}.{block[1]}.{theirs}.{kind}"
-    return f"{theirs}.{kind}" if theirs == "lm_head" else f"{family.prefix}{theirs}.{kind}"
+        return f"{family.prefix}{family.blocks}.{block[1]}.{hf}.{kind}"
+    return f"{hf}.{kind}" if hf == "lm_head" else f"{family.prefix}{hf}.{kind}"
 
 
 def order_of(arch: str, name: str) -> Order:
@@ -171,7 +171,7 @@ def place_of(arch: str, name: str) -> tuple[int, int, int]:
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
     if block:
-        stacks = (name for joint in (JOINT, JOINT_GRANITE) for ours in joint.values() for name in ours)
+        stacks = (name for joint in (JOINT, JOINT_GRANITE) for names in joint.values() for name in names)
         inner = [*FAMILIES[arch].inner.values(), *stacks]
         return 1 + int(block[1]), inner.index(block[2]), int(kind == "bias")
     outer = list(FAMILIES[arch].outer.values()).index(stem)

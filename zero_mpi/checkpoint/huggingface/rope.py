@@ -54,8 +54,8 @@ def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
 
 def head_width(arch: str, settings: Settings) -> int:
     """Return the width of a head. Raise FileError for an odd width, because halves of heads are rotated."""
-    usual = settings.size("hidden_size") // settings.size("num_attention_heads")
-    width = settings.size("head_dim", ROTARY_CLASSES[arch].head_dim or max(usual, 1))
+    default = settings.size("hidden_size") // settings.size("num_attention_heads")
+    width = settings.size("head_dim", ROTARY_CLASSES[arch].head_dim or max(default, 1))
     if width > MAX_HEAD:
         raise FileError(f"head_dim: expected at most {MAX_HEAD}, found {width}")
     if width % 2:
@@ -81,9 +81,9 @@ def of_one_kind(arch: str, settings: Settings) -> Settings:
         return Settings({"num_key_value_heads": 8, "sliding_window": 4096} | dict(settings.values))
     if arch != "gemma3":
         return settings
-    found = object_of(settings, "rope_parameters")
-    full, local = object_of(Settings(found), FULL), object_of(Settings(found), SLIDING)
-    if found.keys() - {FULL, SLIDING}:
+    parameters = object_of(settings, "rope_parameters")
+    full, local = object_of(Settings(parameters), FULL), object_of(Settings(parameters), SLIDING)
+    if parameters.keys() - {FULL, SLIDING}:
         raise settings.fault("rope_parameters", "an object for each kind of layer")
     Settings(local).only({"rope_theta": (None, 10000.0), "rope_type": (None, "default")})
     rope = full | object_of(settings, "rope_scaling")
@@ -104,16 +104,16 @@ def rope_of(settings: Settings) -> Settings:
     As in transformers, the older format takes precedence, and a top-level original context does too.
     """
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
-    found = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
-    former, inside = settings.values.get(FORMER), found.get(FORMER)
+    parameters = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
+    former, nested = settings.values.get(FORMER), parameters.get(FORMER)
     if former is None and settings.values.get("model_type") == "phi3":
         former = FORMER_PHI3
-        if inside not in (None, former):
-            raise settings.fault(FORMER, f"{inside} also next to rope_scaling, where transformers reads it")
-    rope = Settings(found if former is None else found | {FORMER: former})
+        if nested not in (None, former):
+            raise settings.fault(FORMER, f"{nested} also next to rope_scaling, where transformers reads it")
+    rope = Settings(parameters if former is None else parameters | {FORMER: former})
     if settings.values.get("model_type") != "phi3":
         rope.only({PARTIAL: (None, 1.0)})
-    if any(isinstance(value, dict) for value in found.values()):
+    if any(isinstance(value, dict) for value in parameters.values()):
         raise settings.fault("rope_parameters", "one setting for all layers")
     return rope
 
@@ -137,9 +137,9 @@ def scaling_keys(settings: Settings) -> Metadata:
     if kind == "linear":
         return keys
     Settings({"truncate": True} | dict(rope.values)).only(ONLY_YARN)
-    usual = 1.0 + 0.1 * log(max(factor, 1.0))
-    if not math.isclose(rope.number("attention_factor", usual), usual, rel_tol=1e-6):
-        raise rope.fault("attention_factor", f"{usual:.6g}, the value that follows from the factor")
+    default = 1.0 + 0.1 * log(max(factor, 1.0))
+    if not math.isclose(rope.number("attention_factor", default), default, rel_tol=1e-6):
+        raise rope.fault("attention_factor", f"{default:.6g}, the value that follows from the factor")
     keys["rope.scaling.original_context_length"] = np.uint32(
         rope.size(FORMER, settings.size("max_position_embeddings"))
     )
@@ -152,21 +152,21 @@ def longrope_keys(settings: Settings) -> Metadata:
         return {}
     rope, context = rope_of(settings), settings.size("max_position_embeddings")
     former = rope.size(FORMER)
-    times = rope.number("factor", context / former)
-    usual = 1.0 if times <= 1 else math.sqrt(1 + log(times) / log(max(former, 2)))
-    found: Metadata = {"rope.scaling.attn_factor": np.float32(rope.number("attention_factor", usual))}
-    return found if former == context else found | {"rope.scaling.original_context_length": np.uint32(former)}
+    factor = rope.number("factor", context / former)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + log(factor) / log(max(former, 2)))
+    keys: Metadata = {"rope.scaling.attn_factor": np.float32(rope.number("attention_factor", default))}
+    return keys if former == context else keys | {"rope.scaling.original_context_length": np.uint32(former)}
 
 
 def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np.float32]]:
     """Return Phi 3's two tensors of divisors by their names. Each has shape (count,)."""
-    found, rope = {}, rope_of(settings)
+    factors, rope = {}, rope_of(settings)
     for tensor, name in LONG_FACTORS.items():
         values = rope.values.get(name)
         if not isinstance(values, list) or len(values) != count:
             raise rope.fault(name, f"a list of {count} numbers")
-        found[tensor] = np.array([Settings({name: value}).number(name) for value in values], np.float32)
-    return found
+        factors[tensor] = np.array([Settings({name: value}).number(name) for value in values], np.float32)
+    return factors
 
 
 def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
@@ -211,8 +211,8 @@ def llama3_factors(
     context, steps = np.float32(original_max_position_embeddings), high_freq_factor - low_freq_factor
     with np.errstate(all="ignore"):  # the reader refuses invalid divisors later
         waves = np.float32(2 * np.pi) * power(np.float32(base), exponents).astype(np.float32)
-        smooth = (context / waves - np.float32(low_freq_factor)) / np.float32(steps or 1)
-        between = 1 / ((1 - smooth) / np.float32(factor) + smooth)
-        out = np.where(waves > context / np.float32(low_freq_factor), np.float32(factor), between)
+        weight = (context / waves - np.float32(low_freq_factor)) / np.float32(steps or 1)
+        blend = 1 / ((1 - weight) / np.float32(factor) + weight)
+        out = np.where(waves > context / np.float32(low_freq_factor), np.float32(factor), blend)
         out = np.where(waves < context / np.float32(high_freq_factor), np.float32(1), out)
     return out.astype(np.float32)
