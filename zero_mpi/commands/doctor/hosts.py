@@ -57,7 +57,7 @@ STAGED = (
 def versions(job: Ranks) -> list[Row]:
     """Compare the versions of all ranks. A difference is bad, except in the version of mpi4py. Collective."""
     records = job.gather(installation(job.world) | {"mpi4py": installed("mpi4py") or "none"})
-    return [version(name, [each.get(name, "none") for each in records]) for name in records[0]]
+    return [version(name, [record.get(name, "none") for record in records]) for name in records[0]]
 
 
 def version(name: str, values: list[str]) -> Row:
@@ -151,7 +151,7 @@ def hosts(nodes: list[NodePlacement]) -> Iterator[Row]:
     """Yield a row for each of the first hosts, and one row for all remaining hosts."""
     for node in nodes[:FEW]:
         cores = f"{plural(len(node.cores), 'core')} ({ranges(node.cores)})"
-        bound = f"{span(len(one.cores) for one in node.placements)} for each rank"
+        bound = f"{span(len(placement.cores) for placement in node.placements)} for each rank"
         yield Row(f"host {node.name}", f"{ranks(node.ranks)} on {cores}, {bound}")
     if rest := nodes[FEW:]:
         yield Row("hosts", f"{len(rest):,} more, {span(len(node.ranks) for node in rest)} ranks on each")
@@ -172,8 +172,8 @@ def binding(nodes: list[NodePlacement]) -> Row:
     shared = list[str]()
     for node in nodes:
         bound: dict[tuple[int, ...], list[int]] = {}
-        for rank, one in zip(node.ranks, node.placements, strict=True):
-            bound.setdefault(one.cores, []).append(rank)
+        for rank, placement in zip(node.ranks, node.placements, strict=True):
+            bound.setdefault(placement.cores, []).append(rank)
         shared += [
             f"{ranks(members)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
             for cores, members in bound.items()
@@ -185,17 +185,17 @@ def binding(nodes: list[NodePlacement]) -> Row:
 
 def threads(nodes: list[NodePlacement]) -> Row:
     """Return the row on hosts whose ranks have too many threads for the cores, or leave cores idle."""
-    value, idle = f"{span(one.threads for node in nodes for one in node.placements)} for each rank", ""
+    value, idle = f"{span(rank.threads for node in nodes for rank in node.placements)} for each rank", ""
     for node in nodes:
-        most = min([max(1, node.usable // len(node.ranks)), *(len(one.cores) for one in node.placements)])
-        if max(one.threads for one in node.placements) > most:
+        most = min([max(1, node.usable // len(node.ranks)), *(len(rank.cores) for rank in node.placements)])
+        if max(rank.threads for rank in node.placements) > most:
             cores = f"{plural(most, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
-            was_set = any(one.threads_were_set for one in node.placements)
+            was_set = any(rank.threads_were_set for rank in node.placements)
             names = [name for name in environment.THREADS if was_set and name in os.environ]
             remedy = f"unset {' '.join(names)}" if names else "do not set the number of threads"
             value += f", but {cores}: up to 10 times slower"
             return Row("threads", value, NOTE, f"{remedy}, or train with --threads {most}")
-        free = node.usable - sum(one.threads for one in node.placements)
+        free = node.usable - sum(rank.threads for rank in node.placements)
         if free > 0 and not idle:
             idle = f"; {free} of {plural(node.usable, 'core')} of {node.name} idle"
     advice = "start more ranks, or train with --threads auto (last bits differ from those of one thread)"

@@ -91,6 +91,6 @@ def find_ranks(world: World, options: Namespace) -> Ranks:
     of_ranks = comm.allgather(platform.node() or world.mpi.Get_processor_name())
     names = list[str]()
     for name in (of_ranks[ranks[0]] for ranks in nodes):
-        count = sum(each.partition(" ")[0] == name for each in names) + 1
+        count = sum(host.partition(" ")[0] == name for host in names) + 1
         names.append(f"{name} ({count})" if count > 1 else name)
     return Ranks(world, MPIComm(), node, nodes, tuple(names), options)

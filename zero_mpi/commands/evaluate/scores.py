@@ -170,9 +170,9 @@ def lines(figures: Figures) -> Iterator[str]:
                 cells = [f"{right[score]:,} ({100 * shares[score]:.2f} %)" for score in BY]
                 yield f"{name:{width}} {' '.join(f'{cell:>20}' for cell in cells)}"
         stats = [name for name in OF_TASKS if name in rows[0]["choices"]]
-        yield f"{'':{width}}" + "".join(f" {each:>16}" for each in stats)
+        yield f"{'':{width}}" + "".join(f" {stat:>16}" for stat in stats)
         for name, row in zip(names, rows, strict=True):
-            yield f"{name:{width}}" + "".join(f" {number(row['choices'][each], 4):>16}" for each in stats)
+            yield f"{name:{width}}" + "".join(f" {number(row['choices'][stat], 4):>16}" for stat in stats)
 
 
 def about_text(text: dict[str, Any]) -> Iterator[str]:

@@ -123,9 +123,7 @@ def read_task(arguments: Sequence[str]) -> Task:
     settings, flags = given(make_parser(), arguments, SETTINGS)
     config = Config(init=flags.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
-    flags |= {
-        name: Path(flags[name]) for name in ("choices", "json", "imatrix", "top_k_out") if name in flags
-    }
+    flags |= {key: Path(flags[key]) for key in ("choices", "json", "imatrix", "top_k_out") if key in flags}
     if not config.data and "choices" not in flags:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
     if "kl" in flags and ("against" not in flags or not config.data):
@@ -135,11 +133,11 @@ def read_task(arguments: Sequence[str]) -> Task:
     )
     needs |= dict.fromkeys(("top_k", "temperature"), ("top_k_out", "a file: add --top-k-out FILE"))
     needs |= dict.fromkeys(("shots", "delimiter"), ("choices", "questions: add --task FILE"))
-    for name, (other, need) in needs.items():
-        if name in flags and not (config.data if other == "data" else other in flags):
-            raise UsageError(f"{spelled(name)} {shown(str(flags[name]))}: needs {need}")
-    for name, least in {"context": 1, "stride": 1, "windows": 1, "top_k": 1, "temperature": 1e-3}.items():
-        within(name, flags.get(name, 1), least)
+    for key, (other, need) in needs.items():
+        if key in flags and not (config.data if other == "data" else other in flags):
+            raise UsageError(f"{spelled(key)} {shown(str(flags[key]))}: needs {need}")
+    for key, least in {"context": 1, "stride": 1, "windows": 1, "top_k": 1, "temperature": 1e-3}.items():
+        within(key, flags.get(key, 1), least)
     flags["delimiter"] = flags.get("delimiter", " ").replace(r"\n", "\n")
     return Task(config, **flags)
 
@@ -245,7 +243,7 @@ def check_same_vocabulary(subject: Evaluated, base: Evaluated) -> None:
     """Raise UsageError if two models have different tokens according to their files."""
     sizes = subject.model.vocab_size, base.model.vocab_size
     problem = "" if sizes[0] == sizes[1] else f"{sizes[1]} tokens, expected {sizes[0]}"
-    ours, theirs = (GGUFKeys(each.keys).texts(TOKENS) or [] for each in (subject, base))
+    ours, theirs = (GGUFKeys(candidate.keys).texts(TOKENS) or [] for candidate in (subject, base))
     for place, (expected, token) in enumerate(zip(ours, theirs, strict=False)):
         if token != expected and not problem:
             problem = f"token {place} is {show(token)}, expected {show(expected)}"
