@@ -87,30 +87,30 @@ def command(world: World, arguments: Sequence[str]) -> int:
         world.on_root(lambda: check_target("--json", options.json))
     watchdog = Watchdog(world.rank, options.timeout, world.kill)
     watchdog.beat("finding the other ranks")
-    found = list[Row]()
+    rows = list[Row]()
     try:
-        where = find_ranks(world, options)
-        where.figures.update(
-            ranks=where.world.size, nodes=len(where.nodes), ranks_per_node=max(map(len, where.nodes))
+        job = find_ranks(world, options)
+        job.figures.update(
+            ranks=job.world.size, nodes=len(job.nodes), ranks_per_node=max(map(len, job.nodes))
         )
         for name, check in CHECKS:
             watchdog.beat(name)
-            for row in check(where):
-                found.append(row)
+            for row in check(job):
+                rows.append(row)
                 if world.rank == 0:
                     write(lines(row))
         if options.json is not None:
-            about = {
+            report = {
                 "zero_mpi": __version__,
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "hosts": [{"name": name, "ranks": list(ranks)} for ranks, name in where.named(where.nodes)],
-                **where.figures,
-                "rows": [asdict(row) for row in found],
+                "hosts": [{"name": name, "ranks": list(ranks)} for ranks, name in job.named(job.nodes)],
+                **job.figures,
+                "rows": [asdict(row) for row in rows],
             }
-            world.on_root(lambda: write_json("--json", options.json, about))
+            world.on_root(lambda: write_json("--json", options.json, report))
     finally:
         watchdog.stop()
-    counts = Counter(row.verdict for row in found)
+    counts = Counter(row.verdict for row in rows)
     if world.rank == 0:
         end = "a job would fail" if counts[BAD] else "a job would run"
         write([f"{counts[OK]} ok, {plural(counts[NOTE], 'note')}, {counts[BAD]} bad: {end}"])

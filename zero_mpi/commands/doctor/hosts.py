@@ -54,10 +54,10 @@ STAGED = (
 # ------------------------------------------------------------------------------------- versions, launcher
 
 
-def versions(where: Ranks) -> list[Row]:
+def versions(job: Ranks) -> list[Row]:
     """Compare the versions of all ranks. A difference is bad, except in the version of mpi4py. Collective."""
-    found = where.gather(installation(where.world) | {"mpi4py": installed("mpi4py") or "none"})
-    return [version(name, [each.get(name, "none") for each in found]) for name in found[0]]
+    records = job.gather(installation(job.world) | {"mpi4py": installed("mpi4py") or "none"})
+    return [version(name, [record.get(name, "none") for record in records]) for name in records[0]]
 
 
 def version(name: str, values: list[str]) -> Row:
@@ -67,7 +67,7 @@ def version(name: str, values: list[str]) -> Row:
         if value != first:
             others.setdefault(value, []).append(rank)
     if others:
-        text = ", ".join(few([f"{value} on {ranks(which)}" for value, which in others.items()]))
+        text = ", ".join(few([f"{value} on {ranks(members)}" for value, members in others.items()]))
         remedy = "install the same versions on all hosts, and start all ranks from one environment"
         if name == "BLAS":
             remedy = "use identical hosts, or set the same OPENBLAS_CORETYPE on all ranks"
@@ -77,16 +77,16 @@ def version(name: str, values: list[str]) -> Row:
     return Row(name, " ".join(first.split(", package")[0].split()))  # omit details of Open MPI
 
 
-def library(where: Ranks) -> Iterator[Row]:
+def library(job: Ranks) -> Iterator[Row]:
     """Check the launcher and the thread level of the MPI library."""
-    yield launcher(where.world.size)
-    yield thread_level(where.world.mpi)
+    yield launcher(job.world.size)
+    yield thread_level(job.world.mpi)
 
 
 def launcher(size: int, environ: Mapping[str, str] = os.environ) -> Row:
     """Return the row that says whether the launcher started one job of `size` ranks."""
-    if alone := split_into(size, environ):
-        return Row("launcher", f"it started {alone} processes, but each is a job of one rank", BAD, SAME_MPI)
+    if count := split_into(size, environ):
+        return Row("launcher", f"it started {count} processes, but each is a job of one rank", BAD, SAME_MPI)
     return Row("launcher", plural(size, "rank"))
 
 
@@ -124,11 +124,11 @@ class NodePlacement:
 
     @property
     def cores(self) -> list[int]:
-        return sorted({core for one in self.placements for core in one.cores})
+        return sorted({core for placement in self.placements for core in placement.cores})
 
     @property
     def usable(self) -> int:
-        quotas = [int(one.quota) for one in self.placements if one.quota is not None]
+        quotas = [int(placement.quota) for placement in self.placements if placement.quota is not None]
         return max(1, min([len(self.cores), *quotas]))
 
     @property
@@ -136,115 +136,115 @@ class NodePlacement:
         return len(self.ranks) > self.usable
 
 
-def cores(where: Ranks) -> list[Row]:
+def cores(job: Ranks) -> list[Row]:
     """Check the hosts, cores and threads of all ranks. Collective."""
     usable, count = tuple(sorted(os.sched_getaffinity(0))), ops.use_threads()
-    placements = where.gather(Placement(usable, count, environment.threads_were_set, environment.quota()))
-    found = [
-        NodePlacement(host, of, tuple(placements[rank] for rank in of))
-        for of, host in where.named(where.nodes)
+    placements = job.gather(Placement(usable, count, environment.threads_were_set, environment.quota()))
+    nodes = [
+        NodePlacement(host, members, tuple(placements[rank] for rank in members))
+        for members, host in job.named(job.nodes)
     ]
-    return [*hosts(found), crowding(found), binding(found), threads(found)]
+    return [*hosts(nodes), crowding(nodes), binding(nodes), threads(nodes)]
 
 
-def hosts(found: list[NodePlacement]) -> Iterator[Row]:
+def hosts(nodes: list[NodePlacement]) -> Iterator[Row]:
     """Yield a row for each of the first hosts, and one row for all remaining hosts."""
-    for node in found[:FEW]:
+    for node in nodes[:FEW]:
         cores = f"{plural(len(node.cores), 'core')} ({ranges(node.cores)})"
-        bound = f"{span(len(one.cores) for one in node.placements)} for each rank"
+        bound = f"{span(len(placement.cores) for placement in node.placements)} for each rank"
         yield Row(f"host {node.name}", f"{ranks(node.ranks)} on {cores}, {bound}")
-    if rest := found[FEW:]:
+    if rest := nodes[FEW:]:
         yield Row("hosts", f"{len(rest):,} more, {span(len(node.ranks) for node in rest)} ranks on each")
 
 
-def crowding(found: list[NodePlacement]) -> Row:
+def crowding(nodes: list[NodePlacement]) -> Row:
     """Return the row on hosts that have more ranks than cores."""
-    title, crowded = "ranks and cores", [node for node in found if node.is_crowded]
+    title, crowded = "ranks and cores", [node for node in nodes if node.is_crowded]
     if not crowded:
         return Row(title, "no host has more ranks than cores")
-    each = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
+    texts = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
     remedy = f"fine for a test; for speed start at most {min(node.usable for node in crowded)} per host"
-    return Row(title, ", ".join(few(each)), NOTE, remedy)
+    return Row(title, ", ".join(few(texts)), NOTE, remedy)
 
 
-def binding(found: list[NodePlacement]) -> Row:
+def binding(nodes: list[NodePlacement]) -> Row:
     """Return the row on ranks that share a core while another core has no rank."""
     shared = list[str]()
-    for node in found:
+    for node in nodes:
         bound: dict[tuple[int, ...], list[int]] = {}
-        for rank, one in zip(node.ranks, node.placements, strict=True):
-            bound.setdefault(one.cores, []).append(rank)
+        for rank, placement in zip(node.ranks, node.placements, strict=True):
+            bound.setdefault(placement.cores, []).append(rank)
         shared += [
-            f"{ranks(which)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
-            for cores, which in bound.items()
-            if len(which) > len(cores) and not node.is_crowded
+            f"{ranks(members)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
+            for cores, members in bound.items()
+            if len(members) > len(cores) and not node.is_crowded
         ]
     value = f"{', '.join(few(shared))} while other cores are free" if shared else "no rank shares a core"
     return assessed("binding", value, not shared, BIND)
 
 
-def threads(found: list[NodePlacement]) -> Row:
+def threads(nodes: list[NodePlacement]) -> Row:
     """Return the row on hosts whose ranks have too many threads for the cores, or leave cores idle."""
-    value, idle = f"{span(one.threads for node in found for one in node.placements)} for each rank", ""
-    for node in found:
-        most = min([max(1, node.usable // len(node.ranks)), *(len(one.cores) for one in node.placements)])
-        if max(one.threads for one in node.placements) > most:
+    value, idle = f"{span(rank.threads for node in nodes for rank in node.placements)} for each rank", ""
+    for node in nodes:
+        most = min([max(1, node.usable // len(node.ranks)), *(len(rank.cores) for rank in node.placements)])
+        if max(rank.threads for rank in node.placements) > most:
             cores = f"{plural(most, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
-            was_set = any(one.threads_were_set for one in node.placements)
+            was_set = any(rank.threads_were_set for rank in node.placements)
             names = [name for name in environment.THREADS if was_set and name in os.environ]
             remedy = f"unset {' '.join(names)}" if names else "do not set the number of threads"
             value += f", but {cores}: up to 10 times slower"
             return Row("threads", value, NOTE, f"{remedy}, or train with --threads {most}")
-        free = node.usable - sum(one.threads for one in node.placements)
+        free = node.usable - sum(rank.threads for rank in node.placements)
         if free > 0 and not idle:
             idle = f"; {free} of {plural(node.usable, 'core')} of {node.name} idle"
-    more = "start more ranks, or train with --threads auto (last bits differ from those of one thread)"
-    return assessed("threads", value + idle, not idle, more)
+    advice = "start more ranks, or train with --threads auto (last bits differ from those of one thread)"
+    return assessed("threads", value + idle, not idle, advice)
 
 
 # ----------------------------------------------------------------------------------------- load, limits
 
 
-def load(where: Ranks) -> Iterator[Row]:
+def load(job: Ranks) -> Iterator[Row]:
     """Check that no other programs slow down the measurements. Collective."""
 
     def busy_threads() -> int:
         """Return the minimum number of runnable threads on the host in SAMPLES samples; 0 if unknown."""
-        found = list[int]()
+        samples = list[int]()
         with contextlib.suppress(OSError):
             for _ in range(SAMPLES):
-                found.append(int((PROC / "loadavg").read_text().split()[3].partition("/")[0]))
+                samples.append(int((PROC / "loadavg").read_text().split()[3].partition("/")[0]))
                 time.sleep(PAUSE)
-        return min(found, default=0)
+        return min(samples, default=0)
 
-    seen = where.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
+    loads = job.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
     remedy = "the speeds below are measured while they run: wait until they end, or use another host"
-    for count, (threads, cores), name in zip(map(len, where.nodes), seen, where.names, strict=True):
+    for count, (threads, cores), name in zip(map(len, job.nodes), loads, job.names, strict=True):
         if threads > max(cores, count):
             others = f"{threads - count} threads of other programs run on {name}"
             yield Row("load", f"{others}, with {count} ranks of this job on {cores} cores", NOTE, remedy)
 
 
-def limits(where: Ranks) -> list[Row]:
+def limits(job: Ranks) -> list[Row]:
     """Check memory and limits of all hosts; store `memory_bytes_per_rank` for the JSON file. Collective."""
-    return limit_rows(where.of_nodes(read_limits), where)
+    return limit_rows(job.of_nodes(read_limits), job)
 
 
-def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
+def limit_rows(limits: list[Limits], job: Ranks) -> list[Row]:
     """Return the row on memory, and a few rows on limits that may be too low for a job."""
-    hosts = list(zip(found, map(len, where.nodes), strict=True))
+    hosts = list(zip(limits, map(len, job.nodes), strict=True))
     # Memory in bytes that each rank has if all ranks of its host use equal amounts.
-    each = where.figures["memory_bytes_per_rank"] = min(host.memory // count for host, count in hosts)
-    tight = next((host for host in found if host.memory != host.available), None)
+    share = job.figures["memory_bytes_per_rank"] = min(host.memory // count for host, count in hosts)
+    tight = next((host for host in limits if host.memory != host.available), None)
     limit = f"; a control group limits a host to {size(tight.group_memory or 0)}" if tight else ""
     most = max(count for _, count in hosts)
-    own = size(programs(most) + most * WITH_UCX)
-    value = f"{size(each)} for each rank{limit}; Python, libraries and MPI need {own} per host"
+    overhead = size(programs(most) + most * WITH_UCX)
+    value = f"{size(share)} for each rank{limit}; Python, libraries and MPI need {overhead} per host"
     remedy = "request more from the batch system (Slurm: --mem), or start fewer ranks per host"
-    memory = assessed("memory", value, each >= LEAST_MEMORY, remedy)
+    memory = assessed("memory", value, share >= LEAST_MEMORY, remedy)
     return [
         memory,
-        *[row for host, name in where.named(found) for row in harm(host, name, where.world.size)][:FEW],
+        *[row for host, name in job.named(limits) for row in harm(host, name, job.world.size)][:FEW],
     ]
 
 
@@ -267,11 +267,11 @@ def harm(host: Limits, name: str, count: int) -> Iterator[Row]:
 # ------------------------------------------------------------------------------------------ shared memory
 
 
-def shared_memory(where: Ranks) -> list[Row]:
+def shared_memory(job: Ranks) -> list[Row]:
     """Check the shared memory of all hosts. Collective."""
-    problems = where.gather(try_window(where) if where.node_comm is not None else "")
-    by_node = [next(filter(None, (problems[rank] for rank in of)), "") for of in where.nodes]
-    return shared_rows(where.of_nodes(free_bytes), by_node, where)
+    problems = job.gather(try_window(job) if job.node_comm is not None else "")
+    by_node = [next(filter(None, (problems[rank] for rank in members)), "") for members in job.nodes]
+    return shared_rows(job.of_nodes(free_bytes), by_node, job)
 
 
 def free_bytes() -> int:
@@ -282,38 +282,38 @@ def free_bytes() -> int:
         return 0
 
 
-def try_window(where: Ranks) -> str:
+def try_window(job: Ranks) -> str:
     """Test shared memory on this node. Return the problem, or "" if there is none. Collective."""
     from zero_mpi.comm.shared.memory import NoSharedMemory, Window  # needs an MPI library
 
-    node, here = where.node_comm, len(where.nodes[where.node])
+    node, count = job.node_comm, len(job.nodes[job.node])
     try:
-        made = Window(node, TRIAL, [(0, TRIAL)] if where.place == 0 else [])
+        window = Window(node, TRIAL, [(0, TRIAL)] if job.place == 0 else [])
     except NoSharedMemory as error:
         return str(error)
-    memory = made.hand_over()
-    memory[where.place :: here] = where.place % 251
-    made.fence()
+    memory = window.hand_over()
+    memory[job.place :: count] = job.place % 251
+    window.fence()
     node.Barrier()
-    made.fence()
-    others = [place for place in range(here) if (memory[place::here] != place % 251).any()]
+    window.fence()
+    others = [place for place in range(count) if (memory[place::count] != place % 251).any()]
     node.Barrier()  # no rank may free memory that another rank still reads
     del memory
-    made.free()
+    window.free()
     return f"writes of {plural(len(others), 'rank')} did not arrive" if others else ""
 
 
-def shared_rows(found: list[int], problems: list[str], where: Ranks) -> list[Row]:
-    """Return rows on shared memory. `found`: free bytes by host; `problems`: results of `try_window`."""
-    hosts = zip(found, map(len, where.nodes), where.names, strict=True)
+def shared_rows(free: list[int], problems: list[str], job: Ranks) -> list[Row]:
+    """Return rows on shared memory. `free`: free bytes by host; `problems`: results of `try_window`."""
+    hosts = zip(free, map(len, job.nodes), job.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
     value = f"{size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
     memory = assessed("shared memory", value, least >= SMALL, MORE_SHM)
-    broken = [f"{name}: {text}" for text, name in where.named(problems) if text]
+    broken = [f"{name}: {text}" for text, name in job.named(problems) if text]
     value = "created, written and read by all ranks of each host"
     if broken:
         value = f"{'; '.join(few(broken))}: a run would use messages"
-    elif where.node_comm is None:
+    elif job.node_comm is None:
         value = "not tried: one process without MPI"
     return [memory, assessed("shared window", value, not broken, MORE_SHM)]
 
@@ -333,33 +333,33 @@ class Devices:
     takes_memory: bool = False
 
 
-def cuda(where: Ranks) -> list[Row]:
+def cuda(job: Ranks) -> list[Row]:
     """Check the CUDA devices of all hosts. Collective."""
-    return device_rows(where.of_nodes(find_devices), where.names)
+    return device_rows(job.of_nodes(find_devices), job.names)
 
 
 def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER) -> Devices:
     """Return this host's devices. Without a driver, return no device and start no process."""
     if not any(map(os.path.exists, driver)):
         return Devices()
-    cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")
+    cupy = next((f"{name} {version}" for name in CUPY if (version := installed(name))), "")
     lines, end = run_probe(command, PROBE_SECONDS)
-    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # lines may be missing
-    if about.get("error") or not about.get("names"):
-        return Devices(error=about.get("error") or "the driver finds no device", cupy=cupy)
-    mpi = live.get("mpi") or live.get("error", "")
-    return Devices(tuple(about["names"]), about["driver"], "", cupy, mpi, bool(live.get("takes_memory")))
+    facts, transfer, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # lines may be missing
+    if facts.get("error") or not facts.get("names"):
+        return Devices(error=facts.get("error") or "the driver finds no device", cupy=cupy)
+    mpi = transfer.get("mpi") or transfer.get("error", "")
+    return Devices(tuple(facts["names"]), facts["driver"], "", cupy, mpi, bool(transfer.get("takes_memory")))
 
 
-def device_rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
+def device_rows(devices: list[Devices], names: tuple[str, ...]) -> list[Row]:
     """Return the rows on devices of all hosts, or a single row if no host has a CUDA driver."""
     rows, counts = list[Row](), list[str]()
-    for host, name in zip(found, names, strict=True):
+    for host, name in zip(devices, names, strict=True):
         counts.append(f"{len(host.names)} on {name}")
         if host.error:
             remedy = "run nvidia-smi on that host; reload or update its driver"
             rows.append(Row("CUDA", f"{name}: {host.error}", NOTE, remedy))
-        elif any(each.names or each.error for each in found):
+        elif any(each.names or each.error for each in devices):
             kinds = f"{plural(len(host.names), 'device')} ({', '.join(dict.fromkeys(host.names))})"
             cupy, aware = f"{name}: {host.cupy or 'not installed'}", "" if host.takes_memory else "no, "
             rows += [
@@ -367,7 +367,7 @@ def device_rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
                 assessed("CuPy", cupy, bool(host.cupy), "pip install 'zero-mpi[cuda12]' (or cuda13)"),
                 assessed("CUDA-aware MPI", f"{name}: {aware}{host.mpi}", host.takes_memory, STAGED),
             ]
-    if len({len(host.names) for host in found}) > 1:
+    if len({len(host.names) for host in devices}) > 1:
         text = f"hosts differ: {', '.join(counts)}"
         rows.append(Row("CUDA", text, NOTE, "start the job on identical hosts"))
     return rows or [Row("CUDA", "no CUDA device")]

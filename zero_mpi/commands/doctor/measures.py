@@ -61,36 +61,36 @@ class Trial:
     made: list[Path] = field(default_factory=list)
 
 
-def run_folder(where: Ranks) -> list[Row]:
+def run_folder(job: Ranks) -> list[Row]:
     """Test the run folder on all hosts and return rows on it. Collective."""
-    out = Path(where.options.out)
-    found: Trial = where.world.comm.broadcast_object(try_folder(out) if where.world.rank == 0 else None)
-    seen = where.of_nodes(lambda: bool(found.problem) or sees(found.folder))
-    if where.world.rank == 0:
-        if found.folder is not None:
-            shutil.rmtree(found.folder, ignore_errors=True)
+    out = Path(job.options.out)
+    trial: Trial = job.world.comm.broadcast_object(try_folder(out) if job.world.rank == 0 else None)
+    checks = job.of_nodes(lambda: bool(trial.problem) or sees(trial.folder))
+    if job.world.rank == 0:
+        if trial.folder is not None:
+            shutil.rmtree(trial.folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # a folder stays if another program has put files there
-            for folder in found.made:
+            for folder in trial.made:
                 folder.rmdir()
-    return list(folder_rows(out, found, [name for ok, name in where.named(seen) if not ok]))
+    return list(folder_rows(out, trial, [name for ok, name in job.named(checks) if not ok]))
 
 
 def try_folder(out: Path) -> Trial:
     """Test the run folder on rank 0 and return the results. The caller removes the test folder."""
-    found = Trial()
+    trial = Trial()
     try:
-        found.made += [folder for folder in (out, *out.parents) if not folder.exists()]
+        trial.made += [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
-        found.system, found.free = file_system(out), shutil.disk_usage(out).free
+        trial.system, trial.free = file_system(out), shutil.disk_usage(out).free
         folder = out / f".doctor-{os.getpid()}-{time.time_ns()}"
         folder.mkdir()
-        found.folder = folder
-        data, begun = os.urandom(BLOCK), time.perf_counter()
+        trial.folder = folder
+        data, start = os.urandom(BLOCK), time.perf_counter()
         with open(folder / "bytes", "wb", buffering=0) as file:
-            while found.written < TRIAL and time.perf_counter() - begun < LONGEST:
-                found.written += file.write(data)
+            while trial.written < TRIAL and time.perf_counter() - start < LONGEST:
+                trial.written += file.write(data)
             os.fsync(file.fileno())
-        found.synced = time.perf_counter() - begun
+        trial.synced = time.perf_counter() - start
         for text in ("first", "second"):  # two checkpoints of one step; the second must replace the first
             new = folders.begin(folders.step_folder(folder, 1))
             (new / folders.MODEL).write_text(text)
@@ -100,39 +100,39 @@ def try_folder(out: Path) -> Trial:
                 errno.EIO, f"a rename is not visible: `{folders.LATEST}` shows the first of two files"
             )
     except OSError as error:
-        found.problem = f"{error.filename or out}: {error.strerror or error}"
+        trial.problem = f"{error.filename or out}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            found.free = 0
-    return found
+            trial.free = 0
+    return trial
 
 
 def sees(trial: Path | None) -> bool:
     """Return whether this host sees rank 0's checkpoint within PATIENCE seconds."""
-    until = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE
     while trial is not None:
         with contextlib.suppress(OSError):
             return (trial / folders.LATEST / folders.MODEL).read_text() == "second"
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(POLL)
     return True
 
 
-def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
+def folder_rows(out: Path, trial: Trial, blind: list[str]) -> Iterator[Row]:
     """Yield the rows on the run folder. `blind`: names of the hosts that do not see the checkpoint."""
-    if found.problem:
-        full = found.free == 0 and found.folder is not None
+    if trial.problem:
+        full = trial.free == 0 and trial.folder is not None
         remedy = f"{'free some space' if full else 'make it writable'}, or use another folder: --out DIR"
-        yield Row("run folder", f"{out}: a run cannot save checkpoints there: {found.problem}", BAD, remedy)
+        yield Row("run folder", f"{out}: a run cannot save checkpoints there: {trial.problem}", BAD, remedy)
         return
-    models, free = found.free / BYTES_A_PARAMETER / 1e6, size(found.free)
-    value = f"{out} on {found.system.kind}, {free} free: enough to save {models:,.0f} million parameters"
+    models, free = trial.free / BYTES_A_PARAMETER / 1e6, size(trial.free)
+    value = f"{out} on {trial.system.kind}, {free} free: enough to save {models:,.0f} million parameters"
     remedy = "free some space: a checkpoint takes 12 bytes per parameter, and a run keeps 3 (--keep)"
-    if not found.system.lasting:
+    if not trial.system.lasting:
         remedy = "this folder is in the host's memory and is lost at a restart: use one on disk, --out DIR"
-    yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)
-    rate = found.written / max(found.synced, 1e-9)
-    value = f"{size(found.written)} written to disk in {seconds(found.synced)}, {size(rate)}/s"
+    yield assessed("run folder", value, trial.free >= LITTLE and trial.system.lasting, remedy)
+    rate = trial.written / max(trial.synced, 1e-9)
+    value = f"{size(trial.written)} written to disk in {seconds(trial.synced)}, {size(rate)}/s"
     remedy = "train with --async-save, save less often, or use a faster file system"
     yield assessed("disk", value, rate >= SLOW, remedy)
     value = "each host sees a checkpoint of rank 0"
@@ -155,33 +155,33 @@ def square_product(kind: Any) -> Callable[[], object]:
 def rate(seconds: float, product: Callable[[], object]) -> float:
     """Compute products for `seconds`, but at least one product. Return this rank's FLOP per second."""
     product()  # starts the library's threads
-    begun, count = time.perf_counter(), 0
-    while count == 0 or time.perf_counter() - begun < seconds:
+    start, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - start < seconds:
         product()
         count += 1
-    return 2.0 * EDGE**3 * count / (time.perf_counter() - begun)
+    return 2.0 * EDGE**3 * count / (time.perf_counter() - start)
 
 
-def products(where: Ranks) -> Iterator[Row]:
+def products(job: Ranks) -> Iterator[Row]:
     """Measure products on all ranks at once; store the median and the lowest rate. Collective."""
-    where.world.node_by_node(lambda: ops.prepare(say if where.world.rank == 0 else None))
-    where.comm.barrier()
-    rates = where.gather(rate(PRODUCTS[where.options.quick], square_product(np.float32)))
-    where.figures["flops_per_second_per_rank"] = statistics.median(rates)
-    where.figures["flops_per_second_slowest_rank"] = min(rates)
-    return rate_rows(rates, where)
+    job.world.node_by_node(lambda: ops.prepare(say if job.world.rank == 0 else None))
+    job.comm.barrier()
+    rates = job.gather(rate(PRODUCTS[job.options.quick], square_product(np.float32)))
+    job.figures["flops_per_second_per_rank"] = statistics.median(rates)
+    job.figures["flops_per_second_slowest_rank"] = min(rates)
+    return rate_rows(rates, job)
 
 
-def rate_rows(rates: list[float], where: Ranks) -> Iterator[Row]:
+def rate_rows(rates: list[float], job: Ranks) -> Iterator[Row]:
     """Yield rows on the rates and on slow hosts. With two hosts, the faster host's rate is the median."""
     spread = " to ".join(dict.fromkeys((gigaflops(min(rates)), gigaflops(max(rates)))))
     total = f"{gigaflops(sum(rates))} in total (fp32 matmuls, all ranks at once)"
     yield Row("speed", f"{spread} GFLOP/s per rank, {total}")
-    hosts = [statistics.mean(rates[rank] for rank in ranks) for ranks in where.nodes]
+    hosts = [statistics.mean(rates[rank] for rank in ranks) for ranks in job.nodes]
     if len(hosts) == 1:
         return
     shares = [100 * host / statistics.median_high(hosts) for host in hosts]
-    slow = [f"{name} at {x:.0f} % of the median" for x, name in where.named(shares) if x < 100 * BEHIND]
+    slow = [f"{name} at {x:.0f} % of the median" for x, name in job.named(shares) if x < 100 * BEHIND]
     value = f"the slowest has {min(shares):.0f} % of the median"
     if slow:
         value = f"{', '.join(few(slow))}: all ranks wait for the slowest host"
@@ -194,71 +194,71 @@ def gigaflops(flops: float) -> str:
     return f"{flops / 1e9:.{0 if flops >= 1e10 else 1}f}"
 
 
-def low_precision(where: Ranks) -> Iterator[Row]:
+def low_precision(job: Ranks) -> Iterator[Row]:
     """Measure bfloat16 products on all ranks at once and compare them with float32. Collective."""
     library, reason = ops.products(BFLOAT16)
-    where.comm.barrier()
-    seconds = PRODUCTS[where.options.quick]
-    rates = where.gather(rate(seconds, square_product(BFLOAT16)) if library else 0.0)
-    median = where.figures["bf16_flops_per_second_per_rank"] = statistics.median(rates)
+    job.comm.barrier()
+    seconds = PRODUCTS[job.options.quick]
+    rates = job.gather(rate(seconds, square_product(BFLOAT16)) if library else 0.0)
+    median = job.figures["bf16_flops_per_second_per_rank"] = statistics.median(rates)
     value = f"--precision bf16 would be slower than fp32: {reason or 'some ranks have no library'}"
     if min(rates):
-        times = median / where.figures["flops_per_second_per_rank"]
-        value = f"{library}: {gigaflops(median)} GFLOP/s per rank, {times:.1f} times fp32"
+        ratio = median / job.figures["flops_per_second_per_rank"]
+        value = f"{library}: {gigaflops(median)} GFLOP/s per rank, {ratio:.1f} times fp32"
     yield Row("bf16", value)
 
 
 # ----------------------------------------------------------------------------------------------- messages
 
 
-def across(where: Ranks) -> tuple[list[int], int]:
+def across(job: Ranks) -> tuple[list[int], int]:
     """Return this rank's ring (one rank per node; [] if a node has too few ranks) and the number of rings."""
-    sharing = min(map(len, where.nodes))
-    return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
+    rings = min(map(len, job.nodes))
+    return [ranks[job.place] for ranks in job.nodes] if job.place < rings else [], rings
 
 
-def links(where: Ranks) -> Iterator[Row]:
+def links(job: Ranks) -> Iterator[Row]:
     """Measure all links; store the results as `links`. Collective."""
-    found = where.figures["links"] = dict[str, Any](node=None, between=None)
-    if len(where.nodes) < where.world.size:
-        found["node"] = measure(where, where.nodes[where.node], 1)
-        yield Row("link in a node", text_of(found["node"]))
-    if len(where.nodes) > 1:
-        found["between"] = measure(where, *across(where))
-        yield network(found["between"])
-    if where.world.size == 1:
+    links = job.figures["links"] = dict[str, Any](node=None, between=None)
+    if len(job.nodes) < job.world.size:
+        links["node"] = measure(job, job.nodes[job.node], 1)
+        yield Row("link in a node", text_of(links["node"]))
+    if len(job.nodes) > 1:
+        links["between"] = measure(job, *across(job))
+        yield network(links["between"])
+    if job.world.size == 1:
         yield Row("links", "not measured: only one rank")
 
 
-def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]:
+def measure(job: Ranks, ring: Sequence[int], rings: int) -> dict[str, float]:
     """Measure a link. Return the link's seconds per message and seconds per byte. Collective.
 
-    `ring`: ranks that pass a message on, or [] if this rank does not; `sharing`: number of rings on the link.
+    `ring`: ranks that pass a message on, or [] if this rank does not; `rings`: number of rings on the link.
     """
-    large = LARGE[where.options.quick] // sharing
-    alpha = seconds_of(where, ring, SMALL)
-    beta = max(seconds_of(where, ring, large) - alpha, 0.0) / (large * sharing)
+    large = LARGE[job.options.quick] // rings
+    alpha = seconds_of(job, ring, SMALL)
+    beta = max(seconds_of(job, ring, large) - alpha, 0.0) / (large * rings)
     return {"alpha_seconds": alpha, "beta_seconds_per_byte": beta}
 
 
-def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
+def seconds_of(job: Ranks, ring: Sequence[int], nbytes: int) -> float:
     """Return the seconds in which each rank of a ring sends `nbytes` to its successor. Collective."""
-    sent, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    place = ring.index(where.world.rank) if len(ring) > 1 else None
+    message, buffer = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    place = ring.index(job.world.rank) if len(ring) > 1 else None
 
     def once() -> float:
-        where.comm.barrier()
-        begun = time.perf_counter()
+        job.comm.barrier()
+        start = time.perf_counter()
         if place is not None:
             after, before = ring[(place + 1) % len(ring)], ring[place - 1]
-            where.world.mpi.COMM_WORLD.Sendrecv(sent, after, recvbuf=theirs, source=before)
-        return time.perf_counter() - begun
+            job.world.mpi.COMM_WORLD.Sendrecv(message, after, recvbuf=buffer, source=before)
+        return time.perf_counter() - start
 
     once()  # the first call opens connections
-    budget = MESSAGES[where.options.quick]
-    repeats = min(MOST, max(FEWEST, int(budget / max(*where.gather(once()), 1e-9))))
-    times = where.gather([once() for _ in range(repeats)])
-    return float(statistics.median(max(together) for together in zip(*times, strict=True)))
+    budget = MESSAGES[job.options.quick]
+    repeats = min(MOST, max(FEWEST, int(budget / max(*job.gather(once()), 1e-9))))
+    times = job.gather([once() for _ in range(repeats)])
+    return float(statistics.median(max(repeat) for repeat in zip(*times, strict=True)))
 
 
 def text_of(link: dict[str, float]) -> str:

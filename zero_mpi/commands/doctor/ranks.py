@@ -32,8 +32,8 @@ class Row:
         assert (self.verdict == OK) == (not self.remedy), f"{self.what}: expected a remedy unless ok"
 
 
-def assessed(what: str, value: str, fine: bool, remedy: str, fault: str = NOTE) -> Row:
-    return Row(what, value) if fine else Row(what, value, fault, remedy)
+def assessed(name: str, value: str, fine: bool, remedy: str, fault: str = NOTE) -> Row:
+    return Row(name, value) if fine else Row(name, value, fault, remedy)
 
 
 def lines(row: Row) -> Iterator[str]:
@@ -66,16 +66,16 @@ class Ranks:
     def place(self) -> int:
         return self.nodes[self.node].index(self.world.rank)
 
-    def named(self, found: Sequence[T]) -> Iterator[tuple[T, str]]:
-        return zip(found, self.names, strict=True)
+    def named(self, values: Sequence[T]) -> Iterator[tuple[T, str]]:
+        return zip(values, self.names, strict=True)
 
     def gather(self, value: Any) -> list[Any]:
         return self.comm.allgather_object(value)
 
     def of_nodes(self, inspect: Callable[[], Any]) -> list[Any]:
         """Return the results of inspect() on each node's first rank. It must not communicate. Collective."""
-        seen = self.gather(inspect() if self.place == 0 else None)
-        return [seen[ranks[0]] for ranks in self.nodes]
+        results = self.gather(inspect() if self.place == 0 else None)
+        return [results[ranks[0]] for ranks in self.nodes]
 
 
 def find_ranks(world: World, options: Namespace) -> Ranks:
@@ -85,12 +85,12 @@ def find_ranks(world: World, options: Namespace) -> Ranks:
     from zero_mpi.comm.mpi import MPIComm  # needs an MPI library
     from zero_mpi.comm.topology import find_topology, node_communicator
 
-    everybody = world.mpi.COMM_WORLD
-    node = node_communicator(everybody)
-    nodes = find_topology(everybody, node).members
-    of_ranks = everybody.allgather(platform.node() or world.mpi.Get_processor_name())
+    comm = world.mpi.COMM_WORLD
+    node = node_communicator(comm)
+    nodes = find_topology(comm, node).members
+    of_ranks = comm.allgather(platform.node() or world.mpi.Get_processor_name())
     names = list[str]()
     for name in (of_ranks[ranks[0]] for ranks in nodes):
-        count = sum(each.partition(" ")[0] == name for each in names) + 1
+        count = sum(host.partition(" ")[0] == name for host in names) + 1
         names.append(f"{name} ({count})" if count > 1 else name)
     return Ranks(world, MPIComm(), node, nodes, tuple(names), options)

@@ -46,9 +46,9 @@ class Question(NamedTuple):
     line: int = 0
 
 
-def prompt_of(question: str, before: str = "") -> str:
+def prompt_of(question: str, passage: str = "") -> str:
     """Return the prompt for a question in the form that most data sets use."""
-    return before + "Question: " + question + "\nAnswer:"
+    return passage + "Question: " + question + "\nAnswer:"
 
 
 def hellaswag(v: Any) -> Question:
@@ -66,8 +66,8 @@ def labelled(context: str, v: Any) -> Question:
 
 def lettered(question: str, answers: Sequence[str], right: int, front: str = "") -> Question:
     """Return a question that lists its answers and asks for the letter of the right answer."""
-    listed = ["\n" + letter + ". " + text for letter, text in zip(LETTERS, answers, strict=False)]
-    return Question(["".join([question, *listed, "\nAnswer:"])], LETTERS[: len(answers)], right, front=front)
+    lines = ["\n" + letter + ". " + text for letter, text in zip(LETTERS, answers, strict=False)]
+    return Question(["".join([question, *lines, "\nAnswer:"])], LETTERS[: len(answers)], right, front=front)
 
 
 def mmlu(v: Any) -> Question:
@@ -88,8 +88,8 @@ def winogrande(v: Any) -> Question:
 
 
 def lambada(v: Any) -> Question:
-    before, _, last = v["text"].rpartition(" ")
-    return Question([before], [last], 0, LAST)
+    context, _, word = v["text"].rpartition(" ")
+    return Question([context], [word], 0, LAST)
 
 
 FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function; the first match is used
@@ -121,16 +121,16 @@ FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function;
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
     """Flatten the nested answers of a line in AI2's own files; return any other line unchanged."""
-    inside = value.get("question")
-    if not isinstance(inside, dict) or not isinstance(inside.get("choices"), list):
+    question = value.get("question")
+    if not isinstance(question, dict) or not isinstance(question.get("choices"), list):
         return value
     table = {
-        name: [each.get(name) for each in inside["choices"] if isinstance(each, dict)]
+        name: [choice.get(name) for choice in question["choices"] if isinstance(choice, dict)]
         for name in ("text", "label")
     }
     book = re.fullmatch(r"\d+-\d+", str(value.get("id")))  # OpenBookQA's ids differ from those of ARC
-    stem = {"question_stem" if book else "question": inside.get("stem")}
-    return {**{k: v for k, v in value.items() if k != "question"}, **inside, **stem, "choices": table}
+    stem = {"question_stem" if book else "question": question.get("stem")}
+    return {**{k: v for k, v in value.items() if k != "question"}, **question, **stem, "choices": table}
 
 
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
@@ -138,20 +138,20 @@ def published(line: int, value: dict[str, Any], name: str = "", delimiter: str =
 
     If the fields fit several forms, the file's `name` decides. `delimiter` precedes answers in CORE.
     """
-    has = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
-    fields = next((each for each in FORMS if has.issuperset(each.split())), None)
+    names = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
+    fields = next((each for each in FORMS if names.issuperset(each.split())), None)
     if fields is None:
         return None
     try:
-        made = FORMS[fields](value)
-        contexts, answers, right = made.contexts, made.answers, int(made.right)
-        many = all(isinstance(value[each], list | dict) for each in MANY & value.keys())
-        if many and all(map(is_text, [*contexts, *answers])) and right in range(len(answers)):
-            if made.span in CORE:
+        question = FORMS[fields](value)
+        contexts, answers, right = question.contexts, question.answers, int(question.right)
+        are_lists = all(isinstance(value[each], list | dict) for each in MANY & value.keys())
+        if are_lists and all(map(is_text, [*contexts, *answers])) and right in range(len(answers)):
+            if question.span in CORE:
                 contexts = [each + delimiter for each in contexts]
-            elif made.span != TEXT:
+            elif question.span != TEXT:
                 answers = [" " + each for each in answers]
-            return made._replace(contexts=contexts, answers=answers, right=right, line=line)
+            return question._replace(contexts=contexts, answers=answers, right=right, line=line)
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise ValueError(f"expected {fields.replace(' ', ', ')} as they are published, found {quoted(value)}")
@@ -161,15 +161,15 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
     """Return the questions, each after `shots` solved questions drawn from the file, as in CORE."""
     if not 0 <= shots < max(1, len(questions)):
         raise UsageError(f"--shots {shots}: expected fewer than the {len(questions)} questions of the file")
-    order, found = [*range(len(questions))], [*questions]
+    order, copies = [*range(len(questions))], [*questions]
     shots_of = [f"{q.contexts[q.right % len(q.contexts)]}{q.answers[q.right]}\n\n" for q in questions]
     Random(1337).shuffle(order)
     for number, place in enumerate(order):
-        drawn = Random(1234 + number).sample(range(len(order) - 1), shots)
-        front = "".join(shots_of[order[other + (other >= number)]] for other in drawn)
-        front = found[place].front + front
-        found[place] = found[place]._replace(contexts=[front + each for each in found[place].contexts])
-    return found
+        sample = Random(1234 + number).sample(range(len(order) - 1), shots)
+        front = "".join(shots_of[order[other + (other >= number)]] for other in sample)
+        front = copies[place].front + front
+        copies[place] = copies[place]._replace(contexts=[front + each for each in copies[place].contexts])
+    return copies
 
 
 Ids = NDArray[np.int64]
@@ -202,10 +202,10 @@ class EncodedChoices:
 
 def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
     """Return the questions in a file. Raise FileError that names an invalid line and its fault."""
-    found = list(each_line(path, "--choices", partial(one_choice, path.name, delimiter)))
-    if not found:
+    questions = list(each_line(path, "--choices", partial(one_choice, path.name, delimiter)))
+    if not questions:
         raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
-    return found
+    return questions
 
 
 def one_choice(name: str, delimiter: str, line: int, value: Any) -> Question:
@@ -213,18 +213,18 @@ def one_choice(name: str, delimiter: str, line: int, value: Any) -> Question:
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
     value = flat(value)
-    if (found := published(line, value, name, delimiter)) is not None:
-        return found
+    if (choice := published(line, value, name, delimiter)) is not None:
+        return choice
     names = [name for name in QUESTION if name in value]
     if len(names) != 1:
-        has = " and ".join(names) or ", ".join(map(show, list(value)[:5])) or "nothing"
-        raise ValueError(f"{EXPECTED}, with one of question and context, found {has}")
+        keys = " and ".join(names) or ", ".join(map(show, list(value)[:5])) or "nothing"
+        raise ValueError(f"{EXPECTED}, with one of question and context, found {keys}")
     question, answers, right = value[names[0]], value.get("answers"), value.get("right")
     if not is_text(question):
         raise ValueError(f"{names[0]}: expected a text, found {quoted(question)}")
     if not isinstance(answers, list) or not 2 <= len(answers) <= MOST_ANSWERS:
-        came = len(answers) if isinstance(answers, list) else quoted(answers)
-        raise ValueError(f"answers: expected a list of 2 to {MOST_ANSWERS} texts, found {came}")
+        count = len(answers) if isinstance(answers, list) else quoted(answers)
+        raise ValueError(f"answers: expected a list of 2 to {MOST_ANSWERS} texts, found {count}")
     for answer in answers:
         if not is_text(answer) or not answer:
             raise ValueError(f"answers: expected texts that are not empty, found {quoted(answer)}")
@@ -248,48 +248,48 @@ def encode_choices(
     `bos` comes before each question. Questions of CORE, or with a scored first token, begin with BOS or EOS.
     Raises FileError if an answer is longer than `context` positions or has no token.
     """
-    read = with_shots(read_choices(path, delimiter), shots)
-    found = EncodedChoices(span=read[0].span)
+    questions = with_shots(read_choices(path, delimiter), shots)
+    choices = EncodedChoices(span=questions[0].span)
     edge = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None][:1]
-    for each in read:
-        where = f"--choices {shown(path)}, line {each.line}"
-        if each.span != found.span:
-            raise FileError(f"{where}: expected the same form as in the first line")
-        letters = sum(map(len, each.answers)) + len(each.answers) * max(map(len, each.contexts))
+    for question in questions:
+        place = f"--choices {shown(path)}, line {question.line}"
+        if question.span != choices.span:
+            raise FileError(f"{place}: expected the same form as in the first line")
+        letters = sum(map(len, question.answers)) + len(question.answers) * max(map(len, question.contexts))
         if letters > MOST_LETTERS:
             raise FileError(
-                f"{where}: question and answers have {letters} characters, expected at most {MOST_LETTERS}"
+                f"{place}: question and answers have {letters} characters, expected at most {MOST_LETTERS}"
             )
-        first = edge if each.span in CORE else [] if bos is None else [bos]
-        rows = list(rows_of(each, tokenizer, first, edge, context))
+        first = edge if question.span in CORE else [] if bos is None else [bos]
+        rows = list(rows_of(question, tokenizer, first, edge, context))
         for ids, start in rows:
-            over = max(0, len(ids) - context - 1)
-            if not 0 < start - over < len(ids) - over:
+            excess = max(0, len(ids) - context - 1)
+            if not 0 < start - excess < len(ids) - excess:
                 problem = f"an answer has {len(ids) - start} of {len(ids)} tokens"
-                raise FileError(f"{where}: {problem}, expected 1 to {context} (the model's context)")
-            found.sequences.append(ids[over:])
-            found.starts.append(start - over)
-            found.cut += over > 0
-        found.answers += [*each.answers, *[""] * (len(rows) - len(each.answers))]
-        found.counts.append(len(rows))
-        found.right.append(each.right)
-    return found
+                raise FileError(f"{place}: {problem}, expected 1 to {context} (the model's context)")
+            choices.sequences.append(ids[excess:])
+            choices.starts.append(start - excess)
+            choices.cut += excess > 0
+        choices.answers += [*question.answers, *[""] * (len(rows) - len(question.answers))]
+        choices.counts.append(len(rows))
+        choices.right.append(question.right)
+    return choices
 
 
 def rows_of(
-    each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
+    question: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
 ) -> Iterator[tuple[Ids, int]]:
     """Yield each answer's ids (BOS or EOS, question, answer) and the index of its first scored id."""
-    texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
-    texts += [text.rstrip() for text in each.contexts]
-    every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
-    every = [ids if ids[:1].tolist() == first else np.append(first, ids).astype(np.int64) for ids in every]
-    rows, alone = every[: len(each.answers)], every[len(each.answers) :]
-    same = in_common(rows) if each.span == DIFFERING else 0
-    last = in_common([ids[::-1] for ids in rows]) if each.span == COMMON else 0
-    for ids, question in zip(rows, cycle(alone), strict=False):
-        start = same or (len(ids) - last if last else in_common([ids, question]))
-        if each.span == TEXT:  # windows overlap, but each token is scored once
+    texts = [lead + answer for lead, answer in zip(cycle(question.contexts), question.answers, strict=False)]
+    texts += [text.rstrip() for text in question.contexts]
+    arrays = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
+    arrays = [ids if ids[:1].tolist() == first else np.append(first, ids).astype(np.int64) for ids in arrays]
+    rows, prompts = arrays[: len(question.answers)], arrays[len(question.answers) :]
+    prefix = in_common(rows) if question.span == DIFFERING else 0
+    suffix = in_common([ids[::-1] for ids in rows]) if question.span == COMMON else 0
+    for ids, prompt in zip(rows, cycle(prompts), strict=False):
+        start = prefix or (len(ids) - suffix if suffix else in_common([ids, prompt]))
+        if question.span == TEXT:  # windows overlap, but each token is scored once
             ids = np.append(edge, ids).astype(np.int64)
             for place in range(1, len(ids), context):
                 end = min(place + context, len(ids))
@@ -303,6 +303,6 @@ def rows_of(
 
 def in_common(rows: Sequence[Ids]) -> int:
     """Return the length of the common beginning of all rows."""
-    least = min(map(len, rows))
-    same = np.logical_and.reduce([row[:least] == rows[0][:least] for row in rows])
-    return int(np.append(same, False).argmin())
+    length = min(map(len, rows))
+    equal = np.logical_and.reduce([row[:length] == rows[0][:length] for row in rows])
+    return int(np.append(equal, False).argmin())

@@ -70,9 +70,9 @@ def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
 
     choices: EncodedChoices | None = world.run_on_root(read_questions)
     if task.config.data:
-        notes, read = list[str](), list[Corpus]()
-        world.run_on_root_with_beat(lambda beat: read.append(read_text(task, opened, beat)))
-        corpus = share_corpus(world.comm, read[0] if read else None, notes)
+        notes, corpora = list[str](), list[Corpus]()
+        world.run_on_root_with_beat(lambda beat: corpora.append(read_text(task, opened, beat)))
+        corpus = share_corpus(world.comm, corpora[0] if corpora else None, notes)
         cut = cut_up(corpus.parts[0], opened.config.context, task.stride)
         for note in (*corpus.notes, *cut.notes(), *notes) if world.rank == 0 else ():
             if not isinstance(note, Remark):
@@ -177,8 +177,8 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     sets = [found for found in (dataset.windows, *dataset.answers) if found is not None]
     models, first = [], opened.candidates[0]
     importance = None if task.imatrix is None else measuring.Importance(first.model, world.comm)
-    for subject, seen in zip(opened.candidates, (importance, None), strict=False):
-        losses = measuring.measure(world, opened.config, subject, sets, watchdog, seen)
+    for subject, matrix in zip(opened.candidates, (importance, None), strict=False):
+        losses = measuring.measure(world, opened.config, subject, sets, watchdog, matrix)
         models.append(figures_of(task, subject, dataset, losses))
     found = joined(dataset, models)
     text = dataset.text
@@ -187,14 +187,14 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
         arguments = task.imatrix, totals, texts, text["windows"], text["context"]
         world.on_root(lambda: write_importance(*arguments))
     if task.kl and dataset.windows is not None:
-        compared = opened.candidates, dataset.windows, text["tokens"]
-        found["divergence"] = measuring.divergence(world, opened.config, *compared, watchdog)
+        operands = opened.candidates, dataset.windows, text["tokens"]
+        found["divergence"] = measuring.divergence(world, opened.config, *operands, watchdog)
     if task.top_k_out is not None and dataset.windows is not None:
         vocab = first.model.vocab_size
         if task.top_k > vocab:
             raise UsageError(f"--top-k {task.top_k}: the model has only {vocab} tokens")
-        made_of = text["tokens_of_the_text"], vocab, text["sha256"], fingerprint(opened.tokenizer)
-        teacher = TeacherFile(task.top_k, float(task.temperature), *made_of)
+        facts = text["tokens_of_the_text"], vocab, text["sha256"], fingerprint(opened.tokenizer)
+        teacher = TeacherFile(task.top_k, float(task.temperature), *facts)
         with measuring.opened_module(world, opened.config, first, watchdog) as module:
             measuring.write_top_k(world, module, dataset.windows, task.top_k_out, teacher)
             del module
@@ -203,7 +203,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
 
 def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: list[Array]) -> Figures:
     """Return the results of one model. `losses` has an array for the windows, then arrays for the answers."""
-    found: Figures = {
+    figures: Figures = {
         "model": subject.title,
         "arch": subject.model.arch,
         "parameters": elements(subject.model),
@@ -211,19 +211,19 @@ def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: 
     }
     if dataset.windows is not None:
         nats, *losses = losses
-        found["text"] = text_figures(nats, dataset.tokens, dataset.text["bytes"])
+        figures["text"] = text_figures(nats, dataset.tokens, dataset.text["bytes"])
     if dataset.choices is not None:
-        found["choices"] = choice_figures(losses[0], dataset.choices, *losses[1:])
-    return found
+        figures["choices"] = choice_figures(losses[0], dataset.choices, *losses[1:])
+    return figures
 
 
 def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
     """Return the facts about the data, the results of each model, and the difference between two models."""
-    found: Figures = {}
+    figures: Figures = {}
     if dataset.windows is not None:
-        found["text"] = dataset.text
+        figures["text"] = dataset.text
     if (choices := dataset.choices) is not None:
-        found["choices"] = {
+        figures["choices"] = {
             "questions": len(choices.counts),
             "answers": len(choices.sequences),
             "right": choices.right,
@@ -231,10 +231,10 @@ def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
             "answer_tokens": measuring.grouped(choices.tokens, choices.counts),
             "answer_bytes": measuring.grouped(choices.nbytes, choices.counts),
         }
-    found["models"] = models
+    figures["models"] = models
     if len(models) > 1:
-        found["difference"] = differences(models[0], models[1], dataset.tokens)
-    return found
+        figures["difference"] = differences(models[0], models[1], dataset.tokens)
+    return figures
 
 
 def main() -> None:

@@ -69,11 +69,11 @@ class WindowSet:
 
     def places(self, i: int) -> NDArray[np.int64]:
         """Return the text position of each counted target of micro-batch i, (b, T); -1 for all others."""
-        (_, batch, _), found = self.micro(i), self._windows.places(self._loader.batches()[i])
-        counts = np.zeros(found.shape, bool)
+        (_, batch, _), positions = self.micro(i), self._windows.places(self._loader.batches()[i])
+        mask = np.zeros(positions.shape, bool)
         for part in batch.parts:
-            counts[part] = batch.targets[part] != UNCOUNTED
-        return np.where(counts, found, -1)
+            mask[part] = batch.targets[part] != UNCOUNTED
+        return np.where(mask, positions, -1)
 
 
 class AnswerSet:
@@ -89,8 +89,8 @@ class AnswerSet:
 
     def micro(self, i: int) -> Parted:
         """Return micro-batch i, with one part per answer."""
-        here = slice(i * self._micro_batch, (i + 1) * self._micro_batch)
-        rows, starts = self._choices.sequences[here], self._choices.starts[here]
+        span = slice(i * self._micro_batch, (i + 1) * self._micro_batch)
+        rows, starts = self._choices.sequences[span], self._choices.starts[span]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
         for place, row in enumerate(rows):
             ids[place, : len(row)] = row
@@ -99,16 +99,16 @@ class AnswerSet:
             for place, (row, start) in enumerate(zip(rows, starts, strict=True))
         ]
         x, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
-        return x, PartLosses(targets, parts, self._scale), here.start
+        return x, PartLosses(targets, parts, self._scale), span.start
 
 
 def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return each window's sum of values[id] over the ids that are its counted targets; `values`: (V,)."""
-    found: list[int] = []
+    sums: list[int] = []
     for _, batch, _ in map(windows.micro, range(windows.micro_batches)):
         targets = [batch.targets[part] for part in batch.parts]
-        found += [int(values[ids[ids != UNCOUNTED]].sum()) for ids in targets]
-    return np.array(found, np.int64)
+        sums += [int(values[ids[ids != UNCOUNTED]].sum()) for ids in targets]
+    return np.array(sums, np.int64)
 
 
 def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
@@ -149,20 +149,20 @@ def measure(
     Raises UsageError on all ranks if weights or losses are not finite. `importance` collects the inputs of
     matrices while the losses of the first set are computed.
     """
-    found: list[Array] = []
+    vectors: list[Array] = []
     with opened_module(world, config, subject, watchdog) as module:
         for sequences in sets:
-            seen = None if found else importance
-            found.append(losses_of(module, sequences, subject.name, watchdog, seen))
+            matrix = None if vectors else importance
+            vectors.append(losses_of(module, sequences, subject.name, watchdog, matrix))
         del module
-    for losses in found:
+    for losses in vectors:
         if not np.isfinite(losses).all():
             place = int(np.argmin(np.isfinite(losses)))
             raise UsageError(
                 f"{shown(subject.path)}: the loss of sequence {place} is {losses[place]}, expected a "
                 f"number: the weights are damaged, or too large for --precision {config.precision}"
             )
-    return found
+    return vectors
 
 
 def losses_of(
@@ -181,10 +181,10 @@ def losses_of(
             bar.update(min(module.comm.size, sequences.micro_batches - number))
             return sequences.micro(number)
 
-        seen = nullcontext() if importance is None else observing(importance.observe)
-        after = None if importance is None else importance.end_round
-        with np.errstate(all="ignore"), seen:  # the caller reports losses that are not finite
-            losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read, after)
+        observer = nullcontext() if importance is None else observing(importance.observe)
+        end_round = None if importance is None else importance.end_round
+        with np.errstate(all="ignore"), observer:  # the caller reports losses that are not finite
+            losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read, end_round)
     return losses
 
 
@@ -206,10 +206,10 @@ def divergence(
     def compute(number: int, sums: Array) -> None:
         watchdog.beat(f"micro-batch {number} of {windows.micro_batches} of both models")
         (x, batch, first), to_host = windows.micro(number), device.in_use().to_host
-        ours, theirs = (np.array(to_host(each.forward(x, training=False))) for each in modules)
+        logits, reference = (np.array(to_host(each.forward(x, training=False))) for each in modules)
         for place, part in enumerate(batch.parts, first):
-            found = compared(ours[part], theirs[part], np.asarray(batch.targets)[part])
-            sums[FIGURES * place : FIGURES * (place + 1)] = found
+            figures = compared(logits[part], reference[part], np.asarray(batch.targets)[part])
+            sums[FIGURES * place : FIGURES * (place + 1)] = figures
 
     def idle() -> None:
         for module in modules:
@@ -228,14 +228,14 @@ def divergence(
     return {"kl": kl, "rms_change": float(np.sqrt(squares)), "same_top": equal}
 
 
-def compared(ours: Array, theirs: Array, targets: Array) -> Array:
+def compared(logits: Array, reference: Array, targets: Array) -> Array:
     """Return the sums (FIGURES,) over a window's positions, from logits (T, V) of a model and a reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
-        here = slice(start, start + ROWS)
-        logs, base, ids = log_softmax(ours[here]), log_softmax(theirs[here]), targets[here]
-        kept = np.flatnonzero(ids != UNCOUNTED)
-        logs, base, ids = logs[kept], base[kept], ids[kept]
+        span = slice(start, start + ROWS)
+        logs, base, ids = log_softmax(logits[span]), log_softmax(reference[span]), targets[span]
+        indices = np.flatnonzero(ids != UNCOUNTED)
+        logs, base, ids = logs[indices], base[indices], ids[indices]
         rows = np.arange(len(ids))
         changes = np.exp(logs[rows, ids]) - np.exp(base[rows, ids])
         equal = logs.argmax(1) == base.argmax(1)
@@ -271,8 +271,8 @@ class Importance:
     def sums_and_counts(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return views of a matrix's sums of squares (M, in) and of its numbers of inputs (M, 1)."""
         start, matrices, columns = self.places[name]
-        both = self._full[start : start + matrices * (columns + 1)].reshape(matrices, columns + 1)
-        return both[:, :columns], both[:, columns:]
+        table = self._full[start : start + matrices * (columns + 1)].reshape(matrices, columns + 1)
+        return table[:, :columns], table[:, columns:]
 
     def observe(self, name: str, x: Any, starts: Any) -> None:
         """Add inputs x (..., in) of a matrix or of stacked experts; inputs of expert e begin at starts[e]."""
@@ -283,8 +283,8 @@ class Importance:
         bounds = [0, len(flat)] if starts is None else to_host(starts).tolist()
         for matrix, (first, stop) in enumerate(pairwise(bounds)):
             squares = np.zeros(x.shape[-1])
-            for at in range(first, stop, ROWS):
-                squares += np.square(flat[at : min(at + ROWS, stop)].astype(np.float64)).sum(0)
+            for start in range(first, stop, ROWS):
+                squares += np.square(flat[start : min(start + ROWS, stop)].astype(np.float64)).sum(0)
             sums[matrix] += squares.astype(np.float32)
             counts[matrix] += stop - first
         self._seen.add(name)
@@ -317,7 +317,7 @@ class TopK(HeadLoss):
 
     def evaluate(self, head: Any, p: Any, x: Any) -> list[Any]:
         flat, k = x.reshape(-1, x.shape[-1]), self._teacher.k
-        self.records = found = np.zeros(len(flat), self._teacher.record)
+        self.records = records = np.zeros(len(flat), self._teacher.record)
         step = chunk_rows(len(flat), self._teacher.vocab)
         for part in (slice(start, start + step) for start in range(0, len(flat), step)):
             z = device.in_use().to_host(head.forward(p, flat[part])[0]).astype(np.float64)
@@ -328,7 +328,7 @@ class TopK(HeadLoss):
             ids = np.take_along_axis(ids, order, -1)
             logp = np.take_along_axis(z, ids, -1) - np.log(np.exp(z).sum(axis=-1, keepdims=True))
             rest = np.log(np.maximum(LEAST, 1 - np.exp(logp).sum(axis=-1)))
-            found["ids"][part], found["logp"][part], found["rest"][part] = ids, logp, rest
+            records["ids"][part], records["logp"][part], records["rest"][part] = ids, logp, rest
         return []
 
 
@@ -348,20 +348,20 @@ def write_top_k(
             begin(part, teacher)
         return [i for i in range(windows.micro_batches) if not is_done(i)]
 
-    left: list[int] = world.run_on_root(start)
+    remaining: list[int] = world.run_on_root(start)
 
     def compute(number: int, losses: Array) -> None:
-        x, places = windows.micro(left[number])[0], windows.places(left[number])
+        x, places = windows.micro(remaining[number])[0], windows.places(remaining[number])
         module.losses(x, top)
         with writing(), part.open("r+b") as file:
-            for row, at in enumerate(places):
-                kept = np.flatnonzero(at >= 0)
-                for run in np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1) if kept.size else ():
-                    data = top.records[row * at.size + run].tobytes()
-                    os.pwrite(file.fileno(), data, HEAD + int(at[run[0]]) * teacher.record.itemsize)
+            for row, positions in enumerate(places):
+                cells = np.flatnonzero(positions >= 0)
+                for run in np.split(cells, np.flatnonzero(np.diff(cells) != 1) + 1) if cells.size else ():
+                    data = top.records[row * positions.size + run].tobytes()
+                    os.pwrite(file.fileno(), data, HEAD + int(positions[run[0]]) * teacher.record.itemsize)
 
-    if left:
-        dealt_out(module, len(left), 1, compute)
+    if remaining:
+        dealt_out(module, len(remaining), 1, compute)
     world.comm.barrier()
     world.on_root(lambda: finish(part, out, teacher))
 
@@ -369,9 +369,9 @@ def write_top_k(
 def finish(part: Path, out: Path, teacher: TeacherFile) -> None:
     """Write the digest of the records into the header, and rename the file to its final name."""
     with writing(), part.open("r+b") as file:
-        total, _ = hashlib.sha256(), file.seek(HEAD)
+        digest, _ = hashlib.sha256(), file.seek(HEAD)
         while block := file.read(READ_AT_ONCE):
-            total.update(block)
-        os.pwrite(file.fileno(), replace(teacher, sha256=total.hexdigest()).header(), 0)
+            digest.update(block)
+        os.pwrite(file.fileno(), replace(teacher, sha256=digest.hexdigest()).header(), 0)
         os.fsync(file.fileno())
         part.replace(out)

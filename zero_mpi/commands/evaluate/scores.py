@@ -60,11 +60,11 @@ def standard_error(nats: Array, tokens: Array) -> float | None:
     if len(nats) < 2:
         return None
     count, loss = int(tokens.sum()), ordered_total(nats) / int(tokens.sum())
-    apart = ordered_total((nats - loss * tokens) ** 2)
-    return math.sqrt(apart * len(nats) / (len(nats) - 1)) / count
+    squares = ordered_total((nats - loss * tokens) ** 2)
+    return math.sqrt(squares * len(nats) / (len(nats) - 1)) / count
 
 
-def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
+def choice_figures(losses: Array, choices: EncodedChoices, misses: Array | None = None) -> Figures:
     """Return the results. The preferred answer has the highest log-likelihood: total, per token or per byte.
 
     acc                fraction right by log-likelihood; for tasks of CORE by log-likelihood per token
@@ -77,23 +77,23 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
     if choices.span == TEXT:
         texts, nats = [text for text in choices.answers if text], ordered_total(losses)
         words, nbytes = sum(len(re.split(r"\s+", text)) for text in texts), sum(choices.nbytes)
-        found = {"word_perplexity": perplexity(nats / words), "byte_perplexity": perplexity(nats / nbytes)}
-        return {**found, "bits_per_byte": nats / nbytes / math.log(2), "log_likelihoods": likelihoods}
-    if missed is not None:
-        found = {"acc": float((missed == 0).mean()), "perplexity": perplexity(float(losses.mean()))}
-        return {**found, "log_likelihoods": likelihoods}
-    bare = [answer.removeprefix(" ") for answer in choices.answers]
+        scores = {"word_perplexity": perplexity(nats / words), "byte_perplexity": perplexity(nats / nbytes)}
+        return {**scores, "bits_per_byte": nats / nbytes / math.log(2), "log_likelihoods": likelihoods}
+    if misses is not None:
+        scores = {"acc": float((misses == 0).mean()), "perplexity": perplexity(float(losses.mean()))}
+        return {**scores, "log_likelihoods": likelihoods}
+    answers = [answer.removeprefix(" ") for answer in choices.answers]
     divisors = {
         "log_likelihood": np.ones(len(losses)),
         "per_token": choices.tokens,
         "per_byte": choices.nbytes,
-        "acc_norm": [max(1, len(answer)) for answer in bare],
-        "acc_bytes": [max(1, len(answer.encode())) for answer in bare],
+        "acc_norm": [max(1, len(answer)) for answer in answers],
+        "acc_bytes": [max(1, len(answer.encode())) for answer in answers],
     }
     right = dict[str, int]()
     for name, divisor in divisors.items():
         of_questions = grouped((-losses / np.asarray(divisor, np.float64)).tolist(), choices.counts)
-        first = [found.index(max(found)) for found in of_questions]
+        first = [scores.index(max(scores)) for scores in of_questions]
         right[name] = sum(chosen == each for chosen, each in zip(first, choices.right, strict=True))
     shares = {name: count / len(choices.counts) for name, count in right.items()}
     return {
@@ -110,20 +110,20 @@ def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
 
     Both models read the same windows, so windows that are hard for both do not increase this error.
     """
-    found: Figures = {}
+    figures: Figures = {}
     if "text" in model:
         ours, theirs = model["text"], base["text"]
-        found["text"] = {
+        figures["text"] = {
             name: subtracted(ours[name], theirs[name]) for name in ("loss", "perplexity", "bits_per_byte")
         }
         nats = (np.array(ours["window_losses"]) - np.array(theirs["window_losses"])) * tokens
-        found["text"]["standard_error"] = standard_error(nats, tokens)
+        figures["text"]["standard_error"] = standard_error(nats, tokens)
     if "choices" in model:
         ours, theirs = model["choices"], base["choices"]
-        found["choices"] = {name: subtracted(ours[name], theirs[name]) for name in OF_TASKS if name in ours}
+        figures["choices"] = {name: subtracted(ours[name], theirs[name]) for name in OF_TASKS if name in ours}
         for name in ("right", "accuracy") if "right" in ours else ():
-            found["choices"][name] = {by: ours[name][by] - theirs[name][by] for by in BY}
-    return found
+            figures["choices"][name] = {score: ours[name][score] - theirs[name][score] for score in BY}
+    return figures
 
 
 def subtracted(value: float | None, other: float | None) -> float | None:
@@ -152,37 +152,37 @@ def lines(figures: Figures) -> Iterator[str]:
                 f"{number(text['perplexity'], 4):>14} {number(text['bits_per_byte'], 6):>12}"
             )
     if "divergence" in figures:
-        found = figures["divergence"]
+        stats = figures["divergence"]
         yield (
-            f"KL divergence from {names[1]}: {found['kl']:.6f} nats/token; RMS change of the next token's "
-            f"probability: {100 * found['rms_change']:.3f} %; same top token: {100 * found['same_top']:.2f} %"
+            f"KL divergence from {names[1]}: {stats['kl']:.6f} nats/token; RMS change of the next token's "
+            f"probability: {100 * stats['rms_change']:.3f} %; same top token: {100 * stats['same_top']:.2f} %"
         )
     if "choices" in figures:
-        about = figures["choices"]
-        cut = f", {about['cut']:,} cut at the beginning to fit the context" if about["cut"] else ""
+        choices = figures["choices"]
+        cut = f", {choices['cut']:,} cut at the beginning to fit the context" if choices["cut"] else ""
         yield ""
-        yield f"{plural(about['questions'], 'question')} with {plural(about['answers'], 'answer')}{cut}"
+        yield f"{plural(choices['questions'], 'question')} with {plural(choices['answers'], 'answer')}{cut}"
         yield ""
         if "right" in rows[0]["choices"]:
-            yield f"{ANSWERS:{width}}" + "".join(f" {TITLES[by]:>20}" for by in BY)
+            yield f"{ANSWERS:{width}}" + "".join(f" {TITLES[score]:>20}" for score in BY)
             for name, row in zip(names, rows, strict=True):
                 right, shares = row["choices"]["right"], row["choices"]["accuracy"]
-                cells = [f"{right[by]:,} ({100 * shares[by]:.2f} %)" for by in BY]
+                cells = [f"{right[score]:,} ({100 * shares[score]:.2f} %)" for score in BY]
                 yield f"{name:{width}} {' '.join(f'{cell:>20}' for cell in cells)}"
-        found = [name for name in OF_TASKS if name in rows[0]["choices"]]
-        yield f"{'':{width}}" + "".join(f" {each:>16}" for each in found)
+        stats = [name for name in OF_TASKS if name in rows[0]["choices"]]
+        yield f"{'':{width}}" + "".join(f" {stat:>16}" for stat in stats)
         for name, row in zip(names, rows, strict=True):
-            yield f"{name:{width}}" + "".join(f" {number(row['choices'][each], 4):>16}" for each in found)
+            yield f"{name:{width}}" + "".join(f" {number(row['choices'][stat], 4):>16}" for stat in stats)
 
 
 def about_text(text: dict[str, Any]) -> Iterator[str]:
     """Yield lines on the part of the text that was predicted."""
-    some = "" if text["windows"] == text["windows_of_the_text"] else f" of {text['windows_of_the_text']:,}"
-    kind, every = "windows of", f"a new one every {text['stride'] or 0:,}"
+    total = "" if text["windows"] == text["windows_of_the_text"] else f" of {text['windows_of_the_text']:,}"
+    kind, detail = "windows of", f"a new one every {text['stride'] or 0:,}"
     if text["stride"] is None:
-        kind, every = "conversations of at most", "their trained tokens"
+        kind, detail = "conversations of at most", "their trained tokens"
     yield (
-        f"{text['windows']:,}{some} {kind} {plural(text['context'], 'token')}, {every}: "
+        f"{text['windows']:,}{total} {kind} {plural(text['context'], 'token')}, {detail}: "
         f"{plural(text['tokens'], 'token')} predicted"
         + ("" if text["bos"] is None else ", BOS before each window")
         + ("" if text["bytes"] is None else f", {plural(text['bytes'], 'byte')} of text")

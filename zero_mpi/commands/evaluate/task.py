@@ -74,8 +74,8 @@ class Task:
 
     def facts(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks."""
-        own = {spelled(name): str(value) for name, value in vars(self).items() if name != "config"}
-        return settings(self.config) | own
+        flags = {spelled(name): str(value) for name, value in vars(self).items() if name != "config"}
+        return settings(self.config) | flags
 
 
 def make_parser() -> Parser:
@@ -120,26 +120,26 @@ def make_parser() -> Parser:
 
 def read_task(arguments: Sequence[str]) -> Task:
     """Return the task of a command line. Raise UsageError for flags that do not fit together."""
-    settings, own = given(make_parser(), arguments, SETTINGS)
-    config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
+    settings, flags = given(make_parser(), arguments, SETTINGS)
+    config = Config(init=flags.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
-    own |= {name: Path(own[name]) for name in ("choices", "json", "imatrix", "top_k_out") if name in own}
-    if not config.data and "choices" not in own:
+    flags |= {key: Path(flags[key]) for key in ("choices", "json", "imatrix", "top_k_out") if key in flags}
+    if not config.data and "choices" not in flags:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
-    if "kl" in own and ("against" not in own or not config.data):
+    if "kl" in flags and ("against" not in flags or not config.data):
         raise UsageError("--kl: compares two models on a text: give --against PATH and --data PATH as well")
     needs = dict.fromkeys(
         ("context", "stride", "windows", "imatrix", "top_k_out"), ("data", "a text: add --data PATH")
     )
     needs |= dict.fromkeys(("top_k", "temperature"), ("top_k_out", "a file: add --top-k-out FILE"))
     needs |= dict.fromkeys(("shots", "delimiter"), ("choices", "questions: add --task FILE"))
-    for name, (other, what) in needs.items():
-        if name in own and not (config.data if other == "data" else other in own):
-            raise UsageError(f"{spelled(name)} {shown(str(own[name]))}: needs {what}")
-    for name, least in {"context": 1, "stride": 1, "windows": 1, "top_k": 1, "temperature": 1e-3}.items():
-        within(name, own.get(name, 1), least)
-    own["delimiter"] = own.get("delimiter", " ").replace(r"\n", "\n")
-    return Task(config, **own)
+    for key, (other, need) in needs.items():
+        if key in flags and not (config.data if other == "data" else other in flags):
+            raise UsageError(f"{spelled(key)} {shown(str(flags[key]))}: needs {need}")
+    for key, least in {"context": 1, "stride": 1, "windows": 1, "top_k": 1, "temperature": 1e-3}.items():
+        within(key, flags.get(key, 1), least)
+    flags["delimiter"] = flags.get("delimiter", " ").replace(r"\n", "\n")
+    return Task(config, **flags)
 
 
 # Keys of a tokenizer that determine ids. A difference in whether BOS is added has its own warning.
@@ -163,10 +163,10 @@ class Evaluated:
     def tokenizer(self) -> Tokenizer | None:
         """Tokenizer that came with the model; None if missing, unreadable, or of another vocabulary size."""
         try:
-            found = inputs.tokenizer_of(self.source, self.model)
+            tokenizer = inputs.tokenizer_of(self.source, self.model)
         except UsageError:
             return None
-        return found if found.vocab_size == self.model.vocab_size else None
+        return tokenizer if tokenizer.vocab_size == self.model.vocab_size else None
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -199,9 +199,9 @@ def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")
     threads = set_threads(task.config)
-    asked = (task.config.init, task.lora), (task.against, None)
-    opened = [(path, lora, open_merged(path, lora)) for path, lora in asked if path is not None]
-    candidates = tuple(Evaluated(path, found, inputs.read_model(found), lora) for path, lora, found in opened)
+    paths = (task.config.init, task.lora), (task.against, None)
+    opened = [(path, lora, open_merged(path, lora)) for path, lora in paths if path is not None]
+    candidates = tuple(Evaluated(path, file, inputs.read_model(file), lora) for path, lora, file in opened)
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
         check_same_vocabulary(candidates[0], base)
@@ -230,26 +230,26 @@ def choose_tokenizer(task: Task, subject: Evaluated) -> Tokenizer | None:
     config = task.config
     inputs.check_kind_of_data(config)
     if task.choices is not None or not holds_token_files(config.data):
-        found: Tokenizer | None = inputs.fitting_tokenizer(config, subject.source, subject.model)
+        tokenizer: Tokenizer | None = inputs.fitting_tokenizer(config, subject.source, subject.model)
     else:
-        found = subject.tokenizer
+        tokenizer = subject.tokenizer
     for path in tokenizers_of(config.data):
-        if found is not None:
-            inputs.check_same_tokens(shown(subject.path), found, path, inputs.tokenizer_in(path))
-    return found
+        if tokenizer is not None:
+            inputs.check_same_tokens(shown(subject.path), tokenizer, path, inputs.tokenizer_in(path))
+    return tokenizer
 
 
 def check_same_vocabulary(subject: Evaluated, base: Evaluated) -> None:
     """Raise UsageError if two models have different tokens according to their files."""
     sizes = subject.model.vocab_size, base.model.vocab_size
-    odd = "" if sizes[0] == sizes[1] else f"{sizes[1]} tokens, expected {sizes[0]}"
-    ours, theirs = (GGUFKeys(each.keys).texts(TOKENS) or [] for each in (subject, base))
-    for place, (expected, found) in enumerate(zip(ours, theirs, strict=False)):
-        if found != expected and not odd:
-            odd = f"token {place} is {show(found)}, expected {show(expected)}"
-    if odd:
+    problem = "" if sizes[0] == sizes[1] else f"{sizes[1]} tokens, expected {sizes[0]}"
+    ours, theirs = (GGUFKeys(candidate.keys).texts(TOKENS) or [] for candidate in (subject, base))
+    for place, (expected, token) in enumerate(zip(ours, theirs, strict=False)):
+        if token != expected and not problem:
+            problem = f"token {place} is {show(token)}, expected {show(expected)}"
+    if problem:
         raise UsageError(
-            f"--against {shown(base.path)}: {odd} as in {shown(subject.path)}: only models with the same "
+            f"--against {shown(base.path)}: {problem} as in {shown(subject.path)}: only models with the same "
             "tokens can be compared"
         )
 
@@ -259,23 +259,23 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
     config, path = task.config, shown(task.against or "")
     if config.bos == ALWAYS and config.data and holds_token_files(config.data):
         yield f"--bos {ALWAYS}: no BOS token is added to token files"
-    found = [each.tokenizer for each in opened.candidates]
-    asks = [each is not None and each.add_bos for each in found]
+    tokenizers = [each.tokenizer for each in opened.candidates]
+    asks = [each is not None and each.add_bos for each in tokenizers]
     if config.bos == AUTO and len({*asks}) > 1:
-        one, other = (opened.candidates[asks.index(wanted)].name for wanted in (True, False))
+        one, other = (opened.candidates[asks.index(add_bos)].name for add_bos in (True, False))
         yield (
             f"--against: {one} expects a BOS token, {other} does not: both get what the first expects; set "
             "--bos always or never for both"
         )
     ours, *theirs = (each.keys for each in opened.candidates)
-    differ = sorted(
+    keys = sorted(
         key
         for each in theirs
         for key in ours.keys() & each.keys()
         if key.startswith(DECIDES) and not np.array_equal(ours[key], each[key])
     )
-    if differ:
+    if keys:
         yield (
-            f"--against {path}: {', '.join(differ)} differ from {opened.candidates[0].name}: both models "
+            f"--against {path}: {', '.join(keys)} differ from {opened.candidates[0].name}: both models "
             "read the tokens of the first model's tokenizer"
         )

@@ -175,55 +175,57 @@ def prepare(options: Namespace, tells: bool) -> Export:
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
     if as_gguf and options.shard_size != SHARD_SIZE:
         raise UsageError(f"--shard-size {options.shard_size}: for safetensors only: a GGUF has --split-size")
-    for name, given in (("--split-size", options.split_size), ("--imatrix", options.imatrix)):
-        if given is not None and not as_gguf:
-            raise UsageError(f"{name} {given}: is only for a GGUF: name the target NAME.gguf")
+    for name, text in (("--split-size", options.split_size), ("--imatrix", options.imatrix)):
+        if text is not None and not as_gguf:
+            raise UsageError(f"{name} {text}: is only for a GGUF: name the target NAME.gguf")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
-    found = Export(target, options.type)
-    only = options.base is not None
-    source = only_adapter(options, as_gguf) if only else open_source(options.source, as_gguf, options.merge)
+    export = Export(target, options.type)
+    has_base = options.base is not None
+    source = (
+        only_adapter(options, as_gguf) if has_base else open_source(options.source, as_gguf, options.merge)
+    )
     if not as_gguf:
-        found.write = partial(huggingface.write_folder, source, options.type, shard)
-        if only:
-            found.write = partial(huggingface.write_peft, source, open_weights(options.base), options.type)
-        return found
-    found.encoder = encoder_of(source, options)
-    found.kinds = {name: kind.name.lower() for name, kind in found.encoder.kinds.items()}
+        export.write = partial(huggingface.write_folder, source, options.type, shard)
+        if has_base:
+            export.write = partial(huggingface.write_peft, source, open_weights(options.base), options.type)
+        return export
+    export.encoder = encoder_of(source, options)
+    export.kinds = {name: kind.name.lower() for name, kind in export.encoder.kinds.items()}
     keys = gguf_metadata(source, options.type, options.imatrix, tells)
     most = None if options.split_size is None else size_of("--split-size", options.split_size)
-    found.files = planned(found.encoder, keys, target, most)
-    taken = next((path for path in found.results if os.path.lexists(path) and path != target), None)
-    if taken is not None and not options.force:
-        raise UsageError(f"{taken}: already exists: use another name, or --force to replace it")
-    return found
+    export.files = planned(export.encoder, keys, target, most)
+    conflict = next((path for path in export.results if os.path.lexists(path) and path != target), None)
+    if conflict is not None and not options.force:
+        raise UsageError(f"{conflict}: already exists: use another name, or --force to replace it")
+    return export
 
 
 def size_of(flag: str, text: str) -> int:
     """Return the number of bytes in a size such as 5GB. Raise UsageError, naming the flag, for other text."""
-    found = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", text)
-    if not found or found[2].upper() not in UNITS or int(found[1]) < 1:
+    match = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", text)
+    if not match or match[2].upper() not in UNITS or int(match[1]) < 1:
         raise UsageError(f"{flag} {text}: expected a size such as 5GB or 200MiB")
-    return int(found[1]) * UNITS[found[2].upper()]
+    return int(match[1]) * UNITS[match[2].upper()]
 
 
 def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
     """Raise UsageError unless the target may be written. --force replaces only a file or a model folder."""
-    above = target.absolute().parent
-    if not is_folder(above):
-        raise UsageError(f"{target}: the folder {above} does not exist: create it")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise UsageError(f"{shown(target)}: cannot be written: Permission denied: {shown(above)}")
+    parent = target.absolute().parent
+    if not is_folder(parent):
+        raise UsageError(f"{target}: the folder {parent} does not exist: create it")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{shown(target)}: cannot be written: Permission denied: {shown(parent)}")
     if not as_gguf and (kind not in huggingface.DTYPES or target.suffix in (".safetensors", ".gguf")):
-        what = f"--type {kind}" if kind not in huggingface.DTYPES else str(target)
-        raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: use another name or type")
+        subject = f"--type {kind}" if kind not in huggingface.DTYPES else str(target)
+        raise UsageError(f"{subject}: safetensors is a folder of f32, f16 or bf16: use another name or type")
     if is_folder(target) and not target.is_symlink():
-        ours = (CONFIG, *huggingface.COPIED, PEFT_CONFIG, PEFT_MODEL)
-        names = [name for name in sorted(os.listdir(target)) if name not in ours]
+        files = (CONFIG, *huggingface.COPIED, PEFT_CONFIG, PEFT_MODEL)
+        names = [name for name in sorted(os.listdir(target)) if name not in files]
         foreign = next((name for name in names if not WEIGHTS.fullmatch(name)), None)
         if as_gguf or foreign:
-            found = f"a folder with {show(foreign)}" if foreign else "a folder"
-            raise UsageError(f"{target}: expected a new name or a model, found {found}: use another name")
+            content = f"a folder with {show(foreign)}" if foreign else "a folder"
+            raise UsageError(f"{target}: expected a new name or a model, found {content}: use another name")
         if not os.listdir(target):
             return
     if os.path.lexists(target) and not force:
@@ -235,9 +237,9 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
 def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
     """Return the adapter to export alone. Raise UsageError if --base or another flag does not fit it."""
     kind = options.type if as_gguf and options.type != "f32" else None
-    for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
-        if given is not None:
-            raise UsageError(f"{name} {given}: cannot be used with --base, which converts only the adapter")
+    for name, text in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
+        if text is not None:
+            raise UsageError(f"{name} {text}: cannot be used with --base, which converts only the adapter")
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
     MergedWeights(base, adapter)  # raises an error if the adapter belongs to another base
@@ -254,8 +256,8 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     source = open_merged(path, adapter)
     architecture = keys_of(source).architecture
     if architecture is None or architecture == "zero_mpi":
-        found = "none" if architecture is None else "a training state: use its model.gguf"
-        raise UsageError(f"{source.path}: expected a model with its architecture, found {found}")
+        kind = "none" if architecture is None else "a training state: use its model.gguf"
+        raise UsageError(f"{source.path}: expected a model with its architecture, found {kind}")
     if is_adapter_file(source):
         raise UsageError(f"{source.path}: is an adapter: add --base with the model that it was trained on")
     if not as_gguf or isinstance(source, HuggingFaceFolder):
@@ -266,30 +268,30 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 
 def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     """Return the encoder. Raise UsageError if the type needs a missing library or importance matrix."""
-    wanted, matrix = options.type, options.imatrix
-    by_ggml = wanted in mixes.MIXES or matrix is not None
+    file_type, matrix = options.type, options.imatrix
+    by_ggml = file_type in mixes.MIXES or matrix is not None
     if by_ggml:
-        ggml.library(f"--type {wanted}" if wanted in mixes.MIXES else f"--imatrix {matrix}")
+        ggml.library(f"--type {file_type}" if file_type in mixes.MIXES else f"--imatrix {matrix}")
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
-    trained_for = keys_of(source).text(mixes.QAT) == wanted and matrix is None
-    kinds = mixes.types_of(source.metadata, shapes, wanted, options.pure, matrix is not None, trained_for)
+    trained_for = keys_of(source).text(mixes.QAT) == file_type and matrix is None
+    kinds = mixes.types_of(source.metadata, shapes, file_type, options.pure, matrix is not None, trained_for)
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
-        if name not in importance and mixes.needs_weights(name, kind, wanted):
-            remedy = "give --imatrix FILE from evaluate --imatrix" if matrix is None else f"{matrix} has none"
-            raise UsageError(f"--type {wanted}: {kind.name} of {name} needs an importance matrix: {remedy}")
-    masters, pair = None, source.path.with_name(OPTIMIZER)
-    if trained_for and isinstance(source, GGUFFile) and is_file(pair):
-        state = GGUFFile.open(pair)
+        if name not in importance and mixes.needs_weights(name, kind, file_type):
+            hint = "give --imatrix FILE from evaluate --imatrix" if matrix is None else f"{matrix} has none"
+            raise UsageError(f"--type {file_type}: {kind.name} of {name} needs an importance matrix: {hint}")
+    masters, path = None, source.path.with_name(OPTIMIZER)
+    if trained_for and isinstance(source, GGUFFile) and is_file(path):
+        state = GGUFFile.open(path)
         masters = state if keys_of(state).text(CHECKPOINT_ID) == keys_of(source).text(CHECKPOINT_ID) else None
     return Encoder(source, kinds, by_ggml, importance, masters)
 
 
-def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
+def gguf_metadata(source: WeightSource, file_type: str, matrix: str | None, tells: bool) -> dict[str, Any]:
     """Return the keys of the source that stay valid, and the tokenizer's keys if the source is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
-    keys["general.file_type"] = np.uint32(mixes.file_type(wanted))
-    if wanted in mixes.MIXES or wanted.startswith("q"):
+    keys["general.file_type"] = np.uint32(mixes.file_type(file_type))
+    if file_type in mixes.MIXES or file_type.startswith("q"):
         keys["general.quantization_version"] = np.uint32(2)
     if matrix is not None:
         keys["quantize.imatrix.file"] = matrix
@@ -298,9 +300,9 @@ def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: 
         size = source.tensors["token_embd.weight"].shape[0]
         keys |= tokenizer_from_json(path, size).metadata() if path.exists() else none
     if tells and (rules := rules_in_words(keys)):
-        why = "it may tokenize some text differently"
+        effect = "it may tokenize some text differently"
         print(
-            f"zero_mpi export: warning: llama.cpp does not follow the tokenizer's {rules}: {why}",
+            f"zero_mpi export: warning: llama.cpp does not follow the tokenizer's {rules}: {effect}",
             file=sys.stderr,
         )
     return keys | huggingface.ends_of(keys, str(source.path))[1]
@@ -316,18 +318,18 @@ def remove(path: Path) -> None:
 
 def summary(export: Export) -> str:
     """Return a line on the result: name, type, size, tensors by type, and matrices that got another type."""
-    target, wanted, kinds = export.results[0], export.wanted, export.kinds
+    target, file_type, kinds = export.results[0], export.wanted, export.kinds
     files = [target, *target.iterdir()] if target.is_dir() else export.results
     size = sum(file.stat().st_size for file in files if file.is_file())
     count = Counter(kinds.values())
     counts = ", ".join(f"{number} {kind}" for kind, number in count.most_common())
     parts = f"{len(files)} files, " if len(export.files) > 1 else ""
-    text = f"{target}: {wanted}, {parts}{size / 1e6:.1f} MB, {len(kinds)} tensors ({counts})"
-    if wanted not in mixes.MIXES:
-        finer = [name for name, kind in kinds.items() if kind == "q8_0" != wanted]
-        text += f"; q8_0: {', '.join(finer)} (--pure: {wanted})" if finer else ""
-    fallen = 0 if wanted in ("f32", "f16", "bf16") else count["f16"]
-    return text + (f"; f16 where the row length is not a multiple of 32: {fallen}" if fallen else "")
+    text = f"{target}: {file_type}, {parts}{size / 1e6:.1f} MB, {len(kinds)} tensors ({counts})"
+    if file_type not in mixes.MIXES:
+        finer = [name for name, kind in kinds.items() if kind == "q8_0" != file_type]
+        text += f"; q8_0: {', '.join(finer)} (--pure: {file_type})" if finer else ""
+    fallbacks = 0 if file_type in ("f32", "f16", "bf16") else count["f16"]
+    return text + (f"; f16 where the row length is not a multiple of 32: {fallbacks}" if fallbacks else "")
 
 
 def main() -> None:

@@ -50,13 +50,13 @@ def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) ->
     if len(parts) == 1:
         return [PlannedFile(target.name, keys, table)]
     architecture = {"general.architecture": keys["general.architecture"]}
-    found = []
+    files = []
     for number, part in enumerate(parts):
         places: dict[str, Any] = {PLACE: np.uint16(number), COUNT: np.uint16(len(parts))}
-        own = (keys if number == 0 else architecture) | places | {TOTAL: np.int32(len(table))}
+        metadata = (keys if number == 0 else architecture) | places | {TOTAL: np.int32(len(table))}
         name = f"{target.name.removesuffix('.gguf')}-{number + 1:05d}-of-{len(parts):05d}.gguf"
-        found.append(PlannedFile(name, own, part))
-    return found
+        files.append(PlannedFile(name, metadata, part))
+    return files
 
 
 def in_parts(items: Iterable[T], sizes: Iterable[int], most: int) -> list[list[T]]:
@@ -119,9 +119,9 @@ class Encoder:
         width, matrix = spec.shape[-1], spec.size // (spec.shape[0] if len(spec.shape) > 2 else 1)
         step = max(1, AT_ONCE // width) * width if kind not in PLAIN else AT_ONCE
         return [
-            (at, min(at + step, start + matrix), at // block * nbytes)
+            (first, min(first + step, start + matrix), first // block * nbytes)
             for start in range(0, spec.size, matrix)
-            for at in range(start, start + matrix, step)
+            for first in range(start, start + matrix, step)
         ]
 
     def encoded(self, name: str, start: int, stop: int) -> memoryview:
@@ -132,39 +132,39 @@ class Encoder:
             raw = np.empty((stop - start) // block * nbytes, np.uint8)
             self.source.read_bytes(name, start // block * nbytes, raw)
             return raw.data
-        what, master = f"{self.source.path}: tensor {show(name)}", f"optimizer.master.{name}"
+        label, master = f"{self.source.path}: tensor {show(name)}", f"optimizer.master.{name}"
         if self.masters is not None and master in self.masters.tensors:
             values = self.masters.read(master, start, stop)
         else:
             values = self.source.read(name, start, stop)
         if kind in PLAIN or not self.by_ggml:
-            return next(encoded_pieces(what, [values], kind))
-        check_finite(what, values)
+            return next(encoded_pieces(label, [values], kind))
+        check_finite(label, values)
         weights = self.importance.get(name)
         if weights is not None:
             weights = weights[start // (spec.size // len(weights))]
         try:
             return ggml.quantize(values.reshape(-1, spec.shape[-1]), kind, weights).reshape(-1).data
         except OverflowError:
-            raise too_large(what, values, kind) from None
+            raise too_large(label, values, kind) from None
 
 
-def check_finite(what: str, values: Floats) -> None:
+def check_finite(label: str, values: Floats) -> None:
     if not np.isfinite(values).all():
-        raise FileError(f"{what}: expected finite numbers, found infinity or NaN")
+        raise FileError(f"{label}: expected finite numbers, found infinity or NaN")
 
 
-def too_large(what: str, values: Floats, kind: GGMLQuantizationType) -> FileError:
-    return FileError(f"{what}: {np.abs(values).max():g} is more than {kind.name} can hold: take bf16 or f32")
+def too_large(label: str, values: Floats, kind: GGMLQuantizationType) -> FileError:
+    return FileError(f"{label}: {np.abs(values).max():g} is more than {kind.name} can hold: take bf16 or f32")
 
 
-def encoded_pieces(what: str, chunks: Iterable[Floats], kind: GGMLQuantizationType) -> Iterator[memoryview]:
+def encoded_pieces(label: str, chunks: Iterable[Floats], kind: GGMLQuantizationType) -> Iterator[memoryview]:
     """Yield values as encoded blocks. Raise FileError for values that are not finite or too large."""
     for chunk in chunks:
-        check_finite(what, chunk)
-        for at in range(0, max(chunk.size, 1), AT_ONCE):
+        check_finite(label, chunk)
+        for start in range(0, max(chunk.size, 1), AT_ONCE):
             try:
                 with np.errstate(over="raise"):  # raises an error on overflow, which would store infinity
-                    yield quantize(chunk[None, at : at + AT_ONCE], kind).data
+                    yield quantize(chunk[None, start : start + AT_ONCE], kind).data
             except FloatingPointError:
-                raise too_large(what, chunk, kind) from None
+                raise too_large(label, chunk, kind) from None

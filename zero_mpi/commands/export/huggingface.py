@@ -66,9 +66,9 @@ def turn_end(tokenizer: GGUFTokenizer) -> int | None:
         text = template_of(tokenizer).render(MESSAGES).text
     except (UsageError, ValueError):  # there is no template, or it rejects MESSAGES
         return None
-    kinds, behind = (CONTROL, USER_DEFINED), text.rpartition(ANSWER)[2].lstrip()
-    found = [token for token in tokenizer.tokens if behind.startswith(token)]
-    ids = [tokenizer.ids[token] for token in sorted(found, key=len)]
+    kinds, suffix = (CONTROL, USER_DEFINED), text.rpartition(ANSWER)[2].lstrip()
+    tokens = [token for token in tokenizer.tokens if suffix.startswith(token)]
+    ids = [tokenizer.ids[token] for token in sorted(tokens, key=len)]
     return next((token for token in reversed(ids) if tokenizer.types[token] in kinds), None)
 
 
@@ -101,9 +101,9 @@ class Outgoing:
         if self.order == Order.TRANSPOSED:
             return hf_names.transposes_of(read, rows, self.spec.shape[1])
         chunks = (
-            self.source.read(name, at, min(stop, at + CHUNK))
+            self.source.read(name, first, min(stop, first + CHUNK))
             for name, start, stop in self.runs or ((self.spec.name, 0, self.spec.size),)
-            for at in range(start, stop, CHUNK)
+            for first in range(start, stop, CHUNK)
         )
         return (chunk - 1 for chunk in chunks) if self.order == Order.LESS_ONE else chunks
 
@@ -130,8 +130,8 @@ class Keys:
 
     def head_width(self) -> int:
         """Return the number of rows of q in each head."""
-        usual = (self.size("embedding_length") or 0) // (self.size("attention.head_count") or 1)
-        return self.size("attention.key_length") or usual
+        default = (self.size("embedding_length") or 0) // (self.size("attention.head_count") or 1)
+        return self.size("attention.key_length") or default
 
 
 def plain(value: Any) -> Any:
@@ -145,15 +145,15 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
     """Return the tensors to write into a folder. Raise FileError if one has no counterpart in the format."""
     keys = Keys(source)
     width, is_mixture = 0 if keys.arch == "gpt2" else keys.head_width(), keys.family in MIXTURES
-    found: list[Outgoing] = []
+    tensors: list[Outgoing] = []
     for name, spec in source.tensors.items():
         if is_mixture and (parts := hf_names.parts_from(keys.family, name, spec.shape)) is not None:
-            found += of_experts(source, spec, parts)
+            tensors += of_experts(source, spec, parts)
         elif name not in (rope.ROPE_FREQS, *rope.LONG_FACTORS):  # config.json has these numbers
             order = hf_names.order_of(keys.family, name)
             shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
-            found.append(Outgoing(hf_names.from_gguf(keys.family, name), shape, source, spec, order, width))
-    return found
+            tensors.append(Outgoing(hf_names.from_gguf(keys.family, name), shape, source, spec, order, width))
+    return tensors
 
 
 def of_experts(
@@ -161,30 +161,30 @@ def of_experts(
 ) -> Iterator[Outgoing]:
     """Yield the tensors of experts: either one tensor for each expert, or one for all experts."""
     stack = spec.shape[0] if len(spec.shape) == 3 else 1
-    for place, (there, shape, names) in enumerate(parts):
+    for place, (target, shape, names) in enumerate(parts):
         size, experts = spec.size // stack, range(place, place + 1) if len(parts) > 1 else range(stack)
         runs = tuple((name, e * size, (e + 1) * size) for e in experts for name in names)
-        yield Outgoing(there, shape, source, spec, Order.SAME, 0, runs)
+        yield Outgoing(target, shape, source, spec, Order.SAME, 0, runs)
 
 
 def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
     """Return the content of config.json; `dtype` is "float32", "float16" or "bfloat16"."""
     keys = Keys(source)
-    sizes = {there: keys.size(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
+    sizes = {name: keys.size(key) for key, name in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
     kind = ROTARY_CLASSES.get(keys.family)
-    own = {
+    settings = {
         "n_inner": keys.size("feed_forward_length"),
         "activation_function": "gelu_new",
         "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
     }
     if kind is not None:
-        own = rotary_settings(keys, kind)
+        settings = rotary_settings(keys, kind)
     return {
         "architectures": ["GPT2LMHeadModel" if kind is None else kind.name],
         "model_type": (kind and kind.model_type) or keys.family,
         **sizes,
         "vocab_size": source.tensors[hf_folder.EMBEDDING].shape[0],
-        **own,
+        **settings,
         "tie_word_embeddings": hf_folder.HEAD not in source.tensors,
         **special_tokens(source),
         "torch_dtype": dtype,
@@ -196,19 +196,19 @@ def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
     keys = GGUFKeys(source.metadata, str(source.path))
     # The keys read from a Hugging Face folder do not include its tokenizer.
     config = source.config if isinstance(source, hf_folder.HuggingFaceFolder) else {}
-    found = {
-        there: config.get(there, keys.integer(f"tokenizer.ggml.{here}_token_id"))
-        for there, here in TOKENS.items()
+    ids = {
+        setting: config.get(setting, keys.integer(f"tokenizer.ggml.{token}_token_id"))
+        for setting, token in TOKENS.items()
     }
     ends, _ = ends_of(source.metadata, keys.place)
-    return found | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
+    return ids | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
 
 
 def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
     """Return the settings of a rotary model's class."""
     width, base = keys.head_width(), keys.number("rope.freq_base", 10000.0) or 10000.0
-    turned, value_width = keys.size("rope.dimension_count") or width, keys.size("attention.value_length")
-    if value_width not in (None, width) or (turned != width and not kind.longrope):
+    rotary, value_width = keys.size("rope.dimension_count") or width, keys.size("attention.value_length")
+    if value_width not in (None, width) or (rotary != width and not kind.longrope):
         problem = "heads of q and v differ in width, or only part of a head is rotated"
         raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot express")
     scaling, from_keys = rope_scaling(keys.source, base, width), key_scaling(keys)
@@ -228,7 +228,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         "rope_theta": base,
         "rope_scaling": scaling,
         **former,
-        **({rope.PARTIAL: math.nextafter(turned / width, 1)} if turned != width else {}),
+        **({rope.PARTIAL: math.nextafter(rotary / width, 1)} if rotary != width else {}),
         **{name: keys.number(key, default) for key, (name, default) in kind.numbers.items()},
         **{name: keys.size(key, 0) or 0 for key, name in kind.sizes.items()},
         **window_settings(keys, kind),
@@ -257,22 +257,22 @@ def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
 
 def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
     """Return the settings for biases. Each setting covers several projections."""
-    found = {
+    names = {
         name.split(".")[2] for name in source.tensors if name.startswith("blk.") and name.endswith(".bias")
     }
     for stems in kind.biases.values():
-        if found & stems not in (set(), stems):
-            some = ", ".join(sorted(found & stems))
-            raise FileError(f"{source.path}: biases of {some} only: config.json can express all or none")
-    return {name: bool(found & stems) for name, stems in kind.biases.items()}
+        if names & stems not in (set(), stems):
+            text = ", ".join(sorted(names & stems))
+            raise FileError(f"{source.path}: biases of {text} only: config.json can express all or none")
+    return {name: bool(names & stems) for name, stems in kind.biases.items()}
 
 
 def key_scaling(keys: Keys) -> dict[str, Any] | None:
     """Return the linear or YaRN scaling that the keys describe; None if they describe none."""
     kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
     if kind == "yarn":
-        former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
-        return {"rope_type": kind, "factor": factor, rope.FORMER: former}
+        context = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
+        return {"rope_type": kind, "factor": factor, rope.FORMER: context}
     if factor == 1:
         factor = keys.number("rope.scale_linear", 1.0)
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
@@ -285,11 +285,11 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
     if not names and magnitude == 1:
         return None
     if len(names) < len(rope.LONG_FACTORS):
-        found = names[0] if names else "rope.scaling.attn_factor"
-        raise FileError(f"{keys.source.path}: has {found} without the other values of LongRoPE")
+        part = names[0] if names else "rope.scaling.attn_factor"
+        raise FileError(f"{keys.source.path}: has {part} without the other values of LongRoPE")
     factors = {rope.LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
-    former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
-    return {"rope_type": rope.LONGROPE, **factors, rope.FORMER: former, "attention_factor": magnitude}
+    context = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
+    return {"rope_type": rope.LONGROPE, **factors, rope.FORMER: context, "attention_factor": magnitude}
 
 
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
@@ -300,12 +300,12 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
     """
     if rope.ROPE_FREQS not in source.tensors:
         return None
-    found, kept = source.read(rope.ROPE_FREQS), rope.kept_scaling(source.metadata)
-    usual = LLAMA3_USUAL | {"factor": float(found.max())}
-    guesses = (usual | {rope.FORMER: context} for context in FORMER_CONTEXTS)
-    for guess in chain([] if kept is None else [kept], guesses):
-        made = rope.llama3_factors(base, width, **guess)
-        if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
+    divisors, setting = source.read(rope.ROPE_FREQS), rope.kept_scaling(source.metadata)
+    defaults = LLAMA3_USUAL | {"factor": float(divisors.max())}
+    guesses = (defaults | {rope.FORMER: context} for context in FORMER_CONTEXTS)
+    for guess in chain([] if setting is None else [setting], guesses):
+        factors = rope.llama3_factors(base, width, **guess)
+        if factors.shape == divisors.shape and np.allclose(factors, divisors, rtol=1e-5, atol=0):
             return {"rope_type": "llama3", **{name: guess[name] for name in rope.LLAMA3}}
     raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, but config.json needs one")
 
@@ -321,27 +321,27 @@ COPIED = (  # files copied from one Hugging Face folder to another
 Kinds = dict[str, str]  # type of each tensor, by name
 
 
-def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> Kinds:
+def write_folder(source: WeightSource, file_type: str, most: int, folder: Path) -> Kinds:
     """Write config.json, tensors and tokenizer into a new folder. Return the type of each tensor."""
-    config, tensors = config_json(source, DTYPES[wanted]), outgoing(source)
+    config, tensors = config_json(source, DTYPES[file_type]), outgoing(source)
     folder.mkdir()
     write_json(folder / hf_folder.CONFIG, config)
-    kind = GGMLQuantizationType[wanted.upper()]
-    width = 4 if wanted == "f32" else 2
+    kind = GGMLQuantizationType[file_type.upper()]
+    width = 4 if file_type == "f32" else 2
     parts = in_parts(tensors, [width * tensor.spec.size for tensor in tensors], most)
     names = [SINGLE]
     if len(parts) > 1:
         names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-        where = {tensor.name: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        weight_map = {tensor.name: name for name, part in zip(names, parts, strict=True) for tensor in part}
         total = width * sum(tensor.spec.size for tensor in tensors)
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for name, part in zip(names, parts, strict=True):
         write_part(folder / name, part, kind)
     write_tokenizer(source, folder)
     special = {name: config[name] for name in TOKENS if config[name] is not None}
     if special and not isinstance(source, hf_folder.HuggingFaceFolder):
         write_json(folder / GENERATION, special)
-    return {tensor.name: wanted for tensor in tensors}
+    return {tensor.name: file_type for tensor in tensors}
 
 
 def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationType) -> None:
@@ -349,8 +349,8 @@ def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationTy
     with naming(path), open(path, "wb") as file:
         file.write(pack_header([(tensor.name, kind.name, tensor.shape) for tensor in tensors]))
         for tensor in tensors:
-            what = f"{tensor.source.path}: tensor {show(tensor.spec.name)}"
-            file.writelines(encoded_pieces(what, tensor.pieces(), kind))
+            label = f"{tensor.source.path}: tensor {show(tensor.spec.name)}"
+            file.writelines(encoded_pieces(label, tensor.pieces(), kind))
         file.flush()
         os.fsync(file.fileno())
 
@@ -362,8 +362,8 @@ def write_tokenizer(source: WeightSource, folder: Path) -> None:
         write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
         write_json(folder / TOKENIZER_CONFIG, tokenizer_config(keys.metadata, keys.place))
     elif keys.tokenizer is None and os.path.isdir(source.path):
-        more = sorted(path.name for path in (source.path / MORE_TEMPLATES).glob("*.jinja"))
-        for name in [*COPIED, *(f"{MORE_TEMPLATES}/{each}" for each in more)]:
+        templates = sorted(path.name for path in (source.path / MORE_TEMPLATES).glob("*.jinja"))
+        for name in [*COPIED, *(f"{MORE_TEMPLATES}/{template}" for template in templates)]:
             if os.path.isfile(source.path / name):
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_to_disk(folder / name, read_file(source.path / name, expected="a tokenizer's file"))
@@ -373,7 +373,7 @@ def write_json(path: Path, content: Any) -> None:
     write_to_disk(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: Path) -> Kinds:
+def write_peft(adapter: WeightSource, base: WeightSource, file_type: str, folder: Path) -> Kinds:
     """Write an adapter into a new PEFT folder; return tensor types. Raise FileError if that is impossible."""
     keys = GGUFKeys(base.metadata, str(base.path))
     tensors = list[Outgoing]()
@@ -385,8 +385,8 @@ def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: P
     config = config_of(adapter, base, keys.architecture or "")
     folder.mkdir()
     write_json(folder / hf_folder.PEFT_CONFIG, config)
-    write_part(folder / hf_folder.PEFT_MODEL, tensors, GGMLQuantizationType[wanted.upper()])
-    return {tensor.name: wanted for tensor in tensors}
+    write_part(folder / hf_folder.PEFT_MODEL, tensors, GGMLQuantizationType[file_type.upper()])
+    return {tensor.name: file_type for tensor in tensors}
 
 
 def layer_of(arch: str, weight: str) -> str:

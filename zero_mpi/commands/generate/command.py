@@ -66,23 +66,23 @@ class Speaker:
 
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
         """Return the continuation of a prompt's ids. Call `say` with each new part of its bytes."""
-        pieces = list[bytes]()
+        parts = list[bytes]()
         for token in self.model.generate(prompt, self.options.tokens, **self.draw):
             if token in self.tokenizer.ends:
-                return Reply(b"".join(pieces), len(pieces), STOP)
-            pieces.append(self.tokenizer.decode([token]))
-            say(pieces[-1])
-        return Reply(b"".join(pieces), len(pieces), LENGTH)
+                return Reply(b"".join(parts), len(parts), STOP)
+            parts.append(self.tokenizer.decode([token]))
+            say(parts[-1])
+        return Reply(b"".join(parts), len(parts), LENGTH)
 
     def answers(self, prompts: Sequence[Array]) -> list[Reply]:
         """Return the continuations of several prompts, computed together."""
-        found = list[Reply]()
+        replies = list[Reply]()
         ends = self.tokenizer.ends
         for ids in self.model.generate_each(prompts, self.options.tokens, ends, **self.draw):
             stopped = bool(ids) and ids[-1] in ends
             text = b"".join(self.tokenizer.decode([token]) for token in ids[: len(ids) - stopped])
-            found.append(Reply(text, len(ids) - stopped, STOP if stopped else LENGTH))
-        return found
+            replies.append(Reply(text, len(ids) - stopped, STOP if stopped else LENGTH))
+        return replies
 
 
 class LlamaCpp:
@@ -108,22 +108,20 @@ class LlamaCppSpeaker(Speaker):
     """Speaker whose model is a `LlamaCpp`."""
 
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
-        pieces, last = list[bytes](), dict[str, Any]()
+        parts, last = list[bytes](), dict[str, Any]()
 
         def hear(chunk: dict[str, Any]) -> bool:
             last.update(chunk)
             if "choices" in chunk:
-                pieces.append(chunk["choices"][0]["text"].encode())
-                say(pieces[-1])
+                parts.append(chunk["choices"][0]["text"].encode())
+                say(parts[-1])
             return False
 
         request = {"prompt": np.asarray(prompt).tolist(), "n_predict": self.options.tokens, "stream": True}
         self.model.server.handle_completions(request | self.draw, hear)
         if "usage" not in last:
             raise UsageError(f"--engine llamacpp: {last.get('message', last)}")
-        return Reply(
-            b"".join(pieces), last["usage"]["completion_tokens"], last["choices"][0]["finish_reason"]
-        )
+        return Reply(b"".join(parts), last["usage"]["completion_tokens"], last["choices"][0]["finish_reason"])
 
 
 @dataclass
@@ -161,8 +159,8 @@ Examples:
 
 def make_parser() -> Parser:
     """Return the parser of the command line."""
-    about = "Generate text from a GGUF model, in one process."
-    parser = Parser(prog="zero-mpi generate", description=about, epilog=EXAMPLES)
+    description = "Generate text from a GGUF model, in one process."
+    parser = Parser(prog="zero-mpi generate", description=description, epilog=EXAMPLES)
     add = parser.add_argument
     add("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
     add("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
@@ -172,8 +170,8 @@ def make_parser() -> Parser:
     add("--system", metavar="TEXT", help="system message of the conversation")
     add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
     add("--json", action="store_true", help="print prompt and answer as JSON lines")
-    at_once = "number of prompts in --prompts to answer together (default: 1)"
-    add("--batch", type=int, default=1, metavar="N", help=at_once)
+    batch = "number of prompts in --prompts to answer together (default: 1)"
+    add("--batch", type=int, default=1, metavar="N", help=batch)
     engines = "engine that runs the model: own (zero_mpi), or llamacpp (package xllamacpp)"
     add("--engine", choices=ENGINES, default="own", help=engines)
     add("--tokens", type=int, default=200, help="maximum number of tokens to generate")
@@ -181,8 +179,8 @@ def make_parser() -> Parser:
     add("--temperature", type=float, default=0.8, help=temperature)
     add("--top-k", type=int, default=40, help="sample from the N likeliest tokens; 0: no limit")
     add("--top-p", type=float, default=1.0, help="use only the most likely tokens with total probability X")
-    least = "of these, use tokens with at least X times the highest probability"
-    add("--min-p", type=float, default=0.0, help=least)
+    min_p = "of these, use tokens with at least X times the highest probability"
+    add("--min-p", type=float, default=0.0, help=min_p)
     add("--seed", type=int, default=0, help="random seed for sampling")
     return parser
 
@@ -219,28 +217,28 @@ def print_answers(speaker: Speaker, template: ChatTemplate | None) -> None:
             if chat is None or options.prompts is not None:
                 chat = Chat(template, speaker.tokenizer, options.system)
             ids.append(chat.prompt_ids(prompt))
-        ready = speaker.answers(ids) if options.batch > 1 else [None]
-        for each in zip(batch, ids, ready, numbers, strict=False):
-            reply = print_answer(speaker, *each)
+        replies = speaker.answers(ids) if options.batch > 1 else [None]
+        for arguments in zip(batch, ids, replies, numbers, strict=False):
+            reply = print_answer(speaker, *arguments)
             if chat is not None:
                 chat.answered(reply)
 
 
-def print_answer(speaker: Speaker, prompt: str, ids: Array, ready: Reply | None, number: int) -> Reply:
-    """Print an answer: `ready`, or computed here if that is None. An empty line separates texts."""
+def print_answer(speaker: Speaker, prompt: str, ids: Array, reply: Reply | None, number: int) -> Reply:
+    """Print an answer: `reply`, or computed here if that is None. An empty line separates texts."""
     if speaker.options.json:
-        answer = ready or speaker.answer(ids, lambda piece: None)
+        answer = reply or speaker.answer(ids, lambda piece: None)
         texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}
-        about = {"tokens": answer.tokens, "finish_reason": answer.finish_reason}
-        write_bytes(json.dumps(texts | about).encode() + b"\n")
+        facts = {"tokens": answer.tokens, "finish_reason": answer.finish_reason}
+        write_bytes(json.dumps(texts | facts).encode() + b"\n")
         return answer
     write = escaping(write_bytes) if sys.stdout.isatty() else write_bytes
     write_bytes(b"\n" if number else b"")
     if not speaker.options.chat:
         write(prompt.encode("utf-8", "surrogateescape"))
-    if ready:
-        write(ready.text)
-    answer = ready or speaker.answer(ids, write)
+    if reply:
+        write(reply.text)
+    answer = reply or speaker.answer(ids, write)
     write(b"\n")
     return answer
 
@@ -302,14 +300,14 @@ def prompts(options: argparse.Namespace) -> Iterator[str]:
     if options.prompts is None and not (options.chat and options.prompt is None):
         yield DEFAULT if options.prompt is None else options.prompt
         return
-    found = False
+    has_line = False
     for line in typed() if options.prompts in (None, STANDARD_INPUT) else lines_of(Path(options.prompts)):
         if line.strip():
-            found = True
+            has_line = True
             yield line
-    if not found:
-        where = "standard input" if options.prompts in (None, STANDARD_INPUT) else options.prompts
-        raise UsageError(f"--prompts {where}: expected a prompt in each line, found no line")
+    if not has_line:
+        source = "standard input" if options.prompts in (None, STANDARD_INPUT) else options.prompts
+        raise UsageError(f"--prompts {source}: expected a prompt in each line, found no line")
 
 
 def lines_of(path: Path) -> list[str]:

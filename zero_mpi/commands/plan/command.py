@@ -98,16 +98,16 @@ def make_parser() -> Parser:
 
 def read(arguments: Sequence[str]) -> Question:
     """Return the cases that a command line describes. Raise UsageError for invalid flags."""
-    flags, own = given(make_parser(), arguments, ("config", *FIELDS))
+    flags, options = given(make_parser(), arguments, ("config", *FIELDS))
     path = flags.pop("config", None)
     settings = joined(read_toml(Path(path), []) if path else {}, flags)
     config = Config(**settings)
     check(config)
     for name in SWEEP:
-        if name in own and "sweep" not in own:
-            raise UsageError(f"{spelled(name)} {own[name]}: needs a sweep: add --sweep")
-    described, ranks, nodes = find_places(own)
-    model = find_model(config, own.get("base"))
+        if name in options and "sweep" not in options:
+            raise UsageError(f"{spelled(name)} {options[name]}: needs a sweep: add --sweep")
+    machine_file, ranks, nodes = find_places(options)
+    model = find_model(config, options.get("base"))
     config = inputs.shortened(config, model)
     names = [config.strategy] if "strategy" in settings else list(STRATEGIES)
     if "strategy" not in settings and config.device == "cuda" and nodes > 1:
@@ -115,8 +115,8 @@ def read(arguments: Sequence[str]) -> Question:
     cases = tuple(make_case(replace(config, strategy=name), model, ranks, nodes) for name in names)
     for case in cases:
         check_sums(case)
-    machine, known = find_machine(own, described, cases[0])
-    a_node = ranks // nodes if described is None else described.ranks
+    machine, known = find_machine(options, machine_file, cases[0])
+    node_ranks = ranks // nodes if machine_file is None else machine_file.ranks
     text = 0
     with contextlib.suppress(UsageError, OSError):  # the data may not be on this machine
         text = text_bytes(config, model)
@@ -124,29 +124,29 @@ def read(arguments: Sequence[str]) -> Question:
         cases,
         machine,
         known,
-        per_node=within("ranks_per_node", own.get("ranks_per_node", a_node), 1),
-        most_ranks=within("most_ranks", own.get("most_ranks", MOST_RANKS), 1),
-        sweeps="sweep" in own,
-        json=Path(own["json"]) if "json" in own else None,
+        per_node=within("ranks_per_node", options.get("ranks_per_node", node_ranks), 1),
+        most_ranks=within("most_ranks", options.get("most_ranks", MOST_RANKS), 1),
+        sweeps="sweep" in options,
+        json=Path(options["json"]) if "json" in options else None,
         text=text,
         sample=config.sample > 0,
     )
 
 
-def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
+def find_places(options: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
     """Return the machine file, ranks and nodes. The default is as few nodes as the ranks need."""
-    described = None
-    if "machine" in own:
-        if "doctor" in own:
-            raise UsageError(f"--doctor {shown(own['doctor'])}: also set by --machine: use one of them")
-        described = machines.read_machine(Path(own["machine"]))
-    ranks = within("ranks", own.get("ranks", 1), 1)
-    nodes = within("nodes", own.get("nodes", -(-ranks // described.ranks) if described else 1), 1)
+    machine_file = None
+    if "machine" in options:
+        if "doctor" in options:
+            raise UsageError(f"--doctor {shown(options['doctor'])}: also set by --machine: use one of them")
+        machine_file = machines.read_machine(Path(options["machine"]))
+    ranks = within("ranks", options.get("ranks", 1), 1)
+    nodes = within("nodes", options.get("nodes", -(-ranks // machine_file.ranks) if machine_file else 1), 1)
     if ranks % nodes:
         raise UsageError(
             f"--nodes {nodes} does not divide --ranks {ranks}: expected the same number of ranks on each node"
         )
-    return described, ranks, nodes
+    return machine_file, ranks, nodes
 
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
@@ -177,27 +177,27 @@ def find_model(config: Config, base: str | None = None) -> ModelConfig:
 
 
 def find_machine(
-    own: dict[str, Any], described: MachineFile | None, case: Case
+    options: dict[str, Any], machine_file: MachineFile | None, case: Case
 ) -> tuple[Machine, tuple[str, ...]]:
     """Return the machine's numbers, and the names of the numbers that are measured or given."""
-    numbers = machines.read_doctor(Path(own["doctor"])) if "doctor" in own else {}
-    if described is not None:
-        numbers = dict(described.numbers)
-    of_bf16 = numbers.pop("bf16_flops", 0.0)
+    numbers = machines.read_doctor(Path(options["doctor"])) if "doctor" in options else {}
+    if machine_file is not None:
+        numbers = dict(machine_file.numbers)
+    bf16_flops = numbers.pop("bf16_flops", 0.0)
     base = assumed(case.on_gpu, case.precision_name)
-    if of_bf16 and base in LOW:
-        numbers["flops"] = of_bf16
-    if case.on_gpu and described is None:  # the doctor has measured the host's CPU
+    if bf16_flops and base in LOW:
+        numbers["flops"] = bf16_flops
+    if case.on_gpu and machine_file is None:  # the doctor has measured the host's CPU
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
-    if (text := own.get("memory")) is not None:
+    if (text := options.get("memory")) is not None:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
         size = float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2].upper() or " ")) if match else 0.0
         if not 0 < size < math.inf:
             raise UsageError(f"--memory {text}: expected a size such as 64G, 512M or a number of bytes")
         numbers["memory"] = size
     machine = machine_of(numbers, base)
-    if described is not None:
-        machine = replace(machine, levels=described.levels)
+    if machine_file is not None:
+        machine = replace(machine, levels=machine_file.levels)
     return machine, tuple(numbers)
 
 
@@ -217,15 +217,15 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 def plans(question: Question) -> dict[str, Any]:
     """Print the plan of each case. Return the numbers of all plans."""
-    made = [make_plan(case, question.machine) for case in question.cases]
-    asked = [resident(plan.case, plan.memory, question.text, question.sample) for plan in made]
+    estimates = [make_plan(case, question.machine) for case in question.cases]
+    nodes = [resident(plan.case, plan.memory, question.text, question.sample) for plan in estimates]
     tables = [
         plan.as_json() | {"node": asdict(node) | {"total": node.total, "ask": node.ask}}
-        for plan, node in zip(made, asked, strict=True)
+        for plan, node in zip(estimates, nodes, strict=True)
     ]
-    title = head("host memory per node", made)
-    write([*report(made, question.machine, question.known), "", title, *ask_lines(asked)])
-    return {"ranks": made[0].case.ranks, "nodes": made[0].case.nodes, "plans": tables}
+    title = head("host memory per node", estimates)
+    write([*report(estimates, question.machine, question.known), "", title, *ask_lines(nodes)])
+    return {"ranks": estimates[0].case.ranks, "nodes": estimates[0].case.nodes, "plans": tables}
 
 
 def sweeps(question: Question) -> dict[str, Any]:

@@ -88,9 +88,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
     log.install(world.rank, world.size)
 
     def prepare() -> tuple[Tokenizer, dict[str, object]]:
-        given = options.tokenizer
-        found = ByteTokenizer() if given == BYTE else tokenizer_from_file(Path(given))
-        return found, {"the flags": sorted(vars(options).items()), "the tokenizer": fingerprint(found)}
+        path = options.tokenizer
+        local = ByteTokenizer() if path == BYTE else tokenizer_from_file(Path(path))
+        return local, {"the flags": sorted(vars(options).items()), "the tokenizer": fingerprint(local)}
 
     tokenizer: Tokenizer = same(world.comm, prepare, SAME_FILES)
     watchdog = Watchdog(world.rank, options.timeout, world.kill)
@@ -117,24 +117,24 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: W
     if missing is None:
         return 0
     world.run_on_all(lambda: check_shared(out))
-    begun, new = time.monotonic(), [part for part in parts if part.name in missing]
+    start, new = time.monotonic(), [part for part in parts if part.name in missing]
     share = work.dealt([part.weight for part in new], world.size)[world.rank]
-    total, left = (sum(part.weight for part in some) for some in (parts, new))
+    total, remaining = (sum(part.weight for part in group) for group in (parts, new))
     signals.enter(STEPS)
     progress = work.ProgressSum(
-        world, watchdog, "writing token files", total, total - left,
+        world, watchdog, "writing token files", total, total - remaining,
         lambda: bool(signals.caught or world.comm.lost()),
     )  # fmt: skip
     is_done = progress.run(partial(work.encode_parts, encoding, [new[place] for place in share]))
     world.check()
     watchdog.beat("writing the manifest")
     if is_done:
-        world.on_root(lambda: finish(folder, encoding, parts, missing, time.monotonic() - begun))
+        world.on_root(lambda: finish(folder, encoding, parts, missing, time.monotonic() - start))
         return 0
     if world.rank == 0:
-        done = sum(read_record(out, part.name) is not None for part in parts)
-        of = f"{done} of {plural(len(parts), 'part')} are complete"
-        log.info("%s", f"stopped: {of}; run the same command to continue")
+        count = sum(read_record(out, part.name) is not None for part in parts)
+        state = f"{count} of {plural(len(parts), 'part')} are complete"
+        log.info("%s", f"stopped: {state}; run the same command to continue")
     signals.caught = signals.caught or "a signal to another rank"
     return REQUEUE
 
@@ -162,18 +162,18 @@ def about(options: Namespace, tokenizer: Tokenizer) -> Table:
 
 def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
     """Return the input files. Raise UsageError for invalid paths, or if `out` is inside an input folder."""
-    for given in paths:
-        inner, outer = os.path.realpath(out), os.path.realpath(given)
+    for argument in paths:
+        inner, outer = os.path.realpath(out), os.path.realpath(argument)
         if os.path.commonpath([inner, outer]) == outer:
-            raise UsageError(f"--out {shown(out)}: is inside TEXT {shown(given)}: use a folder outside it")
+            raise UsageError(f"--out {shown(out)}: is inside TEXT {shown(argument)}: use a folder outside it")
     files = list[work.InputFile]()
     for name, path in collect_files(paths, work.FLAG) if paths else library_files():
         try:
-            about = path.stat()
+            stat = path.stat()
         except OSError as error:
             unreadable(error)
         form = work.format_named(name).name
-        files.append(work.InputFile(name, path, form, about.st_size, about.st_mtime_ns))
+        files.append(work.InputFile(name, path, form, stat.st_size, stat.st_mtime_ns))
     return files
 
 
@@ -185,7 +185,7 @@ def inspect_files(
     Return the inputs for the manifest, and the weights of each file's pieces ([] for a file without text).
     """
     files, reading = encoding.files, encoding.reading()
-    sizes, found = [file.size for file in files], dict[int, tuple[str, list[int]]]()
+    sizes, facts = [file.size for file in files], dict[int, tuple[str, list[int]]]()
 
     def inspect_here(progress: work.ProgressSum) -> None:
         for number in work.dealt(sizes, world.size)[world.rank]:
@@ -193,21 +193,21 @@ def inspect_files(
                 return  # the rank with the problem raises the error
             weights = work.TEXT_FORMATS[files[number].format].weights(files[number], reading)
             if weights is not None:
-                found[number] = digest_of(files[number], progress), weights
+                facts[number] = digest_of(files[number], progress), weights
 
     work.ProgressSum(world, watchdog, "looking at the files", sum(sizes)).run(inspect_here)
-    results, joint = world.results(lambda: (found, reading.filter)), encoding.text_filter()
-    for theirs, noted in results:
-        found |= theirs
-        joint.out, joint.taken = sorted([*joint.out, *noted.out]), sorted([*joint.taken, *noted.taken])
+    results, union = world.results(lambda: (facts, reading.filter)), encoding.text_filter()
+    for share, local in results:
+        facts |= share
+        union.out, union.taken = sorted([*union.out, *local.out]), sorted([*union.taken, *local.taken])
     if world.rank == 0:
-        warn(joint.notes())
+        warn(union.notes())
     inputs: list[Table] = [
-        {"name": file.name, "format": file.format, "bytes": file.size, "sha256": found[number][0]}
+        {"name": file.name, "format": file.format, "bytes": file.size, "sha256": facts[number][0]}
         for number, file in enumerate(files)
-        if number in found
+        if number in facts
     ]
-    return inputs, [found[number][1] if number in found else [] for number in range(len(sizes))]
+    return inputs, [facts[number][1] if number in facts else [] for number in range(len(sizes))]
 
 
 def digest_of(file: work.InputFile, progress: work.ProgressSum) -> str:
@@ -235,25 +235,25 @@ def begin(
         log.info("%s", f"{shown(encoding.out)} is already complete: {train_on(encoding)}")
         return None
     missing = {part.name for part in parts if read_record(encoding.out, part.name) is None}
-    of = f"of {len(parts):,}, from {plural(len(inputs), 'file')}"
-    log.info("%s", f"{plural(len(missing), 'part')} to write {of}")
+    scope = f"of {len(parts):,}, from {plural(len(inputs), 'file')}"
+    log.info("%s", f"{plural(len(missing), 'part')} to write {scope}")
     return missing
 
 
 def finish(
-    folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], new: set[str], took: float
+    folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], new: set[str], elapsed: float
 ) -> None:
     """Write the manifest and log the result. Raise UsageError if the inputs contain no text."""
-    found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
-    if len(found) != len(parts):
+    index = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
+    if len(index) != len(parts):
         raise JobError(f"{shown(folder.out)}: records of parts were removed during the job")
-    records, out = list(found.values()), shown(folder.out)
+    records, out = list(index.values()), shown(folder.out)
     counts = {name: sum(each[name] for each in records) for name in COUNTS}
-    joint, reader = encoding.text_filter(), encoding.text.anew()
+    union, reader = encoding.text_filter(), encoding.text.anew()
     for record in records:
-        joint.odd += record["odd"]
+        union.odd += record["odd"]
         reader.spelt.update(record["spelt"])
-    warn((*joint.notes(), *reader.notes(), *separator_notes(reader.tokenizer)))
+    warn((*union.notes(), *reader.notes(), *separator_notes(reader.tokenizer)))
     if counts["skipped"]:
         warn([f"skipped lines and rows without text: {counts['skipped']:,}"])
     if not counts["documents"]:
@@ -264,10 +264,10 @@ def finish(
     ids = megatron_dtype(reader.tokenizer.vocab_size).name
     with writing():
         folder.end({"ids": ids, **counts, "files": files})
-    rate = short(sum(found[name]["tokens"] for name in new) / max(took, 1e-9))
-    made = f"{plural(counts['documents'], 'document')}, {counts['tokens']:,} tokens"
-    of = f"{size(counts['text_bytes'])} in {plural(len(files) // 2, 'token file')}"
-    log.info("%s", f"{out}: {made} of {of}, {rate} tokens/s in {seconds(took)}; {train_on(encoding)}")
+    rate = short(sum(index[name]["tokens"] for name in new) / max(elapsed, 1e-9))
+    total = f"{plural(counts['documents'], 'document')}, {counts['tokens']:,} tokens"
+    text = f"{size(counts['text_bytes'])} in {plural(len(files) // 2, 'token file')}"
+    log.info("%s", f"{out}: {total} of {text}, {rate} tokens/s in {seconds(elapsed)}; {train_on(encoding)}")
 
 
 def warn(notes: Iterable[str]) -> None:

@@ -66,10 +66,10 @@ class InputFile:
 def check_unchanged(file: InputFile) -> None:
     """Raise JobError if a file has changed since it was inspected."""
     try:
-        about = file.path.stat()
+        stat = file.path.stat()
     except OSError as error:
         raise JobError(f"{shown(file.path)}: {error.strerror}; it existed when the job started") from None
-    if (about.st_size, about.st_mtime_ns) != (file.size, file.changed_at):
+    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.changed_at):
         raise JobError(f"{shown(file.path)} changed while it was read: start again when it no longer changes")
 
 
@@ -90,11 +90,11 @@ class Reading:
 
     def stream(self, path: Path, first: int) -> text_streams.TextStream:
         """Return the stream of a file. Reuse the open stream unless it has already passed `first`."""
-        kept = self._stream
-        if kept is None or kept.path != path or not kept.reaches(first):
+        stream = self._stream
+        if stream is None or stream.path != path or not stream.reaches(first):
             self.close()
-            kept = self._stream = text_streams.TextStream(path, self.beat)
-        return kept
+            stream = self._stream = text_streams.TextStream(path, self.beat)
+        return stream
 
     def close(self) -> None:
         if self._stream is not None:
@@ -104,8 +104,8 @@ class Reading:
     def bad(self, path: Path, place: str, number: Callable[[], int], problem: object) -> None:
         """Raise FileError for an invalid line or row; with --skip-bad, count it instead."""
         if not self.skips:
-            where = f"{shown(path)}, {place} {number():,}"
-            raise FileError(f"{where}: {problem}; --skip-bad skips such lines and rows") from None
+            location = f"{shown(path)}, {place} {number():,}"
+            raise FileError(f"{location}: {problem}; --skip-bad skips such lines and rows") from None
         self.skipped += 1
 
     def text_of(self, value: Any) -> bytes:
@@ -113,8 +113,8 @@ class Reading:
         if not isinstance(value, dict):
             raise ValueError(f"expected an object with {quoted(self.field)}, found {quoted(value)}")
         if self.field not in value:
-            found = ", ".join(quoted(name, 40) for name in list(value)[:5]) or "nothing"
-            raise ValueError(f"expected the field {quoted(self.field)}, found {found}; name it with --field")
+            names = ", ".join(quoted(name, 40) for name in list(value)[:5]) or "nothing"
+            raise ValueError(f"expected the field {quoted(self.field)}, found {names}; name it with --field")
         if not text_streams.is_text(value[self.field]):
             raise ValueError(f"{self.field}: expected a text, found {quoted(value[self.field])}")
         text: str = value[self.field]
@@ -170,18 +170,18 @@ def _lines(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator
 
 
 def _group_weights(file: InputFile, reading: Reading) -> list[int]:
-    with open_table(file.path) as found:
-        names, where = found.schema_arrow.names, shown(file.path)
+    with open_table(file.path) as table:
+        names, place = table.schema_arrow.names, shown(file.path)
         if reading.field not in names:
             others = shown(", ".join(names), 100) or "none"
             column = f"expected a column {quoted(reading.field)}, found {others}"
-            raise FileError(f"{where}: {column}; name it with --field")
-        kind = str(found.schema_arrow.field(reading.field).type)
+            raise FileError(f"{place}: {column}; name it with --field")
+        kind = str(table.schema_arrow.field(reading.field).type)
         if kind not in ("string", "large_string"):
             texts = f"expected a column of texts, found {shown(kind, 60)}"
-            raise FileError(f"{where}: {reading.field}: {texts}")
+            raise FileError(f"{place}: {reading.field}: {texts}")
         weights = []
-        for group in map(found.metadata.row_group, range(found.metadata.num_row_groups)):
+        for group in map(table.metadata.row_group, range(table.metadata.num_row_groups)):
             columns = map(group.column, range(group.num_columns))
             sizes = [each.total_uncompressed_size for each in columns if each.path_in_schema == reading.field]
             weights.append(sum(max(size, 0) for size in sizes))
@@ -189,10 +189,10 @@ def _group_weights(file: InputFile, reading: Reading) -> list[int]:
 
 
 def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
-    with open_table(file.path) as found:
-        row = sum(found.metadata.row_group(number).num_rows for number in range(first))
+    with open_table(file.path) as table:
+        row = sum(table.metadata.row_group(number).num_rows for number in range(first))
         groups = list(range(first, stop))
-        for batch in found.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field]):
+        for batch in table.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field]):
             for value in batch.column(0).to_pylist():
                 row += 1
                 if text_streams.is_text(value):
@@ -216,8 +216,8 @@ def unpacked_name(name: str) -> str:
 def format_named(name: str) -> TextFormat:
     """Return the format of a file by its name; plain text if no other format has its suffix."""
     inner = unpacked_name(name).lower()
-    found = next(each for each in TEXT_FORMATS.values() if inner.endswith(each.suffixes))
-    return TEXT if found is PARQUET and inner != name.lower() else found  # Parquet compresses inside the file
+    form = next(choice for choice in TEXT_FORMATS.values() if inner.endswith(choice.suffixes))
+    return TEXT if form is PARQUET and inner != name.lower() else form  # Parquet compresses inside the file
 
 
 # ----------------------------------------------------------------------------------------------- parts
@@ -253,28 +253,28 @@ def cut_parts(
     if size is None:
         size = min(max(sum(map(sum, weights)) // FRACTION, SMALLEST), LARGEST)
     pieces = list[FilePiece]()
-    for number, (file, found) in enumerate(zip(files, weights, strict=True)):
+    for number, (file, file_weights) in enumerate(zip(files, weights, strict=True)):
         if TEXT_FORMATS[file.format].divisible:
-            ends = [*range(size, sum(found), size), sum(found)] if sum(found) else []
+            ends = [*range(size, sum(file_weights), size), sum(file_weights)] if sum(file_weights) else []
             pieces += [FilePiece(number, a, b, b - a) for a, b in pairwise([0, *ends])]
         else:
-            pieces += [FilePiece(number, n, n + 1, weight) for n, weight in enumerate(found)]
-    parts, held = list[list[FilePiece]](), 0
+            pieces += [FilePiece(number, n, n + 1, weight) for n, weight in enumerate(file_weights)]
+    parts, total = list[list[FilePiece]](), 0
     for piece in pieces:
-        if not parts or held + piece.weight > size:
+        if not parts or total + piece.weight > size:
             parts.append([])
-            held = 0
+            total = 0
         parts[-1].append(piece)
-        held += piece.weight
+        total += piece.weight
     width = max(5, len(str(len(parts))))
-    return [WorkPart(f"{number:0{width}d}", tuple(each)) for number, each in enumerate(parts)]
+    return [WorkPart(f"{number:0{width}d}", tuple(group)) for number, group in enumerate(parts)]
 
 
 def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
     """Assign weights to ranks, with similar sums. Return the indices that each rank gets, in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
-    for place, weight in sorted(enumerate(weights), key=lambda each: -each[1]):
+    for place, weight in sorted(enumerate(weights), key=lambda pair: -pair[1]):
         load, rank = loads[0]
         shares[rank].append(place)
         heapq.heapreplace(loads, (load + weight, rank))
@@ -296,17 +296,17 @@ NOTHING = Amount()
 class ProgressSum:
     """Sums of the progress of all ranks. `beat` starts a sum, or reads the result of a finished sum.
 
-    what     name of the work, for the watchdog
+    label    name of the work, for the watchdog
     total    weight of all work; an earlier job has done `before` of it
     stops    function that returns True if this rank must stop
     """
 
     def __init__(
-        self, world: World, watchdog: Watchdog, what: str, total: int,
+        self, world: World, watchdog: Watchdog, label: str, total: int,
         before: int = 0, stops: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        self._world, self._moved, self._stops = world, partial(watchdog.beat, what), stops
-        self._what, self._before, self._total = what, before, max(total, 1)
+        self._world, self._moved, self._stops = world, partial(watchdog.beat, label), stops
+        self._what, self._before, self._total = label, before, max(total, 1)
         self._own, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
         self._handle: Handle | None = None
         self._finished = self._has_problem = self._over = self._is_done = False
@@ -361,11 +361,11 @@ class ProgressSum:
         now = time.monotonic()
         if self._world.rank == 0 and now - self._said > (WATCHED if watched() else LOGGED):
             self._said, seconds = now, now - self._begun
-            left = self._total - self._before - weight
+            remaining = self._total - self._before - weight
             facts = [percent((self._before + weight) / self._total), self._what]
             facts += [f"{short(documents)} documents", f"{short(tokens)} tokens"] if documents else []
             facts += [f"{text_bytes / 1e6 / seconds:.3g} MB/s"]
-            facts += [f"{interval(seconds * left / weight)} left"] if weight else []
+            facts += [f"{interval(seconds * remaining / weight)} left"] if weight else []
             log.info("%s", "  ".join(facts))
 
 

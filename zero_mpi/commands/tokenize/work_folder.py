@@ -73,9 +73,9 @@ class WorkFolder:
     def _check(self, now: Table) -> None:
         if self._before:
             with ours(self.out / MANIFEST if self.is_complete else self.aside / PLAN):
-                for what, was, value in differences(self._before, now):
-                    begun = f"--out {shown(self.out)} was started with other input"
-                    raise UsageError(f"{begun}: {what} was {quoted(was)}, is now {quoted(value)}: {SAME}")
+                for name, old, value in differences(self._before, now):
+                    problem = f"--out {shown(self.out)} was started with other input"
+                    raise UsageError(f"{problem}: {name} was {quoted(old)}, is now {quoted(value)}: {SAME}")
 
     def begin(self, inputs: list[Table], tokenizer: Tokenizer) -> None:
         """Write plan and tokenizer. Raise UsageError if the inputs have changed, OSError if writing fails."""
@@ -132,17 +132,17 @@ class PartWriter:
             self._digest.update(raw)
             self._sizes.append(len(ids))
 
-    def finish(self, about: Table) -> None:
-        """Rename the pair of files to its final names, then write its record with the facts `about`."""
+    def finish(self, facts: Table) -> None:
+        """Rename the pair of files to its final names, then write its record with these `facts`."""
         with naming(self._aside[BIN]):
             self._file.flush()
             os.fsync(self._file.fileno())
         sizes = np.frombuffer(self._sizes, np.int32)
         index, tokens = megatron_index(sizes, self._dtype), int(sizes.sum(dtype=np.int64))
-        made = {BIN: (tokens * self._dtype.itemsize, self._digest), IDX: (len(index), hashlib.sha256(index))}
+        stats = {BIN: (tokens * self._dtype.itemsize, self._digest), IDX: (len(index), hashlib.sha256(index))}
         files = [
             {"name": self._name + suffix, "bytes": size, "sha256": digest.hexdigest()}
-            for suffix, (size, digest) in made.items()
+            for suffix, (size, digest) in stats.items()
         ]
         if len(sizes):
             with naming(self._aside[IDX]):
@@ -150,7 +150,7 @@ class PartWriter:
             for suffix, path in self._aside.items():
                 os.replace(path, self._out / f"{self._name}{suffix}")
             sync_folder(self._out)
-        record = {"documents": len(sizes), "tokens": tokens, "files": files if len(sizes) else [], **about}
+        record = {"documents": len(sizes), "tokens": tokens, "files": files if len(sizes) else [], **facts}
         write_whole(self._out / UNFINISHED / f"{self._name}.json", json.dumps(sealed(record)))
 
     def __enter__(self) -> Self:
@@ -168,36 +168,36 @@ def read_record(out: Path, name: str) -> Table | None:
     """Return the record of a part, or None if the part is not complete."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         record: Table = parse_json(read_file(out / UNFINISHED / f"{name}.json"))
-        there = all((out / each["name"]).stat().st_size == each["bytes"] for each in record["files"])
-        return record if there and sealed(record) == record else None
+        is_complete = all((out / file["name"]).stat().st_size == file["bytes"] for file in record["files"])
+        return record if is_complete and sealed(record) == record else None
     return None
 
 
 def read_table(path: Path, sealed_too: bool = False) -> Table:
     """Return a table that tokenize wrote. Raise FileError if it, or its seal if `sealed_too`, is invalid."""
     with ours(path):
-        found = parse_json(read_file(path, MOST_BYTES), most_values=MOST_VALUES)
-        if not isinstance(found, dict) or not found or (sealed_too and sealed(found) != found):
-            raise ValueError(shown(found, 60))
-    return found
+        table = parse_json(read_file(path, MOST_BYTES), most_values=MOST_VALUES)
+        if not isinstance(table, dict) or not table or (sealed_too and sealed(table) != table):
+            raise ValueError(shown(table, 60))
+    return table
 
 
-def differences(before: Any, now: Any, what: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(before: Any, now: Any, label: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, value before, value now) for each value that differs.
 
     Complete parts have no invalid lines, so `skip_bad` may change from False to True.
     """
     if isinstance(before, Mapping) and isinstance(now, Mapping):
-        of = f" of the input {show(now['name'])}" if what == "inputs" else ""
+        suffix = f" of the input {show(now['name'])}" if label == "inputs" else ""
         for name, value in now.items():
-            yield from differences(before.get(name), value, name.replace("_", "-") + of)
+            yield from differences(before.get(name), value, name.replace("_", "-") + suffix)
     elif isinstance(now, list) and (not isinstance(before, list) or len(before) != len(now)):
-        yield f"the number of {what}", len(before or ()), len(now)
+        yield f"the number of {label}", len(before or ()), len(now)
     elif isinstance(now, list):
-        for was, value in zip(before, now, strict=True):
-            yield from differences(was, value, what)
-    elif before != now and (what, before, now) != ("skip-bad", False, True):
-        yield what, before, now
+        for old, value in zip(before, now, strict=True):
+            yield from differences(old, value, label)
+    elif before != now and (label, before, now) != ("skip-bad", False, True):
+        yield label, before, now
 
 
 @contextmanager
