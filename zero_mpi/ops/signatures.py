@@ -85,8 +85,8 @@ def checked(
     plain = [parameter.replace(annotation=Parameter.empty) for parameter in signature.parameters.values()]
     parameters = str(signature.replace(parameters=plain, return_annotation=signature.empty))[1:-1]
     seen = lru_cache(SEEN)(partial(examine, definition.__name__, expected))
-    first, *others = signature.parameters.values()
-    arguments = [f"{x.name}={x.name}" if x.kind is Parameter.KEYWORD_ONLY else x.name for x in others]
+    first, *rest = signature.parameters.values()
+    arguments = [f"{x.name}={x.name}" if x.kind is Parameter.KEYWORD_ONLY else x.name for x in rest]
     call = f"versions[{first.name}.__class__]({', '.join((first.name, *arguments))})"
     scope = {"seen": seen, "versions": versions}
     result: Callable[..., Any] = eval(f"lambda {parameters}: seen({', '.join(facts)}) or {call}", scope)
