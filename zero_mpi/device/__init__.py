@@ -62,10 +62,10 @@ def claim(name: str) -> None:
             cuda.runtime.free(0)  # creates the context and does nothing else
 
 
-def adopt(chosen: Device) -> Device:
+def adopt(device: Device) -> Device:
     global _in_use
-    _in_use = chosen
-    return chosen
+    _in_use = device
+    return device
 
 
 def is_cupy(x: Array) -> bool:

@@ -26,9 +26,9 @@ namespace = device.namespace
 empty = HOST.empty  # always in host memory
 
 
-def read_only(whole: Array) -> Array:
+def read_only(array: Array) -> Array:
     """Return a read-only view of an array that all ranks share."""
-    view = whole.view()
+    view = array.view()
     if not device.is_cupy(view):  # CuPy arrays have no such flag
         view.flags.writeable = False
     return view
@@ -51,7 +51,7 @@ def side_by_side(parts: tuple[Array, ...]) -> Array | None:
     for part in parts:
         lengths = part.shape[:-2]
         steps = zip(lengths, part.strides, joint.strides, strict=False)
-        if lengths != joint.shape[:-1] or any(step != whole for n, step, whole in steps if n > 1):
+        if lengths != joint.shape[:-1] or any(step != joint_step for n, step, joint_step in steps if n > 1):
             return None
         if address(part) != place:
             return None
@@ -146,8 +146,8 @@ class Recycler:
     computations on activations are in the order of one stream.
     """
 
-    def __init__(self, where: Device) -> None:
-        self._device = where
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._blocks: list[_Block] = []
         self._free: dict[int, list[_Block]] = {}  # by size class; append and pop of a list need no lock
         self._rest: Array | None = None  # unused rest of the last chunk
@@ -193,11 +193,11 @@ class Recycler:
         return sum(int(block.memory.nbytes) for block in list(self._blocks))
 
 
-def pool_of(where: Device) -> Recycler:
+def pool_of(device: Device) -> Recycler:
     """Return the pool of recycled memory of a device."""
-    pool: Recycler | None = where.activations
+    pool: Recycler | None = device.activations
     if pool is None:
-        pool = where.activations = Recycler(where)
+        pool = device.activations = Recycler(device)
     return pool
 
 

@@ -94,12 +94,12 @@ class Cuda:
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy `source` to `target`, on any devices. A copy to or from the host is complete on return."""
-        here, there = (isinstance(x, self.cupy.ndarray) for x in (target, source))
-        if here and not there:
+        to_gpu, from_gpu = (isinstance(x, self.cupy.ndarray) for x in (target, source))
+        if to_gpu and not from_gpu:
             target.set(np.ascontiguousarray(source, target.dtype).reshape(target.shape), stream=self.stream)
             self.stream.synchronize()  # because the caller may then change the source
         else:
-            target[...] = source if here else self.to_host(source)
+            target[...] = source if to_gpu else self.to_host(source)
 
     def pinned(self, nbytes: int) -> Array:
         """Return pinned host memory, which the GPU copies itself. Raise UsageError if this fails."""
@@ -208,8 +208,8 @@ class CudaStopwatch:
 
 
 def import_cupy() -> Any:
-    others = " or 'zero-mpi[cuda13]', whichever the driver supports"
-    return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
+    hint = " or 'zero-mpi[cuda13]', whichever the driver supports"
+    return import_optional("--device cuda", "cuda12", "cupy", otherwise=hint)
 
 
 @contextmanager
@@ -220,8 +220,8 @@ def libraries(other: type[Exception] = OSError) -> Iterator[None]:
     except (OSError, RuntimeError, other) as error:
         cuda = int(import_cupy().cuda.runtime.runtimeGetVersion()) // 1000
         remedy = f"pip install 'cupy-cuda{cuda}x[ctk]' 'nvmath-python[cu{cuda}]', or load the site's module"
-        what = f"a library of CUDA {cuda} cannot be used ({first_line(error)})"
-        raise UsageError(f"--device cuda: {what}: {remedy}") from error
+        problem = f"a library of CUDA {cuda} cannot be used ({first_line(error)})"
+        raise UsageError(f"--device cuda: {problem}: {remedy}") from error
 
 
 def gpus() -> int:

@@ -31,8 +31,8 @@ def kernels() -> dict[Any, Any]:
     """Return the GPU kernels: a sum for each type of parts, and PAIRWISE."""
     module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
     with libraries():
-        found = {np.dtype(kind): module.get_function(f"add_{kind}") for kind in KINDS}
-        return found | {PAIRWISE: module.get_function(PAIRWISE)}
+        sums = {np.dtype(kind): module.get_function(f"add_{kind}") for kind in KINDS}
+        return sums | {PAIRWISE: module.get_function(PAIRWISE)}
 
 
 def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any) -> None:
@@ -46,9 +46,9 @@ def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, str
     kernel = kernels()[parts[0].dtype if parts else out.dtype]
     blocks = min(BLOCKS, -(-int(out.size) // (THREADS * PER_THREAD)))
     for first in range(0, max(1, len(parts)), MAX_PARTS):
-        some = parts[first : first + MAX_PARTS]
-        places = [*some, *[some[0] if some else out] * (MAX_PARTS - len(some))]
-        numbers = np.int32(len(some)), np.int32(accumulate or first > 0), np.int64(out.size)
+        group = parts[first : first + MAX_PARTS]
+        places = [*group, *[group[0] if group else out] * (MAX_PARTS - len(group))]
+        numbers = np.int32(len(group)), np.int32(accumulate or first > 0), np.int64(out.size)
         kernel((blocks,), (THREADS,), (out, *places, *numbers), stream=stream)
 
 
@@ -84,6 +84,6 @@ def pairwise_sums(x: Array, segments: Array) -> Array:
         return sums
     sums, (starts, lengths) = np.empty(count), segments
     for length in np.unique(lengths):
-        some = lengths == length
-        sums[some] = sliding_window_view(x, length)[starts[some]].sum(axis=1)
+        mask = lengths == length
+        sums[mask] = sliding_window_view(x, length)[starts[mask]].sum(axis=1)
     return sums

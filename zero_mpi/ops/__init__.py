@@ -54,7 +54,7 @@ def products(kind: Any) -> tuple[str, str]:
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
         return "", "no CPU kernel multiplies float16"
-    library, reason = None, next((why for why, is_so in _INSTEAD.items() if is_so), "")
+    library, reason = None, next((text for text, applies in _INSTEAD.items() if applies), "")
     if _compiles:
         from zero_mpi.ops.cpu import onednn
 
@@ -110,8 +110,8 @@ def fill_cache(kind: str, say: Callable[[str], object] | None = None) -> None:
     if code_cache.is_complete(kind):
         return
     if say is not None:
-        of = f" of {kind}" if kind == GENERATION else ""
-        say(f"compiling kernels{of} for this CPU (once, cached in {code_cache.folder()})")
+        suffix = f" of {kind}" if kind == GENERATION else ""
+        say(f"compiling kernels{suffix} for this CPU (once, cached in {code_cache.folder()})")
     from zero_mpi.ops.cpu import jit, products
 
     if kind == "bfloat16":
@@ -148,9 +148,9 @@ def prepare_cpu() -> None:
 def _on_first_use(name: str) -> Callable[..., Any]:
     """Return a placeholder for an operation; the placeholder imports the kernels when it is called."""
 
-    def load_and_call(*arguments: Any, **named: Any) -> Any:
+    def load_and_call(*arguments: Any, **keywords: Any) -> Any:
         prepare_cpu()
-        return OPERATIONS[name](*arguments, **named)
+        return OPERATIONS[name](*arguments, **keywords)
 
     return load_and_call
 

@@ -50,6 +50,6 @@ EXPONENT = np.uint16(0x7C00)  # exponent bits of a float16; all are set in infin
 def finite_blocks(raw: Array, kind: str) -> Array:
     """Return a mask of blocks: True if all elements are finite. raw: the blocks; kind: one of `PACKED`."""
     blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_KINDS[kind].nbytes)
-    scales = [blocks[:, at : at + 2].copy().view(np.uint16) & EXPONENT for at in SCALES[kind]]
-    found: Array = (np.hstack(scales) != EXPONENT).all(axis=1)
-    return found
+    scales = [blocks[:, offset : offset + 2].copy().view(np.uint16) & EXPONENT for offset in SCALES[kind]]
+    mask: Array = (np.hstack(scales) != EXPONENT).all(axis=1)
+    return mask

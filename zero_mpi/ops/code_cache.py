@@ -42,8 +42,8 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("vendor_id", "cpu family", "model", "model name", "flags", "Features")
-    return "\n".join(dict.fromkeys(line for line in lines if line.split("\t")[0].strip() in wanted))
+    fields = ("vendor_id", "cpu family", "model", "model name", "flags", "Features")
+    return "\n".join(dict.fromkeys(line for line in lines if line.split("\t")[0].strip() in fields))
 
 
 def key() -> str:
@@ -61,10 +61,10 @@ def key() -> str:
 
 def candidates() -> Iterator[Path]:
     """Yield the directories in which the cache folder may be created, best first."""
-    if given := os.environ.get("NUMBA_CACHE_DIR"):
-        yield Path(given)
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        yield Path(given) / "zero_mpi"
+    if path := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(path)
+    if path := os.environ.get("XDG_CACHE_HOME"):
+        yield Path(path) / "zero_mpi"
     elif home := os.environ.get("HOME"):
         yield Path(home) / ".cache" / "zero_mpi"
     yield Path(tempfile.gettempdir()) / f"zero_mpi-{os.getuid()}"
@@ -74,12 +74,12 @@ def is_ours(folder: Path) -> bool:
     """Return whether only this user can write to the folder; create the folder if it does not exist."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat()
+        stat = folder.stat()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError:
         return False
-    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return stat.st_uid == os.getuid() and not stat.st_mode & 0o022
 
 
 @cache
@@ -89,9 +89,9 @@ def folder() -> Path:
     for base in candidates():
         if is_ours(base / name):
             return base / name
-    alone = Path(tempfile.mkdtemp(prefix="zero_mpi-"))
-    atexit.register(shutil.rmtree, alone, ignore_errors=True)
-    return alone
+    directory = Path(tempfile.mkdtemp(prefix="zero_mpi-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 def is_complete(kind: str) -> bool:

@@ -55,9 +55,9 @@ def log_of_parts(m: Any, e: Any) -> Any:
 def log_of_array(x: Array) -> Array:
     """Return the float64 logarithms of finite numbers above 0."""
     m, e = np.frexp(x)
-    less = m < ROOT_HALF
-    found: Array = log_of_parts(np.where(less, m + m, m), (e - less).astype(np.float64))
-    return found
+    small = m < ROOT_HALF
+    logarithms: Array = log_of_parts(np.where(small, m + m, m), (e - small).astype(np.float64))
+    return logarithms
 
 
 def exp_of_array(x: Array) -> Array:
@@ -84,7 +84,7 @@ def decimal_power(x: float, y: float) -> float:
 def power_by_decimal(x: float, y: Any) -> Any:
     """Return x^y for a number x and one exponent or an array of exponents."""
     if isinstance(y, np.ndarray):
-        return np.array([decimal_power(float(x), float(each)) for each in y.flat]).reshape(y.shape)
+        return np.array([decimal_power(float(x), float(exponent)) for exponent in y.flat]).reshape(y.shape)
     return decimal_power(float(x), float(y))
 
 
@@ -96,18 +96,18 @@ def series(z: Array, factors: Iterable[float]) -> Array:
     return total
 
 
-def sine_of_array(x: Array, ahead: int = 0) -> Array:
-    """Return the float64 sines of x plus `ahead` quarter turns, to 3 ulp."""
+def sine_of_array(x: Array, turns: int = 0) -> Array:
+    """Return the float64 sines of x plus `turns` quarter turns, to 3 ulp."""
     r = np.asarray(x, np.float64)
     assert not r.size or np.abs(r).max() < MOST_ANGLE, "a larger angle would lose precision"
     count = np.floor(r * (2 / math.pi) + 0.5)
     for part in QUARTER_TURN:
         r = r - count * part
-    quarter, z = count.astype(np.int64) + ahead, r * r
+    quarter, z = count.astype(np.int64) + turns, r * r
     sine = r + r * series(z, SINE)
     cosine = 1.0 - (0.5 * z - z * series(z, COSINE))
-    found: Array = np.where(quarter & 1, cosine, sine) * np.where(quarter & 2, -1.0, 1.0)
-    return found
+    sines: Array = np.where(quarter & 1, cosine, sine) * np.where(quarter & 2, -1.0, 1.0)
+    return sines
 
 
 def cosine_of_array(x: Array) -> Array:
@@ -128,9 +128,9 @@ def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
     return pairs.astype(np.float32).ravel()
 
 
-def chosen(own: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
-    """Return `own` under `--bits portable`, and `library` otherwise."""
-    return own if portable.active else library
+def chosen(replacement: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
+    """Return `replacement` under `--bits portable`, and `library` otherwise."""
+    return replacement if portable.active else library
 
 
 log: Callable[[float], float] = chosen(decimal_log, math.log)

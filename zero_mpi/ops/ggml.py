@@ -40,25 +40,25 @@ def library(user: str) -> Any:
             raise UsageError(f"{user} needs the quantizers of ggml: {remedy}")
         path = str(Path(package.submodule_search_locations[0]) / FILE)
     try:
-        found = ctypes.CDLL(path)
+        handle = ctypes.CDLL(path)
         for name, (result, arguments) in CALLS.items():
-            call = getattr(found, name)
+            call = getattr(handle, name)
             call.restype, call.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise UsageError(f"{user}: {path} is not a ggml library ({error}): {remedy}") from None
-    return found
+    return handle
 
 
 @cache
 def reader(kind: str) -> Any:
     """Return the library's function that dequantizes a type, or None if library or function is missing."""
     try:
-        found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower().replace('_k', '_K')}", None)
+        call = getattr(library("reading blocks"), f"dequantize_row_{kind.lower().replace('_k', '_K')}", None)
     except UsageError:
         return None
-    if found is not None:
-        found.restype, found.argtypes = None, [POINTER, POINTER, ctypes.c_int64]
-    return found
+    if call is not None:
+        call.restype, call.argtypes = None, [POINTER, POINTER, ctypes.c_int64]
+    return call
 
 
 def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:

@@ -40,30 +40,30 @@ def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] =
     type_from = names.index(next(entry.name for entry in expected.entries if entry.kind == "same"))
 
     @wraps(operation)
-    def either(*given: Any, **named: Any) -> Any:
-        kind = given[type_from].dtype
+    def either(*arguments: Any, **keywords: Any) -> Any:
+        kind = arguments[type_from].dtype
         if kind.itemsize != 2 or kind in native:
-            return operation(*given, **named)
-        return run_low(operation, expected, kind, dict(zip(names, given, strict=False)) | named)
+            return operation(*arguments, **keywords)
+        return run_low(operation, expected, kind, dict(zip(names, arguments, strict=False)) | keywords)
 
     either.native = native  # type: ignore[attr-defined]
     return either
 
 
-def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, given: dict[str, Any]) -> Any:
+def run_low(operation: Callable[..., Any], expected: Signature, kind: Any, arguments: dict[str, Any]) -> Any:
     """Run the operation on widened arguments; round results of the arguments' type to `kind`."""
-    wide = {name: widened(value) for name, value in given.items()}
+    wide = {name: widened(value) for name, value in arguments.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow to infinity
         result = operation(**wide)
     for name in (entry.name for entry in expected.entries if entry.written):
-        if wide.get(name) is not given.get(name):
-            given[name][...] = narrowed(wide[name], given[name].dtype)
+        if wide.get(name) is not arguments.get(name):
+            arguments[name][...] = narrowed(wide[name], arguments[name].dtype)
             if result is wide[name]:
-                return given[name]
+                return arguments[name]
     if len(expected.results) <= 1:
         return narrowed(result, kind)
-    both = zip(result, expected.results, strict=True)
-    return tuple(narrowed(x, kind) if role.axes and role.kind == "same" else x for x, role in both)
+    pairs = zip(result, expected.results, strict=True)
+    return tuple(narrowed(x, kind) if role.axes and role.kind == "same" else x for x, role in pairs)
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:

@@ -48,9 +48,9 @@ class PackedMatrix:
         y = recycled((*x.shape[:-1], self.shape[0]), x.dtype)
         program = instructions([product(self, np.ascontiguousarray(x), y)])
         crew().run(program, np.zeros(count, np.int64))
-        for more in (b, plus):
-            if more is not None:
-                y += more
+        for addend in (b, plus):
+            if addend is not None:
+                y += addend
         return y
 
 
@@ -65,11 +65,11 @@ class PackedStack:
     kept: Any
     dtype: Any
 
-    def __getitem__(self, which: int | slice) -> Any:
-        if isinstance(which, slice):
-            return replace(self, raw=self.raw[which], shape=(len(self.raw[which]), *self.shape[1:]))
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return replace(self, raw=self.raw[index], shape=(len(self.raw[index]), *self.shape[1:]))
         w = recycled(self.shape[1:], self.kept)
-        ops.dequantize(self.raw[which], self.kind, w.reshape(-1))
+        ops.dequantize(self.raw[index], self.kind, w.reshape(-1))
         return w.astype(self.dtype, copy=False)
 
     def astype(self, dtype: Any) -> PackedStack:

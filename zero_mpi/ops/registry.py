@@ -48,19 +48,19 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
             WIDENED[name] = signature
 
         @wraps(definition)
-        def quietly(*given: Any, **named: Any) -> Any:
+        def quietly(*arguments: Any, **keywords: Any) -> Any:
             with np.errstate(over="ignore", invalid="ignore"):  # the gradient norm shows overflow
-                return definition(*given, **named)
+                return definition(*arguments, **keywords)
 
         setattr(defined, name, accept_low(name, definition))
         versions = singledispatch(accept_low(name, quietly))
-        found = Found(versions.dispatch)
+        cache = Found(versions.dispatch)
 
         def register(kind: type, version: Any = None) -> Any:
-            found.clear()
+            cache.clear()
             return versions.register(kind, version)
 
-        dispatched: Any = wraps(versions)(signatures.checked(definition, signature, found))
+        dispatched: Any = wraps(versions)(signatures.checked(definition, signature, cache))
         dispatched.register, dispatched.signature = register, signature
         OPERATIONS[name] = dispatched
         return definition

@@ -55,12 +55,12 @@ class Signature:
 def parse(text: str) -> Signature:
     """Return the signature that a text describes."""
     arrays, _, condition = text.partition("; ")
-    taken, _, given = arrays.partition(" -> ")
+    inputs, _, outputs = arrays.partition(" -> ")
     entries = [
         Entry(first.rstrip("?+"), *axes_and_kind(axes), "?" in first, "+" in first)
-        for first, *axes in map(str.split, taken.split(", "))
+        for first, *axes in map(str.split, inputs.split(", "))
     ]
-    results = [Entry("", *axes_and_kind(axes)) for axes in map(str.split, given.split(", ")) if axes]
+    results = [Entry("", *axes_and_kind(axes)) for axes in map(str.split, outputs.split(", ")) if axes]
     return Signature(tuple(entries), tuple(results), condition, text)
 
 
@@ -81,27 +81,27 @@ def checked(
     for entry in expected.entries:
         fact = f"({entry.name}.shape, {entry.name}.dtype)" if entry.axes else entry.name
         facts.append(f"{entry.name} is not None and {fact}" if entry.optional else fact)
-    taken = inspect.signature(definition)
-    plain = [parameter.replace(annotation=Parameter.empty) for parameter in taken.parameters.values()]
-    parameters = str(taken.replace(parameters=plain, return_annotation=taken.empty))[1:-1]
+    signature = inspect.signature(definition)
+    plain = [parameter.replace(annotation=Parameter.empty) for parameter in signature.parameters.values()]
+    parameters = str(signature.replace(parameters=plain, return_annotation=signature.empty))[1:-1]
     seen = lru_cache(SEEN)(partial(examine, definition.__name__, expected))
-    first, *others = taken.parameters.values()
-    given = [f"{x.name}={x.name}" if x.kind is Parameter.KEYWORD_ONLY else x.name for x in others]
-    call = f"versions[{first.name}.__class__]({', '.join((first.name, *given))})"
-    known = {"seen": seen, "versions": versions}
-    result: Callable[..., Any] = eval(f"lambda {parameters}: seen({', '.join(facts)}) or {call}", known)
+    first, *rest = signature.parameters.values()
+    arguments = [f"{x.name}={x.name}" if x.kind is Parameter.KEYWORD_ONLY else x.name for x in rest]
+    call = f"versions[{first.name}.__class__]({', '.join((first.name, *arguments))})"
+    scope = {"seen": seen, "versions": versions}
+    result: Callable[..., Any] = eval(f"lambda {parameters}: seen({', '.join(facts)}) or {call}", scope)
     return result
 
 
-def examine(name: str, signature: Signature, *given: Any) -> None:
-    """Raise ValueError unless arguments fit. given: an array's (shape, type), False for None, or a number."""
+def examine(name: str, signature: Signature, *facts: Any) -> None:
+    """Raise ValueError unless arguments fit. facts: an array's (shape, type), False for None, or a number."""
     sizes: dict[str, Any] = {"1": 1}
     types, expected = {"real": REAL, "whole": WHOLE, "same": REAL}, ""
-    for entry, found in zip(signature.entries, given, strict=True):
+    for entry, fact in zip(signature.entries, facts, strict=True):
         if not entry.axes:
-            sizes[entry.name] = found
-        elif found:
-            (shape, dtype), allowed = found, types.get(entry.kind) or (np.dtype(entry.kind),)
+            sizes[entry.name] = fact
+        elif fact:
+            (shape, dtype), allowed = fact, types.get(entry.kind) or (np.dtype(entry.kind),)
             if not bind(entry.axes, shape, sizes) or dtype not in allowed:
                 lengths = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in entry.axes)
                 expected = f"{entry.name} ({lengths}) of {' or '.join(map(str, allowed))}"
@@ -112,12 +112,12 @@ def examine(name: str, signature: Signature, *given: Any) -> None:
     if not expected and condition and not eval(condition, {"bytes_of": bytes_of}, sizes):
         expected = signature.text
     if expected:
-        came = (
-            f"{entry.name} {found[0]} {found[1]}" if entry.axes else f"{entry.name} {found}"
-            for entry, found in zip(signature.entries, given, strict=True)
-            if found
+        actual = (
+            f"{entry.name} {fact[0]} {fact[1]}" if entry.axes else f"{entry.name} {fact}"
+            for entry, fact in zip(signature.entries, facts, strict=True)
+            if fact
         )
-        raise ValueError(f"{name}: expected {expected}; got {', '.join(came)}")
+        raise ValueError(f"{name}: expected {expected}; got {', '.join(actual)}")
 
 
 def shape_of(axes: Sequence[str], sizes: Mapping[str, Any]) -> tuple[int, ...]:
@@ -129,41 +129,41 @@ def shape_of(axes: Sequence[str], sizes: Mapping[str, Any]) -> tuple[int, ...]:
 def example(operation: Any, sizes: Mapping[str, Any], draw: Callable[..., Any], full: bool) -> dict[str, Any]:
     """Return arguments that fit an operation, by name; optional arguments are None unless `full`.
 
-    sizes: lengths of axes, as in `shape_of`. draw(shape, kind, number, below) makes the array of argument
-    `number`; integers in the array must be less than `below`.
+    sizes: lengths of axes, as in `shape_of`. draw(shape, kind, number, limit) makes the array of argument
+    `number`; integers in the array must be less than `limit`.
     """
     entries = {entry.name: entry for entry in operation.signature.entries}
     axes = {axis for entry in entries.values() for axis in entry.axes if axis.isalpha()}
-    below = min((sizes.get(axis, 4) for axis in axes), default=1)
-    given: dict[str, Any] = {}
+    limit = min((sizes.get(axis, 4) for axis in axes), default=1)
+    arguments: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(operation).parameters.values()):
         entry = entries.get(parameter.name)
         if entry is None or not entry.axes:
-            given[parameter.name] = EXAMPLES.get(parameter.annotation)
+            arguments[parameter.name] = EXAMPLES.get(parameter.annotation)
         elif full or not entry.optional:
-            given[parameter.name] = draw(shape_of(entry.axes, sizes), entry.kind, number, below)
+            arguments[parameter.name] = draw(shape_of(entry.axes, sizes), entry.kind, number, limit)
         else:
-            given[parameter.name] = None
-    return given
+            arguments[parameter.name] = None
+    return arguments
 
 
-def results_of(signature: Signature, given: Mapping[str, Any]) -> list[tuple[tuple[int, ...], Any] | None]:
+def results_of(signature: Signature, arrays: Mapping[str, Any]) -> list[tuple[tuple[int, ...], Any] | None]:
     """Return each result's (shape, type) for fitting arguments; None for a result that is not an array."""
-    sizes, same = dict[str, Any]({"1": 1}), SINGLE
+    sizes, dtype = dict[str, Any]({"1": 1}), SINGLE
     for entry in reversed(signature.entries):
-        if entry.axes and given.get(entry.name) is not None:
-            bind(entry.axes, given[entry.name].shape, sizes)
-            same = given[entry.name].dtype if entry.kind == "same" else same
-    kinds = {"same": same, "wide": max(same, SINGLE, key=lambda kind: kind.itemsize)}
+        if entry.axes and arrays.get(entry.name) is not None:
+            bind(entry.axes, arrays[entry.name].shape, sizes)
+            dtype = arrays[entry.name].dtype if entry.kind == "same" else dtype
+    kinds = {"same": dtype, "wide": max(dtype, SINGLE, key=lambda kind: kind.itemsize)}
     return [(shape_of(x.axes, sizes), kinds[x.kind]) if x.axes else None for x in signature.results]
 
 
 def bind(axes: Sequence[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> bool:
     """Set the lengths of axes from a shape; return False if the shape does not fit the axes."""
-    many = axes[0] == "..."
-    lead = len(shape) - len(axes) + many
-    lengths = (shape[:lead], *shape[lead:]) if many else shape
-    fits = lead >= 0 if many else lead == 0
+    ellipsis = axes[0] == "..."
+    lead = len(shape) - len(axes) + ellipsis
+    lengths = (shape[:lead], *shape[lead:]) if ellipsis else shape
+    fits = lead >= 0 if ellipsis else lead == 0
     return fits and all(sizes.setdefault(axis, n) == n for axis, n in zip(axes, lengths, strict=True))
 
 

@@ -51,9 +51,9 @@ def gradients_like(q: Array, k: Array, v: Array, take: Callable[..., Array]) -> 
 
 def head_weights(length: int, total: int, block: int = BLOCK) -> int:
     """Return the number of weights that a head computes for `length` queries and `total` keys, by blocks."""
-    blocks, before = -(-length // block), total - length
-    whole = block * ((blocks - 1) * before + block * ((blocks - 1) * blocks // 2))
-    return whole + (length - (blocks - 1) * block) * total
+    blocks, offset = -(-length // block), total - length
+    weights = block * ((blocks - 1) * offset + block * ((blocks - 1) * blocks // 2))
+    return weights + (length - (blocks - 1) * block) * total
 
 
 def attention_tile(q: Array, k: Array, v: Array, keep: bool) -> tuple[int, int, int, int]:
@@ -86,9 +86,9 @@ def tile_heads(batch: int, heads: int, length: int, total: int) -> tuple[int, in
 
 def low_tile(batch: int, heads: int, length: int, total: int) -> int:
     """Return the maximum number of scores in a tile of bfloat16 attention; `heads`: number of key heads."""
-    sequences, together = tile_heads(batch, heads, length, total)
+    sequences, group = tile_heads(batch, heads, length, total)
     last = (length - 1) % LOW_BLOCK + 1
-    return sequences * together * max(last * total, LOW_BLOCK * (total - last) if last < length else 0)
+    return sequences * group * max(last * total, LOW_BLOCK * (total - last) if last < length else 0)
 
 
 def column_lines(rows: int) -> int:
@@ -96,11 +96,11 @@ def column_lines(rows: int) -> int:
     return min(COLUMN_LINES, -(-rows // COLUMN_ROWS))
 
 
-def norm_lanes(width: int, pack: int, held: int) -> int:
-    """Return the threads per row, a power of two: one thread per pack, or per `held` packs in wide rows."""
+def norm_lanes(width: int, pack: int, per_thread: int) -> int:
+    """Return the threads per row, a power of two: one per pack, or per `per_thread` packs in wide rows."""
     packs = -(-width // pack)
-    wanted = packs if packs <= 32 else max(32, -(-packs // held))
-    return min(THREADS, 1 << (wanted - 1).bit_length())
+    threads = packs if packs <= 32 else max(32, -(-packs // per_thread))
+    return min(THREADS, 1 << (threads - 1).bit_length())
 
 
 def norm_blocks(rows: int, lanes: int) -> int:
@@ -150,8 +150,8 @@ def slopes_of(heads: int, length: int) -> int:
 def cudnn_slopes(shape: tuple[int, ...], kv: int) -> int:
     """Return the bytes that cuDNN's backward needs: scores, or float32 dq if a head has too many scores."""
     batch, length, heads, width = shape
-    sequences, together = cudnn_group(shape, kv, SLOPES)
-    slopes = slopes_of(sequences * together * (heads // kv), length)
+    sequences, group = cudnn_group(shape, kv, SLOPES)
+    slopes = slopes_of(sequences * group * (heads // kv), length)
     return slopes if slopes <= SLOPES else 4 * batch * length * heads * width
 
 
@@ -167,12 +167,12 @@ def logit_rows(n: int, row_bytes: int, memory: float = LARGE_GPU) -> int:
     return max(1, -(-n // chunks))
 
 
-def check_kept(*kept: tuple[Array | None, int]) -> None:
+def check_kept(*pairs: tuple[Array | None, int]) -> None:
     """Raise ValueError unless the arrays kept by attention's forward have the sizes that backward expects."""
-    for x, size in kept:
+    for x, size in pairs:
         if x is not None and x.size != size:
-            got = f"{x.shape} {x.dtype}"
-            raise ValueError(f"causal_attention_backward: expected {size} elements from forward; got {got}")
+            shape = f"{x.shape} {x.dtype}"
+            raise ValueError(f"causal_attention_backward: expected {size} elements from forward; got {shape}")
 
 
 def run_length(p: Array, runs: Array) -> int:

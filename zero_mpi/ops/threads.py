@@ -55,10 +55,10 @@ def count() -> int:
     return _threads
 
 
-def start(work: Callable[..., T], *given: Any) -> Future[T]:
+def start(work: Callable[..., T], *arguments: Any) -> Future[T]:
     """Start a call on another compute thread; this process must have more than one."""
     assert _pool is not None
-    return _pool.submit(work, *given)
+    return _pool.submit(work, *arguments)
 
 
 def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
@@ -80,9 +80,9 @@ def run(calls: Sequence[Callable[[], T]]) -> list[T]:
     if _pool is None or len(calls) < 2:
         return [call() for call in calls]
     resting[0] = 1
-    others = [_pool.submit(call) for call in calls[:-1]]
+    futures = [_pool.submit(call) for call in calls[:-1]]
     last = calls[-1]()
-    return [*(other.result() for other in others), last]
+    return [*(future.result() for future in futures), last]
 
 
 def in_parts(shape: tuple[int, ...], work: Callable[[slice], T], even: int = 1) -> list[T]:
@@ -108,24 +108,24 @@ def shared(product: Callable[..., Array]) -> Callable[..., Array]:
     if _threads == 1:
         return product
 
-    def multiply(a: Array, b: Array, c: Array, **more: Any) -> Array:
+    def multiply(a: Array, b: Array, c: Array, **options: Any) -> Array:
         lead = c.shape[:-2] or c.shape
         axis = lead.index(max(lead))
         most = min(_threads, c.size * a.shape[-1] // LEAST_PRODUCT)
         parts = equal_parts(c.shape[axis], most, EVEN_ROWS if c.ndim == 2 else 1)
-        run([partial(product, **cut_product(part, axis, a=a, b=b, c=c, **more)) for part in parts])
+        run([partial(product, **cut_product(part, axis, a=a, b=b, c=c, **options)) for part in parts])
         return c
 
     return multiply
 
 
-def cut_product(part: slice, axis: int, **of: Any) -> dict[str, Any]:
+def cut_product(part: slice, axis: int, **arrays: Any) -> dict[str, Any]:
     """Return the arguments of a product for a part of c (..., M, N) along one of its axes."""
-    place, lead, rows, columns = (slice(None),) * axis + (part,), of["c"].ndim > 2, axis == 0, axis == 1
+    place, lead, rows, columns = (slice(None),) * axis + (part,), arrays["c"].ndim > 2, axis == 0, axis == 1
     cuts = {"a": lead or rows, "b": lead or columns, "c": True, "plus": True, "bias": columns}
     return {
         name: x[part if name == "bias" else place] if x is not None and cuts.get(name) else x
-        for name, x in of.items()
+        for name, x in arrays.items()
     }
 
 
@@ -137,10 +137,10 @@ def with_sums(shape: tuple[int, ...], work: Callable[..., None], *sums: Array) -
         return
 
     def alone(part: slice) -> list[Array]:
-        own = [np.zeros_like(total) for total in sums]
-        work(part, *own)
-        return own
+        partials = [np.zeros_like(total) for total in sums]
+        work(part, *partials)
+        return partials
 
-    for own in run([partial(alone, part) for part in parts]):
-        for total, more in zip(sums, own, strict=True):
-            total += more
+    for partials in run([partial(alone, part) for part in parts]):
+        for total, term in zip(sums, partials, strict=True):
+            total += term

@@ -86,9 +86,9 @@ def attention(draw: Draw) -> Iterator[Array]:
     for batch, length, heads, shared, width in ATTENTIONS:
         q = draw(batch, length, heads, width, seed=1)
         k, v = (draw(batch, length, shared, width, seed=seed) for seed in (2, 3))
-        y, kept = ops.causal_attention(q, k, v, width**-0.5)
+        y, saved = ops.causal_attention(q, k, v, width**-0.5)
         yield y
-        yield from ops.causal_attention_backward(draw(*y.shape, seed=4), q, k, v, kept, width**-0.5)
+        yield from ops.causal_attention_backward(draw(*y.shape, seed=4), q, k, v, saved, width**-0.5)
 
 
 def head(draw: Draw) -> Iterator[Array]:
@@ -117,18 +117,18 @@ def experts(draw: Draw) -> Iterator[Array]:
 def others(draw: Draw) -> Iterator[Array]:
     """Yield the results of every other operation, with and without optional arguments."""
 
-    def fill(shape: tuple[int, ...], kind: str, number: int, below: int) -> Array:
+    def fill(shape: tuple[int, ...], kind: str, number: int, limit: int) -> Array:
         if kind == "whole":
-            return whole(below, *shape)
-        found = draw(*shape, seed=number, times=RANGE)
-        return numbers(*shape, seed=number, times=RANGE) if kind == "wide" and found.itemsize < 4 else found
+            return whole(limit, *shape)
+        values = draw(*shape, seed=number, times=RANGE)
+        return numbers(*shape, seed=number, times=RANGE) if kind == "wide" and values.itemsize < 4 else values
 
     for name, operation in OPERATIONS.items():
         for full, flag in () if name in OWN else itertools.product((True, False), repeat=2):
-            given = signatures.example(operation, SIZES, fill, full)
-            result = getattr(ops, name)(*(flag if value is False else value for value in given.values()))
-            found = (*given.values(), *(result if isinstance(result, tuple) else (result,)))
-            yield from (x for x in found if hasattr(x, "dtype"))
+            arguments = signatures.example(operation, SIZES, fill, full)
+            result = getattr(ops, name)(*(flag if value is False else value for value in arguments.values()))
+            values = (*arguments.values(), *(result if isinstance(result, tuple) else (result,)))
+            yield from (x for x in values if hasattr(x, "dtype"))
 
 
 def updates() -> Iterator[Array]:
@@ -156,10 +156,10 @@ def results(kind: Any) -> Iterator[Array]:
 
 def digest(kind: Any = np.float32) -> str:
     """Return a short hash of the bits of all results. The trial takes tens of milliseconds."""
-    found = hashlib.sha256()
-    where = device.in_use()
+    hasher = hashlib.sha256()
+    home = device.in_use()
     for result in results(kind):
-        found.update(np.ascontiguousarray(where.to_host(result)).tobytes())
-    pool_of(where).trim()  # free the buffers, whose sizes training does not use
+        hasher.update(np.ascontiguousarray(home.to_host(result)).tobytes())
+    pool_of(home).trim()  # free the buffers, whose sizes training does not use
     stream.cache_clear()
-    return found.hexdigest()[:16]
+    return hasher.hexdigest()[:16]

@@ -44,7 +44,7 @@ ROWS, PANEL, DEPTH = 16, 32, 32  # rows of a tile; rows and columns of a result 
 ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row, of a float32 or a bfloat16 pair, of a bfloat16
 
 
-def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
+def instruction(name: str, tiles: tuple[Any, ...], *operands: Any) -> Any:
     """Return an intrinsic of one instruction on constant tile numbers, an address and a stride."""
     if not all(isinstance(tile, types.IntegerLiteral) for tile in tiles):
         return None  # numba then calls this function again with literal tile numbers
@@ -52,11 +52,11 @@ def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
     def emit(builder: Any, *values: Any) -> None:
         numbers = [BYTE(tile.literal_value) for tile in tiles]
         place = [builder.inttoptr(value, BYTE.as_pointer()) for value in values[len(tiles) :][:1]]
-        given = [*numbers, *place, *values[len(tiles) + 1 :]]
-        kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), given)
+        arguments = [*numbers, *place, *values[len(tiles) + 1 :]]
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in arguments])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
 
-    return emitted(types.void(*tiles, *(PLACES for _ in others)), emit)
+    return emitted(types.void(*tiles, *(PLACES for _ in operands)), emit)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -103,7 +103,7 @@ def pairs_of(builder: Any, above: Any, below: Any) -> Any:
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """Transpose sixteen vectors of words: exchange blocks of 1, 2, 4 and 8 words across the diagonal."""
     for step in (1, 2, 4, 8):
-        for i in (each for each in range(ELEMENTS) if not each & step):
+        for i in (row for row in range(ELEMENTS) if not row & step):
             first, second = rows[i], rows[i + step]
             upper = [lane + ELEMENTS - step if lane & step else lane for lane in range(ELEMENTS)]
             lower = [lane + ELEMENTS if lane & step else lane + step for lane in range(ELEMENTS)]
@@ -143,8 +143,8 @@ def turn_elements(context: Any, start: Any, step: Any, out: Any, out_step: Any) 
     """Write the transpose of 32 rows of 16 elements, as 16 rows of 32 elements."""
 
     def emit(builder: Any, start: Any, step: Any, out: Any, out_step: Any) -> None:
-        above = steps_from(builder, start, builder.add(step, step))
-        rows = [pairs_of(builder, place, builder.add(place, step)) for place in above]
+        starts = steps_from(builder, start, builder.add(step, step))
+        rows = [pairs_of(builder, place, builder.add(place, step)) for place in starts]
         for vector, place in zip(transposed(builder, rows), steps_from(builder, out, out_step), strict=True):
             stored(builder, vector, place)
 
@@ -183,18 +183,18 @@ def pack_pairs(b: Array, packed: Array) -> None:
     """Pack row pairs of b (K, N) into panels of 16 columns, (N / 16, K / 2, 16); do not write padding."""
     (k, n), (down, right), start = b.shape, b.strides, b.ctypes.data
     for first in range(0, n, ROWS):
-        panel, at = packed[first // ROWS], start + first * right
-        out, done = panel.ctypes.data, 0
+        panel, place = packed[first // ROWS], start + first * right
+        out, full_rows = panel.ctypes.data, 0
         if first + ROWS <= n:
             if right == LOW_BYTES:
-                done = k // 2 * 2
-                for i in range(0, done, 2):
-                    pair_lines(at + i * down, at + (i + 1) * down, out + i // 2 * ROW_BYTES)
+                full_rows = k // 2 * 2
+                for i in range(0, full_rows, 2):
+                    pair_lines(place + i * down, place + (i + 1) * down, out + i // 2 * ROW_BYTES)
             else:
-                done = k // DEPTH * DEPTH
-                for i in range(0, done, DEPTH):
-                    turn(at + i * LOW_BYTES, right, out + i // 2 * ROW_BYTES, ROW_BYTES)
-        for i in range(done, k, 2):
+                full_rows = k // DEPTH * DEPTH
+                for i in range(0, full_rows, DEPTH):
+                    turn(place + i * LOW_BYTES, right, out + i // 2 * ROW_BYTES, ROW_BYTES)
+        for i in range(full_rows, k, 2):
             for j in range(first, min(first + ROWS, n)):
                 panel[i // 2, j - first] = pair_of(b, i, j, 1, 0)
 
@@ -203,13 +203,13 @@ def pack_pairs(b: Array, packed: Array) -> None:
 def pack_rows(a: Array, packed: Array) -> None:
     """Pack pairs of elements of a (M, K) into packed (M, K / 2); do not write padding."""
     (m, k), (down, right), start = a.shape, a.strides, a.ctypes.data
-    whole, deep = (m // ROWS * ROWS, k // DEPTH * DEPTH) if down == LOW_BYTES else (0, 0)
-    for i in range(0, whole, ROWS):
-        for j in range(0, deep, DEPTH):
+    full_rows, full_columns = (m // ROWS * ROWS, k // DEPTH * DEPTH) if down == LOW_BYTES else (0, 0)
+    for i in range(0, full_rows, ROWS):
+        for j in range(0, full_columns, DEPTH):
             out = packed.ctypes.data + i * packed.strides[0] + j * LOW_BYTES
             turn_elements(start + i * down + j * right, right, out, packed.strides[0])
     for i in range(m):
-        for j in range(deep if i < whole else 0, k, 2):
+        for j in range(full_columns if i < full_rows else 0, k, 2):
             packed[i, j // 2] = pair_of(a, i, j, 0, 1)
 
 
@@ -285,17 +285,17 @@ def multiply_many(a: Array, b: Array, c: Array, adds: bool, tiles: Array) -> Non
                     pack_rows(part, rows)
                     place, step = rows.ctypes.data, rows.strides[0]
                 for j in range(0, columns, PANEL):
-                    found = c[x, y, i : i + PANEL, j : j + PANEL]
-                    inside = found.itemsize == EACH and found.shape[0] == found.shape[1] == PANEL
-                    out, line = found.ctypes.data, found.strides[0]
-                    if not inside:
+                    block = c[x, y, i : i + PANEL, j : j + PANEL]
+                    in_place = block.itemsize == EACH and block.shape[0] == block.shape[1] == PANEL
+                    out, line = block.ctypes.data, block.strides[0]
+                    if not in_place:
                         out, line = sums.ctypes.data, PANEL * EACH
-                    begin(out, line, inside and adds)
+                    begin(out, line, in_place and adds)
                     panel = j // ROWS
                     add_panel(place, step, pairs[panel].ctypes.data, pairs[panel + 1].ctypes.data, depth)
                     end(out, line)
-                    if not inside:
-                        put(found, sums, adds)
+                    if not in_place:
+                        put(block, sums, adds)
     release()
 
 

@@ -69,10 +69,10 @@ def collect(x: Array, b: int, r: int, h: int, out: Array) -> None:
 
 
 @helper
-def soften(p: Array, y: Array, sums: Array, begins: Array, c: int, ahead: int) -> None:
+def soften(p: Array, y: Array, sums: Array, begins: Array, c: int, offset: int) -> None:
     """Turn scores p (heads, n, m) into exponentials, relative to the largest score of the row so far.
 
-    Row i sees the keys from begins[i] to its own position. The tile begins at key c, and row 0 is `ahead`
+    Row i sees the keys from begins[i] to its own position. The tile begins at key c, and row 0 is `offset`
     positions later. sums[i, s] holds the row's largest score and sum of exponentials so far. If this tile
     has a larger score, the row's sum and y are scaled down. Before the first tile, sums and y are undefined.
     """
@@ -80,7 +80,7 @@ def soften(p: Array, y: Array, sums: Array, begins: Array, c: int, ahead: int) -
     for s, i in np.ndindex(p.shape[:2]):
         row = p[s, i]
         row[: max(begins[i] - c, 0)] = UNSEEN
-        row[max(ahead + i + 1, 0) :] = UNSEEN
+        row[max(offset + i + 1, 0) :] = UNSEEN
         most = row_most(row)
         if not starts:
             most = max(most, sums[i, s, 0])
@@ -90,10 +90,10 @@ def soften(p: Array, y: Array, sums: Array, begins: Array, c: int, ahead: int) -
             row[j] = e
             weight += e
         if not starts:
-            less = exponential(sums[i, s, 0] - most)
-            weight += sums[i, s, 1] * less
+            factor = exponential(sums[i, s, 0] - most)
+            weight += sums[i, s, 1] * factor
             for j in range(y.shape[2]):
-                y[s, i, j] *= less
+                y[s, i, j] *= factor
         sums[i, s, 0], sums[i, s, 1] = most, weight
 
 
@@ -125,7 +125,7 @@ def forward(
     form: maximum numbers of rows of a head and of keys in a tile; 1 if p stores all exponentials, else 0
     """
     batch, length, heads, width = q.shape
-    before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
+    offset, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
     (block, keys, keep), start = (form[0], form[1], form[2]), 0
     for b, g in np.ndindex((batch, k.shape[2])):
         for r in range(0, length, block):
@@ -133,19 +133,19 @@ def forward(
             lines, rows = shared * n, sums[b, r : r + n, h : h + shared]
             x, z = part(scratch, 0, shared, n, width), part(scratch, lines * width, shared, n, tall)
             collect(q, b, r, h, x)
-            for c in range(first, before + r + n, keys):
-                m, beta = min(keys, before + r + n - c), ZERO if c == first else ONE
+            for c in range(first, offset + r + n, keys):
+                m, beta = min(keys, offset + r + n - c), ZERO if c == first else ONE
                 tile = part(p, start, shared, n, m)
                 gemm(NT, (lines, m, width), scale, stacked(x), at(k, b, c, g), ZERO, stacked(tile))
-                soften(tile, z, rows, begins[b, r:], c, before + r - c)
+                soften(tile, z, rows, begins[b, r:], c, offset + r - c)
                 gemm(NN, (lines, tall, m), ONE, stacked(tile), at(v, b, c, g), beta, stacked(z))
                 start += keep * tile.size
             settle(z, rows, y, b, r, h)
 
 
 @helper
-def scaled(dy: Array, y: Array, b: int, r: int, h: int, sums: Array, out: Array, along: Array) -> None:
-    """Copy rows of dy / sum to `out`, like `collect`; write the dot products of `out` and y to `along`."""
+def scaled(dy: Array, y: Array, b: int, r: int, h: int, sums: Array, out: Array, dots: Array) -> None:
+    """Copy rows of dy / sum to `out`, like `collect`; write the dot products of `out` and y to `dots`."""
     for s, i in np.ndindex(out.shape[:2]):
         total, share = ZERO, sums[i, s, 1]
         slope, row = line(dy, b, r + i, h + s), line(y, b, r + i, h + s)
@@ -153,26 +153,26 @@ def scaled(dy: Array, y: Array, b: int, r: int, h: int, sums: Array, out: Array,
             d = slope[j] * share
             out[s, i, j] = d
             total += d * row[j]
-        along[s, i, 0] = total
+        dots[s, i, 0] = total
 
 
 @helper
 def slopes(
-    p: Array, d: Array, along: Array, sums: Array, begins: Array, c: int, ahead: int, keep: int
+    p: Array, d: Array, dots: Array, sums: Array, begins: Array, c: int, offset: int, keep: int
 ) -> None:
-    """Turn the gradient d of the weights into the gradient of their scores: p (d - along).
+    """Turn the gradient d of the weights into the gradient of their scores: p (d - dots).
 
     If not `keep`, p holds scores, which become exponentials again, relative to the largest score of the row.
     """
     for s, i in np.ndindex(p.shape[:2]):
-        row, slope, most, less = p[s, i], d[s, i], sums[i, s, 0], along[s, i, 0]
+        row, slope, most, dot = p[s, i], d[s, i], sums[i, s, 0], dots[s, i, 0]
         if not keep:
             for j in range(row.size):
                 row[j] = exponential(row[j] - most)
             row[: max(begins[i] - c, 0)] = ZERO
-            row[max(ahead + i + 1, 0) :] = ZERO
+            row[max(offset + i + 1, 0) :] = ZERO
         for j in range(row.size):
-            slope[j] = row[j] * (slope[j] - less)
+            slope[j] = row[j] * (slope[j] - dot)
 
 
 @kernel("f4~ f4~ f4~ f4~ f4~+ f4~ f4~ f4~+ f4~+ i2~ f i1 f1+ f1+")
@@ -194,22 +194,22 @@ def backward(
 ) -> None:
     """Compute the gradients of `forward`: fill dq, and add to dk and dv."""
     (batch, length, heads, width), tall = q.shape, v.shape[3]
-    before, shared = k.shape[1] - length, heads // k.shape[2]
+    offset, shared = k.shape[1] - length, heads // k.shape[2]
     (block, keys, keep), start = (form[0], form[1], form[2]), 0
     for b, g in np.ndindex((batch, k.shape[2])):
         for r in range(0, length, block):
             n, h, first = min(block, length - r), g * shared, begins[b, r]
             lines, rows = shared * n, sums[b, r : r + n, h : h + shared]
-            x, dx, dz, along, free = buffers(scratch, shared, n, width, tall)
+            x, dx, dz, dots, free = buffers(scratch, shared, n, width, tall)
             collect(q, b, r, h, x)
-            scaled(dy, y, b, r, h, rows, dz, along)
-            for c in range(first, before + r + n, keys):
-                m, beta = min(keys, before + r + n - c), ZERO if c == first else ONE
+            scaled(dy, y, b, r, h, rows, dz, dots)
+            for c in range(first, offset + r + n, keys):
+                m, beta = min(keys, offset + r + n - c), ZERO if c == first else ONE
                 tile, d = part(p, start, shared, n, m), part(free, 0, shared, n, m)
                 if not keep:
                     gemm(NT, (lines, m, width), scale, stacked(x), at(k, b, c, g), ZERO, stacked(tile))
                 gemm(NT, (lines, m, tall), ONE, stacked(dz), at(v, b, c, g), ZERO, stacked(d))
-                slopes(tile, d, along, rows, begins[b, r:], c, before + r - c, keep)
+                slopes(tile, d, dots, rows, begins[b, r:], c, offset + r - c, keep)
                 gemm(TN, (m, tall, lines), ONE, stacked(tile), stacked(dz), ONE, at(dv, b, c, g))
                 gemm(NN, (lines, width, m), scale, stacked(d), at(k, b, c, g), beta, stacked(dx))
                 gemm(TN, (m, width, lines), scale, stacked(d), stacked(x), ONE, at(dk, b, c, g))
@@ -223,8 +223,8 @@ def buffers(scratch: Array, heads: int, n: int, width: int, tall: int) -> tuple[
     """Return views of `scratch` for rows of q, dq and dy and for one number per row, and the unused rest."""
     dx, dz, column = heads * n * width, 2 * heads * n * width, heads * n * (2 * width + tall)
     first = part(scratch, 0, heads, n, width), part(scratch, dx, heads, n, width)
-    more = part(scratch, dz, heads, n, tall), part(scratch, column, heads, n, 1)
-    return *first, *more, scratch[column + heads * n :]
+    rest = part(scratch, dz, heads, n, tall), part(scratch, column, heads, n, 1)
+    return *first, *rest, scratch[column + heads * n :]
 
 
 @implements(reference.causal_attention)
@@ -247,16 +247,16 @@ def causal_attention(
 
 @implements(reference.causal_attention_backward)
 def causal_attention_backward(
-    dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
+    dy: Array, q: Array, k: Array, v: Array, saved: Any, scale: float
 ) -> tuple[Array, Array, Array]:
     multiplies = product_of(dy, q, k, v)
-    if multiplies is None or not isinstance(kept, tuple):
-        return otherwise(causal_attention_backward, dy, q, k, v, kept, scale)
-    (p, sums, *y, begins), (batch, length, heads, _), total = kept, q.shape, k.shape[1]
+    if multiplies is None or not isinstance(saved, tuple):
+        return otherwise(causal_attention_backward, dy, q, k, v, saved, scale)
+    (p, sums, *y, begins), (batch, length, heads, _), total = saved, q.shape, k.shape[1]
     size, count = head_weights(length, total, BLOCK if y else LOW_BLOCK), batch * heads * length
     check_kept((p, batch * heads * size), (begins, batch * length), (sums, count * (2 if y else 1)))
     if not single(q):
-        return attention_bf16.backward(multiplies, dy, q, k, v, kept, scale)
+        return attention_bf16.backward(multiplies, dy, q, k, v, saved, scale)
     check_kept((y[0], dy.size))
     dq, dk, dv = gradients_like(q, k, v, recycled)
     early = [recycled((batch, n, *x.shape[2:])) for x in (k, v) if (n := early_keys(length, total))]
@@ -264,8 +264,8 @@ def causal_attention_backward(
         x.fill(0)
     of_rows, of_keys = (rowwise(q), *y, sums, rowwise(dy), dq), (rowwise(k), rowwise(v))
     in_tiles(backward, of_rows, (*of_keys, dk, dv), (*of_keys, *early), begins, scale, p)
-    for x, more in zip((dk, dv), early, strict=False):
-        x[:, : more.shape[1]] += more
+    for x, term in zip((dk, dv), early, strict=False):
+        x[:, : term.shape[1]] += term
     return dq, dk, dv
 
 
@@ -281,15 +281,15 @@ def in_tiles(
     """Run a kernel on all shares: with `early` for early rows, else `of_keys`. p: exponentials or None."""
     (batch, length, *_), total = of_rows[0].shape, of_keys[0].shape[1]
     parts, size, keep = units(of_rows[0], of_keys[0]), head_weights(length, total), p is not None
-    block, keys, scores, more = attention_tile(of_rows[0], of_keys[0], of_keys[1], keep)
+    block, keys, scores, extra = attention_tile(of_rows[0], of_keys[0], of_keys[1], keep)
     buffer = recycled((len(parts) * scores,)) if p is None else p
-    scratch, form = recycled((len(parts), scores + more)), np.array((block, keys, keep))
+    scratch, form = recycled((len(parts), scores + extra)), np.array((block, keys, keep))
     first = np.zeros((batch, length), np.int64) if begins is None else begins
 
     def work(number: int, shares: list[HeadShare]) -> None:
         for share in shares:
-            given = share.seen(total - length, *(early if share.rows.stop < length else of_keys))
-            views = *share.queries(*of_rows), *given, first[share.sequences, share.rows]
+            key_views = share.seen(total - length, *(early if share.rows.stop < length else of_keys))
+            views = *share.queries(*of_rows), *key_views, first[share.sequences, share.rows]
             tiles = buffer[share.before * size if keep else number * scores :]
             run(*views, f4(scale), form, tiles, scratch[number])
 

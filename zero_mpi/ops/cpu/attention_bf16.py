@@ -50,18 +50,18 @@ def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: A
     for b in range(batch):
         for h in range(heads):
             for i in range(n):
-                seen = m - n + i + 1
-                end = min(m, (seen + EVEN - 1) // EVEN * EVEN)
+                stop = m - n + i + 1
+                end = min(m, (stop + EVEN - 1) // EVEN * EVEN)
                 scores, weights = s[b, h, i], p[b, h, i]
                 for j in range(end):
                     row[j] = scores[j] * scale
-                row[seen:end] = UNSEEN
+                row[stop:end] = UNSEEN
                 if hidden.size:
                     row[: hidden[b, i]] = UNSEEN
                 if again:
-                    less, share = sums[b, h, i], ONE
+                    log_sum, share = sums[b, h, i], ONE
                     for j in range(end):
-                        row[j] = exponential(row[j] - less)
+                        row[j] = exponential(row[j] - log_sum)
                 else:
                     most, weight = row_most(row[:end]), ZERO
                     for j in range(end):
@@ -84,11 +84,11 @@ def slopes(p: Array, dp: Array, scale: float, ds: Array) -> None:
             for i in range(n):
                 end = min(m, (m - n + i + EVEN) // EVEN * EVEN)
                 weights, slope, out = p[b, h, i], dp[b, h, i], ds[b, h, i]
-                along = ZERO
+                dot = ZERO
                 for j in range(end):
-                    along += wide(weights[j]) * slope[j]
+                    dot += wide(weights[j]) * slope[j]
                 for j in range(end):
-                    out[j] = narrow(out, wide(weights[j]) * (slope[j] - along) * scale)
+                    out[j] = narrow(out, wide(weights[j]) * (slope[j] - dot) * scale)
                 out[end:] = 0
 
 
@@ -115,13 +115,13 @@ def forward(
     def work(share: HeadShare) -> None:
         (qs, ks, vs), (ys,) = share.cut(*views), share.cut(y)
         buffer, of_rows = s[share.number * most :], sums[share.before * length :]
-        kept = p[share.before * size if keep else share.number * most :]
-        looks = None if begins is None else begins[share.sequences]
-        for whole in tiles_for(qs, ks):
-            tile = whole.within(looks)
-            scores, weights = tile.cut(buffer), tile.cut(kept, tile.weights if keep else 0)
+        weight_buffer = p[share.before * size if keep else share.number * most :]
+        firsts = None if begins is None else begins[share.sequences]
+        for full in tiles_for(qs, ks):
+            tile = full.within(firsts)
+            scores, weights = tile.cut(buffer), tile.cut(weight_buffer, tile.weights if keep else 0)
             multiplies(tile.of_queries(qs), tile.of_keys(ks).swapaxes(2, 3), scores)
-            soften(scores, tile.hidden(looks), f4(scale), False, tile.cut_sums(of_rows), bits(weights))
+            soften(scores, tile.hidden(firsts), f4(scale), False, tile.cut_sums(of_rows), bits(weights))
             multiplies(weights, tile.of_keys(vs), tile.of_queries(ys))
 
     threads.run([partial(work, share) for share in parts])
@@ -135,23 +135,23 @@ def largest(parts: list[HeadShare], q: Array, k: Array) -> int:
 
 
 def backward(
-    multiplies: Multiply, dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
+    multiplies: Multiply, dy: Array, q: Array, k: Array, v: Array, saved: Any, scale: float
 ) -> tuple[Array, Array, Array]:
     """Return (dq, dk, dv) of `forward`."""
-    (p, sums, begins), parts = kept, shares(q, k)
+    (p, sums, begins), parts = saved, shares(q, k)
     size, most = head_weights(q.shape[1], k.shape[1], LOW_BLOCK), largest(parts, q, k)
     s, slope = recycled((len(parts) * most,)), recycled((len(parts) * most,), BFLOAT16)
-    again = None if p is not None else recycled((len(parts) * most,), BFLOAT16)
+    scratch = None if p is not None else recycled((len(parts) * most,), BFLOAT16)
     results = gradients_like(q, k, v, recycled)
     views = rowwise(dy), rowwise(q), rowwise(k), rowwise(v)
 
     def work(share: HeadShare) -> None:
         start = share.number * most
-        weights = p[share.before * size :] if again is None else again[start:]
+        weights = p[share.before * size :] if scratch is None else scratch[start:]
         buffers = s[start:], slope[start:], weights, sums[share.before * q.shape[1] :]
-        looks = None if begins is None else begins[share.sequences]
-        given = share.cut(*views), share.cut(*results)
-        backward_of(multiplies, *given, buffers, looks, scale, keep=again is None)
+        firsts = None if begins is None else begins[share.sequences]
+        arrays = share.cut(*views), share.cut(*results)
+        backward_of(multiplies, *arrays, buffers, firsts, scale, keep=scratch is None)
 
     threads.run([partial(work, share) for share in parts])
     return results
@@ -171,12 +171,12 @@ def backward_of(
 
     buffers: scores, gradients of scores, weights (of all tiles if `keep`) and row sums
     """
-    (dy, q, k, v), (dq, dk, dv), (score_buffer, slope_buffer, kept, sums) = views, results, buffers
-    found = tuple(tile.within(begins) for tile in tiles_for(q, k))
-    to_keys, to_values = KeySums(dk, found), KeySums(dv, found)
-    for tile in found:
+    (dy, q, k, v), (dq, dk, dv), (score_buffer, slope_buffer, weight_buffer, sums) = views, results, buffers
+    tiles = tuple(tile.within(begins) for tile in tiles_for(q, k))
+    to_keys, to_values = KeySums(dk, tiles), KeySums(dv, tiles)
+    for tile in tiles:
         scores, ds, dys = tile.cut(score_buffer), tile.cut(slope_buffer), tile.of_queries(dy)
-        weights = tile.cut(kept, tile.weights if keep else 0)
+        weights = tile.cut(weight_buffer, tile.weights if keep else 0)
         if not keep:
             multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
             soften(scores, tile.hidden(begins), f4(scale), True, tile.cut_sums(sums), bits(weights))
@@ -190,10 +190,10 @@ def backward_of(
 class KeySums:
     """Gradient of keys or values (B, S, G, width), summed in float32 if several tiles add to it."""
 
-    def __init__(self, result: Array, found: tuple[Tile, ...]) -> None:
+    def __init__(self, result: Array, tiles: tuple[Tile, ...]) -> None:
         self._result, self._sums = result, None
-        if not all(tile.begins and tile.ends for tile in found):
-            sequences, heads = found[0].shape[:2]
+        if not all(tile.begins and tile.ends for tile in tiles):
+            sequences, heads = tiles[0].shape[:2]
             self._shape = sequences, heads, result.shape[1], result.shape[3]
             size = prod(self._shape)
             self._sums, self._low = recycled((size,)), recycled((size,), BFLOAT16)
@@ -211,5 +211,5 @@ class KeySums:
         multiplies(weights.swapaxes(2, 3), x, sums[:, :, tile.seen], adds=not (tile.begins and sees_all))
         if tile.ends:
             lower(self._sums[:size], bits(self._low[:size]))
-            given = self._result[tile.sequences, :, tile.keys]
-            given[...] = self._low[:size].reshape(shape).transpose(0, 2, 1, 3)
+            gradient = self._result[tile.sequences, :, tile.keys]
+            gradient[...] = self._low[:size].reshape(shape).transpose(0, 2, 1, 3)

@@ -39,9 +39,9 @@ class HeadShare:
         """Return views of this share's rows of q, y, dy, dq or sums."""
         return [x[self.sequences, self.rows, self.of(self.shared)] for x in arrays]
 
-    def seen(self, before: int, *arrays: Array) -> list[Array]:
-        """Return views of the rows of k, v, dk or dv that this share sees; `before`: position of query 0."""
-        return [x[self.sequences, : before + self.rows.stop, self.heads] for x in arrays]
+    def seen(self, offset: int, *arrays: Array) -> list[Array]:
+        """Return views of the rows of k, v, dk or dv that this share sees; `offset`: position of query 0."""
+        return [x[self.sequences, : offset + self.rows.stop, self.heads] for x in arrays]
 
     def of(self, times: int) -> slice:
         """Return the slice of this share's heads in an array with `times` heads per key head."""
@@ -63,12 +63,12 @@ def shares(q: Array, k: Array) -> list[HeadShare]:
     by_heads = threads.cut((keys, batch, shared, size))
     if busy(by_sequences) >= busy(by_heads):
         before = [part.start * heads for part in by_sequences]
-        both = [(part, slice(0, keys)) for part in by_sequences]
+        cuts = [(part, slice(0, keys)) for part in by_sequences]
     else:
         before = [part.start * shared * batch for part in by_heads]
-        both = [(slice(0, batch), part) for part in by_heads]
+        cuts = [(slice(0, batch), part) for part in by_heads]
     rows = slice(0, length)
-    return [HeadShare(number, before[number], *part, shared, keys, rows) for number, part in enumerate(both)]
+    return [HeadShare(number, before[number], *part, shared, keys, rows) for number, part in enumerate(cuts)]
 
 
 def units(q: Array, k: Array) -> list[list[HeadShare]]:
@@ -79,8 +79,8 @@ def units(q: Array, k: Array) -> list[list[HeadShare]]:
         return [[share] for share in shares(q, k)]
     places = [(slice(b, b + 1), slice(g, g + 1)) for b in range(batch) for g in range(keys)]
     halves = slice(0, early), slice(early, length)
-    found = [HeadShare(0, 0, *place, heads // keys, keys, rows) for rows in halves for place in places]
-    return [found[part] for part in threads.cut((len(found), length * total))]
+    work = [HeadShare(0, 0, *place, heads // keys, keys, rows) for rows in halves for place in places]
+    return [work[part] for part in threads.cut((len(work), length * total))]
 
 
 def busy(parts: list[slice]) -> float:
@@ -140,26 +140,26 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
     A head's last block comes first: it sees all keys, so it writes their gradients. The other blocks, and
     then the other heads that share the keys, add to these gradients.
     """
-    found: list[Tile] = []
+    blocks: list[Tile] = []
     weights = sums = 0
     starts, of_keys = range(0, length, LOW_BLOCK), heads // shared
-    some, together = tile_heads(batch, of_keys, length, total)
-    for b, g in product(range(0, batch, some), range(0, of_keys, together)):
-        sequences, keys = slice(b, min(b + some, batch)), slice(g, min(g + together, of_keys))
+    step_b, step_g = tile_heads(batch, of_keys, length, total)
+    for b, g in product(range(0, batch, step_b), range(0, of_keys, step_g)):
+        sequences, keys = slice(b, min(b + step_b, batch)), slice(g, min(g + step_g, of_keys))
         count = sequences.stop - b, keys.stop - g
         for share in range(shared):
             queries = slice(keys.start * shared + share, keys.stop * shared, shared)
             for r in reversed(starts):
                 n = min(LOW_BLOCK, length - r)
-                seen = total - length + r + n
+                m = total - length + r + n
                 ends = share == shared - 1 and r == 0
                 begins = share == 0 and r == starts[-1]
-                shape = (*count, n, seen)
-                places = (sequences, queries, keys, slice(r, r + n), slice(seen))
-                found.append(Tile(shape, *places, weights, sums, begins, ends))
-                weights += count[0] * count[1] * n * seen
+                shape = (*count, n, m)
+                places = (sequences, queries, keys, slice(r, r + n), slice(m))
+                blocks.append(Tile(shape, *places, weights, sums, begins, ends))
+                weights += count[0] * count[1] * n * m
                 sums += count[0] * count[1] * n
-    return tuple(found)
+    return tuple(blocks)
 
 
 def tiles_for(q: Array, k: Array) -> tuple[Tile, ...]:

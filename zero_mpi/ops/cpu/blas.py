@@ -73,9 +73,9 @@ def gemm(context: Any, turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta:
         turn_a, turn_b = (address_of(builder.trunc(x, BYTE)) for x in cgutils.unpack_tuple(builder, turns))
         m, n, k = map(address_of, cgutils.unpack_tuple(builder, sizes))
         alpha, beta = address_of(alpha), address_of(beta)
-        given = turn_b, turn_a, n, m, k, alpha, *matrix(b), *matrix(a), beta, *matrix(c)
-        kind = ir.FunctionType(ir.VoidType(), [pointer] * len(given))
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, SYMBOL), given)
+        arguments = turn_b, turn_a, n, m, k, alpha, *matrix(b), *matrix(a), beta, *matrix(c)
+        kind = ir.FunctionType(ir.VoidType(), [pointer] * len(arguments))
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, SYMBOL), arguments)
 
     return emitted(types.void(turns, sizes, types.float32, a, b, types.float32, c), emit)
 

@@ -140,9 +140,9 @@ def turn(line: Array, sequences: int, positions: Array) -> None:
         for h in range(heads):
             x = floats(line[X] + 4 * (n * heads + h) * line[D], 2 * half)
             for j in range(half):
-                one, other = (2 * j, 2 * j + 1) if neighbours else (j, j + half)
-                a, b = x[one], x[other]
-                x[one], x[other] = a * cos[j] - b * sin[j], b * cos[j] + a * sin[j]
+                first, second = (2 * j, 2 * j + 1) if neighbours else (j, j + half)
+                a, b = x[first], x[second]
+                x[first], x[second] = a * cos[j] - b * sin[j], b * cos[j] + a * sin[j]
 
 
 @compiled
@@ -196,22 +196,22 @@ def combine(line: Array, sequences: int, positions: Array) -> None:
     for n in range(sequences):
         x, y = floats(line[X] + 4 * n * size, size), floats(line[Y] + 4 * n * size, size)
         row = n if line[C] == 0 else positions[n] if line[C] == 2 else 0
-        other = floats(line[B] + 4 * row * size, size)
+        operand = floats(line[B] + 4 * row * size, size)
         if operation == SWIGLU:
             for i in range(size):
-                y[i] = x[i] / (ONE + exponential(-x[i])) * other[i]
+                y[i] = x[i] / (ONE + exponential(-x[i])) * operand[i]
         elif operation == GEGLU:
             for i in range(size):
-                y[i] = x[i] * gelu_share(x[i]) * other[i]
+                y[i] = x[i] * gelu_share(x[i]) * operand[i]
         elif operation == GELU:
             for i in range(size):
                 y[i] = x[i] * gelu_share(x[i])
         elif operation == ADD:
             for i in range(size):
-                y[i] = x[i] + other[i]
+                y[i] = x[i] + operand[i]
         else:
             for i in range(size):
-                y[i] = x[i] * other[0]
+                y[i] = x[i] * operand[0]
 
 
 @compiled
@@ -269,8 +269,8 @@ def take(context: Any, place: Any, word: Any) -> Any:
     """Subtract one from the word at `place` if it equals `word`; return whether it did."""
 
     def emit(b: Any, place: Any, word: Any) -> Any:
-        found = b.cmpxchg(word_at(b, place), word, b.sub(word, PLACE(1)), "acq_rel", "acquire")
-        return b.extract_value(found, 1)
+        pair = b.cmpxchg(word_at(b, place), word, b.sub(word, PLACE(1)), "acq_rel", "acquire")
+        return b.extract_value(pair, 1)
 
     return emitted(types.boolean(PLACES, PLACES), emit)
 
@@ -290,11 +290,11 @@ def pause(context: Any) -> Any:
 @fixed_helper
 def take_parts(words: Array, place: int) -> bool:
     """Compute parts of the step until no part is left; return whether this thread computed any."""
-    found = False
-    left = seen(place + 8 * LEFT)
-    while left > 0:
-        if take(place + 8 * LEFT, left):
-            step, part = words[PROGRAM] + 8 * COLUMNS * words[STEP], left - 1
+    busy = False
+    remaining = seen(place + 8 * LEFT)
+    while remaining > 0:
+        if take(place + 8 * LEFT, remaining):
+            step, part = words[PROGRAM] + 8 * COLUMNS * words[STEP], remaining - 1
             line = words_at(step, COLUMNS)
             while part >= line[PARTS]:
                 part -= line[PARTS]
@@ -302,9 +302,9 @@ def take_parts(words: Array, place: int) -> bool:
                 line = words_at(step, COLUMNS)
             compute(line, part, words[SEQUENCES], words_at(words[POSITIONS], words[SEQUENCES]))
             add_one(place + 8 * DONE)
-            found = True
-        left = seen(place + 8 * LEFT)
-    return found
+            busy = True
+        remaining = seen(place + 8 * LEFT)
+    return busy
 
 
 @kernel("i1+", liberties=False)
@@ -323,8 +323,8 @@ def run_steps(words: Array, program: Array, positions: Array) -> None:
     words[SEQUENCES] = positions.size
     place, step = words.ctypes.data, 0
     while step < len(program):
-        after, parts = step + program[step, AT_ONCE], 0
-        for line in range(step, after):
+        next_step, parts = step + program[step, AT_ONCE], 0
+        for line in range(step, next_step):
             parts += program[line, PARTS]
         if parts == 1:
             line = words_at(words[PROGRAM] + 8 * COLUMNS * step, COLUMNS)
@@ -336,7 +336,7 @@ def run_steps(words: Array, program: Array, positions: Array) -> None:
             take_parts(words, place)
             while seen(place + 8 * DONE) < parts:
                 pause()
-        step = after
+        step = next_step
 
 
 class Crew:
@@ -348,11 +348,11 @@ class Crew:
 
     def run(self, program: Array, positions: Array) -> None:
         """Compute instructions (N, COLUMNS) for sequences at `positions` (B,), both int64."""
-        others = threads.count() - 1
-        self._servants = [each for each in self._servants if not each.done()]
-        if len(self._servants) < others:
+        count = threads.count() - 1
+        self._servants = [servant for servant in self._servants if not servant.done()]
+        if len(self._servants) < count:
             self._words[REST] = 0
-            self._servants += [threads.start(serve, self._words) for _ in range(others - len(self._servants))]
+            self._servants += [threads.start(serve, self._words) for _ in range(count - len(self._servants))]
         run_steps(self._words, program, positions)
 
 

@@ -52,34 +52,34 @@ class Block:
     def __init__(self, builder: Any, place: Any) -> None:
         self.builder, self._place = builder, place
 
-    def _read(self, at: int, kind: Any) -> Any:
-        return loaded(self.builder, self.builder.add(self._place, PLACE(at)), kind)
+    def _read(self, offset: int, kind: Any) -> Any:
+        return loaded(self.builder, self.builder.add(self._place, PLACE(offset)), kind)
 
-    def byte(self, at: int) -> Any:
+    def byte(self, offset: int) -> Any:
         """Return the unsigned byte at an offset as a word."""
-        return self.builder.zext(self._read(at, BYTE), WORD)
+        return self.builder.zext(self._read(offset, BYTE), WORD)
 
-    def signed(self, at: int) -> Any:
+    def signed(self, offset: int) -> Any:
         """Return the signed byte at an offset as a float32."""
-        return self.builder.sitofp(self._read(at, BYTE), SINGLE)
+        return self.builder.sitofp(self._read(offset, BYTE), SINGLE)
 
-    def half(self, at: int) -> Any:
+    def half(self, offset: int) -> Any:
         """Return a float16 as float32: shift its bits, then multiply to correct the exponent."""
-        b, word = self.builder, self.builder.zext(self._read(at, HALF), WORD)
+        b, word = self.builder, self.builder.zext(self._read(offset, HALF), WORD)
         body = b.shl(b.and_(word, WORD(0x7FFF)), WORD(13))
         finite = b.fmul(b.bitcast(body, SINGLE), SINGLE(2.0**112))  # difference of exponent biases: 112
         top = b.icmp_unsigned(">=", body, WORD(0x7C00 << 13))
         body = b.select(top, b.or_(body, WORD(0x7F800000)), b.bitcast(finite, WORD))
         return b.bitcast(b.or_(body, b.shl(b.and_(word, WORD(0x8000)), WORD(16))), SINGLE)
 
-    def sixteen(self, at: int, shift: int = 0, mask: int = 255) -> Any:
+    def sixteen(self, offset: int, shift: int = 0, mask: int = 255) -> Any:
         """Return sixteen bytes as words, shifted to the right and masked."""
-        found = self._read(at, BYTES)
-        found = self.builder.lshr(found, ir.Constant(BYTES, [shift] * ELEMENTS)) if shift else found
-        found = self.builder.and_(found, ir.Constant(BYTES, [mask] * ELEMENTS)) if mask < 255 else found
-        return self.builder.zext(found, SIXTEEN)
+        vector = self._read(offset, BYTES)
+        vector = self.builder.lshr(vector, ir.Constant(BYTES, [shift] * ELEMENTS)) if shift else vector
+        vector = self.builder.and_(vector, ir.Constant(BYTES, [mask] * ELEMENTS)) if mask < 255 else vector
+        return self.builder.zext(vector, SIXTEEN)
 
-    def scaled(self, whole: Any, factor: Any, least: Any = None) -> Any:
+    def scaled(self, words: Any, factor: Any, least: Any = None) -> Any:
         """Return signed words as float32 times `factor`, plus the minimum `least` unless it is None."""
         b, spread = self.builder, ir.Constant(SIXTEEN, [0] * ELEMENTS)
 
@@ -87,31 +87,31 @@ class Block:
             first = b.insert_element(ir.Constant(SINGLES, ir.Undefined), number, WORD(0))
             return b.shuffle_vector(first, ir.Constant(SINGLES, ir.Undefined), spread)
 
-        product = b.fmul(b.sitofp(whole, SINGLES), all_lanes(factor))
+        product = b.fmul(b.sitofp(words, SINGLES), all_lanes(factor))
         return product if least is None else b.fadd(product, all_lanes(least))
 
     def with_bits(self, low: Any, high: Any, place: int) -> Any:
         """Return `low` with the bits of `high` inserted from bit `place` on."""
         return self.builder.or_(low, self.builder.shl(high, constant(place)))
 
-    def times(self, factor: Any, whole: Any) -> Any:
-        return self.builder.fmul(factor, self.builder.sitofp(whole, SINGLE))
+    def times(self, factor: Any, word: Any) -> Any:
+        return self.builder.fmul(factor, self.builder.sitofp(word, SINGLE))
 
-    def part(self, whole: Any, shift: int, mask: int) -> Any:
-        return self.builder.and_(self.builder.lshr(whole, WORD(shift)), WORD(mask))
+    def part(self, word: Any, shift: int, mask: int) -> Any:
+        return self.builder.and_(self.builder.lshr(word, WORD(shift)), WORD(mask))
 
 
 def plain_8(x: Block) -> list[Any]:
     """Read Q8_0: a scale, 32 signed bytes."""
     b, d = x.builder, x.half(0)
-    return [x.scaled(b.sext(x._read(at, BYTES), SIXTEEN), d) for at in (2, 18)]
+    return [x.scaled(b.sext(x._read(offset, BYTES), SIXTEEN), d) for offset in (2, 18)]
 
 
 def nibbles(x: Block, has_least: bool) -> list[Any]:
     """Read Q4_0 and Q4_1: a scale, a minimum if `has_least`, 16 bytes whose low halves come first."""
     d, (least, start) = x.half(0), (x.half(2), 4) if has_least else (None, 2)
-    whole = [x.sixteen(start, shift, 15) for shift in (0, 4)]
-    return [x.scaled(q if has_least else x.builder.sub(q, constant(8)), d, least) for q in whole]
+    halves = [x.sixteen(start, shift, 15) for shift in (0, 4)]
+    return [x.scaled(q if has_least else x.builder.sub(q, constant(8)), d, least) for q in halves]
 
 
 def five_bits(x: Block, has_least: bool) -> list[Any]:
@@ -119,66 +119,66 @@ def five_bits(x: Block, has_least: bool) -> list[Any]:
     b, d, (least, start) = x.builder, x.half(0), (x.half(2), 4) if has_least else (None, 2)
     first = b.insert_element(ir.Constant(SIXTEEN, ir.Undefined), x._read(start, WORD), WORD(0))
     tops = b.shuffle_vector(first, ir.Constant(SIXTEEN, ir.Undefined), constant(0))
-    found = []
+    vectors = []
     for shift in (0, 4):
         lanes = ir.Constant(SIXTEEN, [4 * shift + lane for lane in range(ELEMENTS)])
         q = x.with_bits(x.sixteen(start + 4, shift, 15), b.and_(b.lshr(tops, lanes), constant(1)), 4)
-        found.append(x.scaled(q if has_least else b.sub(q, constant(16)), d, least))
-    return found
+        vectors.append(x.scaled(q if has_least else b.sub(q, constant(16)), d, least))
+    return vectors
 
 
 def two_bits(x: Block) -> list[Any]:
     """Read Q2_K: 16 bytes, each a 4-bit scale and 4-bit minimum; 64 bytes of 2-bit elements; two factors."""
-    d, least, found = x.half(80), x.builder.fneg(x.half(82)), []
+    d, least, vectors = x.half(80), x.builder.fneg(x.half(82)), []
     for j in range(16):
-        both = x.byte(j)
-        whole = x.sixteen(16 + 32 * (j >> 3) + 16 * (j & 1), 2 * ((j >> 1) & 3), 3)
-        found.append(x.scaled(whole, x.times(d, x.part(both, 0, 15)), x.times(least, x.part(both, 4, 15))))
-    return found
+        pair = x.byte(j)
+        q = x.sixteen(16 + 32 * (j >> 3) + 16 * (j & 1), 2 * ((j >> 1) & 3), 3)
+        vectors.append(x.scaled(q, x.times(d, x.part(pair, 0, 15)), x.times(least, x.part(pair, 4, 15))))
+    return vectors
 
 
 def three_bits(x: Block) -> list[Any]:
     """Read Q3_K: 32 bytes of third bits, 64 bytes of bit pairs, 12 bytes of 6-bit scales, a factor."""
-    b, d, found = x.builder, x.half(108), []
+    b, d, vectors = x.builder, x.half(108), []
     for j in range(16):
         low = x.part(x.byte(96 + (j & 7)), 4 * (j >> 3), 15)
         high = x.part(x.byte(104 + (j & 3)), 2 * (j >> 2), 3)
         scale = b.sub(b.or_(low, b.shl(high, WORD(4))), WORD(32))
-        whole = x.sixteen(32 + 32 * (j >> 3) + 16 * (j & 1), 2 * ((j >> 1) & 3), 3)
-        whole = x.with_bits(whole, b.and_(x.sixteen(16 * (j & 1), j >> 1), constant(1)), 2)
-        found.append(x.scaled(b.sub(whole, constant(4)), x.times(d, scale)))
-    return found
+        q = x.sixteen(32 + 32 * (j >> 3) + 16 * (j & 1), 2 * ((j >> 1) & 3), 3)
+        q = x.with_bits(q, b.and_(x.sixteen(16 * (j & 1), j >> 1), constant(1)), 2)
+        vectors.append(x.scaled(b.sub(q, constant(4)), x.times(d, scale)))
+    return vectors
 
 
 def scaled_bits(x: Block, has_fifth: bool) -> list[Any]:
     """Read Q4_K and Q5_K: two factors, eight scales and minima, fifth bits if any, 128 bytes of low bits."""
-    b, d, least, found = x.builder, x.half(0), x.builder.fneg(x.half(2)), []
+    b, d, least, vectors = x.builder, x.half(0), x.builder.fneg(x.half(2)), []
     for j in range(8):  # the eight scales and minima have six bits each, packed in twelve bytes
         if j < 4:
             scale, minimum = x.part(x.byte(4 + j), 0, 63), x.part(x.byte(8 + j), 0, 63)
         else:
-            both = x.byte(8 + j)
-            scale = b.or_(x.part(both, 0, 15), b.shl(x.part(x.byte(j), 6, 3), WORD(4)))
-            minimum = b.or_(x.part(both, 4, 15), b.shl(x.part(x.byte(4 + j), 6, 3), WORD(4)))
+            pair = x.byte(8 + j)
+            scale = b.or_(x.part(pair, 0, 15), b.shl(x.part(x.byte(j), 6, 3), WORD(4)))
+            minimum = b.or_(x.part(pair, 4, 15), b.shl(x.part(x.byte(4 + j), 6, 3), WORD(4)))
         dl, ml = x.times(d, scale), x.times(least, minimum)
         for i in (0, ELEMENTS):
-            whole = x.sixteen((48 if has_fifth else 16) + 32 * (j >> 1) + i, 4 * (j & 1), 15)
+            q = x.sixteen((48 if has_fifth else 16) + 32 * (j >> 1) + i, 4 * (j & 1), 15)
             if has_fifth:
-                whole = x.with_bits(whole, b.and_(x.sixteen(16 + i, j), constant(1)), 4)
-            found.append(x.scaled(whole, dl, ml))
-    return found
+                q = x.with_bits(q, b.and_(x.sixteen(16 + i, j), constant(1)), 4)
+            vectors.append(x.scaled(q, dl, ml))
+    return vectors
 
 
 def six_bits(x: Block) -> list[Any]:
     """Read Q6_K: 128 bytes of low four bits, 64 bytes of high two bits, sixteen signed scales, a factor."""
-    b, d, found = x.builder, x.half(208), []
+    b, d, vectors = x.builder, x.half(208), []
     for j in range(16):
         half, place = j >> 3, 16 * (j & 7)
         low = x.sixteen(64 * half + (place & 63), 4 * (place >> 6), 15)
         high = b.and_(x.sixteen(128 + 32 * half + (place & 31), 2 * (place >> 5)), constant(3))
-        whole = b.sub(x.with_bits(low, high, 4), constant(32))
-        found.append(x.scaled(whole, b.fmul(d, x.signed(192 + j))))
-    return found
+        q = b.sub(x.with_bits(low, high, 4), constant(32))
+        vectors.append(x.scaled(q, b.fmul(d, x.signed(192 + j))))
+    return vectors
 
 
 EMITTED: dict[str, Callable[[Block], list[Any]]] = {
@@ -199,18 +199,18 @@ def each_block(
     builder: Any, number: Any, place: Any, blocks: Any, work: Callable[[int, Any, Any], None]
 ) -> None:
     """Emit a loop over blocks of kind PACKED[number]; `work(block size, index, vectors)` emits its body."""
-    after = builder.append_basic_block("after")
-    cases = builder.switch(number, after)
-    for at, name in enumerate(PACKED):
+    end = builder.append_basic_block("after")
+    cases = builder.switch(number, end)
+    for index, name in enumerate(PACKED):
         case = builder.append_basic_block(name)
-        cases.add_case(PLACE(at), case)
+        cases.add_case(PLACE(index), case)
         builder.position_at_end(case)
         kind = BLOCK_KINDS[name]
         with cgutils.for_range(builder, blocks) as loop:
-            here = builder.add(place, builder.mul(loop.index, PLACE(kind.nbytes)))
-            work(kind.elements, loop.index, EMITTED[name](Block(builder, here)))
-        builder.branch(after)
-    builder.position_at_end(after)
+            address = builder.add(place, builder.mul(loop.index, PLACE(kind.nbytes)))
+            work(kind.elements, loop.index, EMITTED[name](Block(builder, address)))
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def place_of(builder: Any, start: Any, index: Any, step: int, nbytes: int) -> Any:
@@ -226,11 +226,11 @@ def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, lo
 
     def emit(builder: Any, number: Any, raw: Any, out: Any, blocks: Any, _: Any) -> None:
         def write(elements: int, index: Any, vectors: list[Any]) -> None:
-            for at, vector in enumerate(vectors):
+            for i, vector in enumerate(vectors):
                 if narrows:
-                    near = nearest_low(builder, vector, SIXTEEN, constant)
-                    vector = builder.trunc(near, ir.VectorType(HALF, ELEMENTS))
-                place = place_of(builder, out, index, at * ELEMENTS * width, elements * width)
+                    words = nearest_low(builder, vector, SIXTEEN, constant)
+                    vector = builder.trunc(words, ir.VectorType(HALF, ELEMENTS))
+                place = place_of(builder, out, index, i * ELEMENTS * width, elements * width)
                 stored(builder, vector, place)
 
         each_block(builder, number, raw, blocks, write)
@@ -248,10 +248,10 @@ def row_product(context: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any
             builder.store(ir.Constant(SINGLES, [0.0] * ELEMENTS), total)
 
         def add(elements: int, index: Any, vectors: list[Any]) -> None:
-            for at, vector in enumerate(vectors):
-                place = place_of(builder, x, index, at * ELEMENTS * 4, elements * 4)
+            for i, vector in enumerate(vectors):
+                place = place_of(builder, x, index, i * ELEMENTS * 4, elements * 4)
                 product = builder.fmul(vector, loaded(builder, place, SINGLES, 4), flags=["contract"])
-                total = totals[at % TOTALS]
+                total = totals[i % TOTALS]
                 builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
 
         each_block(builder, number, raw, blocks, add)
@@ -281,10 +281,10 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
 
     def work(blocks: slice) -> None:
         part = raw[blocks.start * block.nbytes : blocks.stop * block.nbytes]
-        filled = out[blocks.start * block.elements : blocks.stop * block.elements]
+        target = out[blocks.start * block.elements : blocks.stop * block.elements]
         if packed:
-            unpack(part, bits(filled), PACKED.index(kind), blocks.stop - blocks.start)
-        elif not ggml.dequantize(part, kind, filled):
-            reference.dequantize(part, kind, filled)
+            unpack(part, bits(target), PACKED.index(kind), blocks.stop - blocks.start)
+        elif not ggml.dequantize(part, kind, target):
+            reference.dequantize(part, kind, target)
 
     in_parts((out.size // block.elements, block.elements), work)

@@ -148,22 +148,22 @@ def add(x: Array, y: Array) -> Array:
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
     if not alike(x, *([] if plus is None else [plus])):
         return defined.scale(x, factor, plus)
-    y, by = recycled(x.shape, x.dtype), f4(factor)
+    y, multiplier = recycled(x.shape, x.dtype), f4(factor)
     if plus is None:
-        flat_parts(lambda x, y: multiply(x, by, y), flat(x), flat(y))
+        flat_parts(lambda x, y: multiply(x, multiplier, y), flat(x), flat(y))
     else:
-        flat_parts(lambda x, plus, y: multiply_and_add(x, plus, by, y), flat(x), flat(plus), flat(y))
+        flat_parts(lambda x, plus, y: multiply_and_add(x, plus, multiplier, y), flat(x), flat(plus), flat(y))
     return y
 
 
-def pointwise(kernel: Any, name: str, *given: Array, **named: Array) -> Any:
+def pointwise(kernel: Any, name: str, *arguments: Array, **keywords: Array) -> Any:
     """Return the results of an operation on arrays of one shape, by `kernel` or the reference."""
-    arrays = (*given, *named.values())
+    arrays = (*arguments, *keywords.values())
     if not alike(*arrays):
         return getattr(defined, name)(*arrays)
-    found = [recycled(arrays[0].shape, arrays[0].dtype) for _ in OPERATIONS[name].signature.results]
-    flat_parts(kernel, *map(flat, (*arrays, *found)))
-    return found[0] if len(found) == 1 else tuple(found)
+    results = [recycled(arrays[0].shape, arrays[0].dtype) for _ in OPERATIONS[name].signature.results]
+    flat_parts(kernel, *map(flat, (*arrays, *results)))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 for _name, _kernel in {
@@ -188,11 +188,11 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
         y[...] = x
     if x.size:
         cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
-        pairs, of_each = bits(y.reshape(-1, *x.shape[2:])), len(cos) == x.shape[0] * x.shape[1]
+        pairs, per_row = bits(y.reshape(-1, *x.shape[2:])), len(cos) == x.shape[0] * x.shape[1]
 
         def turn(part: slice) -> None:
-            own = part if of_each else slice(None)
-            turn_pairs(pairs[part], cos[own], sin[own], interleaved)
+            rows = part if per_row else slice(None)
+            turn_pairs(pairs[part], cos[rows], sin[rows], interleaved)
 
-        in_parts(pairs.shape, turn, 1 if of_each else len(cos))
+        in_parts(pairs.shape, turn, 1 if per_row else len(cos))
     return y

@@ -79,11 +79,11 @@ def sum_positions(dy: Array, dw: Array) -> None:
 
 def checked(ids: Array, count: int, least: int = 0) -> Array:
     """Return ids as a flat int64 array; raise IndexError for an id outside [least, count)."""
-    found = np.ascontiguousarray(ids.reshape(-1), np.int64)
-    place = first_outside(found, least, count)
+    flat_ids = np.ascontiguousarray(ids.reshape(-1), np.int64)
+    place = first_outside(flat_ids, least, count)
     if place >= 0:
-        raise IndexError(f"token {found[place]} is not one of {count}")
-    return found
+        raise IndexError(f"token {flat_ids[place]} is not one of {count}")
+    return flat_ids
 
 
 @implements(reference.embedding)

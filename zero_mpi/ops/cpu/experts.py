@@ -36,7 +36,7 @@ def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, 
     """Write each row's softmax to p, its largest elements (any for NaN) to w, and their indices to chosen."""
     for t in range(logits.shape[0]):
         row, out = logits[t], p[t]
-        most, total, kept = row_most(row), ZERO, ZERO
+        most, total, divisor = row_most(row), ZERO, ZERO
         for j in range(row.size):
             out[j] = exponential(row[j] - most)
             total += out[j]
@@ -45,15 +45,15 @@ def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, 
         last = -1
         for u in range(used):
             best = -1
-            for j in range(row.size):  # `after`: j comes after the last choice in descending order
-                after = last < 0 or out[j] < out[last] or (out[j] == out[last] and j > last)
-                if after and (best < 0 or out[j] > out[best]):
+            for j in range(row.size):  # `follows`: j comes after the last choice in descending order
+                follows = last < 0 or out[j] < out[last] or (out[j] == out[last] and j > last)
+                if follows and (best < 0 or out[j] > out[best]):
                     best = j
             last = u if best < 0 else best
             chosen[t, u], w[t, u] = last, out[last]
-            kept += out[last]
+            divisor += out[last]
         for u in range(used if normalized else 0):
-            w[t, u] = w[t, u] / kept
+            w[t, u] = w[t, u] / divisor
 
 
 @kernel("i1 f1 i i1+ i1+ i1+ f1+")
@@ -128,8 +128,8 @@ def weighted_swiglu(gate: Array, up: Array, w: Array) -> Array:
 @implements(reference.weighted_swiglu_backward)
 def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tuple[Array, Array, Array]:
     if not alike(dy, gate, up) or not single(w):
-        found: tuple[Array, Array, Array] = defined.weighted_swiglu_backward(dy, gate, up, w)
-        return found
+        gradients: tuple[Array, Array, Array] = defined.weighted_swiglu_backward(dy, gate, up, w)
+        return gradients
     dgate, dup, dw = (recycled(shape, gate.dtype) for shape in (gate.shape, gate.shape, w.shape))
     arrays = [matrix(x) for x in (dy, gate, up, w, dgate, dup, dw)]
     in_parts(gate.shape, lambda part: weighted_gradient(*(x[part] for x in arrays)))
@@ -169,18 +169,18 @@ def multiply_rows(
         multiplies(fitting(x[part]), w, y[part], adds=adds)
         return
     reach = slice(part.start, part.start + few(part.stop - part.start))
-    more: dict[str, Any] = {"adds": adds}
+    options: dict[str, Any] = {"adds": adds}
     if reach.stop > len(x):
         out = extended(y, part)
         if plus is not None:
-            more["plus"] = extended(plus, part)
-        y[part] = multiplies(extended(x, part), w, out, **more)[: part.stop - part.start]
+            options["plus"] = extended(plus, part)
+        y[part] = multiplies(extended(x, part), w, out, **options)[: part.stop - part.start]
         return
-    behind = y[part.stop : reach.stop].copy()
+    tail = y[part.stop : reach.stop].copy()
     if plus is not None:
-        more["plus"] = by_row(plus[reach])
-    multiplies(fitting(x[reach]), w, y[reach], **more)
-    y[part.stop : reach.stop] = behind
+        options["plus"] = by_row(plus[reach])
+    multiplies(fitting(x[reach]), w, y[reach], **options)
+    y[part.stop : reach.stop] = tail
 
 
 @implements(reference.grouped_linear)
@@ -214,5 +214,5 @@ def grouped_linear_backward_w(dy: Array, x: Array, dw: Array, starts: Array) -> 
         return
     prepared = is_prepared(dy, x)
     for expert, part in groups(starts):
-        a, b = (extended(each, part) if prepared else fitting(each[part]) for each in (dy, x))
+        a, b = (extended(array, part) if prepared else fitting(array[part]) for array in (dy, x))
         multiplies(a.T, b, dw[expert], adds=True)

@@ -46,17 +46,17 @@ def update(
         return
     length = p.size // keep.size
     for run in range(keep.size):
-        kept, here = keep[run], slice(run * length, (run + 1) * length)
-        pr, gr, mr, vr = p[here], g[here], m[here], v[here]  # a loop over separate arrays is vectorized
+        factor, part = keep[run], slice(run * length, (run + 1) * length)
+        pr, gr, mr, vr = p[part], g[part], m[part], v[part]  # a loop over separate arrays is vectorized
         for i in range(pr.size):
             d = gr[i] * scale
             first = mr[i] * beta1 + rest1 * d
             second = vr[i] * beta2 + rest2 * (d * d)
             mr[i] = first
             vr[i] = second
-            pr[i] = pr[i] * kept - rate * (first / (np.sqrt(second) / root_c2 + eps))
+            pr[i] = pr[i] * factor - rate * (first / (np.sqrt(second) / root_c2 + eps))
         if low.size:
-            rounded = low[here]
+            rounded = low[part]
             for i in range(pr.size):
                 rounded[i] = narrow(low, pr[i])
 
@@ -101,16 +101,16 @@ def adamw(
     root_c2 = math.sqrt(1.0 - power(beta2, step))
     rate = lr / (1.0 - power(beta1, step))
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
-    kept = (1.0 - lr * decay).astype(np.float32)
+    keep = (1.0 - lr * decay).astype(np.float32)
     by_kernel = low is not None and low.dtype == BFLOAT16 and low.flags.c_contiguous
     rounded, rest = bits(low) if by_kernel and low is not None else NOTHING, np.array(numbers, np.float32)
-    run = run_length(p, kept)
+    run = run_length(p, keep)
 
     def work(runs: slice) -> None:
-        here = slice(runs.start * run, runs.stop * run)
-        update(p[here], g[here], m[here], v[here], kept[runs], rounded[here], *rest)
+        part = slice(runs.start * run, runs.stop * run)
+        update(p[part], g[part], m[part], v[part], keep[runs], rounded[part], *rest)
 
-    in_parts((kept.size, run), work)
+    in_parts((keep.size, run), work)
     if low is not None and not by_kernel:
         low[...] = p
 

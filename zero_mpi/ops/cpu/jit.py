@@ -63,9 +63,9 @@ def out_of_reach(module: str) -> Iterator[None]:
 TYPES = {"f": FLOAT, "l": LOW, "d": DOUBLE, "i": types.int64, "b": types.boolean, "u": types.uint8}
 
 
-def type_of(word: str, either: Any) -> Any:
+def type_of(word: str, element: Any) -> Any:
     """Return the type that a word of a kernel's signature describes; see `kernel`."""
-    kind = either if word[0] == "e" else TYPES[word[0]]
+    kind = element if word[0] == "e" else TYPES[word[0]]
     if word[1:2].isdigit():
         return types.Array(kind, int(word[1]), "A" if "~" in word else "C", readonly="+" not in word)
     return kind
@@ -86,12 +86,12 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
     def make(function: F) -> F:
         compiled: Any = numba.njit(fastmath=liberties, nogil=True, error_model="numpy")(function)
 
-        def entry(*given: Any) -> Any:
-            return load(compiled, full if place is None or given[place].dtype == FLOAT32 else low)
+        def entry(*operands: Any) -> Any:
+            return load(compiled, full if place is None or operands[place].dtype == FLOAT32 else low)
 
-        def fits_now(*given: Any) -> bool:
-            entry(*given)
-            return bool(type(compiled)._search_new_conversions(compiled, *given))
+        def fits_now(*operands: Any) -> bool:
+            entry(*operands)
+            return bool(type(compiled)._search_new_conversions(compiled, *operands))
 
         # numba calls `fits_now` if no loaded version fits, and `entry` only while another thread loads one.
         compiled._search_new_conversions, compiled._compile_for_args = fits_now, entry
@@ -106,9 +106,9 @@ def load(compiled: Any, signature: Any) -> Any:
     """Return a kernel's code for a signature; load it from the cache, or compile it, unless it is loaded."""
     with global_compiler_lock:
         if not isinstance(compiled._cache, QuickCache):
-            before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())
+            old_folder, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())
             compiled._cache = QuickCache(compiled.py_func)
-            numba.config.CACHE_DIR = before
+            numba.config.CACHE_DIR = old_folder
         compiled._can_compile = True
         try:
             with out_of_reach("scipy.linalg.cython_blas"):  # unused; numba would load it in 0.2 s
@@ -188,8 +188,8 @@ def emitted(signature: Any, emit: Callable[..., Any]) -> Any:
     """Return an intrinsic with this signature; emit(builder, *values) emits code and returns the result."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        found = emit(builder, *values)
-        return context.get_dummy_value() if found is None else found
+        result = emit(builder, *values)
+        return context.get_dummy_value() if result is None else result
 
     return signature, codegen
 
@@ -200,9 +200,9 @@ def constant(number: int) -> Any:
 
 
 def loaded(builder: Any, place: Any, kind: Any, align: int = 1) -> Any:
-    found = builder.load(builder.inttoptr(place, kind.as_pointer()))
-    found.align = align
-    return found
+    instruction = builder.load(builder.inttoptr(place, kind.as_pointer()))
+    instruction.align = align
+    return instruction
 
 
 def stored(builder: Any, value: Any, place: Any) -> None:

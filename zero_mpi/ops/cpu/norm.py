@@ -52,10 +52,10 @@ def rms_backward(
     lanes = lanes_of(width)
     for i in range(n):
         q, lane = r[i], lanes[i % LANES]
-        along = ZERO
+        dot = ZERO
         for j in range(width):
-            along += wide(dy[i, j]) * wide(w[j]) * wide(x[i, j])
-        c = along * q * q * q / f4(width)
+            dot += wide(dy[i, j]) * wide(w[j]) * wide(x[i, j])
+        c = dot * q * q * q / f4(width)
         for j in range(width):
             inner = q * wide(w[j]) * wide(dy[i, j]) - c * wide(x[i, j])
             dx[i, j] = narrow(dx, wide(plus[i, j]) + inner if adds else inner)
@@ -106,16 +106,16 @@ def layer_backward(
     for i in range(n):
         q, middle = r[i], mean[i]
         weight, bias = weights[i % LANES], biases[i % LANES]
-        total, along = ZERO, ZERO
+        total, dot = ZERO, ZERO
         for j in range(width):
             d = wide(dy[i, j]) * wide(w[j])
             total += d
-            along += d * (wide(x[i, j]) - middle)
+            dot += d * (wide(x[i, j]) - middle)
         total /= f4(width)
-        along *= q * q / f4(width)
+        dot *= q * q / f4(width)
         for j in range(width):
             slope, centred = wide(dy[i, j]), wide(x[i, j]) - middle
-            inner = q * (slope * wide(w[j]) - total - centred * along)
+            inner = q * (slope * wide(w[j]) - total - centred * dot)
             dx[i, j] = narrow(dx, wide(plus[i, j]) + inner if adds else inner)
             weight[j] += slope * centred * q
             bias[j] += slope
@@ -133,8 +133,8 @@ def kernels_take(dy: Array, x: Array, w: Array, plus: Array | None, *sums: Array
 @implements(reference.rms_norm)
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     if not alike(x, w):
-        found: tuple[Array, Array] = defined.rms_norm(x, w, eps)
-        return found
+        results: tuple[Array, Array] = defined.rms_norm(x, w, eps)
+        return results
     y, r = recycled(x.shape, x.dtype), recycled((*x.shape[:-1], 1))
     xs, ws, ys, rs = matrix(x), flat(w), matrix(y), flat(r)
     in_parts(xs.shape, lambda part: rms_forward(xs[part], ws, f4(eps), ys[part], rs[part]))
@@ -166,11 +166,11 @@ def rms_norm_backward(
 @implements(reference.layer_norm)
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
     if not alike(x, w, b):
-        found: tuple[Array, Array, Array] = defined.layer_norm(x, w, b, eps)
-        return found
+        results: tuple[Array, Array, Array] = defined.layer_norm(x, w, b, eps)
+        return results
     y, mean, r = recycled(x.shape, x.dtype), recycled((*x.shape[:-1], 1)), recycled((*x.shape[:-1], 1))
-    xs, ys, means, rs, both = matrix(x), matrix(y), flat(mean), flat(r), (flat(w), flat(b), f4(eps))
-    in_parts(xs.shape, lambda part: layer_forward(xs[part], *both, ys[part], means[part], rs[part]))
+    xs, ys, means, rs, factors = matrix(x), matrix(y), flat(mean), flat(r), (flat(w), flat(b), f4(eps))
+    in_parts(xs.shape, lambda part: layer_forward(xs[part], *factors, ys[part], means[part], rs[part]))
     return y, mean, r
 
 

@@ -55,15 +55,15 @@ class Product:
 
     def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
         self._library, self._stream, self._memories = library, library.own.stream, list[Handle]()
-        with contextlib.ExitStack() as lent:  # the primitive and memory objects copy these descriptions
-            descriptions = {what: library.description(lent, array) for what, array in arrays.items()}
+        with contextlib.ExitStack() as stack:  # the primitive and memory objects copy these descriptions
+            descriptions = {role: library.description(stack, array) for role, array in arrays.items()}
             for description in descriptions.values():
                 self._memories.append(library.made("memory_create", description, library.engine, None))
             places = (SOURCE, WEIGHTS, BIAS, RESULT)
-            described = [descriptions.get(place) for place in places]
-            added = next((each for what, each in descriptions.items() if what not in places), None)
-            attributes = library.attributes(lent, added, adds)
-            plan = library.lent(lent, "matmul_primitive_desc", library.engine, *described, attributes)
+            handles = [descriptions.get(place) for place in places]
+            addend = next((handle for role, handle in descriptions.items() if role not in places), None)
+            attributes = library.attributes(stack, addend, adds)
+            plan = library.lent(stack, "matmul_primitive_desc", library.engine, *handles, attributes)
             self._primitive = library.made("primitive_create", plan)
         pairs = [Argument(*pair) for pair in zip(arrays, self._memories, strict=True)]
         self._arguments = (Argument * len(pairs))(*pairs)
@@ -141,7 +141,7 @@ class OneDNN:
             arrays[BIAS] = bias.reshape(1, -1)
         if plus is not None:
             arrays[self._post_operation | SECOND_SOURCE] = plus
-        key = (adds, *((what, x.shape, x.strides, x.dtype) for what, x in arrays.items()))
+        key = (adds, *((role, x.shape, x.strides, x.dtype) for role, x in arrays.items()))
         products = self.own.products
         product = products[key] if key in products else self._new(key, arrays, adds)
         if product is not None:
@@ -165,44 +165,44 @@ class OneDNN:
 
     # ------------------------------------------------------------------------------ the C interface
 
-    def checked(self, status: int, what: str) -> None:
+    def checked(self, status: int, function: str) -> None:
         """Raise OneDNNError if a library function returned an error status."""
         if status:
-            raise OneDNNError(f"dnnl_{what} returned status {status}")
+            raise OneDNNError(f"dnnl_{function} returned status {status}")
 
-    def call(self, what: str, *arguments: Any) -> None:
+    def call(self, function: str, *arguments: Any) -> None:
         """Call a library function; raise OneDNNError if it returns an error status."""
-        self.checked(getattr(self._symbols, f"dnnl_{what}")(*arguments), what)
+        self.checked(getattr(self._symbols, f"dnnl_{function}")(*arguments), function)
 
-    def made(self, what: str, *arguments: Any) -> Handle:
+    def made(self, function: str, *arguments: Any) -> Handle:
         """Return the object that a library function creates and returns through its first argument."""
-        made = Handle()
-        self.call(what, ctypes.byref(made), *arguments)
-        return made
+        handle = Handle()
+        self.call(function, ctypes.byref(handle), *arguments)
+        return handle
 
-    def lent(self, until: contextlib.ExitStack, kind: str, *arguments: Any, how: str = "{}_create") -> Handle:
-        """Return a new library object of a kind, which is destroyed when `until` exits."""
-        found = self.made(how.format(kind), *arguments)
-        until.callback(self.destroy, OF.get(kind, kind), found)
-        return found
+    def lent(self, stack: contextlib.ExitStack, kind: str, *arguments: Any, how: str = "{}_create") -> Handle:
+        """Return a new library object of a kind, which is destroyed when `stack` exits."""
+        handle = self.made(how.format(kind), *arguments)
+        stack.callback(self.destroy, OF.get(kind, kind), handle)
+        return handle
 
     def destroy(self, kind: str, handle: Handle) -> None:
         self.call(f"{kind}_destroy", handle)
 
-    def description(self, lent: contextlib.ExitStack, x: Array) -> Handle:
+    def description(self, stack: contextlib.ExitStack, x: Array) -> Handle:
         """Return the library's description of an array of matrices: shape, strides and type."""
         dims = (ctypes.c_int64 * MOST_DIMS)(*x.shape)
         strides = (ctypes.c_int64 * MOST_DIMS)(*(step // x.itemsize for step in x.strides))
         how = "memory_desc_create_with_strides"
-        return self.lent(lent, "memory_desc", x.ndim, dims, KINDS[x.dtype], strides, how=how)
+        return self.lent(stack, "memory_desc", x.ndim, dims, KINDS[x.dtype], strides, how=how)
 
-    def attributes(self, lent: contextlib.ExitStack, added: Handle | None, adds: bool) -> Handle | None:
+    def attributes(self, stack: contextlib.ExitStack, addend: Handle | None, adds: bool) -> Handle | None:
         """Return attributes that make a product add another matrix or the old c; None if it adds neither."""
-        if added is None and not adds:
+        if addend is None and not adds:
             return None
-        attributes, operations = self.lent(lent, "primitive_attr"), self.lent(lent, "post_ops")
-        if added is not None:
-            self.call("post_ops_append_binary", operations, BINARY_ADD, added)
+        attributes, operations = self.lent(stack, "primitive_attr"), self.lent(stack, "post_ops")
+        if addend is not None:
+            self.call("post_ops_append_binary", operations, BINARY_ADD, addend)
         if adds:
             self.call("post_ops_append_sum", operations, ctypes.c_float(1), 0, 0)
         self.call("primitive_attr_set_post_ops", attributes, operations)
@@ -216,10 +216,10 @@ class OneDNN:
         for self._post_operation in POST_OPERATION:
             self.own.products.clear()
             try:
-                for what, found, expected in self._trials():
+                for name, product, expected in self._trials():
                     # Tolerance: half a unit in the last place of bfloat16, and a different summation order.
-                    if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
-                        raise OneDNNError(f"a product is wrong ({what})")
+                    if not np.allclose(product.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
+                        raise OneDNNError(f"a product is wrong ({name})")
                 if None in self.own.products.values():
                     raise OneDNNError("the library does not support products of these types")
             except OneDNNError as error:
@@ -259,9 +259,9 @@ def candidates() -> Iterator[str]:
         return
     with contextlib.suppress(PackageNotFoundError):
         yield from (str(file.locate()) for file in files(WHEEL) or () if file.name == FILE)
-    found = ctypes.util.find_library("dnnl")
-    if found:
-        yield found
+    path = ctypes.util.find_library("dnnl")
+    if path:
+        yield path
 
 
 @cache

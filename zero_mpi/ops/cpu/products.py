@@ -58,11 +58,11 @@ def is_transposed(x: Array) -> bool:
 
 def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
     """Return a function like `blas.times` for arrays of these types, or None if no library supports them."""
-    given = [array for array in arrays if array is not None]
+    operands = [array for array in arrays if array is not None]
     library = onednn.load()[0]
-    if single(*given):
+    if single(*operands):
         return times if library is None else of_single(library)
-    low = all(x.dtype == BFLOAT16 and x.size for x in given)
+    low = all(x.dtype == BFLOAT16 and x.size for x in operands)
     return of_low(library) if low and library is not None else None
 
 
@@ -108,13 +108,13 @@ def of_low(library: OneDNN) -> Callable[..., Array]:
     """
     of_many = by_tiles() if library.has_tiles else None
 
-    def multiply(a: Array, b: Array, c: Array, **more: Any) -> Array:
+    def multiply(a: Array, b: Array, c: Array, **options: Any) -> Array:
         if c.ndim > 2 and of_many is not None:
-            return of_many(a, b, c, **more)
+            return of_many(a, b, c, **options)
         if c.ndim > 2 or a.nbytes <= AT_A_TIME or not is_transposed(a):
-            return library.multiply(a, b, c, **more)
+            return library.multiply(a, b, c, **options)
         for part in equal_parts(a.shape[0], -(-a.nbytes // AT_A_TIME), EVEN_ROWS):
-            library.multiply(**cut_product(part, 0, a=a, b=b, c=c, **more))
+            library.multiply(**cut_product(part, 0, a=a, b=b, c=c, **options))
         return c
 
     return multiply
@@ -132,10 +132,10 @@ def by_tiles() -> Callable[..., Array] | None:
     return amx.multiply
 
 
-def otherwise(operation: Callable[..., T], *given: Any) -> T:
+def otherwise(operation: Callable[..., T], *arguments: Any) -> T:
     """Compute an operation that no library supports, on float32 copies of bfloat16 or by the reference."""
-    name, is_low = operation.__name__, given[0].dtype == BFLOAT16
-    result: T = (accept_low(name, operation) if is_low else getattr(reference, name))(*given)
+    name, is_low = operation.__name__, arguments[0].dtype == BFLOAT16
+    result: T = (accept_low(name, operation) if is_low else getattr(reference, name))(*arguments)
     return result
 
 
@@ -186,8 +186,8 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
             bias = flat(b)
             in_parts(out.shape, lambda part: add_row(bias, out[part]))
     elif b is not None:
-        bias, more = flat(b), matrix(plus)
-        in_parts(out.shape, lambda part: add_row_and(bias, more[part], out[part]))
+        bias, addend = flat(b), matrix(plus)
+        in_parts(out.shape, lambda part: add_row_and(bias, addend[part], out[part]))
     else:
         np.add(y, plus, out=y)
     return y

@@ -70,32 +70,32 @@ def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa 
     """
     if way() == "own" or begins is not None:
         return None
-    found, why_not = sdpa()
-    if found is None and way() == "cudnn":
-        raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN cannot be used: {why_not}")
-    return found if found is not None and found.fits(q, k, v) else None
+    cudnn, reason = sdpa()
+    if cudnn is None and way() == "cudnn":
+        raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN cannot be used: {reason}")
+    return cudnn if cudnn is not None and cudnn.fits(q, k, v) else None
 
 
-def refused(what: str) -> None:
+def refused(name: str) -> None:
     """Raise UsageError if ZERO_MPI_GPU_ATTENTION requires cuDNN, which has no plan for these shapes."""
     if way() == "cudnn":
-        raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {what} of these shapes")
+        raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {name} of these shapes")
 
 
 def slower(kind: Any) -> str:
     """Return a warning if low-precision attention should use cuDNN but cannot; otherwise an empty string."""
-    why_not = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
-    return why_not and f"attention is several times slower here, without cuDNN: {why_not}"
+    reason = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
+    return reason and f"attention is several times slower here, without cuDNN: {reason}"
 
 
 def about() -> str:
     """Return a description of the attention backend, for messages."""
     if way() == "own":
         return "attention by own kernels"
-    found, why_not = sdpa()
-    if found is None:
-        return f"attention by own kernels, no cuDNN: {why_not}"
-    return f"attention by cuDNN {found.version}, gradients in {'any' if way() == ANY_ORDER else 'one'} order"
+    cudnn, reason = sdpa()
+    if cudnn is None:
+        return f"attention by own kernels, no cuDNN: {reason}"
+    return f"attention by cuDNN {cudnn.version}, gradients in {'any' if way() == ANY_ORDER else 'one'} order"
 
 
 @implements(reference.causal_attention, ARRAY)
@@ -119,9 +119,9 @@ def causal_attention(
 
 @implements(reference.causal_attention_backward, ARRAY)
 def causal_attention_backward(
-    dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
+    dy: Array, q: Array, k: Array, v: Array, saved: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    y, sums, begins = kept
+    y, sums, begins = saved
     batch, length, heads, _ = q.shape
     check_kept((y, dy.size), (sums, batch * heads * length), (begins, batch * length))
     gradients = gradients_like(q, k, v, take)
@@ -145,8 +145,8 @@ def causal_attention_backward(
 def grouped(x: Array, kv: int) -> Array:
     """Return x (B, T, heads, width), or a copy in which the R heads of a group are adjacent."""
     shared, size = x.shape[2] // kv, x.itemsize
-    alone = shared == 1 or x.strides[2] == x.shape[3] * size
-    return x if alone and (x.shape[3] == 1 or x.strides[3] == size) else packed(x)
+    adjacent = shared == 1 or x.strides[2] == x.shape[3] * size
+    return x if adjacent and (x.shape[3] == 1 or x.strides[3] == size) else packed(x)
 
 
 def steps(x: Array, kv: int) -> tuple[int, int, int]:
@@ -155,12 +155,12 @@ def steps(x: Array, kv: int) -> tuple[int, int, int]:
     return b, h * (x.shape[2] // kv), t
 
 
-def move(source: Array, target: Array, shape: tuple[int, ...], ways: Sequence[int]) -> None:
-    """Copy (B, K, T, R width) between arrays with the strides `ways`; convert to the type of the target."""
+def move(source: Array, target: Array, shape: tuple[int, ...], strides: Sequence[int]) -> None:
+    """Copy (B, K, T, R width) between arrays with these `strides`; convert to the type of the target."""
     *rows, width = shape
     packs = -(-width * target.itemsize // PACK)
     threads = min(THREADS, -(-packs // 32) * 32)
-    MOVE[source.dtype, target.dtype](math.prod(rows), threads, (source, target, *rows[1:], width, *ways))
+    MOVE[source.dtype, target.dtype](math.prod(rows), threads, (source, target, *rows[1:], width, *strides))
 
 
 def gathered(x: Array, kv: int) -> Array:
@@ -209,8 +209,8 @@ class Scores:
     def weigh(self, first: int, n: int, m: int, sums: Array, again: bool) -> Matrix:
         """Turn scores into weights; write `sums`, or read them if `again`."""
         places = self.wide, self.low, sums, at(self._begins)
-        seen = self.sizes.kv, self.sizes.length, first, int(again)
-        WEIGHTS[self.kind](*self._grid(n, m), (*places, *self._rows(n, m), *seen))
+        numbers = self.sizes.kv, self.sizes.length, first, int(again)
+        WEIGHTS[self.kind](*self._grid(n, m), (*places, *self._rows(n, m), *numbers))
         return self.matrix(self.low, n, m)
 
     def slope(self, n: int, m: int, d: Array, scale: float) -> Matrix:
@@ -230,11 +230,11 @@ class Scores:
 def forward(sizes: Sizes, work: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array) -> None:
     """Fill y (B, T, H, E) and sums (B, H, T) from inputs q, k and v."""
     heads = [gathered(x, sizes.kv) for x in inputs]
-    own, keys, values = (batched(x) for x in heads)
+    queries, keys, values = (batched(x) for x in heads)
     out = take((sizes.batch, sizes.kv, sizes.length * sizes.shared, sizes.tall), y.dtype)
     for first, n, m in blocks(sizes):
         rows = first * sizes.shared, n * sizes.shared
-        multiply(own.part(*rows), keys.part(0, m), work.matrix(work.wide, n, m), tb=True, scale=scale)
+        multiply(queries.part(*rows), keys.part(0, m), work.matrix(work.wide, n, m), tb=True, scale=scale)
         p = work.weigh(first, n, m, sums, again=False)
         multiply(p, values.part(0, m), batched(out).part(*rows))
     unpack(out, y, sizes.kv)
@@ -248,20 +248,20 @@ def backward(
     The last block sees all keys, so it writes the gradients to which the other blocks add.
     """
     heads = [gathered(x, sizes.kv) for x in inputs]
-    own, keys, values, turned = (batched(x) for x in heads)
+    queries, keys, values, dys = (batched(x) for x in heads)
     out = take(heads[0].shape, heads[0].dtype), take(heads[1].shape, F32), take(heads[2].shape, F32)
     dq, dk, dv = (batched(x) for x in out)
     slopes = take(work.wide.shape, F32)
     for first, n, m in blocks(sizes):
         rows, last = (first * sizes.shared, n * sizes.shared), m == sizes.total
-        here, there = own.part(*rows), turned.part(*rows)
+        q, dy = queries.part(*rows), dys.part(*rows)
         dk_seen, dv_seen = dk.part(0, m), dv.part(0, m)
-        multiply(here, keys.part(0, m), work.matrix(work.wide, n, m), tb=True, scale=scale)
+        multiply(q, keys.part(0, m), work.matrix(work.wide, n, m), tb=True, scale=scale)
         p = work.weigh(first, n, m, sums, again=True)
-        multiply(p, there, dv_seen, ta=True, c=None if last else dv_seen)
-        multiply(there, values.part(0, m), work.matrix(slopes, n, m), tb=True)
+        multiply(p, dy, dv_seen, ta=True, c=None if last else dv_seen)
+        multiply(dy, values.part(0, m), work.matrix(slopes, n, m), tb=True)
         ds = work.slope(n, m, slopes, scale)
         multiply(ds, keys.part(0, m), dq.part(*rows))
-        multiply(ds, here, dk_seen, ta=True, c=None if last else dk_seen)
+        multiply(ds, q, dk_seen, ta=True, c=None if last else dk_seen)
     for copy, x in zip(out, into, strict=True):
         unpack(copy, x, sizes.kv)

@@ -23,9 +23,9 @@ ROPE = {
 }
 
 
-def pointwise(family: Family, results: int, *given: Array) -> Any:
+def pointwise(family: Family, results: int, *inputs: Array) -> Any:
     """Return the results of an operation on arrays of one shape."""
-    arrays = [packed(x) for x in given]
+    arrays = [packed(x) for x in inputs]
     last = arrays[-1]
     arrays += [take(last.shape, last.dtype) for _ in range(results)]
     family[last.dtype](elements(last), THREADS, (*arrays, last.size))
@@ -42,8 +42,8 @@ for _name in POINTWISE:
 @implements(reference.scale, ARRAY)
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
     kernel, x = SCALE[x.dtype], packed(x)
-    more, y = None if plus is None else packed(plus), take(x.shape, x.dtype)
-    kernel(elements(x), THREADS, (x, at(more), y, f4(factor), x.size))
+    addend, y = None if plus is None else packed(plus), take(x.shape, x.dtype)
+    kernel(elements(x), THREADS, (x, at(addend), y, f4(factor), x.size))
     return y
 
 

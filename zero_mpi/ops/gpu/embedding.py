@@ -47,7 +47,7 @@ def sorted_places(tokens: Array, vocabulary: int) -> Array:
     ids, size = packed(tokens), int(tokens.size)
     if size >= 1 << PLACE_BITS:
         raise ValueError(f"embedding_backward: expected fewer than {1 << PLACE_BITS} tokens; got {size}")
-    keys, other = take((size,), np.int64), take((size,), np.int64)
+    keys, spare = take((size,), np.int64), take((size,), np.int64)
     blocks = -(-size // THREADS)
     counts = take((blocks << BITS,), np.uint32)
     TOKEN_KEYS(blocks, THREADS, (ids, ids.itemsize, keys, size, vocabulary))
@@ -55,8 +55,8 @@ def sorted_places(tokens: Array, vocabulary: int) -> Array:
     for shift in range(PLACE_BITS, PLACE_BITS + vocabulary.bit_length(), BITS):
         DIGIT_COUNTS(blocks, THREADS, (keys, counts, size, shift))
         COUNTS_BEFORE(1, THREADS_OF_A_SUM, (counts, int(counts.size)))
-        BY_DIGIT(blocks, THREADS, (keys, other, counts, size, shift))
-        keys, other = other, keys
+        BY_DIGIT(blocks, THREADS, (keys, spare, counts, size, shift))
+        keys, spare = spare, keys
     return keys
 
 

@@ -23,8 +23,8 @@ WARP = 32
 def single(operation: str, *arrays: Array) -> None:
     """Raise ValueError for arrays that are not float32 and contiguous."""
     if any(x.dtype != F32 or not x.flags.c_contiguous for x in arrays):
-        came = ", ".join(f"{x.dtype}{'' if x.flags.c_contiguous else ' with gaps'}" for x in arrays)
-        raise ValueError(f"{operation}: on a GPU expected contiguous arrays of float32; got {came}")
+        actual = ", ".join(f"{x.dtype}{'' if x.flags.c_contiguous else ' with gaps'}" for x in arrays)
+        raise ValueError(f"{operation}: on a GPU expected contiguous arrays of float32; got {actual}")
 
 
 @implements(reference.adamw, ARRAY)

@@ -81,8 +81,8 @@ def kind_of(dtype: Any) -> int:
     """Return the cudaDataType of a type; raise ValueError if products do not support it."""
     kind = KINDS.get(dtype)
     if kind is None:
-        known = ", ".join(dtype.name for dtype in KINDS)
-        raise ValueError(f"products on the GPU support {known}, not {dtype}: convert the array first")
+        names = ", ".join(dtype.name for dtype in KINDS)
+        raise ValueError(f"products on the GPU support {names}, not {dtype}: convert the array first")
     return kind
 
 
@@ -108,8 +108,8 @@ def fit(address: int) -> int:
 
 def import_lt() -> Any:
     """Return the bindings of cuBLASLt; raise UsageError if they are not installed."""
-    others = " or 'zero-mpi[cuda13]', as the driver supports"
-    return import_optional("--device cuda", "cuda12", "nvmath.bindings.cublasLt", otherwise=others)
+    hint = " or 'zero-mpi[cuda13]', as the driver supports"
+    return import_optional("--device cuda", "cuda12", "nvmath.bindings.cublasLt", otherwise=hint)
 
 
 def describe(lt: Any, kind: str, target: int, **values: int) -> None:
@@ -137,8 +137,8 @@ class LtGemm:
         turns = [TRANSPOSED if turned else NORMAL for turned in (spec.tb, spec.ta)]
         describe(lt, "matmul_desc", self.described, TRANSA=turns[0], TRANSB=turns[1])
         if spec.bias:
-            more = {"BIAS_DATA_TYPE": spec.d.kind, "BIAS_POINTER": spec.bias}
-            describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_BIAS, **more)
+            attributes = {"BIAS_DATA_TYPE": spec.d.kind, "BIAS_POINTER": spec.bias}
+            describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_BIAS, **attributes)
         self.layouts = [products.layout(m) for m in (spec.b, spec.a, spec.c or spec.d, spec.d)]
         self._adds: Callable[[int, int], None] | None = None  # kernel for the bias, if no algorithm adds it
         try:
@@ -152,8 +152,8 @@ class LtGemm:
 
     def _choose(self, products: Products, spec: GemmSpec) -> None:
         """Choose the algorithm and copy it to memory of this plan."""
-        found = self._named(products, spec)
-        self._use(found[0] if len(found) == 1 else self._quickest(products, spec, found))
+        algorithms = self._named(products, spec)
+        self._use(algorithms[0] if len(algorithms) == 1 else self._quickest(products, spec, algorithms))
 
     def _use(self, candidate: Any) -> None:
         self._algorithm = np.array(candidate["algo"])
@@ -184,29 +184,29 @@ class LtGemm:
             raise NoAlgorithm(f"cuBLASLt cannot multiply {spec}: {error}") from error
         finally:
             lt.matmul_preference_destroy(preference)
-        named = results[: count[0]]
-        named = named[named["state"] == 0]
-        if not len(named):
+        algorithms = results[: count[0]]
+        algorithms = algorithms[algorithms["state"] == 0]
+        if not len(algorithms):
             raise NoAlgorithm(f"cuBLASLt knows no algorithm for {spec}")
-        return named
+        return algorithms
 
-    def _quickest(self, products: Products, spec: GemmSpec, named: Any) -> Any:
+    def _quickest(self, products: Products, spec: GemmSpec, algorithms: Any) -> Any:
         """Return the fastest algorithm for these arrays; the results of the trials go to scratch memory."""
-        where = products.where
-        buffer = pool_of(where).take((spec.d.extent,), np.uint8)
+        gpu = products.where
+        buffer = pool_of(gpu).take((spec.d.extent,), np.uint8)
         c = (spec.c or spec.d).address
-        events = where.cupy.cuda.Event(), where.cupy.cuda.Event()
+        events = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
         times = []
-        for candidate in named:
+        for candidate in algorithms:
             self._use(candidate)
             for turn in range(6):
                 if turn == 1:  # the first call, which loads code, is not timed
-                    events[0].record(where.stream)
+                    events[0].record(gpu.stream)
                 self(spec.a.address, spec.b.address, c, buffer.data.ptr, spec.bias)
-            events[1].record(where.stream)
+            events[1].record(gpu.stream)
             events[1].synchronize()
-            times.append(where.cupy.cuda.get_elapsed_time(*events))
-        return named[int(np.argmin(times))]
+            times.append(gpu.cupy.cuda.get_elapsed_time(*events))
+        return algorithms[int(np.argmin(times))]
 
     def __call__(self, a: int, b: int, c: int, d: int, bias: int) -> None:
         """Start the product of the arrays at these addresses on the stream; the result goes to `d`."""
@@ -232,7 +232,7 @@ def bias_adder(d: Matrix) -> Callable[[int, int], None]:
     """Return a function that adds a bias to a result (both given by address), with a second rounding."""
     kernel = ADD_ROW[DTYPES[d.kind]]
     grid = tiled(d.rows, d.columns, PACK // BYTES[d.kind])
-    return lambda at, bias: kernel(*grid, (at, bias, 0, at, d.columns, d.step, 0, d.step))
+    return lambda place, bias: kernel(*grid, (place, bias, 0, place, d.columns, d.step, 0, d.step))
 
 
 class GemmSpec(NamedTuple):
@@ -256,27 +256,27 @@ class GemmSpec(NamedTuple):
 class Products:
     """cuBLASLt on the compute stream of a GPU: handle, workspace and plans."""
 
-    def __init__(self, where: Any) -> None:
+    def __init__(self, gpu: Any) -> None:
         with device.libraries():
             lt = self.lt = import_lt()
-        self.where, self.stream = where, where.stream.ptr
+        self.where, self.stream = gpu, gpu.stream.ptr
         with device.libraries(lt.cuBLASLtError):
             self.handle = lt.create()
         self.tunes = os.environ.get("ZERO_MPI_GPU_TUNE", "0") == "1"
         splits = self.tunes or os.environ.get("ZERO_MPI_GPU_SPLIT_K", "1") != "0"
         self.reductions = FLOAT32_PARTS if splits else WHOLE
-        hopper = int(where.cupy.cuda.Device(where.number).compute_capability) >= 90
-        self.buffer = where.empty(WORKSPACE if hopper else 8 << 20, np.uint8)  # the best kernels need it all
+        hopper = int(gpu.cupy.cuda.Device(gpu.number).compute_capability) >= 90
+        self.buffer = gpu.empty(WORKSPACE if hopper else 8 << 20, np.uint8)  # the best kernels need it all
         self.workspace, self.workspace_bytes = self.buffer.data.ptr, self.buffer.nbytes
         self.plans: dict[Any, LtGemm] = {}
         self.known: dict[Any, LtGemm] = {}  # plans for aligned arrays, by shapes and strides
 
     def layout(self, m: Matrix) -> int:
         """Return a layout descriptor of the transpose of `m`, whose columns are the rows of `m`."""
-        made = self.lt.matrix_layout_create(m.kind, m.columns, m.rows, m.step)
+        layout = self.lt.matrix_layout_create(m.kind, m.columns, m.rows, m.step)
         if m.batch > 1:
-            describe(self.lt, "matrix_layout", made, BATCH_COUNT=m.batch, STRIDED_BATCH_OFFSET=m.apart)
-        return int(made)
+            describe(self.lt, "matrix_layout", layout, BATCH_COUNT=m.batch, STRIDED_BATCH_OFFSET=m.apart)
+        return int(layout)
 
     def plan(self, key: Any, spec: GemmSpec) -> LtGemm:
         """Make and return a plan. Drop the oldest plan if there are too many."""
@@ -300,9 +300,9 @@ def products() -> Products:
 
 def about() -> str:
     """Return cuBLASLt's version and settings, for messages and records; results depend on them."""
-    made = products()
-    way = "timed" if made.tunes else "in float32 parts" if made.reductions else "whole sums"
-    return f"products by cuBLASLt {made.lt.get_version()}, {way}"
+    library = products()
+    way = "timed" if library.tunes else "in float32 parts" if library.reductions else "whole sums"
+    return f"products by cuBLASLt {library.lt.get_version()}, {way}"
 
 
 def product(
@@ -320,22 +320,22 @@ def product(
     Shapes and strides of arrays select the plan. A cached plan runs immediately if all arrays are aligned.
     """
     pa, pb, pd = a.data.ptr, b.data.ptr, d.data.ptr
-    pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or c.strides)
+    pc, layout = (pd, None) if c is None else (c.data.ptr, c is d or c.strides)
     bias_at, step = (0, None) if bias is None else (bias.data.ptr, bias.strides)
     # The key determines all other shapes and types, because operations check their arrays.
-    key = (a.shape, a.strides, a.dtype, b.shape, b.strides, d.strides, d.dtype, onto, ta, tb, step)
-    made = products()
-    plan, fits = made.known.get(key), not (pa | pb | pc | pd | bias_at) % FITTING
+    key = (a.shape, a.strides, a.dtype, b.shape, b.strides, d.strides, d.dtype, layout, ta, tb, step)
+    library = products()
+    plan, fits = library.known.get(key), not (pa | pb | pc | pd | bias_at) % FITTING
     if plan is not None and fits:
         plan(pa, pb, pc, pd, bias_at)
         return
-    given, lie = (a, b, c, bias), (lying, lying, lying, fitting)
-    ours: list[Any] = [x if x is None else make(x) for x, make in zip(given, lie, strict=True)]
-    bias_at = 0 if bias is None else ours[3].data.ptr
-    a, b, c = (x if x is None else matrix(x) for x in ours[:3])
+    arrays, makers = (a, b, c, bias), (lying, lying, lying, fitting)
+    operands: list[Any] = [x if x is None else make(x) for x, make in zip(arrays, makers, strict=True)]
+    bias_at = 0 if bias is None else operands[3].data.ptr
+    a, b, c = (x if x is None else matrix(x) for x in operands[:3])
     plan = multiply(a, b, matrix(d), ta=ta, tb=tb, c=c, bias=bias_at)
-    if plan is not None and fits and all(map(operator.is_, ours, given)):
-        made.known[key] = plan
+    if plan is not None and fits and all(map(operator.is_, operands, arrays)):
+        library.known[key] = plan
 
 
 def fitting(b: Array) -> Array:
@@ -365,10 +365,10 @@ def multiply(
     """
     if not d[1] * d[2] * d[5]:
         return None
-    made = products()
-    whole = (a[0] | b[0] | d[0] | (c[0] if c else 0)) % FITTING == 0
-    fits = whole or (fit(a[0]), fit(b[0]), fit(c[0]) if c else 0, fit(d[0]))
+    library = products()
+    aligned = (a[0] | b[0] | d[0] | (c[0] if c else 0)) % FITTING == 0
+    fits = aligned or (fit(a[0]), fit(b[0]), fit(c[0]) if c else 0, fit(d[0]))
     key = (ta, tb, scale, bias != 0, fits, a[1:], b[1:], c and c[1:], d[1:])
-    plan = made.plans.get(key) or made.plan(key, GemmSpec(a, b, d, ta, tb, scale, c, bias))
+    plan = library.plans.get(key) or library.plan(key, GemmSpec(a, b, d, ta, tb, scale, c, bias))
     plan(a[0], b[0], c[0] if c else d[0], d[0], bias)
     return plan

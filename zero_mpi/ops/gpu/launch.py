@@ -68,8 +68,8 @@ class Family(dict[Any, Kernel]):
         self.name = name
 
     def __missing__(self, kind: Any) -> Kernel:
-        known = ", ".join(TYPES.values())
-        raise ValueError(f"{self.name}: on a GPU expected arrays of one of {known}; got {kind}")
+        names = ", ".join(TYPES.values())
+        raise ValueError(f"{self.name}: on a GPU expected arrays of one of {names}; got {kind}")
 
 
 def by_pairs(source: str, name: str, parameters: str, pairs: Iterable[Any]) -> dict[Any, Kernel]:
@@ -79,8 +79,8 @@ def by_pairs(source: str, name: str, parameters: str, pairs: Iterable[Any]) -> d
 
 def text(source: str) -> str:
     """Return the text to compile: common.cuh and the source. Compiler errors name lines of the source."""
-    common, own = ((FOLDER / name).read_text() for name in ("common.cuh", source))
-    return f'{common}#line 1 "{source}"\n{own}'
+    common, code = ((FOLDER / name).read_text() for name in ("common.cuh", source))
+    return f'{common}#line 1 "{source}"\n{code}'
 
 
 @lru_cache

@@ -76,13 +76,13 @@ def linear_cross_entropy(
     gradient = need_dx or dw is not None or db is not None
     width, even = logit_width(len(w)), len(w) // LINE * LINE
     step = logit_rows(len(flat), width * x.itemsize, memory_of(device.in_use()))
-    buffer, whole = take((min(step, len(flat)), width), x.dtype), with_zeros(w, width)
+    buffer, weights = take((min(step, len(flat)), width), x.dtype), with_zeros(w, width)
     bias = None if b is None else with_zeros(b, width)
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
         rows = flat[part]
         wide = buffer[: len(rows)]
-        product(rows, whole, wide, tb=True, bias=bias)
+        product(rows, weights, wide, tb=True, bias=bias)
         z = wide[:, : len(w)]  # the padding stays zero, which is also its gradient
         add_losses(total, losses_of_rows(z, z if gradient else None, ids[part], scale), scale, True)
         if dw is not None:
@@ -91,5 +91,5 @@ def linear_cross_entropy(
         if db is not None:
             add_columns(z, db)
         if dx is not None:
-            product(wide, whole, dx[part])
+            product(wide, weights, dx[part])
     return total.reshape(()), None if dx is None else dx.reshape(x.shape)

@@ -25,40 +25,40 @@ HELD_TWICE = 3  # HELD for a norm with two gradients, dw and db, as in norm.cu
 
 
 @lru_cache
-def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, int]:
+def deal(rows: int, width: int, pack: int, per_thread: int) -> tuple[int, int, int, int]:
     """Return (lanes, blocks forward, lines of partial sums, blocks backward)."""
-    lanes = norm_lanes(width, pack, held)
+    lanes = norm_lanes(width, pack, per_thread)
     blocks = norm_blocks(rows, lanes)
     lines = min(NORM_LINES, blocks)
-    return lanes, blocks, lines, lines * -(-width // (lanes * pack * held))
+    return lanes, blocks, lines, lines * -(-width // (lanes * pack * per_thread))
 
 
-def forward(family: Family, held: int, x: Array, *rest: Any) -> tuple[Array, ...]:
+def forward(family: Family, per_thread: int, x: Array, *rest: Any) -> tuple[Array, ...]:
     """Return y and, for each factor, one float32 statistic per row, from (x, *factors, eps)."""
     *factors, eps = rest
     x, width = packed(x), x.shape[-1]
     y, rows = take(x.shape, x.dtype), x.size // width
-    found = [take((*x.shape[:-1], 1), F32) for _ in factors]
-    lanes, blocks, _, _ = deal(rows, width, PACK // x.itemsize, held)
-    family[x.dtype](blocks, THREADS, (x, *map(packed, factors), y, *found, rows, width, lanes, f4(eps)))
-    return (y, *found)
+    stats = [take((*x.shape[:-1], 1), F32) for _ in factors]
+    lanes, blocks, _, _ = deal(rows, width, PACK // x.itemsize, per_thread)
+    family[x.dtype](blocks, THREADS, (x, *map(packed, factors), y, *stats, rows, width, lanes, f4(eps)))
+    return (y, *stats)
 
 
-def backward(family: Family, held: int, factors: int, *arguments: Any) -> Array:
+def backward(family: Family, per_thread: int, factors: int, *arguments: Any) -> Array:
     """Return dx from (dy, x, w, *statistics, *gradients, plus); add to the gradient of each factor.
 
     Gradients and plus may be None; gradients may be float32, bf16 or fp16.
     """
-    *given, plus = arguments
-    given, gradients = [packed(x) for x in given[:-factors]], given[-factors:]
+    *inputs, plus = arguments
+    inputs, gradients = [packed(x) for x in inputs[:-factors]], inputs[-factors:]
     writable(family.name, *gradients)
-    x = given[1]
+    x = inputs[1]
     dx, width = take(x.shape, x.dtype), x.shape[-1]
     rows = x.size // width
-    lanes, _, lines, blocks = deal(rows, width, PACK // x.itemsize, held)
+    lanes, _, lines, blocks = deal(rows, width, PACK // x.itemsize, per_thread)
     sums = [None if gradient is None else take((lines, width), F32) for gradient in gradients]
-    more = None if plus is None else packed(plus)
-    family[x.dtype](blocks, THREADS, (*given, at(more), dx, *map(at, sums), rows, width, lanes))
+    addend = None if plus is None else packed(plus)
+    family[x.dtype](blocks, THREADS, (*inputs, at(addend), dx, *map(at, sums), rows, width, lanes))
     pairs = [pair for pair in zip(gradients, sums, strict=True) if pair[0] is not None and rows]
     if len(pairs) == 2 and pairs[0][0].dtype == pairs[1][0].dtype:
         add_partials(*pairs[0], *pairs[1])

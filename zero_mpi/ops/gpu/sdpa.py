@@ -64,16 +64,16 @@ def lies_well(x: Array) -> bool:
 def steps_well(shape: Strides, strides: Strides, size: int) -> bool:
     """Return whether cuDNN's kernels support an array's strides; `size`: bytes of an element."""
     steps = [stride for length, stride in zip(shape, strides, strict=True) if length > 1]
-    whole = all(stride % ALIGNMENT == 0 for stride in steps[:-1])
-    return whole and strides[-1] == size and shape[-1] * size % ALIGNMENT == 0
+    aligned = all(stride % ALIGNMENT == 0 for stride in steps[:-1])
+    return aligned and strides[-1] == size and shape[-1] * size % ALIGNMENT == 0
 
 
 def way() -> str:
     """Return the choice of ZERO_MPI_GPU_ATTENTION; raise UsageError if it is invalid."""
-    chosen = os.environ.get("ZERO_MPI_GPU_ATTENTION", "auto")
-    if chosen not in WAYS:
-        raise UsageError(f"ZERO_MPI_GPU_ATTENTION: expected one of {', '.join(WAYS)}, got {chosen!r}")
-    return chosen
+    choice = os.environ.get("ZERO_MPI_GPU_ATTENTION", "auto")
+    if choice not in WAYS:
+        raise UsageError(f"ZERO_MPI_GPU_ATTENTION: expected one of {', '.join(WAYS)}, got {choice!r}")
+    return choice
 
 
 class Graph:
@@ -97,9 +97,9 @@ class Graph:
 
     def __call__(self, addresses: dict[int, int]) -> None:
         buffer = pool_of(self._owner.where).take((self._workspace,), np.uint8)
-        for more in self._turns:
-            here = {number: at + more[number] for number, at in addresses.items()} if more else addresses
-            self._graph.execute(here, buffer.data.ptr, handle=self._owner.handle)
+        for shifts in self._turns:
+            places = {number: p + shifts[number] for number, p in addresses.items()} if shifts else addresses
+            self._graph.execute(places, buffer.data.ptr, handle=self._owner.handle)
 
 
 class Sdpa:
@@ -108,18 +108,18 @@ class Sdpa:
     Raises ImportError or one of FAULTS if cuDNN is missing or incompatible, or the GPU is too old.
     """
 
-    def __init__(self, where: Any) -> None:
-        slopes = str(most_slopes(memory_of(where)))
+    def __init__(self, gpu: Any) -> None:
+        slopes = str(most_slopes(memory_of(gpu)))
         limit = os.environ.setdefault(SLOPES_LIMIT, slopes)  # the frontend reads this variable for each graph
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
-        self.where = where
+        self.where = gpu
         self.version = int(cudnn.backend_version())
-        self.capability = int(where.cupy.cuda.Device(where.number).compute_capability)
+        self.capability = int(gpu.cupy.cuda.Device(gpu.number).compute_capability)
         if self.version < OLDEST_CUDNN or self.capability < OLDEST_GPU:
             raise RuntimeError(f"cuDNN {self.version} on a GPU of compute capability {self.capability}")
         self.handle = cudnn.create_handle()
-        cudnn.set_stream(handle=self.handle, stream=where.stream.ptr)
+        cudnn.set_stream(handle=self.handle, stream=gpu.stream.ptr)
         self.graphs: dict[Any, Graph | None] = {}
         self.refusals: list[str] = []  # cuDNN's messages for arrays that it does not support
 
@@ -161,34 +161,34 @@ class Sdpa:
         graph(addresses | {STATS: stats.data.ptr})
         return True
 
-    def _kept(self, turned: bool, scale: float, arrays: Sequence[Array]) -> Graph | None:
+    def _kept(self, backward: bool, scale: float, arrays: Sequence[Array]) -> Graph | None:
         """Return the graph for these arrays, built at first use; None if cuDNN does not support them."""
         scale = float(scale)  # the bindings accept only a float
-        ordered = not turned or way() != ANY_ORDER
+        ordered = not backward or way() != ANY_ORDER
         q, k = arrays[:2]  # their shapes determine all other shapes
-        key = (turned, ordered, scale, q.dtype, q.shape, k.shape, *[x.strides for x in arrays])
+        key = (backward, ordered, scale, q.dtype, q.shape, k.shape, *[x.strides for x in arrays])
         if key not in self.graphs:
-            parts, turns = self._cut(arrays) if turned and ordered else (arrays, [{}])
+            parts, turns = self._cut(arrays) if backward and ordered else (arrays, [{}])
             most = self.slopes + LINEAR * math.prod(parts[0].shape)
             try:
-                made = self._backward(ordered, scale, parts) if turned else self._forward(scale, *parts)
-                self.graphs[key] = Graph(self, made, most, turns)
+                graph = self._backward(ordered, scale, parts) if backward else self._forward(scale, *parts)
+                self.graphs[key] = Graph(self, graph, most, turns)
             except (self.cudnn.cudnnGraphNotSupportedError, *FAULTS) as error:
                 self.graphs[key] = None
                 self.refusals.append(first_line(error))
-                what = f"{'the gradient of ' if turned else ''}attention of {tuple(arrays[0].shape)}"
+                name = f"{'the gradient of ' if backward else ''}attention of {tuple(arrays[0].shape)}"
                 text = "%s uses our own kernels, which are several times slower; cuDNN (frontend %s): %s"
-                logger.warning(text, what, self.cudnn.__version__, self.refusals[-1])
+                logger.warning(text, name, self.cudnn.__version__, self.refusals[-1])
         return self.graphs[key]
 
     def _cut(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[dict[int, int]]]:
         """Return the parts of arrays for one run of a graph, and the address offsets of each run."""
         (batch, length, heads, _), kv = arrays[0].shape, arrays[1].shape[2]
-        sequences, together = cudnn_group(arrays[0].shape, kv, self.slopes)
-        if (sequences, together) == (batch, kv):
+        sequences, group = cudnn_group(arrays[0].shape, kv, self.slopes)
+        if (sequences, group) == (batch, kv):
             return arrays, [{}]
         shared = [x.shape[2] // kv for x in arrays]
-        parts = [x[:sequences, :, : together * n] for x, n in zip(arrays, shared, strict=True)]
+        parts = [x[:sequences, :, : group * n] for x, n in zip(arrays, shared, strict=True)]
         return parts, [
             {STATS: 4 * length * (first * heads + head * heads // kv)}
             | {
@@ -196,7 +196,7 @@ class Sdpa:
                 for number, x, n in zip(TURNED, arrays, shared, strict=True)
             }
             for first in range(0, batch, sequences)
-            for head in range(0, kv, together)
+            for head in range(0, kv, group)
         ]
 
     def _graph_of(self, **arrays: Array) -> tuple[Any, dict[str, Any]]:
@@ -245,12 +245,12 @@ _made: tuple[Any, Sdpa | None, str] = None, None, ""
 def sdpa() -> tuple[Sdpa | None, str]:
     """Return (cuDNN on the GPU in use, "") or (None, why it cannot be used)."""
     global _made
-    where = device.in_use()
-    if _made[0] is not where:
+    gpu = device.in_use()
+    if _made[0] is not gpu:
         try:
-            _made = where, Sdpa(where), ""
+            _made = gpu, Sdpa(gpu), ""
         except ImportError as error:
-            _made = where, None, f"nvidia-cudnn-frontend cannot be imported ({error})"
+            _made = gpu, None, f"nvidia-cudnn-frontend cannot be imported ({error})"
         except FAULTS as error:
-            _made = where, None, f"no compatible library ({first_line(error)})"
+            _made = gpu, None, f"no compatible library ({first_line(error)})"
     return _made[1:]

@@ -31,14 +31,14 @@ def add_columns(x: Array, sums: Array) -> None:
 
 
 def add_partials(
-    sums: Array, partial: Array, others: Array | None = None, theirs: Array | None = None
+    sums: Array, partial: Array, sums2: Array | None = None, partial2: Array | None = None
 ) -> None:
     """Add to sums (O,), of any of the three types, the lines of partial (parts, O) in their order.
 
-    The same launch adds the lines of `theirs` to a second gradient `others`, which has the type of `sums`.
+    The same launch adds the lines of `partial2` to a second gradient `sums2`, which has the type of `sums`.
     """
-    writable("add_partials", sums, others)
+    writable("add_partials", sums, sums2)
     parts, width = partial.shape
     kernel, tiles = ADD_PARTIALS[sums.dtype], -(-width // COLUMNS)
-    places = sums, partial, at(others), at(theirs)
-    kernel(tiles if others is None else 2 * tiles, THREADS, (*places, parts, width))
+    places = sums, partial, at(sums2), at(partial2)
+    kernel(tiles if sums2 is None else 2 * tiles, THREADS, (*places, parts, width))
