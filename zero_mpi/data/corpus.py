@@ -174,11 +174,11 @@ def load_corpus(
 
 def _joined(splits: Sequence[_Split]) -> Corpus:
     digests = [split.digest for split in splits]
-    of_all = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Corpus(
         parts=tuple(part for split in splits for part in split.train),
         held_out=tuple(part for split in splits for part in split.val),
-        sha256=digests[0] if len(digests) == 1 else of_all,
+        sha256=digests[0] if len(digests) == 1 else digest,
         documents=sum(split.counts[0] for split in splits),
         val_documents=sum(split.counts[1] for split in splits),
         notes=tuple(note for split in splits for note in split.notes),
@@ -198,8 +198,8 @@ def _split(
     least = 2 if reader.packs or documents[0].counted is not None else context + 1  # documents may be short
     if total < least:
         suffix = f" of {source.name}" if source.name else ""
-        need = f"context {context} needs at least {least} tokens, but {flag}{suffix} has {total}"
-        raise UsageError(f"{need}: use a smaller --context or more data")
+        problem = f"context {context} needs at least {least} tokens, but {flag}{suffix} has {total}"
+        raise UsageError(f"{problem}: use a smaller --context or more data")
     train, val = _hold_out(documents, fraction, seed) if flag == "--data" else ([], documents)
     if fraction and (refusal := _too_small(train, val, least)):
         train, val, notes = documents, [], [*notes, refusal]

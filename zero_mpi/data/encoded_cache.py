@@ -216,17 +216,17 @@ def load_entry(entry: Path, vocab: int, beat: Beat) -> Reading | None:
         facts = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
         if not isinstance(facts, dict) or sealed(facts) != facts:
             return None
-        kind, listed = np.dtype(facts["dtype"]), facts["documents"]
+        kind, rows = np.dtype(facts["dtype"]), facts["documents"]
         if any(digest_of(entry / name, beat) != sha256 for name, sha256 in facts["sha256"].items()):
             return None
-        total = sum(size for _, size, *_ in listed)
+        total = sum(size for _, size, *_ in rows)
         ids = TokenSpans([FileSpan(str(entry / IDS), 0, total, kind, total * kind.itemsize)], vocab)
         counted = np.fromfile(entry / COUNTED, np.bool_)  # empty for text
         os.utime(entry)  # sets the time of the last use
     except (OSError, ValueError):
         return None
     documents, at = list[Document](), 0
-    for name, size, digest, ends in listed:
+    for name, size, digest, ends in rows:
         part = slice(at, at + size)
         at += size
         counts = counted[part] if counted.size else None

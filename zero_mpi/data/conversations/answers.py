@@ -46,7 +46,7 @@ class AnswerFinder:
         by_role = dict[object, list[int]]()  # turns, keyed by the role of the message before them
         for turn in [] if self.template.marks else turns:
             by_role.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
-        firsts = [speaking[0] for speaking in by_role.values()]
+        firsts = [group[0] for group in by_role.values()]
         rendered = self.template.render(messages, tools=self._tools, prompts=firsts)
         if not turns:
             return rendered.text, []
@@ -81,11 +81,11 @@ class AnswerFinder:
     def _by_loop(self, rendered: RenderedText, messages: Messages, by_role: dict[object, list[int]]) -> Spans:
         """Return each turn's answer, found by the messages' positions; {} if a turn's position is unknown."""
         places, spans = segments(rendered), Spans()
-        turns = {turn for speaking in by_role.values() for turn in speaking}
+        turns = {turn for group in by_role.values() for turn in group}
         if not places.keys() >= turns:
             return {}
-        for speaking in by_role.values():
-            first, last = speaking[0], speaking[-1]
+        for group in by_role.values():
+            first, last = group[0], group[-1]
             prefix = rendered.before[first]
             if prefix is None or not rendered.text.startswith(prefix):
                 first = last  # the text before turn `last` is rendered below, without later messages
@@ -93,7 +93,7 @@ class AnswerFinder:
             if prefix is None or not rendered.text.startswith(prefix):
                 continue
             lead, size = prefix[places[first][0] :], len(prefix) - places[first][0]
-            for turn in speaking:
+            for turn in group:
                 start, stop = places[turn]
                 if rendered.text.startswith(lead, start, stop):
                     start += size  # `size` is negative if `prefix` ends before the message begins

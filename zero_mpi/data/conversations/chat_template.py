@@ -212,8 +212,8 @@ class ChatTemplate:
         return RenderedText(text, reply["marked"], reply["begins"], dict(zip(prompts, before, strict=True)))
 
     def _started(self) -> subprocess.Popen[bytes]:
-        words, pipe = [sys.executable, "-P", PROGRAM], subprocess.PIPE
-        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        command, pipe = [sys.executable, "-P", PROGRAM], subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         weakref.finalize(self, ended, process)
         self._ask(process, {"source": self._source, "day": self._day})
         return process

@@ -67,17 +67,17 @@ def with_tokens(
     if repeats:
         names = ", ".join(show(token) for token in repeats[:3])
         raise UsageError(f"--add-tokens: {place} has {names} already: leave out {len(repeats)} of the tokens")
-    size, new = len(vocabulary), len(tokens)
+    size, count = len(vocabulary), len(tokens)
     types = keys.integers(TYPES, size) or [NORMAL] * size
     first = size
     while first and types[first - 1] == UNUSED and vocabulary[first - 1] == f"[PAD{first - 1}]":
         first -= 1
-    grown: dict[str, Any] = {**metadata, TOKENS: [*vocabulary[:first], *tokens, *vocabulary[first + new :]]}
-    types[first : first + new] = [USER_DEFINED] * new
+    grown: dict[str, Any] = {**metadata, TOKENS: [*vocabulary[:first], *tokens, *vocabulary[first + count :]]}
+    types[first : first + count] = [USER_DEFINED] * count
     grown[TYPES] = np.array(types, np.int32)
     scores = keys.numbers(SCORES, size)
     if scores is not None:
-        rest = scores[first + new :]
-        grown[SCORES] = np.concatenate((scores[:first], np.full(new, LEAST_LIKELY, np.float32), rest))
+        rest = scores[first + count :]
+        grown[SCORES] = np.concatenate((scores[:first], np.full(count, LEAST_LIKELY, np.float32), rest))
     key = f"{keys.text(ARCHITECTURE)}.vocab_size"
     return grown | ({key: np.uint32(len(types))} if key in metadata else {}), first

@@ -169,8 +169,8 @@ class BPETokenizer(gguf.GGUFTokenizer):
         A byte without a token gets an id above the vocabulary, which is dropped after merging. The library
         would drop the byte before it merges, and then bytes from both sides of it could become one token.
         """
-        lacking = [character for character in byte_characters() if character not in self.ids]
-        vocabulary = self.ids | {character: self.vocab_size + i for i, character in enumerate(lacking)}
+        missing = [character for character in byte_characters() if character not in self.ids]
+        vocabulary = self.ids | {character: self.vocab_size + i for i, character in enumerate(missing)}
         return build(vocabulary, self.merges, self.pre)
 
 

@@ -41,8 +41,8 @@ def byte_characters() -> list[str]:
     """Return GPT-2's map from bytes to printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(_BYTES) if byte not in printable]
-    moved = {byte: _BYTES + place for place, byte in enumerate(others)}
-    return [chr(moved.get(byte, byte)) for byte in range(_BYTES)]
+    codes = {byte: _BYTES + place for place, byte in enumerate(others)}
+    return [chr(codes.get(byte, byte)) for byte in range(_BYTES)]
 
 
 class Tokenizer(ABC):
@@ -124,9 +124,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: ArrayLike) -> bytes:
         flat = np.asarray(ids).ravel()
-        strange = flat[(flat < 0) | (flat >= self.vocab_size)]
-        if strange.size:
-            raise ValueError(f"id {strange[0]} is outside the byte vocabulary of {self.vocab_size}")
+        invalid = flat[(flat < 0) | (flat >= self.vocab_size)]
+        if invalid.size:
+            raise ValueError(f"id {invalid[0]} is outside the byte vocabulary of {self.vocab_size}")
         return flat[flat < _BYTES].astype(np.uint8).tobytes()
 
     def metadata(self) -> dict[str, object]:

@@ -104,17 +104,17 @@ class GGUFTokenizer(Tokenizer):
     def encode_prompt(self, text: str) -> Ids:
         ids = self.encode(text, special=True).tolist()
         first = [self.bos] if self.add_bos and self.bos is not None else []
-        edge = [i for i in (self.eos, self.bos) if i is not None][:1]
-        return self._array(np.array(first + ids or edge, np.int64))
+        fallback = [i for i in (self.eos, self.bos) if i is not None][:1]
+        return self._array(np.array(first + ids or fallback, np.int64))
 
     def decode(self, ids: ArrayLike) -> bytes:
         flat = np.asarray(ids).ravel()
-        strange = flat[(flat < 0) | (flat >= self.vocab_size)]
-        if strange.size:
-            raise ValueError(f"id {strange[0]} is outside the vocabulary of {self.vocab_size}")
+        invalid = flat[(flat < 0) | (flat >= self.vocab_size)]
+        if invalid.size:
+            raise ValueError(f"id {invalid[0]} is outside the vocabulary of {self.vocab_size}")
         numbers = flat.tolist()
-        spelt = {i: self.spelling(self.tokens[i], self.types[i]) for i in set(numbers)}
-        return b"".join([spelt[i] for i in numbers])
+        spellings = {i: self.spelling(self.tokens[i], self.types[i]) for i in set(numbers)}
+        return b"".join([spellings[i] for i in numbers])
 
     def metadata(self) -> dict[str, object]:
         """Return the file's keys unchanged: `tokenizer.*`, and other keys that change the ids."""
@@ -122,9 +122,9 @@ class GGUFTokenizer(Tokenizer):
 
     def special_id(self, name: str) -> int | None:
         """Return the id in `tokenizer.ggml.NAME_token_id`; without this key, the class's default, or None."""
-        usual = self.usual_ids.get(name, self.vocab_size)
+        default = self.usual_ids.get(name, self.vocab_size)
         number = self._keys.token_id(name, self.vocab_size)
-        return number if number is not None or usual >= self.vocab_size else usual
+        return number if number is not None or default >= self.vocab_size else default
 
     def stripping(self) -> frozenset[str]:
         """Return the tokens after which white space in a text is dropped."""
@@ -195,6 +195,6 @@ def _tokens(keys: GGUFKeys, longest: int) -> list[str]:
     if len(token := max(tokens, key=len)) > longest:
         raise keys.fault(TOKENS, f"tokens of at most {longest} characters, not {len(token):,}")
     if len(set(tokens)) < len(tokens):
-        twice = show(Counter(tokens).most_common(1)[0][0])
-        raise UsageError(f"{keys.place}: {TOKENS}: expected each token once, found {twice} again")
+        repeat = show(Counter(tokens).most_common(1)[0][0])
+        raise UsageError(f"{keys.place}: {TOKENS}: expected each token once, found {repeat} again")
     return tokens

@@ -74,16 +74,16 @@ class Rules:
         """Return a finder of the added tokens with this value of the flag `normalized`."""
         tokens = dict[str, str]()
         for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
-            spelt = self.normalized(token) if normalized else token
-            is_lost = "lstrip" in self.flags.get(token, ()) and not spelt.strip(_WHITE)
-            if not spelt or spelt in tokens or is_lost:
+            spelling = self.normalized(token) if normalized else token
+            is_lost = "lstrip" in self.flags.get(token, ()) and not spelling.strip(_WHITE)
+            if not spelling or spelling in tokens or is_lost:
                 raise UsageError(
                     f"the added token {show(token)} is white space with lstrip, or normalized to nothing or "
                     "another token: expected one that the package tokenizers can find in a text"
                 )
-            tokens[spelt] = token
-        flags = {spelt: self.flags.get(token, frozenset()) for spelt, token in tokens.items()}
-        return FlaggedSpellings({spelt: ids[token] for spelt, token in tokens.items()}, flags)
+            tokens[spelling] = token
+        flags = {spelling: self.flags.get(token, frozenset()) for spelling, token in tokens.items()}
+        return FlaggedSpellings({spelling: ids[token] for spelling, token in tokens.items()}, flags)
 
 
 def rules_json(
@@ -148,8 +148,8 @@ def tokenizers() -> Any:
 
 def _is_word(letter: str) -> bool:
     r"""Return whether a character is `\w` for the library; False for ""."""
-    cut = tokenizers().pre_tokenizers.Whitespace().pre_tokenize_str("a" + letter)
-    return letter != "" and cut[0][0] == "a" + letter
+    words = tokenizers().pre_tokenizers.Whitespace().pre_tokenize_str("a" + letter)
+    return letter != "" and words[0][0] == "a" + letter
 
 
 def kinds_of(definition: Any) -> set[str]:
